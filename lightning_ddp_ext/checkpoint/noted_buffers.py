@@ -39,8 +39,8 @@ class NotedBuffers:
         if versions == self._versions and not even_if_same:
             return b""
         self._versions = versions
-        views = [each.reshape(-1).view(torch.uint8) for each in _tensors(self._noted)]
-        return torch.cat(views).detach().cpu().numpy().tobytes() if views else b""
+        views = [each.detach().reshape(-1).view(torch.uint8).cpu() for each in _tensors(self._noted)]
+        return torch.cat(views).numpy().tobytes() if views else b""
 
     def restore(self, content: bytes) -> bool:
         """Restore the noted buffers; return whether no other buffer changed."""

@@ -75,7 +75,7 @@ def random_state_in(content: bytes) -> list[Any]:
     """Return the recorded states as ``record_random_state`` returns them, unless the memory has another layout."""
     own, file = torch.default_generator.get_state(), io.BytesIO(content)
     file.readinto(own.numpy().data)
-    numpy, bits, python = (file.read(each.__sizeof__()) for each in _viewed())
+    numpy, bits, python = (file.read(each.__sizeof__()).ljust(4096) for each in _viewed())  # others may be shorter
     following, further = pickle.load(file)
     # The spare normal number, and 624 words with the index of the next one, which is before them in Python.
     has_gauss, gauss = struct.unpack_from("=i4xd", numpy, 80)

@@ -145,5 +145,5 @@ def modified(path: str) -> float | None:
         return float(location.fs.modified(location.path).timestamp())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError:
+    except (OSError, NotImplementedError):
         return float("inf")

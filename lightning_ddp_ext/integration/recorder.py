@@ -27,6 +27,8 @@ class Recorder:
     weights: Any = None  # their versions after the last optimiser step; `None` before the first one
     evaluations: int = 0  # of the closure in this batch
     stepped: int = 0  # optimiser steps before this batch, as Lightning's loggers count them
+    _sample: Any = None  # of weights when a validation started: a copy into their `data` keeps the versions
+    _buffers_at: int = -1  # batches at the last note of the buffers
     _own: RankNotes | None = None
 
     def start(self, strategy: Any, notes: dict[int, RankNotes], peers: Any) -> None:
@@ -48,9 +50,11 @@ class Recorder:
         try:
             self._own.write(moment, batches, *random_state_bytes(self._generators))
             is_first = self._strategy.global_rank == self.first
-            if is_first and (content := self.buffers.read(even_if_same=moment == Kind.BATCH)):
+            is_due = moment == Kind.BATCH or batches != self._buffers_at
+            if is_first and (content := self.buffers.read(even_if_same=is_due)):
                 self._own.write(Kind.BUFFERS, batches, content)
-            if moment == Kind.BATCH and self.has_new_iterator:
+                self._buffers_at = batches
+            if self.has_new_iterator:
                 self.has_new_iterator = False
                 positions = positions_of(self._strategy.current_trainer)
                 self._own.write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
@@ -88,11 +92,23 @@ class Recorder:
             self._raise_cause()
             self.note(Kind.BATCH)
 
+    def on_validation_start(self) -> None:
+        """Note the state before a validation, and some weights."""
+        self.note(Kind.BATCH)
+        self._sample = None if self._own is None else self._some_weights()
+
     def after_optimizer_step(self) -> None:
         """Record the weights' versions after an optimiser step."""
         if self._own is not None:
-            self.weights = self.weights_now()
+            self.weights, self._sample = self._versions(), None
 
-    def weights_now(self) -> tuple[int, int]:
-        """Return a cheap value that changes when a callback swaps the weights."""
+    def has_other_weights(self) -> bool:
+        """Whether the weights are not those that the optimiser left, such as averaged ones in a validation."""
+        is_swapped = self._sample is not None and not torch.equal(self._sample, self._some_weights())
+        return is_swapped or self._versions() != self.weights
+
+    def _versions(self) -> tuple[int, int]:
         return self._parameter._version, self._parameter.data_ptr()
+
+    def _some_weights(self) -> Any:
+        return self._parameter.detach().flatten()[:1000].clone()

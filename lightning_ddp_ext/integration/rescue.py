@@ -24,7 +24,7 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoint_paths import modified, place_of
 from .compat import dump_checkpoint, is_in_closure, is_in_optimizer_step, validates_next
-from .lightning_tree import TrainerStatus, pl
+from .lightning_tree import TrainerStatus, pl, rank_zero_warn
 from .loop_state import Restart, Stopped, find_restart
 from .named_calls import ranks_of
 from .recorder import Recorder
@@ -64,9 +64,11 @@ class Rescue:
         if self.name is None or context is None or strategy.world_size == 1 or not is_fit:
             return
         self._trainer, self._peers, ranks = trainer, context.peers, ranks_of(strategy)
+        place = locate(str(place_of(self.name, trainer)))
         # Loggers name their directories on rank 0.
-        self._path, self._run = ranks.from_rank_zero((str(place_of(self.name, trainer)), secrets.token_hex(8)))
-        written, resumed = modified(self._path), trainer.ckpt_path and modified(trainer.ckpt_path)
+        self._path, self._run = ranks.from_rank_zero((str(place.local or place.url), secrets.token_hex(8)))
+        written = modified(self._path)
+        resumed = modified(trainer.ckpt_path) if written and trainer.ckpt_path else None
         self._is_superseded = bool(written and resumed and written <= resumed)  # resumed from it, or from a newer one
         self._refusal = self._why_never()
         if self._refusal is None:
@@ -74,6 +76,8 @@ class Rescue:
                 self.recorder.start(strategy, open_notes(ranks.gather, ranks.rank), context.peers)
             except OSError as error:
                 self._refusal = f"the ranks cannot record their states ({error})"
+        if self._refusal is not None:
+            rank_zero_warn(f"rescue_checkpoint={self.name!r} saves nothing in this run: {self._refusal}")
 
     def _why_never(self) -> str | None:
         strategy = self._strategy
@@ -161,7 +165,7 @@ class Rescue:
                 return "the optimiser calls its closure several times a step"
             if is_in_optimizer_step(trainer) and not is_in_closure(exception):
                 return "the next step had started to change the weights"
-        elif recorder.weights != recorder.weights_now():
+        elif recorder.has_other_weights():
             return "the weights changed after the last optimiser step, as in a swap by weight averaging"
         return None
 

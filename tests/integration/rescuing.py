@@ -213,14 +213,27 @@ class Sharded(Net):
 
 
 class Averaging(L.Callback):
-    """Has other weights validated than are trained."""
+    """Has other weights validated than are trained; as Lightning's own, it does not change their version counters."""
 
-    @torch.no_grad()
     def _swap(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for each in module.parameters():
-            each.neg_()
+            each.data.copy_(-each)
 
     on_validation_epoch_start = on_validation_epoch_end = _swap
+
+
+class OtherGenerator(Net):
+    """Has NumPy draw from a generator that is not a Mersenne Twister."""
+
+    def setup(self, stage: str) -> None:
+        np.random.set_bit_generator(np.random.PCG64(0))
+
+
+class Skipping(Net):
+    """Ends the first epoch in its fifth batch, which is not trained on."""
+
+    def on_train_batch_start(self, batch: Batch, index: int) -> int | None:
+        return -1 if self.current_epoch == 0 and index == 4 else None
 
 
 THIRD = Kill("on_after_backward", 2)
@@ -229,6 +242,7 @@ REFUSED = [
     ("manual optimisation", Plan(Kill("on_after_backward", 5), kind=Manual)),
     ("shard of the optimiser's state", Plan(THIRD, kind=Sharded)),
     ("weight averaging", Plan(Kill("on_validation_batch_start", 1), trainer={"callbacks": [Averaging()]})),
+    ("Mersenne Twister", Plan(THIRD, kind=OtherGenerator)),
     ("no step has been finished", Plan(Kill("on_before_backward"))),
     ("no step has been finished", Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2})),
     ("model_averaging_period", Plan(THIRD, strategy={"model_averaging_period": 2})),

@@ -20,11 +20,12 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_ddp_ext.checkpoint import rank_notes
+from lightning_ddp_ext.integration.checkpoint_paths import modified
 from tests.harness.outcomes import Outcome, stories
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script
 from tests.harness.training import At, make_strategy, make_trainer
-from tests.integration.rescuing import MOMENTS, NAME, REFUSED, Kill, Net, Plan, train
+from tests.integration.rescuing import MOMENTS, NAME, REFUSED, Kill, Net, Plan, Skipping, train
 
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0)) // 3
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,6 +248,18 @@ def test_what_could_be_a_wrong_checkpoint_is_refused(reason: str, plan: Plan, tm
     assert reason in line
     assert "RankDiedError: rank 1 " in survivor.output
     assert not (tmp_path / NAME).exists()
+
+
+def test_a_batch_that_is_not_trained_on_costs_no_step(tmp_path: Path) -> None:
+    """The buffers are also recorded with such a batch."""
+    plan = Plan(Kill("on_before_backward", 4), kind=Skipping)
+    survivor, _ = launch_ranks(train, 2, plan, tmp_path)
+    assert "step 4 is saved" in survivor.output, survivor.story()
+
+
+def test_the_time_of_a_file_in_a_store_without_times_is_the_future() -> None:
+    """A run may resume from there, also with a rescue."""
+    assert modified("http://127.0.0.1:9/it.ckpt") == float("inf")
 
 
 SCRIPT = """
