@@ -52,6 +52,9 @@ def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any
         return _join([part[key] for part in parts], sizes, rows, f"{name}[{key!r}]")
 
     first = parts[0]
+    found = {_structure(part): None for part in parts}
+    if len(found) > 1:
+        raise SamplingError(f"{name} must have one structure in all batches (got {' and '.join(found)}); {REMEDY}")
     if isinstance(first, Mapping):
         return {key: join_items(key) for key in first}
     if isinstance(first, tuple):
@@ -59,7 +62,7 @@ def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     for part, size in zip(parts, sizes, strict=True):
         has_rows = isinstance(part, list) or (isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0)
-        if not has_rows or len(part) != size or type(part) is not type(first):
+        if not has_rows or len(part) != size:
             raise SamplingError(
                 f"{name} must have a row for each sample, {size} in this batch (got {type(part).__name__}, "
                 f"rows: {len(part) if has_rows else 'none'}); {REMEDY}"
@@ -68,3 +71,10 @@ def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any
         items = [item for part in parts for item in part]
         return [items[row] for row in rows]
     return torch.cat(parts)[rows] if isinstance(first, Tensor) else np.concatenate(parts)[rows]
+
+
+def _structure(part: Any) -> str:
+    name = type(part).__name__
+    if isinstance(part, Mapping):
+        return f"{name} with {', '.join(sorted(map(repr, part)))}"
+    return f"{name} of {len(part)}" if isinstance(part, tuple) else name

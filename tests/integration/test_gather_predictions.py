@@ -115,6 +115,9 @@ def test_one_process_needs_no_ranks() -> None:
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "predictions must have a row for each sample, 2 in this batch (got Tensor, rows: none": torch.mean,
     "predictions['x'] must have a row for each sample, 2 in this batch (got Tensor": lambda x: {"x": x[:1]},
+    "predictions must have one structure in all batches (got dict with 'x' and dict with 'x', 'y')": lambda x: (
+        {"x": x} if 0 in x else {"x": x, "y": x}
+    ),
     "predictions cannot be joined: RuntimeError: ": lambda x: torch.ones(len(x), len(x)),
 }
 
