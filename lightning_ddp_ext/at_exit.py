@@ -26,7 +26,7 @@ def at_exit(action: Callable[[], None]) -> None:
 
 
 def exclude_imports_from_collections() -> None:
-    """Exclude all present objects from garbage collection if a launcher started this process as a rank.
+    """Exclude all existing objects from garbage collection if a launcher started this process as a rank.
 
     At that moment a script has usually only imported libraries. A collection of their objects takes 0.2 s each time,
     and a second at the exit, which delays the other ranks or a restart of all ranks.
@@ -37,7 +37,7 @@ def exclude_imports_from_collections() -> None:
 
 @contextmanager
 def delaying_forced_end(seconds: float) -> Iterator[None]:
-    """Delay a forced exit of this process, such as after another rank's death, up to ``seconds`` for the block."""
+    """Delay a forced exit, such as after another rank's death, while the block runs, for up to ``seconds``."""
     with _changed:
         _delays.append(seconds)
     try:
@@ -49,7 +49,7 @@ def delaying_forced_end(seconds: float) -> Iterator[None]:
 
 
 def wait_for_delays() -> bool:
-    """Wait until all such blocks are finished, or have used up their time; return whether one was running."""
+    """Wait until no :func:`delaying_forced_end` block has time left; return whether one was running."""
     with _changed:
         longest = max(_delays, default=0.0)
         _changed.wait_for(lambda: not _delays, timeout=longest)
@@ -57,7 +57,7 @@ def wait_for_delays() -> bool:
 
 
 class Limit:
-    """Exit this process after some time, unless the limit is lifted before. Its thread is named ``name``."""
+    """Exit this process after some time, unless the limit is lifted first. Its thread is named ``name``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -73,13 +73,13 @@ class Limit:
         is_void: Callable[[], bool] = lambda: False,
         after_saves: float | None = None,
     ) -> None:
-        """Start counting, unless it is counting. Do not call it in a signal handler or during interpreter shutdown.
+        """Start the countdown, unless it is running. Do not call it in a signal handler or during interpreter shutdown.
 
         Args:
             seconds: until the exit.
             status: exit status of the process.
             sentence: returns the text to print before the exit.
-            is_void: called when the time is over; if it returns True, the process continues.
+            is_void: called when the time is up; if it returns True, the process continues.
             after_saves: seconds to wait for an unfinished save; ``None`` to interrupt it.
         """
 

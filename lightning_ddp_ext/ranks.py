@@ -16,9 +16,9 @@ from torch import Tensor
 T = TypeVar("T")
 
 _LONGEST_REASON = 2000
-# Bytes of one broadcast: this size is about the fastest, and limits device memory.
+# Bytes of one broadcast: about the fastest size, and a bound on the device memory that it takes.
 _PIECE = 64 << 20
-# Bytes of a pickled value that travel in one collective with its length; longer ones need a second collective.
+# Bytes of a pickle that the first collective carries, with its length; a longer pickle needs a second collective.
 _ROOM, _LENGTH = 1 << 10, 8
 
 

@@ -58,7 +58,7 @@ def atomic_write(path: Path) -> Iterator[Sink]:
         OSError: the system's own error; nothing has changed.
     """
     partial = _temporary(path, "partial")
-    # O_EXCL follows no link that another user may have put there.
+    # With O_EXCL, a link that another user may have put there is not followed.
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         yield Sink(descriptor)
@@ -128,7 +128,7 @@ class Leftover:
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether it is so old that no process is writing it."""
+        """Whether it is old enough to assume that no process is still writing it."""
         return self.age > _LEFT_BEHIND_AFTER
 
 

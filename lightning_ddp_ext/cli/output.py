@@ -1,4 +1,4 @@
-"""Print plain text: lines, columns, sizes and errors, of files that are not trusted."""
+"""Print text that may come from untrusted files: lines, columns, sizes and errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 def print_line(text: str, file: TextIO | None = None) -> None:
-    r"""Print a line, with characters escaped that could control a terminal or cannot be printed.
+    r"""Print a line, escaping characters that are unprintable or could control a terminal.
 
     >>> print_line("weight\x1b[2J")
     weight\x1b[2J

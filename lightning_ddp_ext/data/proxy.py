@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Proxy:
-    """Base of the proxies that :func:`show` returns, which has a subclass for each class of shown objects."""
+    """Base class of the proxies that :func:`show` returns; each class of shown objects gets its own subclass."""
 
     __slots__ = ("_ddpx_iterable", "_ddpx_own")
     _ddpx_iterable: Any
@@ -57,7 +57,7 @@ def show(own: Any, iterable: Any) -> Any:
 
 
 def iterable_of(shown: object) -> Any:
-    """Return the ``iterable`` of a proxy; ``None`` for another object."""
+    """Return the ``iterable`` of a proxy; ``None`` for any other object."""
     return shown._ddpx_iterable if isinstance(shown, Proxy) else None
 
 

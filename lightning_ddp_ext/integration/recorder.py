@@ -27,8 +27,8 @@ class Recorder:
     weights: Any = None  # their versions after the last optimiser step; `None` before the first one
     evaluations: int = 0  # of the closure in this batch
     stepped: int = 0  # optimiser steps before this batch, as Lightning's loggers count them
-    _sample: Any = None  # of weights when a validation started: a copy into their `data` keeps the versions
-    _buffers_at: int = -1  # batches at the last note of the buffers
+    _sample: Any = None  # of weights as validation started: copying into their `data` does not change the versions
+    _buffers_at: int = -1  # the number of batches when the buffers were last noted
     _own: RankNotes | None = None
 
     def start(self, strategy: Any, notes: dict[int, RankNotes], peers: Any) -> None:
@@ -103,7 +103,7 @@ class Recorder:
             self.weights, self._sample = self._versions(), None
 
     def has_other_weights(self) -> bool:
-        """Whether the weights are not those that the optimiser left, such as averaged ones in a validation."""
+        """Whether the weights are not those that the optimiser left, such as averaged ones during validation."""
         is_swapped = self._sample is not None and not torch.equal(self._sample, self._some_weights())
         return is_swapped or self._versions() != self.weights
 

@@ -37,7 +37,7 @@ class UnevenInputs(IdleSteps):
     batch that every rank has. ``None``: raise if the loaders' lengths differ.
 
     Attributes:
-        are_even: whether all ranks have equally many batches, and so do everything at the same ones.
+        are_even: whether all ranks have equally many batches, and so do everything at the same batch.
     """
 
     def __init__(self, strategy: Any, mode: Mode | None) -> None:
@@ -93,7 +93,7 @@ class UnevenInputs(IdleSteps):
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
     def report_phase(self) -> None:
-        """Report a step, unless the ranks have different numbers of batches, so that their phases differ in steps."""
+        """Report a step, unless the ranks have different numbers of batches, and so of steps."""
         if self.are_even:
             report_step()
 
@@ -116,10 +116,10 @@ class UnevenInputs(IdleSteps):
         """Return the maximum of a number over all ranks, if ranks may be idle. Collective in that case."""
         return max(self._by_rank(number)) if self._joint_mode == "join" else number
 
-    # When the first batch was read.
+    # Once the first batch has been read.
 
     def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
-        """Compare numbers of batches, and the first batch, once for new loaders. Collective in that case."""
+        """For new loaders, compare numbers of batches and the first batch, once. Collective in that case."""
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False

@@ -3,7 +3,7 @@
 ===================  ==================================================================================================
 ``TcpEndpoint``      at a known host and port, on which rank 0 listens
 ``FileEndpoint``     rank 0 listens on a port that the kernel chooses, and writes its address into a file
-``StoreEndpoint``    the same with a key of a store that a launcher hosts, such as torchrun's agent
+``StoreEndpoint``    the same, under a key in a store that a launcher such as torchrun's agent hosts
 ===================  ==================================================================================================
 
 An address that an earlier run left in a file is harmless: each address carries a nonce, which the answer must repeat.
@@ -39,7 +39,7 @@ _LONGEST_ADDRESS = 1 << 16
 class Address:
     """The address of rank 0's listener: ``port`` at any of ``hosts``.
 
-    A published one also has a nonce, and network, host name and process id of its publisher.
+    A published one also has a nonce, and the network, host name and process id of its publisher.
     """
 
     hosts: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Describe an event of a rank to the others, and the error that they raise because of it."""
+"""Describe what happened to a rank, and the error that the other ranks raise because of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST_TEXT = 1 << 15
 
 @dataclass(frozen=True)
 class PeerEvent:
-    """An event of a rank: it died, failed, left, hangs, or did not make a call that the others made."""
+    """An event of a rank: it died, failed, left, hung, or did not make a call that the others made."""
 
     kind: Kind
     rank: int
@@ -49,7 +49,7 @@ class PeerEvent:
 
 
 def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str = "") -> PeerEvent:
-    """Return the event for a rank of the table, short enough for one message."""
+    """Return the event for a rank in the table, short enough for one message."""
     return PeerEvent(
         kind, info.rank, info.host, info.pid, reason[:_LONGEST_TEXT], shortened(traceback_text, _LONGEST_TEXT)
     )

@@ -14,7 +14,7 @@ from lightning_ddp_ext.errors import DivergenceError
 from lightning_ddp_ext.rank_lists import ranks_in_words
 from lightning_ddp_ext.ranks import Ranks
 
-_FACTOR = 0x5851F42D4C957F2D  # Knuth's, of MMIX; odd, so that no bit of an earlier chunk is lost
+_FACTOR = 0x5851F42D4C957F2D  # multiplier of Knuth's MMIX generator; odd, so that no bit of an earlier chunk is lost
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; wider ones have words of 32 bits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -35,8 +36,16 @@ class Fatal(torch.utils.data.Dataset[int]):
         return index
 
 
+def lose_a_worker() -> None:
+    gc.disable()  # Hypothesis has a callback in collections, which would swallow the error of torch's signal handler
+    try:
+        list(torch.utils.data.DataLoader(Fatal(), num_workers=1))
+    finally:
+        gc.enable()
+
+
 OWN: dict[str, Callable[[], object]] = {
-    "a lost worker": lambda: list(torch.utils.data.DataLoader(Fatal(), num_workers=1)),
+    "a lost worker": lose_a_worker,
     "other weights": lambda: torch.nn.Linear(2, 2).load_state_dict({"wight": torch.ones(2, 2)}),
     "other shapes": lambda: torch.ones(2, 3) @ torch.ones(2, 3),
     "a user's connection": lambda: throw(ConnectionRefusedError(111, "Connection refused by peer")),
