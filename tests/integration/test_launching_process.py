@@ -63,7 +63,7 @@ SCRIPT = """
 
 
     if __name__ == "__main__":
-        collects = gc.isenabled(), gc.get_freeze_count() == 0
+        collects = gc.isenabled(), gc.get_freeze_count() < 1000  # Python 3.12 starts with some 400
         tell("start", rank=os.environ.get("LOCAL_RANK", 0), seed=os.environ.get("PL_GLOBAL_SEED"), collects=collects)
         train("first", "ddp_ext")
         train_with_callbacks("second", "ddp_ext")
