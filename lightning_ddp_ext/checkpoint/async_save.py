@@ -126,6 +126,11 @@ class Saver:
         """Wait for all jobs, then release the memory."""
         self._buffer.release()
 
+    def finish(self) -> None:
+        """Wait for all jobs; log the errors that have not been raised."""
+        self.join()
+        _log(self._unreported)
+
     def wait(self) -> None:
         """Wait for all jobs.
 
@@ -139,8 +144,7 @@ class Saver:
 def _finish(reference: weakref.ref[Saver]) -> None:
     saver = reference()
     if saver is not None:
-        saver.join()
-        _log(saver._unreported)
+        saver.finish()
 
 
 def _log(errors: list[BaseException]) -> None:

@@ -7,7 +7,6 @@ then remove the names. So no other run finds a file, and the kernel frees it whe
 from __future__ import annotations
 
 import fcntl
-import json
 import mmap
 import os
 import secrets
@@ -15,9 +14,10 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 _SLOTS = 4  # of each kind; ranks are at most one optimiser step apart
 _SLOT = 1 << 36  # bytes from one slot to the next: the file has holes
@@ -98,19 +98,21 @@ def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankN
     Raises:
         OSError: a rank cannot create its file; on all ranks.
     """
-    path, error, notes = "", "", {}
+    path, own, error = "", -1, ""
     try:
         directory = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
         path = os.path.join(directory, f"lightning_ddp_ext-notes-{secrets.token_hex(16)}")
-        notes[rank] = RankNotes(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        own = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as reason:
         error = f"rank {rank}: {reason}"
-    paths, errors = zip(*gather((path, error)), strict=True)
-    others = {other: _open(each) for other, each in enumerate(paths) if other != rank}
-    notes |= {other: RankNotes(descriptor) for other, descriptor in others.items() if descriptor >= 0}
-    gather(None)  # all ranks have opened their files
-    if not error:
-        os.unlink(path)
+    try:
+        paths, errors = zip(*gather((path, error)), strict=True)
+        files = {other: own if other == rank else _open(each) for other, each in enumerate(paths)}
+        gather(None)  # all ranks have opened their files
+    finally:
+        if not error:
+            os.unlink(path)
+    notes = {other: RankNotes(file) for other, file in files.items() if file >= 0}
     if any(errors):
         for each in notes.values():
             each.close()
@@ -133,15 +135,16 @@ def save_if_furthest(path: str, run: str, batches: int, save: Callable[[], objec
     save does not block the others. The lock file, beside the checkpoint at ``path``, records the token of this ``run``
     and the number of ``batches`` that the saving rank has finished. ``seconds`` limits the wait for the lock.
     """
-    with open(lock_of(path), "a+") as file:
+    with open(lock_of(path), "a+b", buffering=0) as file:
         _lock(file, time.monotonic() + seconds)
         file.seek(0)
-        saved_by, saved = json.loads(file.read() or '["", 0]')
-        if saved_by == run and saved >= batches:
+        saved_by, _, saved = file.read().partition(b" ")
+        if saved_by == run.encode() and saved.isdigit() and int(saved) >= batches:
             return False
         save()
-        file.truncate(0)
-        json.dump([run, batches], file)
+        with suppress(OSError):  # without a record another survivor saves again
+            file.truncate(0)
+            file.write(f"{run} {batches}".encode())
         return True
 
 
@@ -150,7 +153,7 @@ def lock_of(path: str) -> str:
     return str(Path(path).with_name(f".{Path(path).name}.lock"))
 
 
-def _lock(file: TextIO, deadline: float) -> None:
+def _lock(file: IO[bytes], deadline: float) -> None:
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

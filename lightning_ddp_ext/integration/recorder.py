@@ -27,7 +27,6 @@ class Recorder:
     weights: Any = None  # their versions after the last optimiser step; `None` before the first one
     evaluations: int = 0  # of the closure in this batch
     stepped: int = 0  # optimiser steps before this batch, as Lightning's loggers count them
-    _sample: Any = None  # of weights as validation started: copying into their `data` does not change the versions
     _buffers_at: int = -1  # the number of batches when the buffers were last noted
     _own: RankNotes | None = None
 
@@ -92,23 +91,11 @@ class Recorder:
             self._raise_cause()
             self.note(Kind.BATCH)
 
-    def on_validation_start(self) -> None:
-        """Note the state before a validation, and some weights."""
-        self.note(Kind.BATCH)
-        self._sample = None if self._own is None else self._some_weights()
-
     def after_optimizer_step(self) -> None:
         """Record the weights' versions after an optimiser step."""
         if self._own is not None:
-            self.weights, self._sample = self._versions(), None
+            self.weights = self.versions()
 
-    def has_other_weights(self) -> bool:
-        """Whether the weights are not those that the optimiser left, such as averaged ones during validation."""
-        is_swapped = self._sample is not None and not torch.equal(self._sample, self._some_weights())
-        return is_swapped or self._versions() != self.weights
-
-    def _versions(self) -> tuple[int, int]:
+    def versions(self) -> tuple[int, int]:
+        """Return values that change with the weights, unless something copies into their attribute ``data``."""
         return self._parameter._version, self._parameter.data_ptr()
-
-    def _some_weights(self) -> Any:
-        return self._parameter.detach().flatten()[:1000].clone()

@@ -117,7 +117,9 @@ class Rescue:
             with delaying_forced_end(seconds):
                 line = self._save(exception, seconds)
         except Exception as error:
-            line = f"no checkpoint of the last step: {error if isinstance(error, Refused) else reason_of(error)}"
+            line = (
+                f"the last step is not saved by this rank: {error if isinstance(error, Refused) else reason_of(error)}"
+            )
         self._close()
         if line:
             print_in_time(f"[rank {self._strategy.global_rank}] {line}\n")
@@ -141,6 +143,7 @@ class Rescue:
             io = self._strategy.checkpoint_io
             if isinstance(io, RankZeroCheckpointIO):
                 io.saver.deadline = seconds
+                io.saver.finish()  # else an error of an earlier save would prevent this one
             io.save_checkpoint(checkpoint, self._path)
             io.teardown()  # waits for a save in the background
 
@@ -165,7 +168,7 @@ class Rescue:
                 return "the optimiser calls its closure several times a step"
             if is_in_optimizer_step(trainer) and not is_in_closure(exception):
                 return "the next step had started to change the weights"
-        elif recorder.has_other_weights():
+        elif recorder.versions() != recorder.weights or not self._strategy.stops.has_training_weights():
             return "the weights changed after the last optimiser step, as in a swap by weight averaging"
         return None
 

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -142,24 +142,31 @@ class StopController:
     def before_validation(self) -> None:
         """Record the training weights, if a hook may swap the model's weights for a validation."""
         if self._has_trained and self._weights is None and _may_swap(self._trainer):
-            self._weights = _checksums(self._trainer.lightning_module)
+            self._weights = _checksums(_saved_by(self._trainer.lightning_module))
 
-    def _has_own_weights(self) -> bool:
+    def has_training_weights(self) -> bool:
+        """Whether the parameters are those of training rather than those swapped for a validation, on this rank."""
+        if self._weights is None:
+            return True
+        weights = _checksums(self._trainer.lightning_module.parameters())
+        return self._weights[: len(weights)] == weights
+
+    def _may_stop(self) -> bool:
         """Whether a checkpoint would get the training weights, according to rank 0. Collective."""
         trainer = self._trainer
-        is_own: bool = trainer.strategy.broadcast(
-            self._weights is None or self._weights == _checksums(trainer.lightning_module)
-        )
-        if not is_own:
+        is_own = self._weights is None or self._weights == _checksums(_saved_by(trainer.lightning_module))
+        may_stop: bool = trainer.strategy.broadcast(is_own)
+        if not may_stop:
             rank_zero_info("the ranks finish this validation before they stop: a callback has swapped the weights")
-        return is_own
+        return may_stop
 
     def at_step(self) -> None:
         """Stop before a step of an evaluation, if the ranks agreed on it."""
         if self._stopping is not None:
-            of_steps = _steps_of(self._trainer)
-            decide = partial(GracefulStop.at_step, of_steps=of_steps, may_stop=self._has_own_weights)
-            self._stop_if_agreed(decide, "validation")
+            self._stop_if_agreed(self._decide_at_step, "validation")
+
+    def _decide_at_step(self, stopping: GracefulStop) -> StopRequest | None:
+        return stopping.at_step(partial(_steps_of, self._trainer), self._may_stop)
 
     def at_end_of_evaluation(self) -> None:
         """Stop after an evaluation outside of training, if the ranks agreed on it."""
@@ -226,9 +233,12 @@ def _may_swap(trainer: Any) -> bool:
     return any(is_overridden(hook, owner) for owner in (trainer.lightning_module, *callbacks) for hook in hooks)
 
 
-def _checksums(module: torch.nn.Module) -> list[int]:
-    """Return the checksums of all parameters and buffers."""
-    return [int(checksum(tensor)) for tensor in (*module.parameters(), *module.buffers())]
+def _saved_by(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [int(checksum(tensor)) for tensor in tensors]
 
 
 def _steps_of(trainer: Any) -> int:

@@ -262,7 +262,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_validation_start(self) -> None:
         self._start_evaluation()
         self.data.training.record_random_state("validation")
-        self.rescue.recorder.on_validation_start()
+        self.rescue.recorder.note(Kind.BATCH)
 
     def _start_evaluation(self) -> None:
         self.data.uneven.report_phase()

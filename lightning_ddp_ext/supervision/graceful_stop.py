@@ -132,15 +132,19 @@ class GracefulStop:
         self._position = (self._position[0] + 1, 0, 0)
         return self._decide() if self._is_pausing else None
 
-    def at_step(self, of_steps: int, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
+    def at_step(
+        self, count_steps: Callable[[], int], may_stop: Callable[[], bool] = lambda: True
+    ) -> StopRequest | None:
         """Return the request if all ranks stop here; called before each step of an evaluation.
 
         Args:
-            of_steps: how many steps this rank makes in this evaluation, if known, else 1.
+            count_steps: returns the number of steps of this evaluation on this rank, or 1 if unknown; called in the
+                first step.
             may_stop: called where all ranks would stop, with the same result on all of them. If it is False, they stop
                 at the next point outside of steps.
         """
-        self._position = (self._position[0], self._position[1] + 1, of_steps)
+        points, steps, of_steps = self._position
+        self._position = (points, steps + 1, of_steps if steps else count_steps())
         return self._decide(may_stop) if self._is_pausing else None
 
     def at_last_point(self) -> StopRequest | None:

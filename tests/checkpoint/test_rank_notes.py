@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 
 from lightning_ddp_ext.checkpoint import rank_notes
 from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
-from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes, open_notes, save_if_furthest
+from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes, lock_of, open_notes, save_if_furthest
 
 pytestmark = pytest.mark.unit
 
@@ -59,6 +61,13 @@ def test_no_file_is_left_and_ranks_that_cannot_note_are_named(tmp_path: Path, mo
         open_notes(lambda value: [value], 0)
 
 
+def test_no_file_is_left_if_another_rank_dies_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_notes, "_MEMORY", str(tmp_path))
+    with pytest.raises(ZeroDivisionError):
+        open_notes(lambda value: 1 / 0, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_buffers_are_put_back_and_a_big_one_must_not_change() -> None:
     module = nn.Module()
     module.register_buffer("few", torch.ones(2))
@@ -100,6 +109,27 @@ def test_the_rank_that_is_further_saves(tmp_path: Path) -> None:
     for run, batches, rank in (("a", 4, 1), ("a", 4, 2), ("a", 3, 3), ("a", 5, 4), ("b", 1, 5)):
         save_if_furthest(path, run, batches, lambda rank=rank: saves.append(rank), 1)
     assert saves == [1, 4, 5]
+
+
+def test_a_lock_file_with_other_content_does_not_prevent_a_save(tmp_path: Path) -> None:
+    """A rank was killed while it wrote the file, or the disk was full."""
+    path = str(tmp_path / "it.ckpt")
+    for content in (b"", b"a", b"a ", b"\xff {", b"a 7x"):
+        Path(lock_of(path)).write_bytes(content)
+        assert save_if_furthest(path, "a", 1, lambda: None, 1)
+
+
+def test_a_full_disk_after_the_save_is_no_error(disk: Path) -> None:
+    """Another survivor saves the same step again."""
+    path = str(disk / "it.ckpt")
+    for _ in range(2):
+        assert save_if_furthest(path, "a", 1, partial(fill, disk / "filler"), 1)
+
+
+def fill(path: Path) -> None:
+    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+        while file.write(bytes(1 << 10)):
+            pass
 
 
 def test_a_failed_save_leaves_it_to_the_next_one_and_a_held_lock_is_not_waited_for_without_end(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ class Plan:
 
     Args:
         kill: which ranks end, and when.
-        rescue: what happens to a survivor that saves: "killed", "full", "slow" or "stuck".
+        rescue: what happens to a survivor that saves: "killed", "full", "slow" or "stuck"; or "only" its save
+            succeeds, and others fail in the background.
         strategy: options of the strategy; with a ``start_method`` one process starts two ranks.
         trainer: options of the Trainer.
         kind: of the module.
@@ -109,12 +110,14 @@ class StruckIO(RankZeroCheckpointIO):
     """Fails in a save: of the Trainer's own checkpoints, or of a survivor's."""
 
     def __init__(self, plan: Plan, directory: Path) -> None:
-        super().__init__()
+        super().__init__(background=plan.rescue == "only")
         self.plan, self.directory = plan, directory
         self.left = plan.kill.earlier if plan.kill and plan.kill.moment == "writing" else -1
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         is_rescue = Path(path).name == NAME
+        if self.plan.rescue == "only" and not is_rescue:
+            path = "/dev/null/not-a-directory"
         if is_rescue and self.plan.rescue == "slow":
             threading.Event().wait(SLOW)
         with patch.object(os, "write", self.full if is_rescue else self.kill):

@@ -160,7 +160,7 @@ def train_until_space_ends(rank: int, world_size: int, plan: Plan, directory: Pa
 def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
     """The rank that recorded them trained on without space for newer ones."""
     _, survivor = launch_ranks(train_until_space_ends, 2, Plan(Kill("on_after_backward", 8, [0])), tmp_path)
-    assert "no checkpoint of the last step: a buffer changed" in survivor.output, survivor.story()
+    assert "not saved by this rank: a buffer changed" in survivor.output, survivor.story()
     assert not (tmp_path / NAME).exists()
 
 
@@ -244,7 +244,7 @@ def test_what_could_be_a_wrong_checkpoint_is_refused(reason: str, plan: Plan, tm
     """A line next to the error gives the reason."""
     survivor, _ = launch_ranks(train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
-    [line] = [line for line in survivor.output.splitlines() if "no checkpoint of the last step: " in line]
+    [line] = [line for line in survivor.output.splitlines() if "the last step is not saved by this rank: " in line]
     assert reason in line
     assert "RankDiedError: rank 1 " in survivor.output
     assert not (tmp_path / NAME).exists()
@@ -255,6 +255,13 @@ def test_a_batch_that_is_not_trained_on_costs_no_step(tmp_path: Path) -> None:
     plan = Plan(Kill("on_before_backward", 4), kind=Skipping)
     survivor, _ = launch_ranks(train, 2, plan, tmp_path)
     assert "step 4 is saved" in survivor.output, survivor.story()
+
+
+def test_an_error_of_an_earlier_save_does_not_prevent_the_rescue(tmp_path: Path) -> None:
+    """A save in the background failed, and its error was not raised before the other rank died."""
+    survivor, _ = launch_ranks(train, 2, Plan(Kill("on_before_backward", 15), rescue="only"), tmp_path)
+    assert "step 15 is saved" in survivor.output, survivor.story()
+    assert "cannot save checkpoint /dev/null/" in survivor.output
 
 
 def test_the_time_of_a_file_in_a_store_without_times_is_the_future() -> None:
