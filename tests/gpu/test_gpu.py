@@ -11,18 +11,20 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -33,10 +35,13 @@ from lightning_ddp_ext import (
     SyncBatchNormConversion,
     gather_predictions,
 )
+from lightning_ddp_ext.checkpoint.rank_notes import Kind
 from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankHungError
+from lightning_ddp_ext.integration.recorder import Recorder
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
 from tests.harness.training import At, Net, backend, make_trainer, weights
 from tests.integration.continuing import Numbers, Training, generations
+from tests.integration.rescuing import NAME, Kill, Plan, survive
 
 pytestmark = pytest.mark.gpu
 
@@ -285,3 +290,68 @@ def test_a_gpu_checkpoint_is_complete_and_loads_on_any_device(
 ) -> None:
     """Steps after the start of a background save are not in the file; optimiser states follow their parameters."""
     assert on_ranks(save_and_restore, 2, tmp_path, background, restored_on) == [True, True]
+
+
+def test_a_killed_rank_costs_no_step(tmp_path: Path) -> None:
+    """With dropout and BatchNorm on the GPU, the resumed runs end with the weights of an undisturbed run."""
+    # The variables of a launcher name the ranks.
+    shared = {"start_method": "popen", "parallel_devices": [torch.device(GPU)] * 2, "process_group_backend": "gloo"}
+    plan = Plan(strategy=shared, trainer={"accelerator": "auto", "devices": "auto"})
+    kills = [Kill("on_after_backward", 9, [0]), Kill("on_validation_batch_end", 1), Kill("on_train_batch_end", 6, [0])]
+    results = []
+    for name, chosen in (("undisturbed", []), ("disturbed", kills)):
+        (tmp_path / name).mkdir()
+        results.append(survive(2, plan, chosen, tmp_path / name, env=by_hand_env(2)))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+class Wide(Net):
+    """Has gradients in several buckets, so that a rank can be killed between their sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = [nn.Linear(1024, 1024) for _ in range(8)]
+        self.layers = nn.Sequential(nn.Linear(4, 1024), *wide, nn.Linear(1024, 1))
+
+
+@contextmanager
+def unguarded(recorder: Recorder) -> Iterator[None]:
+    recorder.note(Kind.BATCH)
+    yield
+
+
+def train_wide(
+    rank: int, world_size: int, directory: Path, milliseconds: float | None = None, is_guarded: bool = True
+) -> dict[int, Any]:
+    """Return the weights after each step; with ``milliseconds`` rank 1 is killed then, in its fifth backward pass."""
+    L.seed_everything(1)
+    model, steps = Wide(), {}
+
+    def kill(trainer: L.Trainer) -> None:
+        if milliseconds is not None and trainer.global_rank == 1:
+            threading.Timer(milliseconds / 1000, die).start()
+
+    def record(trainer: L.Trainer, *_: Any) -> None:
+        steps[trainer.global_step] = on_cpu(weights(model)) if milliseconds is None else None
+
+    callbacks = [At("on_before_backward", kill, earlier=4), LambdaCallback(on_train_batch_end=record)]
+    chosen = strategy_of_nccl(directory, rescue_checkpoint=directory / NAME)
+    with nullcontext() if is_guarded else patch.object(Recorder, "backward", unguarded):
+        make_trainer(chosen, accelerator="auto", devices=2, callbacks=callbacks, max_epochs=4).fit(model)
+    return steps
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_partial_sums_of_an_aborted_collective_are_not_saved(is_guarded: bool, gpus: int, tmp_path: Path) -> None:
+    """Without the wait after the backward pass some are: the kills happen at the right moments."""
+    if gpus < 2 or not (HAS_GPU or is_guarded):
+        pytest.skip("needs two GPUs")
+    steps, found = on_ranks(train_wide, 2, tmp_path)[0], []
+    for number in range(30 if HAS_GPU else 3):
+        directory = tmp_path / f"{number}"
+        directory.mkdir()
+        launch_ranks(train_wide, 2, directory, number / 3, is_guarded, env=by_hand_env(2))
+        content = torch.load(directory / NAME, weights_only=True, map_location="cpu")
+        step, held = content["global_step"], content["state_dict"]
+        found.append(all(torch.allclose(held[name], value, **TOLERANCE) for name, value in steps[step].items()))
+    assert all(found) == is_guarded

@@ -7,8 +7,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import RankZeroCheckpointIO
+from tests.harness.outcomes import Outcome, stories
+from tests.harness.ranks import launch_ranks
 from tests.harness.training import At, Batch, data, make_strategy, make_trainer
 
 NAME = "last-rescued.ckpt"
@@ -180,7 +182,36 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     trainer = make_trainer(strategy, **options)
     trainer.fit(net, ckpt_path=plan.resumed)
     held = net.state_dict() if rank == 0 else dict(net.named_parameters())
-    return {name: value.detach().clone() for name, value in held.items()}
+    return {name: value.detach().cpu().clone() for name, value in held.items()}
+
+
+def survive(world_size: int, plan: Plan, kills: Iterable[Kill], directory: Path, **options: Any) -> list[Any]:
+    """Run the plan again after each kill, until it ends; fail if a step that a survivor finished is lost."""
+    for kill in (*kills, None):
+        outcomes = launch_ranks(train, world_size, replace(plan, kill=kill), directory, **options)
+        if not any(outcome.exit_code for outcome in outcomes):
+            break  # the moment did not come again
+        assert kill is not None, stories(outcomes)
+        assert finished(directory, outcomes, kill) <= saved(directory), stories(outcomes)
+    assert not [path for path in directory.iterdir() if NAME in path.name]
+    return [outcome.result for outcome in outcomes]
+
+
+def finished(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
+    """Return the last step that a survivor has finished."""
+    paths = [directory / f"{each.rank}.steps" for each in outcomes if each.rank not in kill.ranks]
+    return max((int(path.read_text()) for path in paths if path.exists()), default=0)
+
+
+def saved(directory: Path) -> int:
+    """Return the step of the newest checkpoint; fail if a file that it names is missing."""
+    newest = max(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    if newest is None:
+        return 0
+    checkpoint = torch.load(newest, weights_only=True, map_location="cpu")
+    [state] = [state for name, state in checkpoint["callbacks"].items() if name.startswith("ModelCheckpoint")]
+    assert all(Path(path).exists() for path in (*state["best_k_models"], state["best_model_path"]) if path)
+    return int(checkpoint["global_step"])
 
 
 # What is not saved.

@@ -21,11 +21,11 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_ddp_ext.checkpoint import rank_notes
 from lightning_ddp_ext.integration.checkpoint_paths import modified
-from tests.harness.outcomes import Outcome, stories
+from tests.harness.outcomes import stories
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script
 from tests.harness.training import At, make_strategy, make_trainer
-from tests.integration.rescuing import MOMENTS, NAME, REFUSED, Kill, Net, Plan, Skipping, train
+from tests.integration.rescuing import MOMENTS, NAME, REFUSED, Kill, Net, Plan, Skipping, saved, survive, train
 
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0)) // 3
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,33 +79,8 @@ CASES = [*CHAINS[::2], *(pytest.param(each, marks=pytest.mark.nightly) for each 
 def test_a_chain_of_kills_is_survived(chain: Chain, unbroken: Callable[..., Weights], tmp_path: Path) -> None:
     """No step that a survivor finished is lost, and the final state is that of a run without a fault."""
     world_size, options, kills = chain
-    for kill in (*kills, None):
-        plan = Plan(kill, strategy=OPTIONS[world_size], trainer=options)
-        outcomes = launch_ranks(train, world_size, plan, tmp_path)
-        if not any(outcome.exit_code for outcome in outcomes):
-            break  # the moment did not come again
-        assert kill is not None, stories(outcomes)
-        assert finished(tmp_path, outcomes, kill) <= saved(tmp_path), stories(outcomes)
-    ended = [outcome.result for outcome in outcomes]
+    ended = survive(world_size, Plan(strategy=OPTIONS[world_size], trainer=options), kills, tmp_path)
     torch.testing.assert_close(ended, unbroken(world_size, **options), rtol=0, atol=0)
-    assert not [path for path in tmp_path.iterdir() if NAME in path.name]
-
-
-def finished(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
-    """Return the last step that a survivor has finished."""
-    paths = [directory / f"{each.rank}.steps" for each in outcomes if each.rank not in kill.ranks]
-    return max((int(path.read_text()) for path in paths if path.exists()), default=0)
-
-
-def saved(directory: Path) -> int:
-    """Return the step of the newest checkpoint; fail if a file that it names is missing."""
-    newest = max(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
-    if newest is None:
-        return 0
-    checkpoint = torch.load(newest, weights_only=True)
-    [state] = [state for name, state in checkpoint["callbacks"].items() if name.startswith("ModelCheckpoint")]
-    assert all(Path(path).exists() for path in (*state["best_k_models"], state["best_model_path"]) if path)
-    return int(checkpoint["global_step"])
 
 
 def train_with_loggers(rank: int, world_size: int, directory: Path) -> None:
