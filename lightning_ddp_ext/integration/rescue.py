@@ -23,7 +23,7 @@ from lightning_ddp_ext.rendezvous.process_context import current
 
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoint_paths import modified, place_of
-from .compat import dump_checkpoint, is_in_closure, is_in_optimizer_step, validates_next
+from .compat import dump_checkpoint, fetcher_of, is_in_closure, is_in_optimizer_step, validates_next
 from .lightning_tree import TrainerStatus, pl, rank_zero_warn
 from .loop_state import Restart, Stopped, find_restart
 from .named_calls import ranks_of
@@ -37,7 +37,7 @@ _LATEST = {"batch_end": Kind.WINDOW, "validation": Kind.BATCH}
 
 
 class Refused(Exception):
-    """The reason why nothing is saved."""
+    """Raised with the reason why nothing is saved."""
 
 
 class Rescue:
@@ -108,7 +108,7 @@ class Rescue:
         self._trainer, self.recorder = None, Recorder()
 
     def save(self, exception: BaseException) -> None:
-        """Save the last finished step, unless another survivor did, after an exception that another rank caused."""
+        """Save the last finished step after an exception that another rank caused, unless another survivor saved it."""
         cause = None if self._trainer is None else self._peers.cause
         if cause is None or cause.kind not in _SURVIVED or cause.rank == self._strategy.global_rank:
             return
@@ -117,9 +117,7 @@ class Rescue:
             with delaying_forced_end(seconds):
                 line = self._save(exception, seconds)
         except Exception as error:
-            line = (
-                f"the last step is not saved by this rank: {error if isinstance(error, Refused) else reason_of(error)}"
-            )
+            line = f"this rank did not save the last step: {error if isinstance(error, Refused) else reason_of(error)}"
         self._close()
         if line:
             print_in_time(f"[rank {self._strategy.global_rank}] {line}\n")
@@ -131,7 +129,7 @@ class Rescue:
         trainer = self._trainer
         loops = copy.deepcopy(trainer.fit_loop.state_dict())
         stopped = self._correct(loops)
-        accumulated, has_ended = trainer.accumulate_grad_batches, trainer.fit_loop._data_fetcher.done
+        accumulated, has_ended = trainer.accumulate_grad_batches, fetcher_of(trainer.fit_loop).done
         restart = find_restart(loops, accumulated=accumulated, stopped=stopped, has_ended=has_ended)
         batch = loops["epoch_loop.batch_progress"]
         batches = batch["total"]["processed"] - restart.dropped_of(batch["current"]["processed"])
@@ -150,7 +148,7 @@ class Rescue:
         Path(self._path).parent.mkdir(parents=True, exist_ok=True)
         if not save_if_furthest(self._path, self._run, batches, write, seconds):
             return ""
-        unknown = f"; the random states of {ranks_in_words(lost)} are unknown on this host, and follow from the seed"
+        unknown = f"; this host has no random states of {ranks_in_words(lost)}, so they are derived from the seed"
         return (
             f"step {trainer.global_step} is saved to {self._path}; continue with trainer.fit(..., ckpt_path='last') "
             f"or ckpt_path={self._path!r}{unknown if lost else ''}"
@@ -159,17 +157,17 @@ class Rescue:
     def _why_not(self, exception: BaseException) -> str | None:
         trainer, recorder = self._trainer, self.recorder
         if recorder.weights is None:
-            return "no step has been finished since the start"
+            return "no step finished since the start"
         current = trainer.fit_loop.epoch_loop.batch_progress.current
         if current.ready > current.processed:
             if not trainer.lightning_module.automatic_optimization:
-                return "the failure happened in the middle of a batch of manual optimisation"
+                return "the failure happened in the middle of a batch with manual optimisation"
             if is_in_optimizer_step(trainer) and recorder.evaluations > 1:
                 return "the optimiser calls its closure several times a step"
             if is_in_optimizer_step(trainer) and not is_in_closure(exception):
                 return "the next step had started to change the weights"
         elif recorder.versions() != recorder.weights or not self._strategy.stops.has_training_weights():
-            return "the weights changed after the last optimiser step, as in a swap by weight averaging"
+            return "the weights changed after the last optimiser step, as when weight averaging swaps them"
         return None
 
     def _correct(self, loops: dict[str, Any]) -> Stopped | None:
