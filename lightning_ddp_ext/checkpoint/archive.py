@@ -103,14 +103,14 @@ class Archive:
             try:
                 archive = _zip_file(file)
             except _DAMAGE:
-                message = f"checkpoint {self.name} was cut off while it was read; {_ANOTHER}"
+                message = f"checkpoint {self.name} was truncated while it was being read; {_ANOTHER}"
                 raise DamagedCheckpointError(message) from None
             names = tuple(_name(record) for record in chosen if not _is_whole(archive, record))
         if names:
             listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
             raise DamagedCheckpointError(
-                f"checkpoint {self.name} is damaged: {listed} differ{'s' if len(names) == 1 else ''} from what was "
-                "written (CRC-32); use an earlier checkpoint, or copy the file again, or read it anyway with "
+                f"checkpoint {self.name} is damaged: {listed} do{'es' if len(names) == 1 else ''} not match the "
+                "recorded CRC-32 checksum; use an earlier checkpoint, copy the file again, or read it anyway with "
                 "verify=False",
                 damaged=names,
             )
@@ -130,13 +130,13 @@ def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
         raise
     except (FileNotFoundError, NotADirectoryError):
         if was_there:
-            raise CheckpointNotFoundError(f"checkpoint {name} was removed while it was read; {_ANOTHER}") from None
+            raise CheckpointNotFoundError(f"checkpoint {name} was removed while being read; {_ANOTHER}") from None
         raise CheckpointNotFoundError(
-            f"checkpoint {name} does not exist (working directory {os.getcwd()}); give the path of a file"
+            f"checkpoint {name} does not exist (working directory {os.getcwd()}); pass the path of a file"
         ) from None
     except IsADirectoryError:
         raise DamagedCheckpointError(
-            f"checkpoint {name} is a directory, not a file that torch.save wrote; give the path of a file in it, "
+            f"checkpoint {name} is a directory, not a file written by torch.save; pass the path of a file in it, "
             "or use the strategy that wrote it (sharded checkpoints are directories)"
         ) from None
     except Exception as error:
@@ -149,12 +149,12 @@ def unreadable(name: str, error: Exception) -> CheckpointError:
     if isinstance(error, MemoryError) or "annot allocate memory" in str(error):
         remedy = "free some memory"
     elif isinstance(error, PermissionError):
-        remedy = f"let the user with id {os.geteuid()} read it"
+        remedy = f"let the user with ID {os.geteuid()} read it"
     elif is_of_system(error):
-        remedy = "look at its file system"
+        remedy = "check its file system"
     else:
-        remedy = "make the classes of its objects importable, and correct the one that raises"
-    return CheckpointError(f"checkpoint {name} could not be read, but may be whole: {reason}; {remedy}")
+        remedy = "make sure that the classes of its objects can be imported and unpickled"
+    return CheckpointError(f"checkpoint {name} could not be read, but may be intact: {reason}; {remedy}")
 
 
 def is_of_system(error: Exception) -> bool:
@@ -169,7 +169,7 @@ def _has_records(file: BinaryIO, name: str) -> bool:
         raise DamagedCheckpointError(f"checkpoint {name} is empty; {_ANOTHER}")
     if beginning != _SIGNATURE and beginning[:1] != b"\x80":
         raise DamagedCheckpointError(
-            f"checkpoint {name} is not a checkpoint: it begins with {beginning!r}, unlike a file of torch.save"
+            f"{name} is not a checkpoint: it begins with {beginning!r}, unlike files written by torch.save"
         )
     return beginning == _SIGNATURE
 
@@ -181,13 +181,13 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
         for record in records:
             # For a directory record torch would read nothing, and use uninitialised memory.
             if record.compress_type != zipfile.ZIP_STORED or record.external_attr & _DIRECTORY:
-                raise ValueError(f"record {record.filename} has no proper header")
+                raise ValueError(f"record {record.filename} has an invalid header")
         if records and (records[0].header_offset < 0 or records[-1].header_offset + records[-1].file_size > size):
-            raise ValueError("some records lie outside of the file")
+            raise ValueError("some records lie outside the file")
     except _DAMAGE as error:
         raise DamagedCheckpointError(
-            f"checkpoint {name} is damaged: its directory, at the end, cannot be read ({error}); it has {size} bytes "
-            f"and was probably cut off; {_ANOTHER}"
+            f"checkpoint {name} is damaged: the zip directory at its end cannot be read ({error}); the file has {size} "
+            f"bytes and was probably truncated; {_ANOTHER}"
         ) from None
     for record, following in pairwise(records):
         if record.header_offset + record.file_size >= following.header_offset:  # could claim terabytes of work
@@ -196,7 +196,7 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
             )
     if "data.pkl" not in map(_name, records):
         raise DamagedCheckpointError(
-            f"checkpoint {name} is not a checkpoint: it is a zip archive without data.pkl, not one of torch.save"
+            f"{name} is not a checkpoint: it is a zip archive without data.pkl, unlike those written by torch.save"
         )
     return tuple(records)
 

@@ -79,7 +79,7 @@ class Saver:
             if not self._last_save_failed:
                 job()
                 return
-            _logger.warning("leaving checkpoint %s as it is: the save before it failed", path)
+            _logger.warning("leaving checkpoint %s unchanged because the previous save failed", path)
             if postpone:
                 self._postponed[path] = job
 

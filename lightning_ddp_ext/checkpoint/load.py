@@ -66,7 +66,7 @@ def placement(map_location: MapLocation) -> Placement:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition(". ")[0]
             raise CheckpointError(
-                f"map_location={map_location!r} cannot place a tensor from {location}: {reason}; pass another one"
+                f"map_location={map_location!r} cannot place a tensor saved from {location}: {reason}; pass another one"
             ) from error
         return chosen  # type: ignore[no-any-return]
 
@@ -89,8 +89,8 @@ def _chosen_device(map_location: MapLocation) -> Callable[[UntypedStorage, str],
 
         return by_the_user
     raise ConfigurationError(
-        f"map_location must be a device, its name, a mapping of names such as {{'cuda:0': 'cuda:1'}}, or callable "
-        f"(got {map_location!r})"
+        f"map_location must be a device, a device name, a mapping of device names such as {{'cuda:0': 'cuda:1'}}, or "
+        f"a callable (got {map_location!r})"
     )
 
 
@@ -99,7 +99,7 @@ def _device(name: Any) -> str:
         return str(torch.device(name))
     except (RuntimeError, TypeError):
         raise ConfigurationError(
-            f"map_location names {name!r}, which is not a device; write 'cpu', 'cuda:0', ..."
+            f"map_location contains {name!r}, which is not a device; write a name such as 'cpu' or 'cuda:0'"
         ) from None
 
 
@@ -181,10 +181,10 @@ def _explained(archive: Archive, error: Exception, weights_only: bool | None) ->
 
 
 def _unsafe(name: str, error: Exception, refused: str | None) -> UnsafeCheckpointError:
-    kind = refused or f"something ({error})"
+    kind = refused or f"an object ({error})"
     may_be_allowed = refused and "blocked" not in str(error)
-    allow = f"call torch.serialization.add_safe_globals([{kind}]) before, or " if may_be_allowed else ""
+    allow = f"call torch.serialization.add_safe_globals([{kind}]) first, or " if may_be_allowed else ""
     return UnsafeCheckpointError(
-        f"checkpoint {name} holds {kind}, which weights_only=True refuses; none of its code was run. If you "
+        f"checkpoint {name} contains {kind}, which weights_only=True refuses; none of its code was run. If you "
         f"trust the file, {allow}pass weights_only=False"
     )

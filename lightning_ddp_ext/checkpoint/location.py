@@ -48,7 +48,7 @@ def locate(path: PathLike) -> Location:
     try:
         fs, inner = url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(f"checkpoint path {url!r} needs a file system that is not installed: {error}") from error
+        raise CheckpointError(f"checkpoint path {url!r} needs a library that is not installed: {error}") from error
     return Location(fs, inner, url)
 
 
@@ -68,7 +68,7 @@ def on_local_disk(location: Location) -> Iterator[str]:
             location.fs.get_file(location.path, file.name)
         except FileNotFoundError:
             raise CheckpointNotFoundError(
-                f"checkpoint {location.url} does not exist; give the path of a file"
+                f"checkpoint {location.url} does not exist; pass the path of a file"
             ) from None
         except Exception as error:  # each kind of store raises its own errors
             raise CheckpointError(

@@ -54,7 +54,7 @@ def restore(
         missing = _ranks_without_file(views, options, location)
         if ranks.world_size > 1 and (options.mode == "broadcast" or missing):
             why = f"rank {missing[0]} on host {views[missing[0]].host} does not see it" if missing else "as requested"
-            how = f"sent from rank 0 to all ({why})"
+            how = f"sent from rank 0 to all ranks ({why})"
             value = _send(stack, path, ranks, options, location.url)
         else:
             how = "mapped by every rank"
@@ -118,8 +118,8 @@ def _ranks_without_file(views: list[_View], options: LoadOptions, location: Loca
         if view.error is not None:
             raise type(view.error)(f"rank {rank} (host {view.host}): {view.error}; or use restore='auto'")
         raise CheckpointError(
-            f"checkpoint {location.url} of rank {rank} (host {view.host}) differs from the file of rank 0 (host "
-            f"{first.host}), and restore='map' has each rank read its own; copy it again, or use restore='auto'"
+            f"checkpoint {location.url} on rank {rank} (host {view.host}) differs from rank 0's file (host "
+            f"{first.host}), but restore='map' needs identical files; copy the file again, or use restore='auto'"
         )
     return without_file
 

@@ -20,14 +20,14 @@ from lightning_ddp_ext.checkpoint.snapshot import split
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
 _UNTOUCHED = "an existing file is left untouched"
-_IN_PLACE = "the new file is in place and whole, but a loss of power may still undo the save"
-_NOT_KNOWN = "the store decides whether an existing file is left untouched"
+_IN_PLACE = "the new file is complete and in place, but a power failure may still undo the save"
+_NOT_KNOWN = "whether an existing file is left untouched depends on the store"
 _REMEDIES = {
-    errno.EROFS: "its file system is mounted read-only: save elsewhere",
-    errno.EISDIR: "there is a directory at that path: remove it, or choose another name",
+    errno.EROFS: "its file system is mounted read-only, so save elsewhere",
+    errno.EISDIR: "a directory exists at that path, so remove it or choose another name",
     errno.ENAMETOOLONG: "shorten the file name",
-    errno.ENOTDIR: "a directory of the path is a file: choose another path",
-    errno.EEXIST: "a directory of the path is a file: choose another path",
+    errno.ENOTDIR: "a parent of that path is a file, so choose another path",
+    errno.EEXIST: "a parent of that path is a file, so choose another path",
 }
 
 
@@ -127,7 +127,7 @@ def link(target: PathLike, path: PathLike) -> None:
     try:
         atomic_symlink(source, local)
     except OSError as error:
-        message = f"cannot link checkpoint {path} to {target}: {error.strerror}; save_last=True writes a file instead"
+        message = f"cannot link checkpoint {path} to {target}: {error.strerror}; use save_last=True to write a file"
         raise CheckpointSaveError(message, path=path, errno=error.errno) from error
 
 
@@ -138,11 +138,11 @@ def _is_directory(path: Path) -> bool:
 def _explained(error: OSError, location: Location) -> str:
     """Return the system's message and a remedy."""
     directory = Path(location.path).parent
-    remedy = _REMEDIES.get(error.errno or 0, "look at the file system, or save elsewhere")
+    remedy = _REMEDIES.get(error.errno or 0, "check the file system, or save elsewhere")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with suppress(OSError):
             left = shutil.disk_usage(directory).free / 2**20
-            remedy = f"free some space ({left:.0f} MiB are left on the file system of {directory}), or save elsewhere"
+            remedy = f"free some space ({left:.0f} MiB left on the file system of {directory}), or save elsewhere"
     elif error.errno in (errno.EACCES, errno.EPERM):
         with suppress(KeyError):
             remedy = f"let user {pwd.getpwuid(os.geteuid()).pw_name} write to {directory}, or save elsewhere"
@@ -156,7 +156,7 @@ def unwritable(checkpoint: Any, path: PathLike, error: Exception, is_there: str 
         try:
             split(value)
         except Exception:
-            culprit = f"entry {key!r} cannot be pickled, so take it out or replace it in on_save_checkpoint: "
+            culprit = f"entry {key!r} cannot be pickled, so remove or replace it in on_save_checkpoint: "
             break
     message = f"cannot save checkpoint {path}: {culprit}{type(error).__name__}: {error}; {is_there}"
     return CheckpointSaveError(message, path=str(path))

@@ -144,7 +144,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             ConfigurationError: ``epoch`` is negative, or ``position`` is not from 0 to the length of the order.
         """
         epoch = whole_number(epoch, "epoch", remedy="count epochs from 0")
-        remedy = "positions belong to the order of one length"
+        remedy = "a position is only valid for the length that it was saved with"
         self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
         self._set_wrapped_epoch()
@@ -173,7 +173,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             rank = dist.get_rank() if grouped else 0
         if not 0 <= rank < num_replicas:
             raise ConfigurationError(
-                f"rank must be from 0 to below num_replicas, {num_replicas} (got {rank});"
+                f"rank must be at least 0 and less than num_replicas={num_replicas} (got {rank});"
                 " leave both out to use those of the process group"
             )
         return num_replicas, rank

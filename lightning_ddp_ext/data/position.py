@@ -167,8 +167,8 @@ class LoaderPosition:
             if was is not None and was != (has := now.get(name)):
                 raise ResumeError(
                     f"epoch {state['epoch']} cannot be resumed in the middle: {self.name} had {name}={was!r} when the "
-                    f"checkpoint was saved, and has {has!r}; resume with the same loaders, data and number of ranks "
-                    f"(any number with a sampler such as ScalableDistributedSampler), or {FROM_THE_EPOCHS_START}"
+                    f"checkpoint was saved, and now has {has!r}; resume with the same loaders, data and number of "
+                    f"ranks (ScalableDistributedSampler allows any number), or {FROM_THE_EPOCHS_START}"
                 )
 
     def left_after(self, position: int) -> float:
@@ -219,6 +219,6 @@ class LoaderPosition:
         dropped = sum(1 for _ in islice(batches, number))
         if dropped < number:
             raise ResumeError(
-                f"epoch {self.epoch} cannot be resumed in the middle: {self.name} ends after {dropped} batches, and "
-                f"{number} were done; resume with the same data, or {FROM_THE_EPOCHS_START}"
+                f"epoch {self.epoch} cannot be resumed in the middle: {self.name} ends after {dropped} batches, but "
+                f"{number} were done before; resume with the same data, or {FROM_THE_EPOCHS_START}"
             )

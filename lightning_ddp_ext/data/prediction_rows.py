@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_ddp_ext.errors import SamplingError
 
 REMEDY = (
-    "return from predict_step a tensor or array with a row for each sample, a list with an item for each, or dicts and "
-    "tuples of these, with the same structure in every batch, and padded where shapes differ"
+    "predict_step must return a tensor or array with one row per sample, a list with one item per sample, or dicts and "
+    "tuples of these; use the same structure in every batch, and pad rows whose shapes differ"
 )
 
 
@@ -54,7 +54,7 @@ def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any
     first = parts[0]
     found = {_structure(part): None for part in parts}
     if len(found) > 1:
-        raise SamplingError(f"{name} must have one structure in all batches (got {' and '.join(found)}); {REMEDY}")
+        raise SamplingError(f"{name} must have the same structure in all batches (got {' and '.join(found)}); {REMEDY}")
     if isinstance(first, Mapping):
         return {key: join_items(key) for key in first}
     if isinstance(first, tuple):
@@ -64,7 +64,7 @@ def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any
         has_rows = isinstance(part, list) or (isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0)
         if not has_rows or len(part) != size:
             raise SamplingError(
-                f"{name} must have a row for each sample, {size} in this batch (got {type(part).__name__}, "
+                f"{name} must have one row per sample, {size} in this batch (got {type(part).__name__}, "
                 f"rows: {len(part) if has_rows else 'none'}); {REMEDY}"
             )
     if isinstance(first, list):

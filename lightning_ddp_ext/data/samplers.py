@@ -58,7 +58,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         *,
         uneven: Uneven = "pad",
     ) -> None:
-        length = length_of(dataset, "dataset", "an iterable dataset splits its data by itself, without a sampler")
+        length = length_of(dataset, "dataset", "an iterable dataset splits its data itself and takes no sampler")
         super().__init__(dataset, length, num_replicas, rank, shuffle, seed, "drop" if drop_last else uneven)
 
     @override

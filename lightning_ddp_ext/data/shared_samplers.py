@@ -81,7 +81,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
             drawn = np.fromiter((each.copy() if isinstance(each, list) else each for each in items), dtype=object)
         if len(drawn) < length:
             raise ConfigurationError(
-                f"{self._field} must yield as many items as its length, {length} (got {len(drawn)});"
+                f"{self._field} must yield at least len({self._field}) = {length} items (got {len(drawn)});"
                 f" correct {type(self.dataset).__name__}.__len__"
             )
         return drawn.__getitem__

@@ -73,7 +73,7 @@ def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: b
     strategy.stops.resumed_from = None
     if "last" not in [arg for arg in args if isinstance(arg, str)]:
         if is_rank_zero and SLURMEnvironment.detect() and trainer.state.fn == "fit":
-            rank_zero_info("after a SIGTERM a requeued job only resumes with trainer.fit(..., ckpt_path='last')")
+            rank_zero_info("after SIGTERM, a requeued job only resumes with trainer.fit(..., ckpt_path='last')")
         return args
     stop_checkpoint = place_of(strategy.stop_checkpoint, trainer)
     candidates = _candidates(trainer, stop_checkpoint)
@@ -92,13 +92,13 @@ def _none_found(trainer: Any, stop_checkpoint: str | None) -> str:
     """Describe where the next run of this command looks, and which files it ignores."""
     parts = ["ckpt_path='last': no checkpoint yet"]
     if stop_checkpoint is not None:
-        parts.append(f"a stop saves {stop_checkpoint}, which the same command then finds")
+        parts.append(f"a stop saves {stop_checkpoint}, which the same command finds next time")
         name = os.path.basename(stop_checkpoint)
         others = map(str, Path(trainer.default_root_dir, "checkpoints").glob(f"*/{name}"))
-        parts += [f"{other} belongs to another command; give its path to resume from it" for other in others]
+        parts += [f"{other} belongs to another command; pass its path to resume from it" for other in others]
     if _follows_logger(trainer):
-        found_only_there = f"files in {checkpoint_directory(trainer)} are only found by a run with that directory"
-        parts.append(f"{found_only_there}; set ModelCheckpoint(dirpath=...) to keep it")
+        found_only_there = f"only runs with the same directory find files in {checkpoint_directory(trainer)}"
+        parts.append(f"{found_only_there}; set ModelCheckpoint(dirpath=...) to fix the directory")
     return "; ".join(parts)
 
 
@@ -128,7 +128,7 @@ def _newest_whole(newest_first: list[str]) -> str | None:
             if local is not None:  # a remote store only shows whole files
                 Archive.open(local, path).check()
         except (DamagedCheckpointError, CheckpointNotFoundError) as error:
-            rank_zero_warn(f"ckpt_path='last' skips a file that is not whole: {error}")
+            rank_zero_warn(f"ckpt_path='last' skips a file that cannot be used: {error}")
         except CheckpointError:
             return path
         else:

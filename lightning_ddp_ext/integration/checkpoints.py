@@ -46,9 +46,9 @@ class Checkpoints:
         """Write a checkpoint on rank 0. Collective: every rank must call it."""
         if self._has_partial_sums:
             sentence = (
-                f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted because of another rank's failure, and an "
-                "optimiser step that was queued may have used gradients of some ranks only; an existing file is left "
-                "untouched, so continue from the last checkpoint"
+                f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after another rank failed, and a queued "
+                "optimiser step may have used the gradients of only some ranks; an existing file is left untouched, "
+                "so continue from the last checkpoint"
             )
             if not self.is_handling_exception:
                 raise CheckpointSaveError(sentence, path=path)

@@ -63,7 +63,7 @@ class GradientAveraging:
         if not unfrozen:
             return
         strategy = self._strategy
-        rank_zero_info(f"rebuilt DDP, because {len(unfrozen)} parameters are no longer frozen")
+        rank_zero_info(f"rebuilt DDP because {len(unfrozen)} parameters are no longer frozen")
         for parameter in unfrozen:
             dist.broadcast(parameter.data, src=0)
         if strategy.root_device.type == "cuda":
@@ -93,8 +93,8 @@ def name_unused(error: BaseException, message: str, module: nn.Module | None) ->
     unused = [known[number] for number in map(int, found[2].split()) if number < len(known)]
     more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
     sentence = (
-        f"rank {found[1]} did not use these parameters in the loss that training_step returned: "
-        f"{', '.join(unused[:_SHOWN])}{more}; DDP waits for their gradients. If that is meant, choose "
+        f"rank {found[1]} did not use these parameters to compute the loss that training_step returned: "
+        f"{', '.join(unused[:_SHOWN])}{more}; DDP waits for their gradients. If this is intended, choose "
         "strategy='ddp_ext_find_unused_parameters_true', or DDPExtStrategy(find_unused_parameters=True)"
     )
     error.args = (f"{sentence}\n{message}",)

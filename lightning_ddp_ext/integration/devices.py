@@ -63,7 +63,7 @@ def _check_parts(model: nn.Module, devices: list[torch.device]) -> None:
     for name, parameter in model.named_parameters():
         if parameter.device not in devices:
             raise ConfigurationError(
-                f"with devices_per_rank={len(devices)} the module places its parts by itself, and {name} "
+                f"with devices_per_rank={len(devices)} the module must place its parameters itself, but {name} "
                 f"is on {parameter.device}; put it on one of self.trainer.strategy.rank_devices "
                 f"({', '.join(map(str, devices))}) in configure_model"
             )

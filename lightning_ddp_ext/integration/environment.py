@@ -108,5 +108,5 @@ def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mappin
     if found != given:
         raise ConfigurationError(
             f"rank={given[0]} and world_size={given[1]} contradict {source_of(environment)}, which made this "
-            f"process rank {found[0]} of {found[1]}; leave the arguments out, or start the processes by hand"
+            f"process rank {found[0]} of {found[1]}; remove the arguments, or start the processes by hand"
         )

@@ -65,7 +65,7 @@ class Evaluation(IdleSteps):
             self._is_in_step or mode_of(combined) != "sequential" or batches_of(combined) == math.inf
         ):
             where = (
-                "a step takes dataloader_iter, loaders are combined in another mode than 'sequential', or one of them "
+                "a step takes dataloader_iter, loaders are combined in a mode other than 'sequential', or one of them "
                 "has no length"
             )
             refuse(self._strategy, _idle_rank_error(loader.balance, where))
@@ -79,8 +79,8 @@ class Evaluation(IdleSteps):
 
 
 def _idle_rank_error(batches: tuple[int, ...], where: str) -> SamplingError:
-    unknown = "; inf: no length" if math.inf in batches else ""
+    unknown = "; inf means no length" if math.inf in batches else ""
     return SamplingError(
-        f"every rank needs its own batch in every step if {where} (got {batches} batches, by rank{unknown}); choose a "
-        "batch_size that gives all ranks equally many batches, or set exact_evaluation=False"
+        f"every rank needs its own batch in every step if {where} (batches by rank: {batches}{unknown}); choose a "
+        "batch_size that gives every rank the same number of batches, or set exact_evaluation=False"
     )

@@ -174,9 +174,9 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
     """Return the address of ``env://``; without a port, every process would choose a different one."""
     if "MASTER_PORT" not in environ and not _is_set_otherwise("main_port", environment):
         raise RendezvousError(
-            "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment of processes that are started "
-            f"one by one (got MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT=None); export both, the same on "
-            "every rank, or choose init_method='tcp://HOST:PORT' or 'file:///PATH'"
+            "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment if you start each process "
+            f"yourself (got MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT=None); export both with the same "
+            "values on every rank, or choose init_method='tcp://HOST:PORT' or 'file:///PATH'"
         )
     return Tcp(environment.main_address, int(environment.main_port))
 

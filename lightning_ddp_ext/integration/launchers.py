@@ -129,13 +129,13 @@ class ProcessesLauncher(MultiProcessingLauncher):
         if environment.creates_processes_externally:
             raise ConfigurationError(
                 f"start_method={self._start_method!r} starts the ranks itself, but this process is already rank "
-                f"{environment.global_rank()} of {environment.world_size()}, from {source_of(environment)}; "
+                f"{environment.global_rank()} of {environment.world_size()} according to {source_of(environment)}; "
                 "use strategy='ddp_ext' here, or start the script without a launcher"
             )
         if self._already_fit and trainer is not None and trainer.state.fn == "fit":
             raise NotImplementedError(
-                f"a Trainer with start_method={self._start_method!r} can call fit() once; make another Trainer, and "
-                "continue with fit(ckpt_path=...)"
+                f"a Trainer with start_method={self._start_method!r} can call fit() only once; create a new Trainer "
+                "and continue with fit(ckpt_path=...)"
             )
         leave()
 

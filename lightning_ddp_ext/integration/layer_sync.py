@@ -31,8 +31,8 @@ class RanksLayerSync(pl.plugins.LayerSync):
         """Raise if layers are chosen in addition to the Trainer's own layer synchronisation."""
         if other is not None and (self._ranks is not None or self._choice != Choice()):
             raise ConfigurationError(
-                "sync_batchnorm=True converts all layers over all ranks, but SyncBatchNormConversion "
-                "chooses among them; leave sync_batchnorm out"
+                "sync_batchnorm=True synchronises all layers across all ranks, but SyncBatchNormConversion "
+                "selects some of them; remove sync_batchnorm=True"
             )
 
     @override

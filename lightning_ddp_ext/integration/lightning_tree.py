@@ -47,7 +47,7 @@ def refuse_other_tree(*objects: object) -> None:
             if base.__module__.startswith(f"{_OTHER_PACKAGE}."):
                 raise ConfigurationError(
                     f"{base.__name__} is made for {other}, but this Trainer is from {own}; "
-                    f"write from lightning_ddp_ext.{own} import {base.__name__}"
+                    f"write 'from lightning_ddp_ext.{own} import {base.__name__}'"
                 )
 
 

@@ -24,9 +24,9 @@ def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None
     for name in ddp_kwargs:
         if name not in options:
             near = difflib.get_close_matches(name, [*inspect.signature(init).parameters, *options], n=1)
-            remedy = f"did you mean {near[0]}?" if near else "leave it out."
+            remedy = f"did you mean {near[0]}?" if near else "remove it."
             raise ConfigurationError(
-                f"DDPExtStrategy has no argument {name!r}; {remedy} Besides its own arguments it takes those of "
+                f"DDPExtStrategy has no argument {name!r}; {remedy} Besides its own arguments, it accepts those of "
                 f"DistributedDataParallel in torch {torch.__version__}: {', '.join(options)}"
             )
 
@@ -35,4 +35,4 @@ def check_choice(field: str, value: object, *allowed: object) -> None:
     """Raise if the value is not allowed; the first allowed one is the default."""
     if not any(type(value) is type(each) and value == each for each in allowed):
         choices = " or ".join(map(repr, allowed))
-        raise ConfigurationError(f"{field} must be {choices} (got {value!r}); leave it out for {allowed[0]!r}")
+        raise ConfigurationError(f"{field} must be {choices} (got {value!r}); the default is {allowed[0]!r}")

@@ -19,7 +19,7 @@ from .lightning_tree import pl
 Predicted = list[list[PredictedBatch]]  # by loader
 
 _NO_PREDICTIONS = (
-    "trainer has no predictions; call trainer.predict on every rank first, with data, and with a strategy that neither "
+    "trainer has no predictions; first call trainer.predict with data on every rank, using a strategy that neither "
     "spawns nor forks its ranks"
 )
 
@@ -76,7 +76,7 @@ def _predicted_here(trainer: Any) -> Predicted:
         raise SamplingError(_NO_PREDICTIONS)
     if not loop.return_predictions:
         raise SamplingError(
-            "trainer.predict must keep its predictions (got return_predictions=False); leave the argument out"
+            "trainer.predict must keep its predictions (got return_predictions=False); remove that argument"
         )
     loaders = pl.utilities.CombinedLoader(iterables, "sequential").flattened
     if loop.skip:  # this rank had no data, and its predictions are from an earlier call
@@ -88,7 +88,7 @@ def _predicted_here(trainer: Any) -> Predicted:
         if len(seen) < len(of_loader):
             raise SamplingError(
                 f"loader {number} must record the samples of each batch (got {type(loader).__name__}, which does not); "
-                "use a DataLoader over a dataset with indices"
+                "use a DataLoader with a map-style dataset"
             )
         # Workers read ahead, so a loader may have read more batches than were predicted.
         found.append([PredictedBatch(list(samples), each) for samples, each in zip(seen, of_loader, strict=False)])

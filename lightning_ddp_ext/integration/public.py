@@ -41,7 +41,7 @@ for _name, _start_method in _START_METHODS.items():
         pl.strategies.StrategyRegistry.register(
             _name + _suffix,
             DDPExtStrategy,
-            description=f"DDPExtStrategy by {_start_method}{_suffix}",
+            description=f"DDPExtStrategy with start_method={_start_method!r}{_suffix}",
             override=True,
             start_method=_start_method,
             **_options,

@@ -76,7 +76,7 @@ class Resume:
         else:
             section, restart = {}, find_restart(loops, accumulated=self._trainer.accumulate_grad_batches)
         if restart.is_within and not section:
-            rank_zero_warn(f"the checkpoint does not record the progress in epoch {restart.epoch}; it starts again")
+            rank_zero_warn(f"the checkpoint has no data position in epoch {restart.epoch}, so that epoch starts again")
             data = "epoch"
         if restart.is_within and data == "epoch":
             restart, self._ranks = Restart("epoch_start", restart.epoch, has_started=True), ()
@@ -168,16 +168,16 @@ class Resume:
         positions, states = positions_of(self._trainer), self._own["loaders"]
         if len(states) != len(positions):
             raise ResumeError(
-                f"epoch {self.restart.epoch} cannot be resumed in the middle: it was read from {len(states)} training "
-                f"loaders, and there are {len(positions)}; resume with the same ones, or {FROM_THE_EPOCHS_START}"
+                f"epoch {self.restart.epoch} cannot be resumed in the middle: it began with {len(states)} training "
+                f"loaders, but there are {len(positions)} now; use the same loaders, or {FROM_THE_EPOCHS_START}"
             )
         for position, state in zip(positions, states, strict=True):
             position.check(state)
             if position.is_by_rank and state["at"] and not self._has_own_states:
                 rank_zero_warn(
-                    f"the checkpoint lacks each rank's position in {position.name}; it was saved by one rank "
-                    "alone or by another strategy; batches may be read twice or left out in epoch "
-                    f"{self.restart.epoch}; {FROM_THE_EPOCHS_START}"
+                    f"the checkpoint lacks each rank's position in {position.name}, because a single rank or another "
+                    f"strategy saved it, so epoch {self.restart.epoch} may repeat or skip batches; "
+                    f"{FROM_THE_EPOCHS_START}"
                 )
 
     def _count_batches(self) -> None:

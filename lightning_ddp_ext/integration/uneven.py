@@ -59,8 +59,8 @@ class UnevenInputs(IdleSteps):
         lengths = self._by_rank(batches_of(loader))
         if min(lengths) < max(lengths) == math.inf:
             problem = (
-                f"training loader {type(loader.loader).__name__} must have a length on every rank or on none (got "
-                f"{lengths}, by rank; inf: no length), or Lightning waits forever; give it __len__ on every rank"
+                f"training loader {type(loader.loader).__name__} must have a length on every rank or on none, or "
+                f"training would hang (lengths by rank: {lengths}; inf means no length); define __len__ on every rank"
             )
             refuse(self._strategy, SamplingError(problem))
         if math.inf not in lengths:
@@ -148,9 +148,9 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
         return None
     by_rank = listed(f"{length} on {ranks_in_words(who)}" for length, who in grouped(dict(enumerate(lengths))))
     return (
-        f"the ranks have different numbers of training batches ({by_rank}), and after the first {fewest} "
-        "some ranks would wait forever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
-        "sampler or drop_last=True give all ranks equally many"
+        f"the ranks have different numbers of training batches ({by_rank}), so some ranks would wait forever after "
+        f"{fewest} batches; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or use a sampler or "
+        "drop_last=True so that every rank gets the same number of batches"
     )
 
 
@@ -161,14 +161,14 @@ def _obstacle_to_join(trainer: Any) -> str | None:
     if loaders != 1:
         needed = f"a single training loader (got {loaders}); combine their datasets"
     elif is_read_in_step(trainer.fit_loop):
-        needed = "a training_step that takes a batch (it takes dataloader_iter); take batch"
+        needed = "a training_step that takes a batch (got one that takes dataloader_iter); replace its argument"
     elif layers:
-        needed = f"layers that leave out idle ranks ({layers[0]} is torch's SyncBatchNorm); use sync_batchnorm=True"
+        needed = f"layers that can skip idle ranks ({layers[0]} is torch's SyncBatchNorm); use sync_batchnorm=True"
     elif trainer.strategy._model_averaging_period is not None:
-        needed = "gradients that are averaged in every step; leave model_averaging_period out"
+        needed = "gradient averaging in every step; remove model_averaging_period"
     else:
         return None
-    return f"uneven_inputs='join' needs {needed}, or choose 'stop_at_shortest'"
+    return f"uneven_inputs='join' needs {needed}, or use 'stop_at_shortest'"
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ def _warn_of_same_batches(checksums: tuple[tuple[int, ...], ...], names: list[st
             continue
         rank_zero_warn(
             f"the first training batch is the same on {ranks_in_words(ranks)}: {' and '.join(names) or 'the data'} "
-            f"does not seem to be split among the ranks, so each sample is trained on {len(ranks)} times per "
-            "epoch; in __iter__, yield only this rank's shard (call torch.distributed.get_rank() in the main "
-            "process), and of it this worker's (torch.utils.data.get_worker_info())"
+            f"is probably not split among the ranks, so each sample is trained on {len(ranks)} times per epoch; in "
+            "__iter__, yield only the samples of this rank (call torch.distributed.get_rank() in the main process) "
+            "and of this worker (call torch.utils.data.get_worker_info())"
         )

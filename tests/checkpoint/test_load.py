@@ -113,7 +113,7 @@ class Raises:
 
 def refused(path: Path, mode: Mode, **options: Any) -> str:
     """Return the text of the error for a file that may be whole."""
-    with pytest.raises(CheckpointError, match="could not be read, but may be whole") as caught:
+    with pytest.raises(CheckpointError, match="could not be read, but may be intact") as caught:
         restored(path, mode, **options)
     assert caught.type is CheckpointError
     return str(caught.value)
@@ -144,7 +144,7 @@ def test_a_file_of_another_user_is_not_called_damaged(tmp_path: Path) -> None:
     except PermissionError:
         skip_because("root has no capability to become another user")
     try:
-        assert f"Permission denied; let the user with id {os.geteuid()} read it" in refused(path, "map")
+        assert f"Permission denied; let the user with ID {os.geteuid()} read it" in refused(path, "map")
     finally:
         os.seteuid(user)
 

@@ -234,7 +234,7 @@ def test_the_callback_brings_its_io_to_a_single_device(tmp_path: Path) -> None:
     assert torch.load(callback.best_model_path)["epoch"] == 0
     replaced = {"save_checkpoint", "remove_checkpoint", "load_checkpoint", "teardown"}
     assert not replaced & {*vars(trainer.strategy), *vars(trainer.strategy.checkpoint_io)}, "a run leaves no methods"
-    with pytest.raises(ConfigurationError, match="would replace the RankZeroCheckpointIO of the Trainer"):
+    with pytest.raises(ConfigurationError, match="would replace the Trainer's RankZeroCheckpointIO"):
         other.fit(Net())
 
 

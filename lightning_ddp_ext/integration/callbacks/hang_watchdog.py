@@ -74,7 +74,7 @@ class HangWatchdog(pl.Callback):
         self.timeout = to_timedelta(timeout, field="timeout")
         check_choice("on_hang", on_hang, *get_args(OnHang))
         if directory is not None and "://" in os.fspath(directory):
-            raise ConfigurationError(f"directory must be local (got {os.fspath(directory)!r}); give a local path")
+            raise ConfigurationError(f"directory must be local (got {os.fspath(directory)!r}); pass a local path")
         self.on_hang = on_hang
         self.directory = directory
         self._watchdog: Watchdog | None = None
@@ -87,7 +87,7 @@ class HangWatchdog(pl.Callback):
             os.environ.pop(name, None)
         self._variables = {}
         if debugged_rank(trainer) is not None:
-            rank_zero_info("HangWatchdog is off while a rank is debugged")
+            rank_zero_info("HangWatchdog is off while a rank is being debugged")
             return
         context = current()
 

@@ -39,7 +39,7 @@ class RankConsistency(pl.Callback):
 
     def __init__(self, every_n_steps: int = 100) -> None:
         if type(every_n_steps) is not int or every_n_steps < 1:
-            raise ConfigurationError(f"every_n_steps must be a whole number, at least 1 (got {every_n_steps!r})")
+            raise ConfigurationError(f"every_n_steps must be an integer, at least 1 (got {every_n_steps!r})")
         self.every_n_steps = every_n_steps
         self._last_step = 0
 
@@ -65,7 +65,7 @@ class RankConsistency(pl.Callback):
         if not isinstance(strategy.model, DistributedDataParallel) or getattr(strategy, "_model_averager", None):
             name = type(strategy).__name__
             rule = "needs a strategy with the same model on each rank, such as 'ddp' without post-local SGD"
-            raise ConfigurationError(f"RankConsistency {rule} (got {name}); leave the callback out")
+            raise ConfigurationError(f"RankConsistency {rule} (got {name}); remove the callback")
         raise_if_different(dict(_replica(trainer)), ranks_of(strategy), when=when)
 
 

@@ -83,8 +83,8 @@ def _checkpoints_of(
     has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
     if has_own_save and not isinstance(strategy, DDPExtStrategy):
         rank_zero_warn(
-            f"{type(strategy).__name__} has its own save_checkpoint: RankZeroCheckpoint leaves saving to it, and is an "
-            "ordinary ModelCheckpoint here"
+            f"{type(strategy).__name__} overrides save_checkpoint, so RankZeroCheckpoint leaves saving to it and "
+            "behaves like an ordinary ModelCheckpoint"
         )
         return None
     _bring_along(strategy, io)
@@ -101,8 +101,8 @@ def _bring_along(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | No
         strategy.checkpoint_io = io or RankZeroCheckpointIO()
     elif io is not None and io is not present:
         raise ConfigurationError(
-            f"RankZeroCheckpoint(checkpoint_io={type(io).__name__}) would replace the {type(present).__name__} of the "
-            "Trainer; pass only one of them, in plugins or in one callback"
+            f"RankZeroCheckpoint(checkpoint_io={type(io).__name__}) would replace the Trainer's "
+            f"{type(present).__name__}; pass only one checkpoint IO, either in plugins or in one callback"
         )
 
 
