@@ -10,7 +10,7 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 
 def whole_number(value: Any, field: str, *, at_most: int | None = None, remedy: str) -> int:
-    """Return ``value`` as an ``int``; integers of NumPy and torch count as such, booleans do not.
+    """Return ``value`` as an ``int``. Integers of NumPy and torch are accepted, booleans are not.
 
     Raises:
         ConfigurationError: the value is not an integer, is negative, or is above ``at_most``.
@@ -37,7 +37,7 @@ def seed_of(value: Any) -> int:
 
 
 def uneven_of(value: Any) -> Uneven:
-    """Return one of the policies for lengths that are not a multiple of the number of ranks."""
+    """Return ``value`` if it is a policy for lengths that are not a multiple of the number of ranks."""
     if not isinstance(value, str) or value not in get_args(Uneven):
         raise ConfigurationError(f"uneven must be 'pad', 'drop' or 'exact' (got {value!r}); torch's samplers pad")
     return value  # type: ignore[return-value]
@@ -47,7 +47,7 @@ def length_of(thing: Any, field: str, remedy: str) -> int:
     """Return ``len(thing)``.
 
     Raises:
-        ConfigurationError: it has no length.
+        ConfigurationError: the object has no length.
     """
     try:
         return len(thing)

@@ -1,4 +1,4 @@
-"""Join the predictions of batches into one row for each sample, in the order of the samples."""
+"""Join the predictions of batches into one row per sample, in the order of the samples."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class PredictedBatch(NamedTuple):
 
 
 def join_batches(batches: list[PredictedBatch]) -> Any:
-    """Return the first prediction of each sample, in the order of samples; ``None`` without batches.
+    """Return the first prediction of each sample, in the order of the samples; ``None`` without batches.
 
     >>> join_batches([PredictedBatch([2, 0], ["c", "a"]), PredictedBatch([1, 2], ["b", "again"])])
     ['a', 'b', 'c']
 
     Raises:
-        SamplingError: an output does not have a row for each sample.
+        SamplingError: an output does not have one row per sample.
     """
     if not batches:
         return None
@@ -43,9 +43,9 @@ def join_batches(batches: list[PredictedBatch]) -> Any:
 
 
 def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any:
-    """Return the rows of all parts, in this order.
+    """Join the parts, and return the given rows of the result.
 
-    A part is the output of one step, or an item of that output; it has a row for each sample of its batch.
+    A part is the output of one step, or an item of that output, and has one row per sample of its batch.
     """
 
     def join_items(key: Any) -> Any:

@@ -85,7 +85,7 @@ def test_all_ranks_raise_the_error_in_a_bad_file(tmp_path: Path) -> None:
     saved(tmp_path / "whole.ckpt", {"a": numbers(6000)})
     saved(tmp_path / "other.ckpt", numbers(5))
     one, other = on_ranks("stock", use_files_that_differ, tmp_path, tmp_path)
-    assert one == [text.replace("/other.ckpt of rank 1", "/whole.ckpt of rank 1") for text in other]
+    assert one == [text.replace("/other.ckpt on rank 1", "/whole.ckpt on rank 1") for text in other]
     missing = f"CheckpointNotFoundError: checkpoint {tmp_path}/no.ckpt does not exist"
     assert [text.startswith(missing) for text in one[:3]] == [True] * 3
     assert one[3].startswith("CheckpointNotFoundError: rank 1 (host ")

@@ -98,7 +98,7 @@ def test_a_new_file_that_may_not_last_is_not_called_untouched(tmp_path: Path, mo
             raise error
 
     monkeypatch.setattr(os, "fsync", fail_for_the_directory)
-    with pytest.raises(CheckpointSaveError, match=r"because; .*; the new file is in place and whole, but a loss of"):
+    with pytest.raises(CheckpointSaveError, match=r"because; .*; the new file is complete and in place, but a power"):
         write(kinds(), tmp_path / "it.ckpt")
     assert same(loaded(f"{tmp_path}/it.ckpt"), kinds())
 

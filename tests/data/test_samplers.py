@@ -281,6 +281,6 @@ def test_batches_reach_the_loader_unchanged() -> None:
 
 def test_a_sampler_that_yields_too_little_is_named() -> None:
     """A sampler must yield as many items as its length; further items are not read."""
-    with pytest.raises(ConfigurationError, match=r"its length, 9 \(got 7\); correct Epochs.__len__"):
+    with pytest.raises(ConfigurationError, match=r"at least len\(sampler\) = 9 items \(got 7\); correct Epochs"):
         list(SharedSampler(Epochs(7, promised=9), 2, 0))
     assert len(in_turn(dealt(lambda w, r: SharedSampler(Epochs(7, promised=6), w, r), 2))) == 6
