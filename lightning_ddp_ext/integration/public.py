@@ -1,4 +1,4 @@
-"""Gather the public names that belong to one of the two Lightning trees, and register the strategy's names in it."""
+"""Collect the public names for one of the two Lightning trees, and register the strategy's names there."""
 
 from .callbacks.hang_watchdog import HangWatchdog
 from .callbacks.rank_consistency import RankConsistency

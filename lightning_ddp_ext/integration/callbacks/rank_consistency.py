@@ -1,4 +1,4 @@
-"""A callback that finds ranks whose weights differ, with any ``ddp`` strategy."""
+"""A callback that detects ranks with different weights, with any ``ddp`` strategy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..named_calls import ranks_of
 
 
 class RankConsistency(pl.Callback):
-    """Finds ranks whose weights differ: at the start of training, after every n-th step, and at the end.
+    """Detects ranks with different weights, at the start of training, after every n-th step, and at the end.
 
-    It compares all bits of parameters, optimiser states and statistics of synchronised BatchNorm layers, by a checksum
-    of each tensor and one collective for all. It leaves out other buffers, which DDP broadcasts, and the state of a
+    It compares all bits of parameters, optimiser states and statistics of synchronised BatchNorm layers, with one
+    checksum per tensor and a single collective. It skips other buffers, which DDP broadcasts, and the state of a
     ``ZeroRedundancyOptimizer``. With one rank it does nothing.
 
     Args:
-        every_n_steps: optimiser steps from one check to the next; with manual optimisation, training batches.
+        every_n_steps: the number of optimiser steps between checks; with manual optimisation, of training batches.
 
     Raises:
         ConfigurationError: ``every_n_steps`` is not positive, or, in ``fit``, the strategy has no replicas to compare.
@@ -86,7 +86,7 @@ def _replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
             yield f"buffer {name}", buffer
     for index, optimizer in enumerate(trainer.optimizers):
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-            continue  # each rank has the state of other parameters
+            continue  # each rank has the state of different parameters
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):

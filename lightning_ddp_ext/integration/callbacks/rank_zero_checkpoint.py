@@ -1,4 +1,4 @@
-"""A ``ModelCheckpoint`` whose ranks agree, on any data-parallel strategy."""
+"""A ``ModelCheckpoint`` whose ranks act together, with any data-parallel strategy."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ refuse_missing(pl.callbacks.ModelCheckpoint, "_monitor_candidates", "_link_check
 class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, with ranks that save, fail and resume together.
 
-    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`, unless the user gave the Trainer a checkpoint IO.
-    With a stock ``ddp`` strategy all ranks save, remove and restore together: every rank raises rank 0's error,
+    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO` unless the user gave the Trainer a checkpoint IO.
+    With a stock ``ddp`` strategy, all ranks save, remove and restore together: every rank raises rank 0's error,
     ``ckpt_path="last"`` and ``"best"`` mean the file that rank 0 finds, and a file that only rank 0 sees restores every
-    rank. Scores, and the file names made from them, are rank 0's on every rank.
+    rank. All ranks use rank 0's scores and the file names made from them.
 
-    Its state in a checkpoint is ``ModelCheckpoint``'s: each reads the other's files.
+    Its state in a checkpoint is the same as ``ModelCheckpoint``'s, so each can read the other's checkpoints.
 
     Args:
         *args: see ``ModelCheckpoint``.
-        checkpoint_io: the IO to install, if its defaults do not suit.
+        checkpoint_io: the IO to install, to change its defaults.
         **kwargs: see ``ModelCheckpoint``.
 
     Raises:
@@ -78,7 +78,7 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 def _checkpoints_of(
     trainer: pl.Trainer, io: RankZeroCheckpointIO | None, replaced: ReplacedMethods
 ) -> Checkpoints | None:
-    """Return the object with which the ranks save and restore together; install it in a stock strategy."""
+    """Return the object through which the ranks save and restore together; install it in a stock strategy."""
     strategy = trainer.strategy
     has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
     if has_own_save and not isinstance(strategy, DDPExtStrategy):
@@ -107,7 +107,7 @@ def _bring_along(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | No
 
 
 def _install(trainer: pl.Trainer, replaced: ReplacedMethods) -> Checkpoints:
-    """Have the ranks of a stock strategy save and restore together until the strategy's teardown."""
+    """Make the ranks of a stock strategy save and restore together until the strategy's teardown."""
     strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
     checkpoints = Checkpoints(strategy)
     teardown = io.teardown
