@@ -23,7 +23,7 @@ MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
 # Takes a tensor's storage, mapped or in CPU memory, and the device that it was saved from; returns the placed storage.
 Placement = Callable[[UntypedStorage, str], UntypedStorage]
 
-# Files up to this size in bytes are read rather than mapped, which is faster and takes little memory.
+# Files up to this size in bytes are read instead of mapped, which is faster and needs no more memory than this.
 _SMALL_FILE = 16 << 20
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 

@@ -182,5 +182,5 @@ def _blocks(sizes: list[int]) -> Iterator[list[int]]:
 
 
 def _shard(archive: Archive, index: int, count: int) -> list[ZipInfo]:
-    """Return the tensors that the rank with this index among those reading the same file must check."""
+    """Return the tensors that rank ``index`` of the ``count`` ranks that read the same file must check."""
     return sorted(archive.tensors, key=lambda record: record.file_size, reverse=True)[index::count]

@@ -115,7 +115,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             end, size = end + len(items), BLOCK
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order is read; a different epoch than before is read from its beginning.
+        """Set the epoch whose order is read; a new epoch is read from its beginning.
 
         Raises:
             ConfigurationError: ``epoch`` is negative or not an integer.
@@ -161,7 +161,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         }
 
     def _ranks(self) -> tuple[int, int]:
-        """Return the number of ranks and the rank; what was not given comes from the process group, else is 1 and 0.
+        """Return the number of ranks and the rank; missing arguments are the process group's, or else 1 and 0.
 
         A sampler may therefore be created before the process group.
         """

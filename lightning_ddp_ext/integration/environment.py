@@ -16,7 +16,7 @@ from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvir
 
 
 class WorldEnvironment(LightningEnvironment):
-    """The environment of processes whose launcher Lightning does not detect, such as MPI without mpi4py, or a user."""
+    """The environment of processes whose launcher Lightning does not detect: MPI without mpi4py, or a user's shell."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

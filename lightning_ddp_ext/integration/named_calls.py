@@ -45,5 +45,5 @@ def refuse(strategy: Any, error: Exception) -> NoReturn:
 
     Collective: every rank must call it.
     """
-    strategy.barrier("a refusal")
+    strategy.barrier("before an error")
     raise error

@@ -76,7 +76,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             each rank's random states; ``"epoch"`` repeats the epoch, for data that changed; ``"stock"`` does what
             Lightning does.
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name,
-            which is placed next to the other checkpoints, or in ``default_root_dir`` if a logger decides where these
+            which is placed next to the other checkpoints, or below ``default_root_dir`` if a logger decides where these
             are; ``None`` saves nothing. ``ckpt_path="last"`` finds the file in the next run of the same command.
         rescue_checkpoint: where a survivor saves the last step after another rank died or failed, such as
             ``"last-rescued.ckpt"``: a path or file name as for ``stop_checkpoint``; ``None`` saves nothing. The file is

@@ -30,7 +30,7 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 
     Args:
         *args: see ``ModelCheckpoint``.
-        checkpoint_io: the IO to install, to change its defaults.
+        checkpoint_io: the IO to install instead of one with default arguments.
         **kwargs: see ``ModelCheckpoint``.
 
     Raises:
