@@ -1,4 +1,4 @@
-"""Replace a few methods of Lightning objects during a run; the strategy's ``teardown`` restores them.
+"""Replace at most four methods of Lightning objects during a run; the strategy's ``teardown`` restores them.
 
 Classes and modules are not changed. If the Trainer's profiler measures nothing, a faster one replaces it.
 """
