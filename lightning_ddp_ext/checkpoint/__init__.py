@@ -1,1 +1,1 @@
-"""Write each checkpoint once, as a whole, and read it once for all ranks."""
+"""Write each checkpoint once and atomically, and read it once for all ranks."""

@@ -1,7 +1,7 @@
 """Open a checkpoint file, and check each of its records against the checksum that was written with it.
 
-A file of ``torch.save`` is a zip archive without compression, with a CRC-32 for each record: ``data.pkl`` is the
-pickled structure, and ``data/N`` the memory of one or several tensors. ``torch.load`` does not check these sums.
+``torch.save`` writes an uncompressed zip archive with a CRC-32 checksum for each record: ``data.pkl`` is the pickled
+structure, and ``data/N`` is the memory of one or more tensors. ``torch.load`` does not check these checksums.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SIGNATURE = b"PK\x03\x04"
 _DIRECTORY = 0x10
 _READ_SIZE = 256 << 10
 _ANOTHER = "use an earlier checkpoint"
-# The text of torch's RuntimeErrors that stand for system errors.
+# The text of the RuntimeErrors that torch raises for system errors.
 _SYSTEMS = re.compile(r"^unable to (open|stat|mmap) |annot allocate memory")
-# Exceptions of zipfile for damage; RuntimeError: a record claims to be encrypted, or to need a newer version.
+# What zipfile raises for damaged files; RuntimeError: a record claims to be encrypted, or to need a newer version.
 _DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, ValueError, OverflowError, RuntimeError)
 
 
@@ -41,7 +41,7 @@ class Archive:
         path: its path on this machine.
         name: the user's name for it.
         size: bytes.
-        records: in the order of the file; none, and no checksums, where torch wrote the file before version 1.6.
+        records: in the order of the file; empty if the file was written before torch 1.6, without checksums.
     """
 
     path: str
@@ -59,8 +59,8 @@ class Archive:
 
         Raises:
             CheckpointNotFoundError: the file does not exist.
-            DamagedCheckpointError: it is empty, truncated, a directory, or not a checkpoint; or its records overlap.
-            CheckpointError: the system refuses to let this process read it.
+            DamagedCheckpointError: it is empty, truncated, a directory, or not a checkpoint, or its records overlap.
+            CheckpointError: the system does not allow this process to read it.
         """
         name = name or str(path)
         with reading(name, was_there=False), open(path, "rb") as file:
@@ -69,7 +69,7 @@ class Archive:
 
     @cached_property
     def tensors(self) -> tuple[ZipInfo, ...]:
-        """The records that are the memory of tensors."""
+        """The records that contain the memory of tensors."""
         return tuple(filter(_is_tensor, self.records))
 
     @property
@@ -79,21 +79,21 @@ class Archive:
 
     @property
     def fingerprint(self) -> str | None:
-        """Return a value that is equal for files of equal content on any host; ``None`` where that is unknown."""
+        """A value that is equal for files with the same content on any host; ``None`` without checksums."""
         if not self.has_checksums:
             return None
         facts = [(_name(record), record.header_offset, record.file_size, record.CRC) for record in self.records]
         return hashlib.sha256(repr((self.size, facts)).encode()).hexdigest()
 
     def check(self, tensors: Iterable[ZipInfo] | None = None) -> None:
-        """Check these tensors, or all of them, and all other records; skip records without a checksum.
+        """Check all records that have a checksum; of the tensors only those in ``tensors``, if given.
 
-        The file is read, not mapped: a mapped file that is cut off meanwhile would kill the process with SIGBUS.
+        The file is read instead of mapped, because SIGBUS would kill the process if a mapped file was truncated.
 
         Raises:
-            DamagedCheckpointError: records were altered, and it names them; or the file became shorter.
-            CheckpointNotFoundError: the file was removed meanwhile.
-            CheckpointError: the system refuses to let this process read it.
+            DamagedCheckpointError: records were altered, and the error names them; or the file became shorter.
+            CheckpointNotFoundError: the file was removed after it was opened.
+            CheckpointError: the system does not allow this process to read it.
         """
         if not self.records:
             return
@@ -103,14 +103,14 @@ class Archive:
             try:
                 archive = _zip_file(file)
             except _DAMAGE:
-                message = f"checkpoint {self.name} was cut off while it was read; {_ANOTHER}"
+                message = f"checkpoint {self.name} was truncated while it was being read; {_ANOTHER}"
                 raise DamagedCheckpointError(message) from None
             names = tuple(_name(record) for record in chosen if not _is_whole(archive, record))
         if names:
             listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
             raise DamagedCheckpointError(
-                f"checkpoint {self.name} is damaged: {listed} differ{'s' if len(names) == 1 else ''} from what was "
-                "written (CRC-32); use an earlier checkpoint, or copy the file again, or read it anyway with "
+                f"checkpoint {self.name} is damaged: {listed} do{'es' if len(names) == 1 else ''} not match the "
+                "recorded CRC-32 checksum; use an earlier checkpoint, copy the file again, or read it anyway with "
                 "verify=False",
                 damaged=names,
             )
@@ -118,11 +118,11 @@ class Archive:
 
 @contextmanager
 def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
-    """Raise a system error on the file ``name`` as a checkpoint error that does not call the file damaged.
+    """Convert system errors on the file ``name`` into checkpoint errors that do not call the file damaged.
 
     Args:
         name: the user's name for the file.
-        was_there: whether it was opened before.
+        was_there: whether the file was opened before.
     """
     try:
         yield
@@ -130,13 +130,13 @@ def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
         raise
     except (FileNotFoundError, NotADirectoryError):
         if was_there:
-            raise CheckpointNotFoundError(f"checkpoint {name} was removed while it was read; {_ANOTHER}") from None
+            raise CheckpointNotFoundError(f"checkpoint {name} was removed while being read; {_ANOTHER}") from None
         raise CheckpointNotFoundError(
-            f"checkpoint {name} does not exist (working directory {os.getcwd()}); give the path of a file"
+            f"checkpoint {name} does not exist (working directory {os.getcwd()}); pass the path of a file"
         ) from None
     except IsADirectoryError:
         raise DamagedCheckpointError(
-            f"checkpoint {name} is a directory, not a file that torch.save wrote; give the path of a file in it, "
+            f"checkpoint {name} is a directory, not a file written by torch.save; pass the path of a file in it, "
             "or use the strategy that wrote it (sharded checkpoints are directories)"
         ) from None
     except Exception as error:
@@ -144,32 +144,32 @@ def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
 
 
 def unreadable(name: str, error: Exception) -> CheckpointError:
-    """Return the error for a file that may be whole: memory is short, the system refuses, or a class raises."""
+    """Return the error for a file that may be intact: memory is short, the system refuses, or a class raises."""
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".partition("\n")[0]
     if isinstance(error, MemoryError) or "annot allocate memory" in str(error):
         remedy = "free some memory"
     elif isinstance(error, PermissionError):
-        remedy = f"let the user with id {os.geteuid()} read it"
+        remedy = f"let the user with ID {os.geteuid()} read it"
     elif is_of_system(error):
-        remedy = "look at its file system"
+        remedy = "check its file system"
     else:
-        remedy = "make the classes of its objects importable, and correct the one that raises"
-    return CheckpointError(f"checkpoint {name} could not be read, but may be whole: {reason}; {remedy}")
+        remedy = "make sure that the classes of its objects can be imported and unpickled"
+    return CheckpointError(f"checkpoint {name} could not be read, but may be intact: {reason}; {remedy}")
 
 
 def is_of_system(error: Exception) -> bool:
-    """Whether this is a system error, which torch raises as a ``RuntimeError`` with the system's text."""
+    """Whether this is a system error; torch raises some of them as a ``RuntimeError`` with the system's text."""
     return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEMS.search(str(error)))
 
 
 def _has_records(file: BinaryIO, name: str) -> bool:
-    """Whether the file is an archive; if not, it must be a pickle, as torch wrote them before 1.6."""
+    """Whether the file is an archive; if not, it must be a pickle, as torch wrote before version 1.6."""
     beginning = file.read(4)
     if not beginning:
         raise DamagedCheckpointError(f"checkpoint {name} is empty; {_ANOTHER}")
     if beginning != _SIGNATURE and beginning[:1] != b"\x80":
         raise DamagedCheckpointError(
-            f"checkpoint {name} is not a checkpoint: it begins with {beginning!r}, unlike a file of torch.save"
+            f"{name} is not a checkpoint: it begins with {beginning!r}, unlike files written by torch.save"
         )
     return beginning == _SIGNATURE
 
@@ -179,30 +179,30 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
         with _zip_file(file) as archive:
             records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         for record in records:
-            # For a directory record torch would read nothing, and use uninitialised memory.
+            # For a directory record, torch would read nothing and use uninitialised memory.
             if record.compress_type != zipfile.ZIP_STORED or record.external_attr & _DIRECTORY:
-                raise ValueError(f"record {record.filename} has no proper header")
+                raise ValueError(f"record {record.filename} has an invalid header")
         if records and (records[0].header_offset < 0 or records[-1].header_offset + records[-1].file_size > size):
-            raise ValueError("some records lie outside of the file")
+            raise ValueError("some records lie outside the file")
     except _DAMAGE as error:
         raise DamagedCheckpointError(
-            f"checkpoint {name} is damaged: its directory, at the end, cannot be read ({error}); it has {size} bytes "
-            f"and was probably cut off; {_ANOTHER}"
+            f"checkpoint {name} is damaged: the zip directory at its end cannot be read ({error}); the file has {size} "
+            f"bytes and was probably truncated; {_ANOTHER}"
         ) from None
     for record, following in pairwise(records):
-        if record.header_offset + record.file_size >= following.header_offset:  # could claim terabytes of work
+        if record.header_offset + record.file_size >= following.header_offset:  # could take forever to check
             raise DamagedCheckpointError(
                 f"checkpoint {name} is damaged: records {_name(record)} and {_name(following)} overlap; {_ANOTHER}"
             )
     if "data.pkl" not in map(_name, records):
         raise DamagedCheckpointError(
-            f"checkpoint {name} is not a checkpoint: it is a zip archive without data.pkl, not one of torch.save"
+            f"{name} is not a checkpoint: it is a zip archive without data.pkl, unlike those written by torch.save"
         )
     return tuple(records)
 
 
 def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
-    """Read the directory of an archive; zipfile confuses disk errors and damage, in both directions."""
+    """Read the directory of an archive, and tell disk errors from damage, which zipfile confuses."""
     try:
         return zipfile.ZipFile(file)
     except (zipfile.BadZipFile, OSError) as error:
@@ -213,7 +213,7 @@ def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
 
 
 def _is_whole(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
-    """Whether the content matches the checksum, which zipfile compares at the end."""
+    """Whether the content matches its checksum, which zipfile compares at the end."""
     try:
         with archive.open(record) as content:
             while content.read(_READ_SIZE):
@@ -224,7 +224,7 @@ def _is_whole(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
 
 
 def _name(record: ZipInfo) -> str:
-    """Return the name without the archive's own folder: ``data.pkl``, ``data/0``."""
+    """Return the record's name without the archive's top folder: ``data.pkl``, ``data/0``."""
     return record.filename.partition("/")[2]
 
 
@@ -233,5 +233,5 @@ def _is_tensor(record: ZipInfo) -> bool:
 
 
 def _has_crc(record: ZipInfo) -> bool:
-    """Whether a checksum was recorded; ``torch.serialization.set_crc32_options(False)`` leaves zeros."""
+    """Whether a checksum was recorded; it is zero after ``torch.serialization.set_crc32_options(False)``."""
     return record.CRC != 0 or record.file_size == 0

@@ -1,8 +1,8 @@
 """Save in the background: training waits for a copy in memory, and threads write the files in the order of the calls.
 
-There is one copy at a time, which bounds memory: a save waits until the last checkpoint is written. Removals are
-queued in the same order. After a failed save they wait for one that succeeds, or they might remove the last good
-checkpoint.
+To limit memory, there is only one copy at a time: a save waits until the previous checkpoint is written. Removals are
+queued in the same order. After a failed save, removals wait for a save that succeeds, because they might otherwise
+remove the last good checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 class Saver:
     """Write and remove checkpoints, in the foreground or in the background.
 
-    The process exits when everything is written: its threads are not daemons.
+    The process only exits after everything is written, because the threads are not daemons.
 
     Attributes:
         deadline: seconds for which an unfinished save delays a forced exit of this process.
@@ -41,10 +41,10 @@ class Saver:
         weakref.finalize(self, _log, self._unreported).atexit = False
 
     def __reduce__(self) -> Any:
-        return Saver, ()  # started ranks get an empty one; threads and the buffer belong to this process
+        return Saver, ()  # started ranks get a new one, because threads and the buffer belong to this process
 
     def save(self, path: str, job: Callable[[], None]) -> None:
-        """Write a checkpoint now by calling ``job``; then do the removals that waited for a successful save."""
+        """Write a checkpoint now by calling ``job``, then do the removals that waited for a successful save."""
         self._last_save_failed = True  # until it succeeds
         with delaying_forced_end(self.deadline):
             job()
@@ -57,8 +57,8 @@ class Saver:
         """Copy ``checkpoint`` now, and call ``write`` with the copy in the background.
 
         Raises:
-            CheckpointSaveError: it cannot be pickled, or no thread can be started; :meth:`raise_error` and
-                :meth:`wait` raise the errors of ``write``.
+            CheckpointSaveError: the checkpoint cannot be pickled, or no thread can be started; :meth:`raise_error`
+                and :meth:`wait` raise the errors of ``write``.
         """
         with self._saving:
             self.join()
@@ -70,16 +70,16 @@ class Saver:
                 raise unwritable(checkpoint, path, error) from error
 
     def follow_up(self, path: str, job: Callable[[], None], *, later: bool, postpone: bool = False) -> None:
-        """Run a removal or a link unless the save before it failed; now, or after all jobs queued so far.
+        """Run a removal or a link unless the previous save failed, either now or after all jobs queued so far.
 
-        With ``postpone``, the job then waits for the next save that succeeds.
+        With ``postpone``, a job that was not run for this reason waits for the next save that succeeds.
         """
 
         def unless_failed() -> None:
             if not self._last_save_failed:
                 job()
                 return
-            _logger.warning("leaving checkpoint %s as it is: the save before it failed", path)
+            _logger.warning("leaving checkpoint %s unchanged because the previous save failed", path)
             if postpone:
                 self._postponed[path] = job
 
@@ -93,7 +93,7 @@ class Saver:
         if self._last_thread is None:
             at_exit(partial(_finish, weakref.ref(self)))
         jobs: list[Callable[[], None]] = []
-        with self._starting:  # the thread starts after this block; if the block is interrupted, the thread has no job
+        with self._starting:  # the thread waits for the end of this block; if that is interrupted, it has no job
             thread = threading.Thread(target=self._run, args=(jobs, self._last_thread), name="ddpx-checkpoints")
             thread.start()
             self._last_thread = thread

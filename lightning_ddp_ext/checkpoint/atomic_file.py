@@ -1,7 +1,7 @@
-"""Write a file so that it appears at its path whole or not at all, and find what killed writers left behind.
+"""Write files atomically, and find the temporary files that killed processes left behind.
 
-The file is written under a temporary name in the same directory, forced to the disk, and renamed. A temporary file is
-considered left behind after an hour without a write, since on some file systems locks only work within one host.
+A file is written under a temporary name in the same directory, flushed to disk and then renamed. A temporary file
+counts as left behind after an hour without a write, because on some file systems locks only work within one host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
 
 class Sink:
-    """Writes to a temporary file without a buffer, and keeps the error that stopped it.
+    """Writes to a temporary file without a buffer, and records the error that stopped it.
 
     Args:
         descriptor: the file to write to.
@@ -34,7 +34,7 @@ class Sink:
         self.error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of ``data``; keep a disk error or Ctrl-C in ``error``, since torch rewords it."""
+        """Write all of ``data``; record a disk error or Ctrl-C in ``error``, because torch replaces the exception."""
         view = memoryview(data).cast("B")
         size = len(view)
         try:
@@ -46,19 +46,19 @@ class Sink:
         return size
 
     def flush(self) -> None:
-        """Do nothing, since nothing is buffered."""
+        """Do nothing, because nothing is buffered."""
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Sink]:
-    """Put the data that the block writes to the sink at ``path``, on the disk; if it raises, nothing changes.
+    """Replace the file at ``path`` by the data that the block writes, flushed to disk; if it raises, nothing changes.
 
     Raises:
-        NotDurableError: the file is in place, but its directory could not be forced to the disk.
+        NotDurableError: the file is in place, but its directory could not be flushed to disk.
         OSError: the system's own error; nothing has changed.
     """
     partial = _temporary(path, "partial")
-    # With O_EXCL, a link that another user may have put there is not followed.
+    # O_EXCL does not follow a link that another user may have created there.
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         yield Sink(descriptor)
@@ -77,7 +77,7 @@ def atomic_write(path: Path) -> Iterator[Sink]:
 
 
 class NotDurableError(OSError):
-    """The file is in place, but a loss of power may undo that."""
+    """The file is in place, but a power failure may still undo that."""
 
 
 def atomic_symlink(target: Path, path: Path) -> None:
@@ -100,8 +100,8 @@ def _temporary(path: Path, suffix: str) -> Path:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Force the names in the directory to the disk, where its file system and permissions allow that."""
-    with suppress(PermissionError):  # a directory may be writable, but not readable
+    """Flush the directory's names to disk if its file system and permissions allow that."""
+    with suppress(PermissionError):  # a directory may be writable but not readable
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -128,7 +128,7 @@ class Leftover:
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether it is old enough to assume that no process is still writing it."""
+        """Whether the file is so old that no process should still be writing it."""
         return self.age > _LEFT_BEHIND_AFTER
 
 

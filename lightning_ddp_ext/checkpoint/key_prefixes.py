@@ -1,4 +1,4 @@
-"""Ignore the prefixes that wrappers put into the names of weights, and recognise plain state dicts."""
+"""Ignore the prefixes that wrappers add to the names of weights, and recognise plain state dicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WRAPPED = "module."
 
 
 def is_plain_state_dict(content: Any) -> bool:
-    """Whether it is a plain state dict, as ``torch.save(model.state_dict(), path)`` writes it."""
+    """Whether the content is a plain state dict, as ``torch.save(model.state_dict(), path)`` writes it."""
     return (
         isinstance(content, Mapping)
         and any(isinstance(value, Tensor) for value in content.values())
@@ -36,9 +36,9 @@ def canonical(name: str) -> str:
 
 
 def names_in_model(file_names: Iterable[str], model_names: Iterable[str]) -> dict[str, str]:
-    """Map names that only the file has to names of the model that differ only in prefixes.
+    """Map names that only the file has to names that only the model has and that differ only in prefixes.
 
-    Names that the model has, and names with two candidates, are left out.
+    Names with more than one candidate are left out.
 
     >>> names_in_model(["module.net.weight"], ["net.weight"])
     {'module.net.weight': 'net.weight'}
@@ -49,7 +49,7 @@ def names_in_model(file_names: Iterable[str], model_names: Iterable[str]) -> dic
 
 
 def _unambiguous(names: Iterable[str]) -> dict[str, str]:
-    """Return names by their canonical name, where that is unique."""
+    """Return the names whose canonical name is unique, by that canonical name."""
     by_canonical: dict[str, list[str]] = {}
     for name in names:
         by_canonical.setdefault(canonical(name), []).append(name)

@@ -1,4 +1,4 @@
-"""Read a checkpoint file on one rank: check it, and put its tensors into this process's own memory."""
+"""Read a checkpoint file on one rank, and place its tensors on a device or in this process's memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, Damage
 
 Mode = Literal["auto", "map", "broadcast"]
 MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
-# Takes a tensor's storage, in the file or on the CPU, and the device it was saved from; returns the placed storage.
+# Takes a tensor's storage, mapped or in CPU memory, and the device that it was saved from; returns the placed storage.
 Placement = Callable[[UntypedStorage, str], UntypedStorage]
 
-# Bytes: a file up to this size is read rather than mapped, which is faster and takes no more memory than this.
+# Files up to this size in bytes are read instead of mapped, which is faster and needs no more memory than this.
 _SMALL_FILE = 16 << 20
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -33,7 +33,7 @@ class LoadOptions:
     """Options for reading a checkpoint, the same on every rank.
 
     Attributes:
-        mode: whether each rank maps the file, or rank 0 sends it.
+        mode: whether each rank maps the file or rank 0 sends its content.
         map_location: as for ``torch.load``, except that ``None`` leaves tensors on the CPU.
         weights_only: as for ``torch.load``.
         verify: whether checksums are checked.
@@ -46,13 +46,13 @@ class LoadOptions:
 
 
 def placement(map_location: MapLocation) -> Placement:
-    """Return the function by which ``map_location`` places the storage of a tensor.
+    """Return the function that places a tensor's storage according to ``map_location``.
 
-    ``None`` leaves all on the CPU, from where a model and its optimisers copy it to their own device. A placement
-    raises :class:`~lightning_ddp_ext.errors.CheckpointError` if the device does not exist.
+    ``None`` leaves all storages on the CPU; the model and its optimisers copy them to their own devices. The returned
+    function raises :class:`~lightning_ddp_ext.errors.CheckpointError` if the device does not exist.
 
     Raises:
-        ConfigurationError: it is not a device, a mapping of devices, nor callable.
+        ConfigurationError: ``map_location`` is not a device, a mapping of devices, or a callable.
     """
     if map_location is None:
         return lambda storage, location: storage
@@ -66,7 +66,7 @@ def placement(map_location: MapLocation) -> Placement:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition(". ")[0]
             raise CheckpointError(
-                f"map_location={map_location!r} cannot place a tensor from {location}: {reason}; pass another one"
+                f"map_location={map_location!r} cannot place a tensor saved from {location}: {reason}; pass another one"
             ) from error
         return chosen  # type: ignore[no-any-return]
 
@@ -89,8 +89,8 @@ def _chosen_device(map_location: MapLocation) -> Callable[[UntypedStorage, str],
 
         return by_the_user
     raise ConfigurationError(
-        f"map_location must be a device, its name, a mapping of names such as {{'cuda:0': 'cuda:1'}}, or callable "
-        f"(got {map_location!r})"
+        f"map_location must be a device, a device name, a mapping of device names such as {{'cuda:0': 'cuda:1'}}, or "
+        f"a callable (got {map_location!r})"
     )
 
 
@@ -99,28 +99,28 @@ def _device(name: Any) -> str:
         return str(torch.device(name))
     except (RuntimeError, TypeError):
         raise ConfigurationError(
-            f"map_location names {name!r}, which is not a device; write 'cpu', 'cuda:0', ..."
+            f"map_location contains {name!r}, which is not a device; write a name such as 'cpu' or 'cuda:0'"
         ) from None
 
 
 def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -> Any:
-    """Unpickle a checkpoint that has been checked.
+    """Unpickle a checkpoint whose checksums were already checked.
 
     Args:
         archive: the file.
         options: how to read it.
-        map_weights: whether weights of the ``state_dict`` may stay mapped from the file, because they are copied into
-            the model and dropped. Everything else is copied into this process's own memory.
+        map_weights: whether weights in the ``state_dict`` may stay mapped from the file, because the caller copies
+            them into the model and drops them. Everything else is copied into this process's own memory.
 
     Raises:
-        CheckpointError: one of its kinds, as for :func:`load`.
+        CheckpointError: as for :func:`load`.
     """
     place = placement(options.map_location)
     if map_weights and options.map_location is None and archive.size > _SMALL_FILE:
         content = load(archive, place, options.weights_only, mmap=True)
         try:
             return _copied_but_for_weights(content)
-        except Exception:  # the state_dict is missing, or an object cannot be pickled again
+        except Exception:  # the state_dict is missing, or some object cannot be pickled again
             del content
     return load(archive, place, options.weights_only, mmap=False)
 
@@ -130,7 +130,7 @@ def _copied_but_for_weights(content: Any) -> Any:
     state_dict = checkpoint["state_dict"]
     weights = {name: value for name, value in state_dict.items() if _is_only_copied(name, value)}
     others = copy.copy(state_dict)  # of the same type, with the module versions
-    others.update(dict.fromkeys(weights))  # keeps their places
+    others.update(dict.fromkeys(weights))  # keeps the order of names
     pickled, storages = split({**checkpoint, "state_dict": others})
     copied = join(pickled, [storage.clone() for storage in storages])
     copied["state_dict"].update(weights)
@@ -138,18 +138,18 @@ def _copied_but_for_weights(content: Any) -> Any:
 
 
 def _is_only_copied(name: str, value: Any) -> bool:
-    """Whether loading the model copies it, and keeps no reference."""
+    """Whether loading the model copies the value and keeps no reference to it."""
     is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized
     return is_plain and not name.endswith("_extra_state")
 
 
 def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap: bool) -> Any:
-    """Call ``torch.load``, and raise errors with a remedy; a file from before torch 1.6 is never mapped.
+    """Call ``torch.load``, and raise errors with a remedy. Files from before torch 1.6 are never mapped.
 
     Raises:
-        DamagedCheckpointError: it cannot be unpickled because its bytes are wrong.
-        UnsafeCheckpointError: ``weights_only`` forbids one of its classes.
-        CheckpointError: a class that it needs cannot be imported or raises, or this process cannot read the file.
+        DamagedCheckpointError: the file cannot be unpickled because its bytes are wrong.
+        UnsafeCheckpointError: ``weights_only`` forbids a class in the file.
+        CheckpointError: a class in the file cannot be imported or raises, or this process cannot read the file.
     """
     options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
     options["map_location"] = place  # torch's annotation lacks untyped storages, which it passes
@@ -157,13 +157,13 @@ def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap:
         return torch.load(archive.path, mmap=mmap and bool(archive.records), **options)
     except CheckpointError:
         raise
-    except Exception as error:  # garbage and users' classes can raise any error
+    except Exception as error:  # damaged files and users' classes can raise any error
         is_in_message = isinstance(error, pickle.UnpicklingError)
         raise _explained(archive, error, weights_only) from (None if is_in_message else error)
 
 
 def _explained(archive: Archive, error: Exception, weights_only: bool | None) -> CheckpointError:
-    """Return the checkpoint error; it blames the bytes if a checksum differs, or without checksums."""
+    """Return the checkpoint error, which calls the file damaged if a checksum differs or checksums are missing."""
     if is_of_system(error):
         return unreadable(archive.name, error)
     archive.check(())
@@ -171,7 +171,7 @@ def _explained(archive: Archive, error: Exception, weights_only: bool | None) ->
         refused = _REFUSED.search(str(error))
         if refused or (archive.records and weights_only is not False):
             return _unsafe(archive.name, error, refused and refused[1])
-    # torch's archive reader notices damage outside of the records, which no checksum covers.
+    # torch's archive reader detects damage outside the records, which no checksum covers.
     where = traceback.extract_tb(error.__traceback__)[-1].filename
     is_readers = type(error) is RuntimeError and where == torch.serialization.__file__
     if (archive.has_checksums and not is_readers) or isinstance(error, (ImportError, AttributeError)):
@@ -181,10 +181,10 @@ def _explained(archive: Archive, error: Exception, weights_only: bool | None) ->
 
 
 def _unsafe(name: str, error: Exception, refused: str | None) -> UnsafeCheckpointError:
-    kind = refused or f"something ({error})"
+    kind = refused or f"an object ({error})"
     may_be_allowed = refused and "blocked" not in str(error)
-    allow = f"call torch.serialization.add_safe_globals([{kind}]) before, or " if may_be_allowed else ""
+    allow = f"call torch.serialization.add_safe_globals([{kind}]) first, or " if may_be_allowed else ""
     return UnsafeCheckpointError(
-        f"checkpoint {name} holds {kind}, which weights_only=True refuses; none of its code was run. If you "
+        f"checkpoint {name} contains {kind}, which weights_only=True refuses; none of its code was run. If you "
         f"trust the file, {allow}pass weights_only=False"
     )

@@ -1,4 +1,4 @@
-"""Locate a checkpoint: a file system, and a path in it."""
+"""Locate a checkpoint: find its file system and its path there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Location:
 
     Attributes:
         fs: the file system.
-        path: the path in it.
+        path: the path within the file system.
         url: the path or URL as the user wrote it.
     """
 
@@ -42,23 +42,23 @@ def locate(path: PathLike) -> Location:
     """Return the location of a path or URL (``s3://bucket/key``).
 
     Raises:
-        CheckpointError: no library for that kind of URL is installed.
+        CheckpointError: no library for this kind of URL is installed.
     """
     url = os.fspath(path)
     try:
         fs, inner = url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(f"checkpoint path {url!r} needs a file system that is not installed: {error}") from error
+        raise CheckpointError(f"checkpoint path {url!r} needs a library that is not installed: {error}") from error
     return Location(fs, inner, url)
 
 
 @contextmanager
 def on_local_disk(location: Location) -> Iterator[str]:
-    """Yield a path at which the file can be opened: its own, or that of a temporary copy from an object store.
+    """Yield a local path of the file: its own path, or that of a temporary copy from an object store.
 
     Raises:
         CheckpointNotFoundError: the object does not exist.
-        CheckpointError: it cannot be fetched.
+        CheckpointError: the object cannot be fetched.
     """
     if location.local is not None:
         yield str(location.local)
@@ -68,7 +68,7 @@ def on_local_disk(location: Location) -> Iterator[str]:
             location.fs.get_file(location.path, file.name)
         except FileNotFoundError:
             raise CheckpointNotFoundError(
-                f"checkpoint {location.url} does not exist; give the path of a file"
+                f"checkpoint {location.url} does not exist; pass the path of a file"
             ) from None
         except Exception as error:  # each kind of store raises its own errors
             raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Read a checkpoint once for all ranks: each maps the same file, or rank 0 reads it and sends the content.
+"""Read a checkpoint once for all ranks: each rank maps the same file, or rank 0 reads it and sends its content.
 
-If every rank sees the same file as rank 0, or one of the same content, each maps it, and the ranks of a host share the
-checking among them. If any rank does not see it, all receive its tensors from rank 0. Either every rank gets the
+If every rank sees rank 0's file, or a file with the same content, each rank maps it, and the ranks of a host divide
+the checking among themselves. Otherwise all ranks receive the tensors from rank 0. Either every rank gets the
 checkpoint, or every rank raises the error of the first rank that failed.
 """
 
@@ -25,7 +25,7 @@ from lightning_ddp_ext.checkpoint.snapshot import aligned, bytes_of, identity_of
 from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.ranks import Ranks
 
-# Bytes of small tensors that travel together.
+# Small tensors are sent together in blocks of at most this many bytes.
 _TOGETHER = 1 << 20
 
 
@@ -38,15 +38,15 @@ def restore(
         location: its path or URL, which may exist on rank 0 only.
         ranks: the ranks that read.
         options: how to read it.
-        map_weights: whether the ``state_dict`` may be mapped from the file. For callers that copy the weights into
-            a model and drop them; everything else is copied into this process's own memory.
+        map_weights: whether the ``state_dict`` may be mapped from the file, for callers that copy the weights into
+            a model and drop them. Everything else is copied into this process's own memory.
 
     Returns:
-        The checkpoint; a description of how it was read, for the log; and whether all of it was checked, unless
-        ``verify`` is off.
+        The checkpoint; a description of how it was read, for the log; and whether all of it was checked (true if
+        ``verify`` is off).
 
     Raises:
-        CheckpointError: one of its kinds, the same on every rank.
+        CheckpointError: the checkpoint cannot be read; the same error on every rank.
     """
     with ExitStack() as stack:
         path, view = _open(stack, location, ranks, options)
@@ -54,7 +54,7 @@ def restore(
         missing = _ranks_without_file(views, options, location)
         if ranks.world_size > 1 and (options.mode == "broadcast" or missing):
             why = f"rank {missing[0]} on host {views[missing[0]].host} does not see it" if missing else "as requested"
-            how = f"sent from rank 0 to all ({why})"
+            how = f"sent from rank 0 to all ranks ({why})"
             value = _send(stack, path, ranks, options, location.url)
         else:
             how = "mapped by every rank"
@@ -76,11 +76,11 @@ class _View:
 
     Attributes:
         host: name of the rank's host.
-        file: equal for ranks of one host that see the same file.
-        content: equal for files of equal content on any host, where that is known.
+        file: equal for ranks of the same host that see the same file.
+        content: equal for files with the same content, as far as that is known.
         size: bytes.
         has_checksums: whether every record has a checksum.
-        error: the reason why the rank cannot read it.
+        error: the reason why the rank cannot read the file.
     """
 
     host: str
@@ -92,7 +92,7 @@ class _View:
 
 
 def _open(stack: ExitStack, location: Location, ranks: Ranks, options: LoadOptions) -> tuple[str, _View]:
-    """Return the path at which this rank can open the checkpoint, and its view of it, which includes errors."""
+    """Return the path at which this rank can open the checkpoint, and this rank's view, which includes errors."""
     host = socket.gethostname()
     if location.local is None and ranks.rank != 0 and options.mode != "map":
         return "", _View(host)
@@ -108,7 +108,7 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks, options: LoadOptio
 
 
 def _ranks_without_file(views: list[_View], options: LoadOptions, location: Location) -> list[int]:
-    """Return the ranks that do not see rank 0's file; refuse a file that cannot be read in the requested mode."""
+    """Return the ranks that do not see rank 0's file; raise if the file cannot be read in the requested mode."""
     first = views[0]
     if first.error is not None:
         raise first.error
@@ -118,18 +118,18 @@ def _ranks_without_file(views: list[_View], options: LoadOptions, location: Loca
         if view.error is not None:
             raise type(view.error)(f"rank {rank} (host {view.host}): {view.error}; or use restore='auto'")
         raise CheckpointError(
-            f"checkpoint {location.url} of rank {rank} (host {view.host}) differs from the file of rank 0 (host "
-            f"{first.host}), and restore='map' has each rank read its own; copy it again, or use restore='auto'"
+            f"checkpoint {location.url} on rank {rank} (host {view.host}) differs from rank 0's file (host "
+            f"{first.host}), but restore='map' needs identical files; copy the file again, or use restore='auto'"
         )
     return without_file
 
 
 def _send(stack: ExitStack, path: str, ranks: Ranks, options: LoadOptions, name: str) -> Any:
-    """Return the content of rank 0's file, which it checks while it sends one tensor after another. Collective."""
+    """Return the content of rank 0's file. Rank 0 checks it while sending the tensors. Collective."""
     what, threads = f"reading {name}", ThreadPoolExecutor(1)
-    stack.callback(threads.shutdown, wait=False)  # an error does not wait until the file is checked
+    stack.callback(threads.shutdown, wait=False)  # after an error, do not wait for the check
     storages: list[UntypedStorage] = []
-    devices: dict[object, str] = {}  # that tensors were saved from; the state of a generator has none
+    devices: dict[object, str] = {}  # from which tensors were saved; a generator's state has none
 
     def note_device(storage: UntypedStorage, device: str) -> UntypedStorage:
         devices[identity_of(storage)] = device
@@ -171,7 +171,7 @@ def _send(stack: ExitStack, path: str, ranks: Ranks, options: LoadOptions, name:
 
 
 def _blocks(sizes: list[int]) -> Iterator[list[int]]:
-    """Split sizes into blocks: tensors up to a limit are sent together, since each broadcast has its own delay."""
+    """Split sizes into blocks of tensors that are sent together, because each broadcast has a delay."""
     block: list[int] = []
     for size in sizes:
         if block and sum(block) + size > _TOGETHER:
@@ -182,5 +182,5 @@ def _blocks(sizes: list[int]) -> Iterator[list[int]]:
 
 
 def _shard(archive: Archive, index: int, count: int) -> list[ZipInfo]:
-    """Return the tensors that one of the ranks that read a file must check."""
+    """Return the tensors that rank ``index`` of the ``count`` ranks that read the same file must check."""
     return sorted(archive.tensors, key=lambda record: record.file_size, reverse=True)[index::count]

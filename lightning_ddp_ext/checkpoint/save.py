@@ -20,30 +20,30 @@ from lightning_ddp_ext.checkpoint.snapshot import split
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
 _UNTOUCHED = "an existing file is left untouched"
-_IN_PLACE = "the new file is in place and whole, but a loss of power may still undo the save"
-_NOT_KNOWN = "the store decides whether an existing file is left untouched"
+_IN_PLACE = "the new file is complete and in place, but a power failure may still undo the save"
+_NOT_KNOWN = "whether an existing file is left untouched depends on the store"
 _REMEDIES = {
-    errno.EROFS: "its file system is mounted read-only: save elsewhere",
-    errno.EISDIR: "there is a directory at that path: remove it, or choose another name",
+    errno.EROFS: "its file system is mounted read-only, so save elsewhere",
+    errno.EISDIR: "a directory exists at that path, so remove it or choose another name",
     errno.ENAMETOOLONG: "shorten the file name",
-    errno.ENOTDIR: "a directory of the path is a file: choose another path",
-    errno.EEXIST: "a directory of the path is a file: choose another path",
+    errno.ENOTDIR: "a parent of that path is a file, so choose another path",
+    errno.EEXIST: "a parent of that path is a file, so choose another path",
 }
 
 
 def write(checkpoint: Any, path: PathLike) -> None:
-    """Write ``checkpoint`` in torch's format to ``path``, or raise and leave ``path`` as it was.
+    """Write ``checkpoint`` to ``path`` in torch's format, or raise and leave ``path`` unchanged.
 
-    A local file is streamed, forced to the disk and renamed in one step, and temporary files of killed saves beside it
-    are removed. In a store behind fsspec it is written within a transaction. If the store completes an upload as a
-    whole (S3, GCS, Azure, memory), the same holds, and the store itself is responsible for durability.
+    A local file is streamed, flushed to disk and then renamed in one step; temporary files that killed saves left in
+    its directory are removed. In a store behind fsspec the checkpoint is written within a transaction. Stores with
+    atomic uploads (S3, GCS, Azure, memory) give the same guarantee, except that durability is up to the store.
 
     Args:
-        checkpoint: anything that ``torch.save`` takes.
+        checkpoint: anything that ``torch.save`` accepts.
         path: a path or URL; missing directories are created.
 
     Raises:
-        CheckpointSaveError: it is not written, or not durable; the message describes the file at the path.
+        CheckpointSaveError: the file was not written or may not be durable; the message describes the file at the path.
     """
     location = locate(path)
     is_there = _NOT_KNOWN if location.local is None else _UNTOUCHED
@@ -65,9 +65,9 @@ def write(checkpoint: Any, path: PathLike) -> None:
 
 def _write_local(checkpoint: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if _is_directory(path):  # before writing a gigabyte in vain
+    if _is_directory(path):  # raise before writing a gigabyte in vain
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    with suppress(OSError):  # left-over files are harmless
+    with suppress(OSError):  # leftover files are harmless
         remove_leftovers(path.parent)
     with atomic_write(path) as sink:
         try:
@@ -86,7 +86,7 @@ def _write_remote(checkpoint: Any, location: Location) -> None:
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """Have torch record checksums, regardless of the user's setting."""
+    """Make torch record checksums, regardless of the user's setting."""
     chosen = get_crc32_options()
     set_crc32_options(True)
     try:
@@ -96,10 +96,10 @@ def _checksums() -> Iterator[None]:
 
 
 def remove(path: PathLike) -> None:
-    """Remove a checkpoint, file or directory; do nothing if it does not exist.
+    """Remove a checkpoint file or directory; do nothing if it does not exist.
 
     Raises:
-        CheckpointError: it could not be removed.
+        CheckpointError: the checkpoint could not be removed.
     """
     location = locate(path)
     local = location.local
@@ -120,14 +120,14 @@ def link(target: PathLike, path: PathLike) -> None:
     """Make ``path`` a symbolic link to the local file ``target`` in one step.
 
     Raises:
-        CheckpointSaveError: the file system has no links, or the path is a directory.
+        CheckpointSaveError: the file system does not support links, or the path is a directory.
     """
     local, source = locate(path).local, locate(target).local
     assert local is not None and source is not None, "Lightning refuses links elsewhere"  # noqa: PT018
     try:
         atomic_symlink(source, local)
     except OSError as error:
-        message = f"cannot link checkpoint {path} to {target}: {error.strerror}; save_last=True writes a file instead"
+        message = f"cannot link checkpoint {path} to {target}: {error.strerror}; use save_last=True to write a file"
         raise CheckpointSaveError(message, path=path, errno=error.errno) from error
 
 
@@ -138,11 +138,11 @@ def _is_directory(path: Path) -> bool:
 def _explained(error: OSError, location: Location) -> str:
     """Return the system's message and a remedy."""
     directory = Path(location.path).parent
-    remedy = _REMEDIES.get(error.errno or 0, "look at the file system, or save elsewhere")
+    remedy = _REMEDIES.get(error.errno or 0, "check the file system, or save elsewhere")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with suppress(OSError):
             left = shutil.disk_usage(directory).free / 2**20
-            remedy = f"free some space ({left:.0f} MiB are left on the file system of {directory}), or save elsewhere"
+            remedy = f"free some space ({left:.0f} MiB left on the file system of {directory}), or save elsewhere"
     elif error.errno in (errno.EACCES, errno.EPERM):
         with suppress(KeyError):
             remedy = f"let user {pwd.getpwuid(os.geteuid()).pw_name} write to {directory}, or save elsewhere"
@@ -150,13 +150,13 @@ def _explained(error: OSError, location: Location) -> str:
 
 
 def unwritable(checkpoint: Any, path: PathLike, error: Exception, is_there: str = _UNTOUCHED) -> CheckpointSaveError:
-    """Return the error for a checkpoint that cannot be written; name the entry that causes it, if one does."""
+    """Return the error for a checkpoint that cannot be written, and name the entry that causes it, if there is one."""
     culprit = ""
     for key, value in checkpoint.items() if isinstance(checkpoint, dict) else ():
         try:
             split(value)
         except Exception:
-            culprit = f"entry {key!r} cannot be pickled, so take it out or replace it in on_save_checkpoint: "
+            culprit = f"entry {key!r} cannot be pickled, so remove or replace it in on_save_checkpoint: "
             break
     message = f"cannot save checkpoint {path}: {culprit}{type(error).__name__}: {error}; {is_there}"
     return CheckpointSaveError(message, path=str(path))

@@ -1,7 +1,7 @@
-"""Split a checkpoint into the storages of its tensors and a pickle of everything else; copy it; join both again.
+"""Split a checkpoint into the storages of its tensors and a pickle of everything else, copy them, and join them again.
 
-Tensors are pickled as ``torch.save`` pickles them, so every kind that it takes is supported. A
-snapshot is a copy of the checkpoint at one moment, in memory that the next one reuses.
+Tensors are pickled as in ``torch.save``, so all kinds of tensors are supported. A snapshot is a copy of the checkpoint
+at one moment; the next snapshot reuses its memory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.serialization import location_tag, register_package
 from torch.storage import TypedStorage
 
 _ALIGNMENT = 64
-_LOCATION = "_ddpx_location"  # of a copy: the device of the original
+_LOCATION = "_ddpx_location"  # attribute of a copy: the device of the original
 
-# torch.save records as a tensor's device what the first function of this list returns; that of the CPU has number 10.
+# torch.save records the device that the first matching function in its list returns; the CPU's has priority 10.
 register_package(9, lambda storage: getattr(storage, _LOCATION, None), lambda storage, location: None)
 
 
 def split(content: Any) -> tuple[bytes, list[UntypedStorage]]:
-    """Pickle everything but the storages of tensors; return the pickle and the storages, each once and not copied.
+    """Return a pickle of everything except the storages of tensors, and the storages, each once and not copied.
 
     Raises:
         Exception: any error of pickling.
@@ -38,7 +38,7 @@ def split(content: Any) -> tuple[bytes, list[UntypedStorage]]:
 
 
 def join(pickled: bytes, storages: list[UntypedStorage]) -> Any:
-    """Join a checkpoint from its pickle and storages, which replace the original ones."""
+    """Return the checkpoint made of a pickle and of storages, which replace the original ones."""
     try:
         return _Unpickler(io.BytesIO(pickled), storages).load()
     finally:
@@ -46,7 +46,7 @@ def join(pickled: bytes, storages: list[UntypedStorage]) -> Any:
 
 
 def identity_of(storage: UntypedStorage) -> tuple[str, int, int]:
-    """Return a key that is equal for storages of the same memory; views of a NumPy array may differ in size only."""
+    """Return a key for a storage's memory; it includes the size, in which views of a NumPy array may differ."""
     return str(storage.device), storage.data_ptr(), storage.nbytes()
 
 
@@ -58,7 +58,7 @@ def bytes_of(storage: UntypedStorage) -> Tensor:
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.storages: list[UntypedStorage] = []  # kept alive, so that no address is reused
+        self.storages: list[UntypedStorage] = []  # keeps them alive, so that addresses are not reused
         self._numbers: dict[tuple[str, int, int], int] = {}
 
     def persistent_id(self, obj: Any) -> tuple[int, torch.dtype] | None:
@@ -82,7 +82,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Buffer:
-    """Memory for one snapshot after another; it grows with the largest one."""
+    """Memory that successive snapshots reuse; it grows to the size of the largest."""
 
     def __init__(self) -> None:
         self._bytes, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
@@ -90,15 +90,15 @@ class Buffer:
 
     @property
     def size(self) -> int:
-        """The number of bytes that it takes."""
+        """The size in bytes."""
         return self._bytes.numel()
 
     def snapshot(self, checkpoint: Any) -> Callable[[], Any]:
-        """Copy ``checkpoint``, whose tensors may be on any device, as it is now.
+        """Copy the current state of ``checkpoint``, whose tensors may be on any device.
 
         Returns:
-            A function that returns the copy, new objects on this memory, until the next one is taken. ``torch.save``
-            records the devices of the original tensors.
+            A function that returns the copy: new objects in this memory, valid until the next snapshot. If the copy is
+            saved with ``torch.save``, the devices of the original tensors are recorded.
 
         Raises:
             Exception: any error of pickling.
@@ -114,14 +114,14 @@ class Buffer:
         return content
 
     def _copy(self, storages: list[UntypedStorage]) -> tuple[list[UntypedStorage], list[torch.cuda.Event]]:
-        """Return copies of ``storages``; those from GPUs are complete after the events."""
+        """Return copies of ``storages``, and events after which the copies from GPUs are complete."""
         gpus = {storage.device for storage in storages if storage.device.type == "cuda"}
         self._make_room(sum(aligned(storage.nbytes()) for storage in storages), pinned=bool(gpus))
         sides = {gpu: self._side_stream(gpu) for gpu in gpus}
         copies = slices_of(self._bytes.untyped_storage(), [storage.nbytes() for storage in storages])
         for copied, storage in zip(copies, storages, strict=True):
             setattr(copied, _LOCATION, location_tag(storage))
-            with torch.cuda.stream(sides.get(storage.device)):  # None for the CPU: a no-op
+            with torch.cuda.stream(sides.get(storage.device)):  # None for the CPU, which does nothing
                 bytes_of(copied).copy_(bytes_of(storage), non_blocking=True)
         for gpu, side in sides.items():
             torch.cuda.current_stream(gpu).wait_stream(side)
@@ -146,7 +146,7 @@ class Buffer:
 
 
 def slices_of(memory: UntypedStorage, sizes: list[int]) -> list[UntypedStorage]:
-    """Return consecutive slices of these sizes; an empty one is a separate storage without an address."""
+    """Return consecutive slices of these sizes; an empty slice is a separate storage without an address."""
     ends = accumulate(map(aligned, sizes))
     begins = (end - aligned(size) for end, size in zip(ends, sizes, strict=True))
     # An empty slice would have the address of the next one, and torch.save would confuse them.
@@ -156,9 +156,9 @@ def slices_of(memory: UntypedStorage, sizes: list[int]) -> list[UntypedStorage]:
 
 
 def pinned_memory(size: int) -> Tensor:
-    """Return bytes that GPUs copy to in the background, page-locked as long as the tensor exists.
+    """Return bytes that are page-locked while the tensor exists, so that GPUs can copy to them in the background.
 
-    torch's own pinned memory is rounded up to a power of two, and its allocator keeps it until the process exits.
+    torch rounds its own pinned memory up to a power of two and keeps it until the process exits.
     """
     memory, cudart = torch.empty(size, dtype=torch.uint8), torch.cuda.cudart()
     if size:  # zero bytes cannot be pinned
@@ -170,5 +170,5 @@ def pinned_memory(size: int) -> Tensor:
 
 
 def aligned(size: int) -> int:
-    """Return a number of bytes, rounded up to the alignment."""
+    """Return a number of bytes rounded up to the alignment."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

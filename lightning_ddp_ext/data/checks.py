@@ -10,16 +10,16 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 
 def whole_number(value: Any, field: str, *, at_most: int | None = None, remedy: str) -> int:
-    """Return ``value`` as an ``int``; integers of NumPy and torch count as such, booleans do not.
+    """Return ``value`` as an ``int``. Integers of NumPy and torch are accepted, booleans are not.
 
     Raises:
-        ConfigurationError: it is not a whole number, negative, or above ``at_most``.
+        ConfigurationError: the value is not an integer, is negative, or is above ``at_most``.
 
     >>> try:
     ...     whole_number(-1, "seed", remedy="pass seed=0")
     ... except ConfigurationError as error:
     ...     print(error)
-    seed must be a whole number, at least 0 (got -1); pass seed=0
+    seed must be an integer, at least 0 (got -1); pass seed=0
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -27,7 +27,7 @@ def whole_number(value: Any, field: str, *, at_most: int | None = None, remedy: 
         number = None
     if number is None or number < 0 or (at_most is not None and number > at_most):
         bounds = "at least 0" if at_most is None else f"from 0 to {at_most}"
-        raise ConfigurationError(f"{field} must be a whole number, {bounds} (got {value!r}); {remedy}")
+        raise ConfigurationError(f"{field} must be an integer, {bounds} (got {value!r}); {remedy}")
     return number
 
 
@@ -37,9 +37,9 @@ def seed_of(value: Any) -> int:
 
 
 def uneven_of(value: Any) -> Uneven:
-    """Return one of the policies for lengths that are not a multiple of the number of ranks."""
+    """Return ``value`` if it is a policy for lengths that are not a multiple of the number of ranks."""
     if not isinstance(value, str) or value not in get_args(Uneven):
-        raise ConfigurationError(f"uneven must be 'pad', 'drop' or 'exact' (got {value!r}); 'pad' is what torch does")
+        raise ConfigurationError(f"uneven must be 'pad', 'drop' or 'exact' (got {value!r}); torch's samplers pad")
     return value  # type: ignore[return-value]
 
 
@@ -47,7 +47,7 @@ def length_of(thing: Any, field: str, remedy: str) -> int:
     """Return ``len(thing)``.
 
     Raises:
-        ConfigurationError: it has no length.
+        ConfigurationError: the object has no length.
     """
     try:
         return len(thing)

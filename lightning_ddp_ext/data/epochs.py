@@ -1,4 +1,4 @@
-"""Start an epoch in a loader: call ``set_epoch`` on all objects that have it, also in workers."""
+"""Start an epoch in a loader: call ``set_epoch`` on every object that has it, including those in workers."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from lightning_ddp_ext.data.seeding import seed_generators
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
 _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearray, range, type)
-_SHORT = 32  # a longer list or dict holds samples, unless its first element is a loader, sampler or dataset
+_SHORT = 32  # longer lists and dicts contain samples, unless the first element is a loader, sampler or dataset
 
 
 def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> bool:
-    """Call ``set_epoch`` on every sampler, dataset and loader inside a loader, before it is iterated over.
+    """Call ``set_epoch`` on every sampler, dataset and loader inside a loader before it is iterated over.
 
-    Persistent workers would miss that: if a dataset takes epochs, or with a seed, the next iterator starts
-    new ones.
+    Persistent workers would not see the new epoch. So the next iterator starts new workers if a dataset has
+    ``set_epoch``, if the dataset is iterable, or if ``seed`` is given.
 
     Args:
-        loader: a loader of our own, see ``loader.own_copy``, since its ``worker_init_fn`` may be replaced.
+        loader: a copy made by ``loader.own_copy``, since its ``worker_init_fn`` may be replaced.
         epoch: the epoch, from 0.
         rank: this process's rank.
-        seed: with one, the generators of the loader's workers are seeded by ``seed_generators``.
+        seed: if given, ``seed_generators`` seeds the generators of the loader's workers.
 
     Returns:
-        whether the workers of one epoch are also those of the next one.
+        whether the loader keeps its workers from one epoch to the next.
     """
     set_epoch(loader, epoch)
     if isinstance(loader, DataLoader):
@@ -43,7 +43,7 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
     kept = [each for each in all_below(loader) if isinstance(each, DataLoader) and each.persistent_workers]
     keeps_workers = False
     for each in kept:
-        is_stream = isinstance(each.dataset, IterableDataset)  # its workers may draw its order
+        is_stream = isinstance(each.dataset, IterableDataset)  # its order may be drawn in its workers
         if seed is not None or is_stream or any(has_set_epoch(below) for below in all_below(each.dataset)):
             forget_workers(each)
         else:
@@ -53,16 +53,16 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
 
 @dataclass(frozen=True)
 class StartWorker:
-    """A ``worker_init_fn`` that leaves the rank's process group, calls the loader's own one, and seeds the worker.
+    """A ``worker_init_fn`` that leaves the rank's process group, calls the loader's own function and seeds the worker.
 
-    torchrun, schedulers and terminals send a signal to all processes of a group. It would kill the workers, which a
-    rank needs until it stops.
+    torchrun, schedulers and terminals signal all processes of a group. Such a signal would kill the workers, which
+    the rank needs until it stops.
 
     Attributes:
         own: the loader's own function.
         epoch: from 0.
         rank: from 0.
-        seed: for :func:`seed_generators`; ``None`` to leave the generators as torch and ``own`` seed them.
+        seed: for :func:`seed_generators`; ``None`` leaves the generators as torch and ``own`` seed them.
     """
 
     own: Callable[[int], None] | None
@@ -81,9 +81,9 @@ class StartWorker:
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Have the next iterator start new workers.
+    """Make the next iterator start new workers.
 
-    torch keeps the iterator of ``persistent_workers``, and in it the sampler of the loader's first iterator.
+    With ``persistent_workers``, torch keeps the loader's first iterator and its sampler.
     """
     object.__setattr__(loader, "_iterator", None)
 
@@ -91,22 +91,22 @@ def forget_workers(loader: DataLoader[Any]) -> None:
 def set_epoch(loaders: object, epoch: int) -> None:
     """Call ``set_epoch(epoch)`` once on each object at or below ``loaders`` that has this method.
 
-    Inner objects come first. So one that makes its batches in ``set_epoch`` makes them from objects that already have
-    the epoch. Not collective. Exceptions of a ``set_epoch`` propagate.
+    Inner objects come first, so an object that prepares its batches in ``set_epoch`` finds the new epoch in the objects
+    that it wraps. Not collective. Exceptions raised by ``set_epoch`` propagate.
 
     The search follows all attributes of these objects:
 
     - instances of torch's ``DataLoader``, ``Sampler`` and ``Dataset``,
     - objects that have a method ``set_epoch``,
     - other objects with ``__iter__`` or ``__getitem__``, such as a combined loader or a user's own loader class,
-    - lists, tuples and dicts, and their elements. Of one with more than 32 elements it only looks at the first, and
-      continues if that is a loader, sampler or dataset, or has ``set_epoch``.
+    - lists, tuples and dicts, and their elements. If one has more than 32 elements, these are searched only if the
+      first of them is a loader, sampler or dataset, or has ``set_epoch``.
 
-    It does not follow modules (a ``LightningModule`` is one), a ``Trainer``, tensors, arrays, strings and classes, and
-    it reads no properties.
+    The search does not follow modules (such as a ``LightningModule``), a ``Trainer``, tensors, arrays, strings and
+    classes, and does not read properties.
 
     Args:
-        loaders: a loader, or any nesting of lists, tuples, dicts and combined loaders, with loaders in it.
+        loaders: a loader, or any nesting of lists, tuples, dicts and combined loaders that contains loaders.
         epoch: the next epoch, from 0.
     """
     for thing in all_below(loaders):
@@ -116,12 +116,12 @@ def set_epoch(loaders: object, epoch: int) -> None:
 
 def has_set_epoch(thing: object) -> bool:
     """Whether an object has a method ``set_epoch``."""
-    # Looked up statically: an object with __getattr__ may claim any method, and a property may fail.
+    # Looked up statically, because an object with __getattr__ may claim any method, and a property may raise.
     return callable(getattr_static(thing, "set_epoch", None))
 
 
 def all_below(root: object) -> list[object]:
-    """Return ``root`` and all objects below it that are followed, each once and after those below it."""
+    """Return ``root`` and all objects below it that the search follows, each once and after the objects below it."""
     seen: set[int] = set()
     found: list[object] = []
     stack = [(root, False)]  # not recursive: datasets may be nested a thousand levels deep
@@ -138,7 +138,7 @@ def all_below(root: object) -> list[object]:
 
 
 def samplers_below(root: object) -> list[Any]:
-    """Return a sampler, and the samplers that are its attributes, at any depth; datasets are not searched."""
+    """Return a sampler and the samplers among its attributes, at any depth; datasets are not searched."""
     found = [] if root is None else [root]
     for owner in found:
         for name, value in sorted(getattr(owner, "__dict__", {}).items()):

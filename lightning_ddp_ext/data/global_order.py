@@ -18,24 +18,24 @@ from lightning_ddp_ext.errors import ConfigurationError
 STATE_VERSION = 1
 
 FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices per computation: few at first, so that the first one is yielded soon
-CHUNK = 1 << 10  # indices per conversion to Python: few enough that the next ones find their memory in the cache
+CHUNK = 1 << 10  # indices per conversion to Python: few enough that their memory stays in the cache for the next ones
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
-    """Base of our samplers: a subclass names its ``kind``, and returns in ``_order`` the items of global positions.
+    """Base of our samplers: a subclass sets ``kind`` and maps global positions to items in ``_order``.
 
     It is a ``DistributedSampler`` because Lightning wraps any other sampler in its own.
 
     Attributes:
         epoch: the epoch whose order is read next.
         dataset, shuffle, seed, uneven: as given.
-        length: positions of the global order of an epoch.
+        length: the number of positions in an epoch's global order.
     """
 
     kind: ClassVar[str]
-    """The name that distinguishes the orders of different samplers."""
+    """A name that tells the orders of different samplers apart."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     @property
     def length(self) -> int:
-        """The number of positions of an epoch's global order."""
+        """The number of positions in an epoch's global order."""
         return self._length
 
     @property
@@ -84,12 +84,12 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether the last samples are left out, so that the length is a multiple of the number of ranks."""
+        """Whether the last samples are left out to make the length a multiple of the number of ranks."""
         return self.uneven == "drop"
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """The length, by the name that torch gives it."""
+        """The length, under torch's name for it."""
         return len(self)
 
     @property
@@ -98,11 +98,11 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return self.length if self.uneven == "exact" else len(self) * self.num_replicas
 
     def __len__(self) -> int:
-        """Return this rank's items of a whole epoch, regardless of ``position``: loops count from its start."""
+        """Return this rank's number of items in a whole epoch, regardless of ``position``, as loops expect."""
         return len(self.shard(0))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's items from ``position`` on; nothing is computed before the first one is requested."""
+        """Yield this rank's items from ``position`` on. Nothing is computed before the first item is requested."""
         return chain.from_iterable(self._iterate())
 
     def _iterate(self) -> Iterator[list[Any]]:
@@ -115,10 +115,10 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             end, size = end + len(items), BLOCK
 
     def set_epoch(self, epoch: int) -> None:
-        """Read this epoch's order; if it is another epoch than before, from its beginning.
+        """Set the epoch whose order is read; a new epoch is read from its beginning.
 
         Raises:
-            ConfigurationError: ``epoch`` is not a whole number, or negative.
+            ConfigurationError: ``epoch`` is negative or not an integer.
         """
         if epoch == self.epoch:
             self._set_wrapped_epoch()
@@ -129,28 +129,28 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     @property
     def position(self) -> int:
-        """Where in the global order of this epoch an iterator starts; the same number on every rank."""
+        """The position in this epoch's global order at which an iterator starts; the same on every rank."""
         return self._position
 
     def shard(self, start: int) -> Shard:
-        """Return the shard that this rank reads from a position on."""
+        """Return the shard that this rank reads from position ``start`` on."""
         num_replicas, rank = self._ranks()
         return Shard(self.length, num_replicas, rank, self.uneven, start)
 
     def resume_at(self, epoch: int, position: int) -> None:
-        """Read this epoch's order from a position of the global order on; pass the same on every rank.
+        """Set the epoch and the position from which its global order is read; pass the same values on every rank.
 
         Raises:
-            ConfigurationError: ``epoch`` is negative, or ``position`` is not from 0 to the length of the order.
+            ConfigurationError: ``epoch`` is negative, or ``position`` is not between 0 and the length of the order.
         """
         epoch = whole_number(epoch, "epoch", remedy="count epochs from 0")
-        remedy = "positions belong to the order of one length"
+        remedy = "a position is only valid for the length that it was saved with"
         self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
         self._set_wrapped_epoch()
 
     def identity(self) -> dict[str, int | bool | str]:
-        """Return the parameters that must be equal for a position to mean the same."""
+        """Return the parameters that must be equal for a position to have the same meaning."""
         return {
             "version": STATE_VERSION,
             "kind": self.kind,
@@ -161,9 +161,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         }
 
     def _ranks(self) -> tuple[int, int]:
-        """Return number of ranks and rank; missing arguments are those of the current process group, else 1 and 0.
+        """Return the number of ranks and the rank; missing arguments are the process group's, or else 1 and 0.
 
-        So a sampler that is built before the process group is right once the group exists.
+        A sampler may therefore be created before the process group.
         """
         num_replicas, rank = self._given_ranks
         grouped = dist.is_available() and dist.is_initialized()
@@ -173,7 +173,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             rank = dist.get_rank() if grouped else 0
         if not 0 <= rank < num_replicas:
             raise ConfigurationError(
-                f"rank must be from 0 to below num_replicas, {num_replicas} (got {rank});"
+                f"rank must be at least 0 and less than num_replicas={num_replicas} (got {rank});"
                 " leave both out to use those of the process group"
             )
         return num_replicas, rank

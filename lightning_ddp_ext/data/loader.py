@@ -1,4 +1,4 @@
-"""Wrap a loader so that each iterator over it starts when its first batch is requested."""
+"""Wrap a loader so that each of its iterators starts when the first batch is requested."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
 
 class DistributedLoader:
-    """A loader whose iterators are started by ``start_iterator``, when their first batch is requested.
+    """A loader that calls ``start_iterator`` when the first batch of an iterator is requested.
 
-    Lightning makes iterators long before it reads them, and some that it never reads. So an iterator of this loader
-    does nothing before its first batch: only then does ``start_iterator`` look up the epoch and the position.
+    Lightning creates iterators long before it reads them, and some that it never reads. An iterator of this loader
+    therefore does nothing until its first batch, when ``start_iterator`` looks up the epoch and the position.
 
     Args:
-        source: the loader that the Trainer was given; any iterable. It is not changed, unless it has a state.
+        source: the loader that the Trainer was given; any iterable. It is not changed unless it has a state.
         start_iterator: given this loader and the new iterator, returns the iterator that yields the batches.
 
     Attributes:
         source: as given.
-        loader: the loader to read: a copy of ``source``, if that is a ``DataLoader`` without a state.
-        length: the number of batches in place of the loader's own; ``None`` for the loader's own.
-        position: the position of training in it; ``None`` for a loader that is evaluated.
-        balance: by rank, how many batches are evaluated, where these numbers differ; else ``None``.
-        on_iterator: called when an iterator is made.
+        loader: the loader to read: a copy of ``source`` if that is a ``DataLoader`` without a state.
+        length: the number of batches that replaces the loader's own length; ``None`` to keep that.
+        position: the training position in the loader; ``None`` for an evaluation loader.
+        balance: the number of batches to evaluate on each rank if these numbers differ; else ``None``.
+        on_iterator: called when an iterator is created.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
     >>> len(loader), list(loader), list(loader)
@@ -47,7 +47,7 @@ class DistributedLoader:
         self.on_iterator: Callable[[], object] = lambda: None
 
     def shown(self) -> Any:
-        """Return this loader as the Trainer and its users see it: of the class of ``loader``, with its attributes."""
+        """Return this loader as the Trainer and its users see it, with the class and attributes of ``loader``."""
         return show(self.loader, self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -76,7 +76,7 @@ class LazyIterator(Iterator[Any]):
 
 
 def source_of(loader: Any) -> Any:
-    """Return the loader that the user gave for one that the Trainer shows; return other loaders unchanged."""
+    """Return the user's loader behind a loader that the Trainer shows; return other loaders unchanged."""
     distributed = iterable_of(loader)
     return distributed.source if isinstance(distributed, DistributedLoader) else loader
 
@@ -87,9 +87,9 @@ def is_stateful(loader: object) -> bool:
 
 
 def own_copy(loader: Any) -> Any:
-    """Copy a ``DataLoader``, so that changes and iterators of the copy leave the original as it is.
+    """Return a copy of a ``DataLoader`` that can be changed and iterated over without affecting the original.
 
-    Other iterables are not copied, since they are not changed.
+    Other iterables are returned as they are, since nothing changes them.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -99,21 +99,21 @@ def own_copy(loader: Any) -> Any:
 
 
 def index_sampler_of(loader: Any) -> Any:
-    """Return the sampler of batches, or of samples, that a loader reads; ``None`` if it reads none."""
+    """Return the batch sampler or sampler that a loader reads; ``None`` if it reads neither."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 class PermanentBatchSampler:
-    """Yields the items of another sampler, or an order given for the next iterator, padded at the end.
+    """Yields the items of another sampler, or of an order set for the next iterator, and pads them at the end.
 
-    A loader keeps one of these, since torch keeps the sampler of the first iterator in persistent workers.
-    Its length is that of a whole epoch, because loops count batches from the beginning of the epoch.
+    A loader keeps the same one, because with persistent workers torch keeps the sampler of the first iterator.
+    The length is that of a whole epoch, because loops count batches from the beginning of the epoch.
 
     Args:
-        batch_sampler: a batch sampler, or, for a loader without batches, a sampler.
-        padded_to: the total number of items, reached by repeating the last one; ``None`` for no repeats.
+        batch_sampler: a batch sampler, or a sampler if the loader does not make batches.
+        padded_to: the total number of items, reached by repeating the last one; ``None`` for no padding.
         spare: the item to repeat if the sampler is empty.
 
     >>> sampler = PermanentBatchSampler(["a", "b", "c"])
@@ -131,11 +131,11 @@ class PermanentBatchSampler:
         self._draw: Callable[[], Iterator[Any]] | None = None
 
     def draw_next_by(self, draw: Callable[[], Iterator[Any]]) -> None:
-        """Have the next iterator yield the items of ``draw()``, called when its first item is requested."""
+        """Make the next iterator yield the items of ``draw()``, which is called when the first one is requested."""
         self._draw = draw
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator, because a loader with workers makes two iterators, and reads the second.
+        # A generator, because a loader with workers creates two iterators and reads the second.
         draw, self._draw = self._draw, None
         items = iter(self.batch_sampler) if draw is None else draw()
         given = 0
@@ -151,16 +151,16 @@ class PermanentBatchSampler:
 
 
 def make_permanent(loader: DataLoader[Any], **options: Any) -> PermanentBatchSampler:
-    """Put a :class:`PermanentBatchSampler` around the index sampler of a loader of our own, and return it."""
+    """Wrap the index sampler of one of our loaders in a :class:`PermanentBatchSampler`, and return that."""
     own = index_sampler_of(loader)
     permanent = PermanentBatchSampler(own, **options)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    object.__setattr__(loader, name, show(own, permanent))  # torch itself refuses that once a loader is made
+    object.__setattr__(loader, name, show(own, permanent))  # a DataLoader refuses to change it
     return permanent
 
 
 def name_of(loader: Any) -> str:
-    """Return the name of a loader's data in errors: the classes that the user has chosen."""
+    """Return a name for a loader's data in errors, made from the classes that the user chose."""
     samplers = [type(each).__name__ for each in samplers_below(index_sampler_of(loader))]
     return " over ".join(samplers) or type(getattr(loader, "dataset", loader)).__name__
 
@@ -169,7 +169,7 @@ _PARAMETERS = ("batch_size", "drop_last", "_num_samples", "num_samples", "replac
 
 
 def identity_of(sampler: object) -> str:
-    """Return classes and parameters of a sampler and of those inside it; equal ones yield the same items.
+    """Describe a sampler and those inside it by class and parameters; equal descriptions mean the same items.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> identity_of(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False))
@@ -184,7 +184,7 @@ def identity_of(sampler: object) -> str:
 
 
 def parameters_of(loader: Any) -> dict[str, Any]:
-    """Return the parameters that decide which samples a loader reads; workers matter only without indices."""
+    """Return the parameters that determine which samples a loader reads; workers only matter without indices."""
     sampler = index_sampler_of(loader)
     workers = getattr(loader, "num_workers", None) if sampler is None or is_stateful(loader) else None
     batch_size = getattr(loader, "batch_size", None)
@@ -192,7 +192,7 @@ def parameters_of(loader: Any) -> dict[str, Any]:
 
 
 def batches_of(loader: Any) -> float:
-    """Return the number of batches by a loader's own length; ``inf`` if it has none."""
+    """Return the length of a loader; ``inf`` if it has none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

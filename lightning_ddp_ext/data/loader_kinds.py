@@ -1,8 +1,8 @@
-"""Start an iterator in the middle of an epoch, in the quickest way that the loader allows.
+"""Start an iterator in the middle of an epoch in the quickest way that the loader allows.
 
-There are four ways, from quick to slow: a sampler of ours starts at a position of the global order, on any number of
-ranks; another sampler skips indices; a loader with a state restores that state; and batches of everything else are
-read and dropped, see ``position``.
+There are four ways, from quick to slow: one of our samplers starts at a position in the global order, on any number of
+ranks; another sampler skips indices; a loader with a state restores that state; with anything else, batches are read
+and dropped, see ``position``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosit
     """Choose the quickest way to start an iterator over a loader in the middle of an epoch.
 
     Args:
-        loader: a loader of our own, whose index sampler may be replaced.
+        loader: one of our loaders, whose index sampler may be replaced.
         world_size: see :class:`LoaderPosition`.
         remembered: see :class:`LoaderPosition`.
     """
@@ -42,7 +42,7 @@ def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosit
 
 
 def global_order_of(loader: Any) -> GlobalOrderSampler | None:
-    """Return the sampler of ours that a loader reads; ``None`` if it reads another one."""
+    """Return the sampler that a loader reads if it is one of ours, else ``None``."""
     sampler = index_sampler_of(loader)
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
@@ -50,14 +50,14 @@ def global_order_of(loader: Any) -> GlobalOrderSampler | None:
 
 
 def rewind(loader: Any) -> None:
-    """Have samplers of ours start at the beginning of the epoch, even if training is in the middle of it."""
+    """Move our samplers to the beginning of the epoch, even if training is in the middle of it."""
     for sampler in samplers_below(index_sampler_of(loader)):
         if isinstance(sampler, GlobalOrderSampler):
             sampler.resume_at(sampler.epoch, 0)
 
 
 class OrderPosition(LoaderPosition):
-    """Position in a loader that reads a sampler of ours: one in the global order, valid for any number of ranks."""
+    """Position in a loader with one of our samplers: a global position, valid for any number of ranks."""
 
     kind = "order"
 
@@ -92,7 +92,7 @@ class OrderPosition(LoaderPosition):
 
 
 class IndexPosition(LoaderPosition):
-    """Position in a loader that reads another sampler with a length: indices are skipped without reading samples."""
+    """Position in a loader with another sampler that has a length: indices are skipped without reading samples."""
 
     kind = "indices"
 
@@ -115,7 +115,7 @@ class IndexPosition(LoaderPosition):
         self._restore(start.random)
         order = iter(self._sampler.batch_sampler)
         self._drop(order, start.at)
-        ahead = list(islice(order, start.own or 0))  # drawn before random states were saved, from which the rest is
+        ahead = list(islice(order, start.own or 0))  # drawn before the random states were saved; the rest follows them
         self._sampler.draw_next_by(lambda: chain(ahead, order))
         with workers_seeded_apart(self.loader, self.epoch, self.given):  # the sampler may draw more numbers later
             return iter(self.loader)
@@ -130,8 +130,8 @@ class IndexPosition(LoaderPosition):
 class StatePosition(LoaderPosition):
     """Position in a loader with a state, which is read when a checkpoint is saved.
 
-    By then more batches may have been drawn than are done. So a checkpoint has an earlier state, and how many batches
-    to drop after it; without one, from the beginning of the iterator.
+    By then the loader may have drawn more batches than training has used. A checkpoint therefore records an earlier
+    state and the number of batches to drop after it, or from the beginning if it has no earlier state.
     """
 
     kind = "state"
@@ -155,7 +155,7 @@ class StatePosition(LoaderPosition):
 
     @override
     def _resume(self, start: IteratorStart) -> Iterator[Any]:
-        # Without a saved state, Lightning has given the loader of a resumed run rank 0's, or none.
+        # Without a saved state of this rank, Lightning has given the loader rank 0's state, or none.
         state, dropped = (None, 0) if start.own is None else (start.own["state"], start.own["dropped"])
         if state is None:
             rewind(self.loader)

@@ -1,4 +1,4 @@
-"""Run a step without changing any metric."""
+"""Preserve the state of all metrics during a step that does not count."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 @contextmanager
 def preserve_metric_state(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
-    """Let ``self.log`` and torchmetrics work on copies within the block, and discard the copies afterwards.
+    """Make ``self.log`` and torchmetrics work on copies within the block, and discard the copies afterwards.
 
-    A key that is logged for the first time stays, with a value that adds nothing to any reduction, so that this rank
-    takes part in the reductions at the end of the epoch. A value that is not reduced over the ranks stays if nothing
-    else was logged for its key, since a neutral value would be infinite or NaN.
+    A key that is logged for the first time is kept with a value that does not affect any reduction, so that this rank
+    takes part in the reductions at the end of the epoch. A value that is not reduced across ranks is kept if nothing
+    else was logged for its key, because a neutral value would be infinite or NaN.
 
     Args:
         results: Lightning's collection of logged values, by key.
-        module: the module whose metrics are kept, at any depth; metrics logged from elsewhere are in ``results``.
+        module: the module whose metrics are preserved, at any depth; ``results`` has those logged from elsewhere.
     """
     before = {id(metric): (metric, dict(vars(metric))) for metric in _metrics(results, module)}
-    logged = {key: dict(vars(result)) for key, result in results.items()}  # whose values are never changed in place
+    logged = {key: dict(vars(result)) for key, result in results.items()}  # values never change in place
     for metric, held in before.values():
         vars(metric).update((name, _copied(value)) for name, value in held.items() if name != "_modules")
     yield
@@ -49,7 +49,7 @@ def _metrics(results: Mapping[str, Any], module: nn.Module) -> list[nn.Module]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy state that a metric may change in place; appended batches do not change, so lists are copied shallowly."""
+    """Copy state that a metric may change in place. Lists are copied shallowly, since their batches do not change."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):  # such as the groups of a collection
@@ -67,14 +67,14 @@ def _restore(metric: nn.Module, before: dict[str, Any]) -> None:
 
 
 def _empty_lists(metric: Metric, before: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """Return zero rows for an empty list, of the type and shape of the other ranks' rows."""
+    """Return zero rows for each empty list, with the type and shape of the other ranks' rows."""
     lists = [name for name, join in metric._reductions.items() if join is dim_zero_cat and before[name] == []]
     states = {name: getattr(metric, name) for name in lists}
     return {name: [torch.atleast_1d(rows[0])[:0]] for name, rows in states.items() if rows}
 
 
 def _restore_result(result: Any, before: dict[str, Any] | None) -> None:
-    """Restore the value that was logged before; without one, or after a reset, set a neutral value."""
+    """Restore the value that was logged before; without such a value, or after a reset, set a neutral one."""
     counted = None if before is None or before["has_reset"] else before
     is_joint = result.meta.sync.should and not result.meta.sync.rank_zero_only
     if not result.is_tensor:
@@ -83,7 +83,7 @@ def _restore_result(result: Any, before: dict[str, Any] | None) -> None:
         of_step = result._forward_cache
         vars(result).update(counted)
         if is_joint:
-            result._forward_cache = of_step  # the value of the ranks that count
+            result._forward_cache = of_step  # the value over the ranks that count
     elif is_joint:
         for state, neutral in result._defaults.items():
             setattr(result, state, neutral.clone().to(getattr(result, state).device))

@@ -17,18 +17,18 @@ class Shard:
 
     If the number of remaining positions is not a multiple of the number of ranks, ``uneven`` decides:
 
-    - ``"pad"``: every rank reads equally many; some read the epoch's first positions once more at their end;
-    - ``"drop"``: every rank reads equally many; the last positions are left out;
-    - ``"exact"``: every position is read by one rank; the first ranks may read one more than the others.
+    - ``"pad"``: every rank reads the same number; at the end, some ranks read the epoch's first positions again.
+    - ``"drop"``: every rank reads the same number; the last positions are left out.
+    - ``"exact"``: each position is read by one rank; the first ranks may read one more than the others.
 
-    Resuming on another number of ranks is a new shard that starts at ``position_after(consumed)``.
+    To resume on a different number of ranks, create a new shard that starts at ``position_after(consumed)``.
 
     Args:
-        length: positions of the whole epoch.
+        length: number of positions in the whole epoch.
         world_size: number of ranks.
         rank: this rank.
         uneven: the policy.
-        start: the first position that has not been read, 0 to ``length``.
+        start: the first position that has not been read, from 0 to ``length``.
 
     >>> [Shard(10, 4, rank, "pad").positions(0, 3).tolist() for rank in range(4)]
     [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
@@ -45,7 +45,7 @@ class Shard:
     start: int = 0
 
     def __len__(self) -> int:
-        """Positions that this rank reads."""
+        """Return the number of positions that this rank reads."""
         left = self.length - self.start
         if self.uneven == "drop":
             return left // self.world_size
@@ -53,16 +53,16 @@ class Shard:
         return max(0, -((behind - left) // self.world_size))
 
     def positions(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the rank's positions from ``begin`` up to ``end`` (exclusive), cut at ``len(self)``."""
+        """Return the rank's positions from the ``begin``-th up to the ``end``-th (exclusive), at most ``len(self)``."""
         end = min(end, len(self))
         first, last = (self.start + self.rank + number * self.world_size for number in (begin, end))
         found = np.arange(first, max(first, last), self.world_size, dtype=np.int64)
         return found % self.length if last - self.world_size >= self.length else found
 
     def position_after(self, consumed: int) -> int:
-        """Return the first position that no rank has read once every rank has read ``consumed`` (or all) of its shard.
+        """Return the first position that no rank has read after each rank read ``consumed`` positions, or all it has.
 
-        It is the same on every rank, and ``length`` once the ranks are done, even if ``"drop"`` left some out.
+        It is the same on every rank. After the whole epoch it is ``length``, even if ``"drop"`` left positions out.
         """
         if self.uneven == "drop" and 0 < len(self) <= consumed:
             return self.length

@@ -30,14 +30,14 @@ _ONE, _SIXTEEN = _half(1), _half(16)
 class Permutation:
     """A bijection of the positions 0 to ``length - 1``, chosen by ``key``.
 
-    A position is a pair from Z_a × Z_b with a = ⌈√length⌉ and b = ⌈length / a⌉, and ten Feistel rounds add, modulo a
-    and b in turn, a hash of one half to the other (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
-    The few pairs beyond ``length`` are permuted again until they fall below it. Up to a length of 65,536 it is a table
-    instead, because ten rounds do not make all orders of a few positions equally likely, with any hash.
+    A position is a pair from Z_a × Z_b with a = ⌈√length⌉ and b = ⌈length / a⌉. Ten Feistel rounds add a hash of one
+    half to the other, modulo a and b in turn (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    The few results beyond ``length`` are permuted again until they fall below it. Lengths up to 65,536 use a table
+    instead, because with few positions ten rounds do not make all orders equally likely, whatever the hash.
 
     Args:
-        length: 0 to 2**62.
-        key: 0 to 2**64 - 1; see ``data.seeding.mix``.
+        length: from 0 to 2**62.
+        key: from 0 to 2**64 - 1; see ``data.seeding.mix``.
 
     >>> Permutation(10**12, key=7).apply(np.array([0, 1, 999_999_999_999])).tolist()
     [322212786160, 735315487814, 184429750278]
@@ -50,17 +50,17 @@ class Permutation:
         self._columns = max(1, -(-length // self._rows))
 
     def apply(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the images of positions: whole numbers in one dimension, from 0 to ``length - 1``."""
+        """Return the images of positions, a one-dimensional array of integers from 0 to ``length - 1``."""
         return self._table[positions] if self._length <= _TABLE else self._walk(positions)
 
     @cached_property
     def _table(self) -> NDArray[np.int64]:
-        # NumPy promises that this stream stays the same in all versions; for Generator.permutation it does not.
+        # NumPy guarantees that this stream stays the same in all versions, unlike Generator.permutation.
         draws = np.random.PCG64(self._key).random_raw(self._length)
         return np.argsort(draws, kind="stable").astype(np.int64)
 
     def _walk(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """Walk cycles: apply the rounds to a value until it is below the length."""
+        """Walk cycles: apply the rounds to each value until it is below the length."""
         values = self._run_rounds(positions.astype(np.uint64))
         beyond = np.flatnonzero(values >= np.uint64(self._length))
         while beyond.size:
@@ -70,7 +70,7 @@ class Permutation:
         return values.view(np.int64)
 
     def _run_rounds(self, values: Words) -> Words:
-        """Apply all rounds to the values."""
+        """Apply all rounds once."""
         columns = np.uint64(self._columns)
         rows = values // columns
         halves = [rows.astype(np.uint32), (values - rows * columns).astype(np.uint32)]
@@ -91,7 +91,7 @@ def _round_key(word: int) -> RoundKey:
 
 
 def _hash(values: Halves, key: RoundKey) -> Halves:
-    """Hash to 31 bits; a multiplication carries upwards, so the upper half is shifted down between two of them."""
+    """Hash to 31 bits; multiplication carries upwards, so the upper half is shifted down between the two factors."""
     factor, offset, second_factor = key
     hashes = values * factor + offset
     hashes ^= hashes >> _SIXTEEN

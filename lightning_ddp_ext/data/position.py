@@ -1,4 +1,4 @@
-"""Track the Trainer's position in one training loader, and start iterators at the position of an earlier run."""
+"""Track the Trainer's position in a training loader, and start iterators at the position of an earlier run."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ FROM_THE_EPOCHS_START = 'pass DDPExtStrategy(resume_data="epoch") to repeat that
 
 @dataclass
 class IteratorStart:
-    """Where one iterator of a loader started; a loader that is combined with a longer one has several in an epoch.
+    """Where an iterator of a loader started. A loader combined with a longer one has several iterators in an epoch.
 
     Args:
-        number: iterators of the epoch before it.
-        after: batches of the epoch that the loader gave before this iterator was made.
+        number: the number of earlier iterators in the epoch.
+        after: the number of batches that the loader gave in the epoch before this iterator was created.
         at: the position at which it started; 0 at the beginning.
-        random: the random states in which it drew numbers, recorded just before.
-        own: data that a resumed run saved for this kind of loader alone.
-        states: states that the loader has given, each with the number of batches that had been drawn by then.
+        random: the random states from which it drew numbers, recorded just before.
+        own: what the resumed run saved for this kind of loader only.
+        states: states of the loader, each with the number of batches drawn by then.
     """
 
     number: int = 0
@@ -45,32 +45,32 @@ class IteratorStart:
 class LoaderPosition:
     """The Trainer's position in one training loader, which may be any iterable.
 
-    A position is a number of batches, which a resumed run reads and drops. ``loader_kinds`` has a subclass for each
-    quicker way.
+    Here the position is a number of batches, which a resumed run reads and drops. ``loader_kinds`` has a subclass for
+    each quicker way.
 
     Args:
         loader: the loader to read.
         world_size: the number of ranks.
-        remembered: the number of remembered iterators, since a checkpoint may be some batches old.
+        remembered: how many iterators to remember, since a checkpoint may lag some batches behind.
 
     Attributes:
-        name: the data's name in errors.
-        epoch: the epoch that is read.
-        given: the number of batches of the epoch that the Trainer got, here or in the run that is resumed.
+        name: the name of the data in errors.
+        epoch: the current epoch.
+        given: the number of batches that the Trainer got in this epoch, including those in the resumed run.
         generators: the generators of the loader and its samplers, besides the global ones.
     """
 
     kind = "batches"
     ahead = 0
-    """Batches that are drawn before they are given, besides those for workers."""
+    """The number of batches that are drawn before they are given, besides those prefetched by workers."""
     is_by_rank = False
-    """Whether a rank can only continue from its own state, and not from that of another rank."""
+    """Whether a rank can only continue from its own state, not from another rank's."""
 
     def __init__(self, loader: Any, *, world_size: int, remembered: int) -> None:
         self.loader = loader
         self._world_size = world_size
         self.name = name_of(loader)
-        self._parameters = parameters_of(loader)  # as it was made: a sampler may count epochs in its seed
+        self._parameters = parameters_of(loader)  # read now, because a sampler may count epochs in its seed
         self.epoch = -1
         self.given = 0
         self.generators = generators_of(loader, *samplers_below(index_sampler_of(loader)))
@@ -84,8 +84,8 @@ class LoaderPosition:
 
         Args:
             epoch: the epoch.
-            done: batches of it that were done before, counted on as many ranks as there are now.
-            state: the :meth:`state_dict` of the run that left it there; ``None`` to start at the beginning.
+            done: the number of its batches that are done, converted to the current number of ranks.
+            state: the :meth:`state_dict` of the run to resume; ``None`` to start at the beginning.
         """
         self.epoch, self.given = epoch, done
         self._starts.clear()
@@ -96,7 +96,7 @@ class LoaderPosition:
         """Start the next iterator of the epoch.
 
         Raises:
-            ResumeError: the data end before the batches that were done.
+            ResumeError: the data ends before the position.
         """
         if self._has_to_end:  # Lightning ends the epoch once it has seen the end of each loader, also of a cycled one
             self._has_to_end = False
@@ -118,11 +118,11 @@ class LoaderPosition:
     def _continue(self, state: Mapping[str, Any]) -> Iterator[Any]:
         start = IteratorStart(state["number"], self.given, state["at"], state["random"] or [], state.get("own"))
         self._starts.append(start)
-        with preserve_random_state(self.generators):  # the run that is resumed had this iterator already
+        with preserve_random_state(self.generators):  # the resumed run had already created this iterator
             return self._resume(start)
 
     def give(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Count the batches that the Trainer is given."""
+        """Yield ``batches`` and count them in ``given``."""
         for batch in batches:
             self.given += 1
             yield batch
@@ -130,7 +130,7 @@ class LoaderPosition:
     # Saving.
 
     def starts(self) -> list[tuple[int, Any]]:
-        """Return the number of each remembered iterator, and the random state from which its order was drawn."""
+        """Return the number of each remembered iterator and the random states from which its order was drawn."""
         return [(start.number, start.random) for start in self._starts]
 
     def state_dict(self, done: int) -> dict[str, Any]:
@@ -145,10 +145,7 @@ class LoaderPosition:
         }
 
     def _start_before(self, done: int) -> tuple[IteratorStart, int]:
-        """Return the iterator that a batch belongs to, and the number of batches that it had given by then.
-
-        The last batch of an iterator belongs to that iterator, and not to the next one.
-        """
+        """Return the iterator that gave the epoch's ``done``-th batch, and its number of batches up to that one."""
         if not self._starts:
             return IteratorStart(), 0
         start = next((each for each in reversed(self._starts) if each.after < done), self._starts[0])
@@ -157,41 +154,41 @@ class LoaderPosition:
     # Resuming.
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise if the state is from other data, or from a number of ranks that does not fit the current one.
+        """Raise if the state belongs to different data or to an incompatible number of ranks.
 
         Raises:
-            ResumeError: the state differs; the error names the difference.
+            ResumeError: the error names the difference.
         """
         now = self._description()
         for name, was in state["data"].items():
             if was is not None and was != (has := now.get(name)):
                 raise ResumeError(
                     f"epoch {state['epoch']} cannot be resumed in the middle: {self.name} had {name}={was!r} when the "
-                    f"checkpoint was saved, and has {has!r}; resume with the same loaders, data and number of ranks "
-                    f"(any number with a sampler such as ScalableDistributedSampler), or {FROM_THE_EPOCHS_START}"
+                    f"checkpoint was saved, and now has {has!r}; resume with the same loaders, data and number of "
+                    f"ranks (ScalableDistributedSampler allows any number), or {FROM_THE_EPOCHS_START}"
                 )
 
     def left_after(self, position: int) -> float:
-        """Return the number of batches that this rank reads from a position to the end of the data."""
+        """Return the number of batches that this rank reads between a position and the end of the data."""
         return batches_of(self.loader) - position
 
     # Overridden for each kind of loader.
 
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
-        """Make an iterator over the whole data, and record the random states in which it draws."""
+        """Create an iterator over all data, and record the random states from which it draws."""
         self._record(start)
         return self._record_first(start, iter(self.loader))
 
     def _record_first(self, start: IteratorStart, batches: Iterator[Any]) -> Iterator[Any]:
-        self._record(start)  # a generator function, such as an __iter__, draws for its first item
+        self._record(start)  # an __iter__ that is a generator function only draws for its first item
         yield from batches
 
     def _resume(self, start: IteratorStart) -> Iterator[Any]:
-        """Make an iterator that continues at ``start``; the caller restores the random state."""
+        """Create an iterator that continues at ``start``; the caller restores the random state."""
         return self._redraw(start, start.at)
 
     def _redraw(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
-        """Repeat an iterator of another run, with its random numbers, without its first batches."""
+        """Repeat an iterator of the resumed run with the same random numbers, and drop its first batches."""
         self._restore(start.random[:1])
         batches: Iterator[Any] = iter(self.loader)
         self._restore(start.random[1:])
@@ -206,11 +203,11 @@ class LoaderPosition:
             restore_random_state(each, self.generators)
 
     def _position(self, start: IteratorStart, batches: int) -> int:
-        """Return the position of an iterator after a number of batches."""
+        """Return the position that an iterator reaches after a number of batches."""
         return start.at + batches
 
     def _description(self) -> dict[str, Any]:
-        """Return the properties that must be equal for a position to mean the same batch."""
+        """Return the properties that must be equal for a position to refer to the same batch."""
         dataset = getattr(self.loader, "dataset", None)
         samples = float("inf") if dataset is None else batches_of(dataset)
         return {"loader": self.kind, "ranks": self._world_size, "samples": samples, **self._parameters}
@@ -219,6 +216,6 @@ class LoaderPosition:
         dropped = sum(1 for _ in islice(batches, number))
         if dropped < number:
             raise ResumeError(
-                f"epoch {self.epoch} cannot be resumed in the middle: {self.name} ends after {dropped} batches, and "
-                f"{number} were done; resume with the same data, or {FROM_THE_EPOCHS_START}"
+                f"epoch {self.epoch} cannot be resumed in the middle: {self.name} ends after {dropped} batches, but "
+                f"{number} were done before; resume with the same data, or {FROM_THE_EPOCHS_START}"
             )

@@ -1,4 +1,4 @@
-"""Join the predictions of batches into one row for each sample, in the order of the samples."""
+"""Join the predictions of batches into one row per sample, in the order of the samples."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_ddp_ext.errors import SamplingError
 
 REMEDY = (
-    "return from predict_step a tensor or array with a row for each sample, a list with an item for each, or dicts and "
-    "tuples of these, with the same structure in every batch, and padded where shapes differ"
+    "predict_step must return a tensor or array with one row per sample, a list with one item per sample, or dicts and "
+    "tuples of these; use the same structure in every batch, and pad rows whose shapes differ"
 )
 
 
@@ -25,13 +25,13 @@ class PredictedBatch(NamedTuple):
 
 
 def join_batches(batches: list[PredictedBatch]) -> Any:
-    """Return the first prediction of each sample, in the order of samples; ``None`` without batches.
+    """Return the first prediction of each sample, in the order of the samples; ``None`` without batches.
 
     >>> join_batches([PredictedBatch([2, 0], ["c", "a"]), PredictedBatch([1, 2], ["b", "again"])])
     ['a', 'b', 'c']
 
     Raises:
-        SamplingError: an output does not have a row for each sample.
+        SamplingError: an output does not have one row per sample.
     """
     if not batches:
         return None
@@ -43,9 +43,9 @@ def join_batches(batches: list[PredictedBatch]) -> Any:
 
 
 def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any:
-    """Return the rows of all parts, in this order.
+    """Join the parts, and return the given rows of the result.
 
-    A part is the output of one step, or an item of that output; it has a row for each sample of its batch.
+    A part is the output of one step, or an item of that output, and has one row per sample of its batch.
     """
 
     def join_items(key: Any) -> Any:
@@ -54,7 +54,7 @@ def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any
     first = parts[0]
     found = {_structure(part): None for part in parts}
     if len(found) > 1:
-        raise SamplingError(f"{name} must have one structure in all batches (got {' and '.join(found)}); {REMEDY}")
+        raise SamplingError(f"{name} must have the same structure in all batches (got {' and '.join(found)}); {REMEDY}")
     if isinstance(first, Mapping):
         return {key: join_items(key) for key in first}
     if isinstance(first, tuple):
@@ -64,7 +64,7 @@ def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any
         has_rows = isinstance(part, list) or (isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0)
         if not has_rows or len(part) != size:
             raise SamplingError(
-                f"{name} must have a row for each sample, {size} in this batch (got {type(part).__name__}, "
+                f"{name} must have one row per sample, {size} in this batch (got {type(part).__name__}, "
                 f"rows: {len(part) if has_rows else 'none'}); {REMEDY}"
             )
     if isinstance(first, list):

@@ -1,4 +1,4 @@
-"""Show an object through a proxy that has its class and attributes, but another iterator."""
+"""Show an object through a proxy with the same class and attributes but another iterator."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 
 class Proxy:
-    """Base class of the proxies that :func:`show` returns; each class of shown objects gets its own subclass."""
+    """Base class of the proxies that :func:`show` returns, with one subclass per class of shown objects."""
 
     __slots__ = ("_ddpx_iterable", "_ddpx_own")
     _ddpx_iterable: Any
     _ddpx_own: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an object of the shown class: Lightning calls ``type(loader)(...)``."""
+        """Create an object of the shown class, because Lightning calls ``type(loader)(...)``."""
         return cls.__bases__[-1](*args, **kwargs)
 
     def __init_subclass__(cls) -> None:
-        """Skip the subclass hook of the object's class, which is for subclasses that users write."""
+        """Skip the subclass hook of the object's class, which is meant for subclasses that users write."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._ddpx_iterable)
@@ -29,7 +29,7 @@ class Proxy:
         return len(self._ddpx_iterable)
 
     def __bool__(self) -> bool:
-        return True  # without calling ``__len__``, which streams lack
+        return True  # without ``__len__``, which streams do not have
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return copy.copy, (self._ddpx_own,)  # a copy is detached from the training run
@@ -38,7 +38,7 @@ class Proxy:
 def show(own: Any, iterable: Any) -> Any:
     """Return a proxy of ``own`` whose iterator and length are those of ``iterable``.
 
-    The proxy is of the class of ``own`` and shares its ``__dict__``, so that both see the same attributes.
+    The proxy has the class of ``own`` and shares its ``__dict__``, so both have the same attributes.
     If the class does not allow such a proxy, as with ``list``, the proxy only has the name of the class.
 
     >>> class Loader:

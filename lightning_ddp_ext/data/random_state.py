@@ -1,4 +1,4 @@
-"""Record the states of random number generators, and restore them."""
+"""Record and restore the states of random number generators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# The generators from which the modules `torch`, `numpy.random` and `random` draw.
+# The global generators of `torch`, `numpy.random` and `random`.
 _GLOBAL: tuple[Any, ...] = (torch.default_generator, np.random.get_state.__self__, random.getstate.__self__)  # type: ignore[attr-defined]
 
 
@@ -23,13 +23,13 @@ def generators_of(*owners: object) -> list[Any]:
     """Return the generators of torch, NumPy and Python that are attributes of these objects, each once."""
     values = [each for owner in owners for each in getattr(owner, "__dict__", {}).values()]
     found = {id(each): each for each in values if isinstance(each, _KINDS)}
-    return [each for each in found.values() if not isinstance(each, random.SystemRandom)]  # which has no state
+    return [each for each in found.values() if not isinstance(each, random.SystemRandom)]  # it has no state
 
 
 def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
     """Return the states of the global generators of torch, NumPy and Python, and of further generators.
 
-    The states are made of tensors, numbers and strings alone, so that a checkpoint which holds them can be read with
+    The states only contain tensors, numbers and strings, so a checkpoint with them can be read with
     ``weights_only=True``.
 
     Args:
@@ -45,7 +45,7 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
 
 
 def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:
-    """Restore what :func:`record_random_state` returned; a generator of a different kind than then is left alone."""
+    """Restore what :func:`record_random_state` returned; skip a generator whose kind has changed since."""
     for generator, (kind, state) in zip((*_GLOBAL, *generators), recorded, strict=False):
         if kind == _kind_of(generator):
             _set_state(generator, state)
@@ -62,9 +62,9 @@ def preserve_random_state(generators: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def random_state_bytes(generators: Sequence[Any] = ()) -> list[Any]:
-    """Return the states in pieces, which are joined for :func:`random_state_in`; ``record_random_state`` takes 60 µs.
+    """Return the states in pieces, which are joined for :func:`random_state_in`.
 
-    HACK: this copies the memory of NumPy's and Python's objects, since no public function is as quick.
+    HACK: this copies the memory of NumPy's and Python's objects, because ``record_random_state`` takes 60 µs.
     """
     memory = [ctypes.string_at(id(each), each.__sizeof__()) for each in _viewed()]
     further = pickle.dumps((_GLOBAL[2].gauss_next, _states_of(*generators)))
@@ -72,12 +72,12 @@ def random_state_bytes(generators: Sequence[Any] = ()) -> list[Any]:
 
 
 def random_state_in(content: bytes) -> list[Any]:
-    """Return the recorded states as ``record_random_state`` returns them, unless the memory has another layout."""
+    """Convert joined :func:`random_state_bytes` to the form of :func:`record_random_state`; assumes their layout."""
     own, file = torch.default_generator.get_state(), io.BytesIO(content)
     file.readinto(own.numpy().data)
     numpy, bits, python = (file.read(each.__sizeof__()).ljust(4096) for each in _viewed())  # others may be shorter
     following, further = pickle.load(file)
-    # The spare normal number, and 624 words with the index of the next one, which is before them in Python.
+    # The spare normal number, and 624 words with the index of the next one; in Python the index comes first.
     has_gauss, gauss = struct.unpack_from("=i4xd", numpy, 80)
     *key, pos = struct.unpack_from("=624Ii", bits, 104)
     index, *words = struct.unpack_from("=625I", python, object.__basicsize__)
@@ -120,7 +120,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a state of NumPy's with lists in place of arrays, which NumPy also accepts."""
+    """Return a NumPy state with lists in place of arrays, which NumPy also accepts."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return value.tolist() if isinstance(value, np.ndarray) else value

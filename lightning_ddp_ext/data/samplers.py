@@ -1,4 +1,4 @@
-"""Samplers that compute their order: shuffled without a list, shuffled as torch does, or each sample once."""
+"""Samplers that compute their order: shuffled without a list, in torch's order, or each sample exactly once."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lightning_ddp_ext.data.seeding import mix
 
 
 class ScalableDistributedSampler(GlobalOrderSampler):
-    """A ``DistributedSampler`` that shuffles without a list: any length costs no memory and no time to start.
+    """A ``DistributedSampler`` that shuffles without a list, so start time and memory do not grow with the length.
 
-    The order of an epoch is a keyed permutation, see ``data.permutation``, that depends on ``seed`` and ``epoch``
-    alone (mixed, not added). Each rank computes only the indices that it yields. Any number of ranks can continue at a
-    position of the order, which ``resume_at`` sets.
+    The order of an epoch is a keyed permutation, see ``data.permutation``. It depends only on ``seed`` and ``epoch``,
+    which are mixed rather than added. Each rank computes only the indices that it yields. Any number of ranks can
+    continue from any position in the order, which ``resume_at`` sets.
 
     Args:
         dataset: anything with a length, up to 2**62.
-        num_replicas: number of ranks; None: the process group's at the time of use, else 1.
-        rank: this rank; None: the process group's at the time of use, else 0.
-        shuffle: whether the order is random, or the dataset's.
-        seed: the same on every rank, not negative.
+        num_replicas: number of ranks; ``None``: that of the process group when the sampler is used, else 1.
+        rank: this rank; ``None``: that of the process group when the sampler is used, else 0.
+        shuffle: whether the order is random; otherwise it is the dataset's.
+        seed: a non-negative integer, the same on every rank.
         drop_last: the same as ``uneven="drop"``; overrides ``uneven``.
-        uneven: what happens when the length is not a multiple of the number of ranks: ``"pad"`` reads the epoch's first
-            samples again, ``"drop"`` leaves the last ones out, ``"exact"`` gives some ranks one more sample.
+        uneven: what happens if the length is not a multiple of the number of ranks: ``"pad"`` reads the epoch's first
+            samples again, ``"drop"`` leaves the last samples out, ``"exact"`` gives some ranks one more sample.
 
     Raises:
         ConfigurationError: the dataset has no length, or an argument is out of range.
@@ -58,7 +58,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         *,
         uneven: Uneven = "pad",
     ) -> None:
-        length = length_of(dataset, "dataset", "an iterable dataset splits its data by itself, without a sampler")
+        length = length_of(dataset, "dataset", "an iterable dataset splits its data itself and takes no sampler")
         super().__init__(dataset, length, num_replicas, rank, shuffle, seed, "drop" if drop_last else uneven)
 
     @override
@@ -69,10 +69,10 @@ class ScalableDistributedSampler(GlobalOrderSampler):
 
 
 class ExactDistributedSampler(ScalableDistributedSampler):
-    """A sampler for evaluation: each sample is on exactly one rank, without repeats or omissions.
+    """A sampler for evaluation: exactly one rank reads each sample, without repeats or omissions.
 
-    Ranks may get one sample more than others, or none at all, so batch counts may differ. The arguments and errors are
-    those of ``ScalableDistributedSampler``.
+    Some ranks may get one sample more than others, or none at all, so the numbers of batches may differ. For arguments
+    and errors see ``ScalableDistributedSampler``.
 
     >>> [list(ExactDistributedSampler(range(5), num_replicas=2, rank=rank)) for rank in range(2)]
     [[0, 2, 4], [1, 3]]
@@ -90,9 +90,9 @@ class ExactDistributedSampler(ScalableDistributedSampler):
 
 
 class TorchOrderSampler(ScalableDistributedSampler):
-    """The order of ``torch.utils.data.DistributedSampler``, bit for bit, from any position, for any number of ranks.
+    """Yields exactly the order of ``torch.utils.data.DistributedSampler``, from any position, on any number of ranks.
 
-    An epoch's order takes 8 bytes a sample, and the time to draw it.
+    An epoch's order takes 8 bytes per sample and the time to draw it.
     """
 
     kind: ClassVar[str] = "torch"
@@ -107,5 +107,5 @@ class TorchOrderSampler(ScalableDistributedSampler):
 
 
 def identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions themselves, the dataset's own order."""
+    """Return the positions unchanged, which is the dataset's own order."""
     return positions

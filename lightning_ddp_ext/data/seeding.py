@@ -1,4 +1,4 @@
-"""Make seeds, and seed random number generators with them."""
+"""Derive seeds, and seed random number generators with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_ddp_ext.data.random_state import generators_of, preserve_random_s
 
 
 def mix(*words: int) -> int:
-    """Mix whole numbers of any size into one 64-bit seed; their order, number and grouping all count.
+    """Mix integers of any size into one 64-bit seed, which depends on their values, number and order.
 
     >>> mix(0, 1) == mix(1, 0), mix(0) == mix(0, 0)
     (False, False)
@@ -25,10 +25,10 @@ def mix(*words: int) -> int:
 
 
 def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> None:
-    """Seed the global generators of Python's ``random``, NumPy and torch (on all devices), each by a hash of all four.
+    """Seed the global generators of Python's ``random``, NumPy and torch (all devices) with a hash of the arguments.
 
-    The numbers are not added: (seed 0, epoch 1) differs from (seed 1, epoch 0), and practically no other epoch, rank
-    or worker has one of these seeds. Not collective.
+    The arguments are not added: (seed 0, epoch 1) differs from (seed 1, epoch 0), and it is practically impossible that
+    two epochs, ranks or workers share a seed. Not collective.
 
     Args:
         seed: the seed of the run.
@@ -52,10 +52,10 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
 
 @contextmanager
 def workers_seeded_apart(loader: Any, *words: int) -> Iterator[None]:
-    """Have workers that start in the block draw their seed from another generator than the loader's.
+    """Make workers that start within the block draw their seed from a separate generator.
 
-    With persistent workers, a resumed run starts them at a different time than the original run. That must not change
-    any other random number.
+    A resumed run starts persistent workers at a different time than the original run did. That must not change any
+    other random number.
     """
     own = loader.generator
     loader.generator = torch.Generator()
@@ -68,9 +68,9 @@ def workers_seeded_apart(loader: Any, *words: int) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, *owners: object) -> Iterator[None]:
-    """Seed all generators in the block, each with its own stream, and restore them after it.
+    """Seed all generators within the block, each with a different seed, and restore them afterwards.
 
-    These are the global generators of Python, NumPy and torch (CPU), and those that are attributes of an owner.
+    These are the global generators of Python, NumPy and torch (CPU), and those among the owners' attributes.
 
     >>> with seeded(1):
     ...     first = random.random()

@@ -1,4 +1,4 @@
-"""Split the items of any sampler or batch sampler among the ranks, in one order for any number of ranks."""
+"""Split the items of any sampler or batch sampler among the ranks, in the same order for any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lightning_ddp_ext.errors import ConfigurationError
 class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     """Splits the batches of any batch sampler among the ranks, for ``DataLoader(batch_sampler=...)``.
 
-    Every rank draws the batches of all ranks when an epoch begins, with all generators that it can reach seeded from
-    ``seed`` and the epoch, and yields its own: the k-th batch belongs to rank k modulo the number of ranks.
-    ``position`` counts batches of all ranks.
+    When an epoch begins, every rank draws the batches of all ranks and yields its own: the k-th batch belongs to rank k
+    modulo the number of ranks. Meanwhile all generators that it can reach are seeded from ``seed`` and the epoch.
+    ``position`` counts the batches of all ranks.
 
     Args:
         batch_sampler: anything that yields batches and has a length; ``set_epoch`` is called on it and on the samplers
             that it wraps.
         num_replicas, rank, seed: as for ``ScalableDistributedSampler``.
-        uneven: ``"pad"`` reads the epoch's first batches again, ``"drop"`` leaves the last ones out, ``"exact"`` gives
-            some ranks one more batch.
+        uneven: ``"pad"`` reads the epoch's first batches again, ``"drop"`` leaves the last batches out, ``"exact"``
+            gives some ranks one more batch.
 
     Raises:
         ConfigurationError: the batch sampler has no length, or, during iteration, yields fewer batches than its length.
@@ -63,7 +63,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
 
     @override
     def identity(self) -> dict[str, Any]:
-        """Return the parameters that must be equal for a position to mean the same."""
+        """Return the parameters that must be equal for a position to have the same meaning."""
         return {**super().identity(), "sampler": identity_of(self.dataset)}
 
     @override
@@ -81,14 +81,14 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
             drawn = np.fromiter((each.copy() if isinstance(each, list) else each for each in items), dtype=object)
         if len(drawn) < length:
             raise ConfigurationError(
-                f"{self._field} must yield as many items as its length, {length} (got {len(drawn)});"
+                f"{self._field} must yield at least len({self._field}) = {length} items (got {len(drawn)});"
                 f" correct {type(self.dataset).__name__}.__len__"
             )
         return drawn.__getitem__
 
 
 class SharedSampler(DistributedBatchSamplerWrapper):
-    """Splits the indices of any other sampler with a length among the ranks in the same way.
+    """Splits the indices of any sampler with a length among the ranks in the same way.
 
     >>> from torch.utils.data import WeightedRandomSampler
     >>> len(SharedSampler(WeightedRandomSampler([1.0, 0.0, 2.0], 6), num_replicas=2, rank=0))

@@ -1,4 +1,4 @@
-"""End an iterator on all ranks together, when the first, or when the last of them has no more batches."""
+"""End an iterator on all ranks together, when the first or the last rank runs out of batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-AHEAD = 2  # items that each rank has drawn besides those that it got
+AHEAD = 2  # items that each rank draws ahead
 
 Mode = Literal["stop_at_shortest", "join"]
 
@@ -25,21 +25,21 @@ def end_together(
     on_item: Callable[[list[int]], object] = lambda idle_ranks: None,
     on_last: Callable[[], object] = lambda: None,
 ) -> Iterator[T]:
-    """Yield equally many items on all ranks: as many as the shortest iterator has, or with ``"join"`` the longest.
+    """Yield the same number of items on all ranks: that of the shortest iterator, or with ``"join"`` of the longest.
 
-    ``AHEAD`` items are drawn ahead: for each the ranks exchange which of them have one, and the answer arrives while
-    the item before is in use. With ``"stop_at_shortest"`` an item is dropped if some rank does not have one. With
-    ``"join"`` a rank that has no more items repeats its last one; if its iterator was empty, it gets one from another
-    rank, pickled.
+    ``AHEAD`` items are drawn ahead. For each item the ranks exchange which of them have one, and the answer arrives
+    while the previous item is in use. With ``"stop_at_shortest"`` an item is dropped if some rank has none. With
+    ``"join"`` a rank that has no more items repeats its last one; if its iterator was empty, another rank sends it a
+    pickled item.
 
-    Collective: every rank must draw equally many items. A rank whose iterator raises leaves the others waiting in a
-    collective, until this rank's failure releases them.
+    Collective: every rank must draw the same number of items. If a rank's iterator raises, the other ranks wait in a
+    collective until that rank's failure is detected.
 
     Args:
         items: this rank's own iterator; not used after its end.
         mode: when to end.
-        group: all ranks, with a backend that reduces CPU tensors; ``None`` for the default group.
-        on_item: called before each item is yielded, with the ranks that repeat one, ascending.
+        group: a group of all ranks whose backend reduces CPU tensors; ``None`` for the default group.
+        on_item: called before each item is yielded, with the ranks that repeat an item, in ascending order.
         on_last: called before the last item is yielded.
 
     Example, on one rank of one:
@@ -71,12 +71,12 @@ def end_together(
         else:
             on_last()
         on_item(idle_ranks)
-        # An item that is repeated is copied, because a step may change its batch.
+        # A step may change its batch, so an item that will be repeated is copied.
         yield copy.deepcopy(current[0]) if mode == "join" and not ahead[0].item else current[0]
 
 
 class _Drawn(Generic[T]):
-    """The next item of an iterator, if any, and the ranks that have one. Collective, without a wait."""
+    """The next item of an iterator, if any, and the ranks that have one. Collective, but does not wait."""
 
     def __init__(self, items: Iterator[T], group: dist.ProcessGroup | None) -> None:
         self.item = list(islice(items, 1))

@@ -1,4 +1,4 @@
-"""Thin adapters between Lightning's hooks and the subpackages below, which do not import it.
+"""Thin adapters between Lightning's hooks and the other subpackages, which do not import Lightning.
 
 They import one another by relative names, because they are loaded once for each of the two Lightning trees; see
 ``trees``.

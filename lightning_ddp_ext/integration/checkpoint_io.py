@@ -1,4 +1,4 @@
-"""Lightning's ``CheckpointIO`` on top of the subpackage ``checkpoint``, for one rank."""
+"""Implement Lightning's ``CheckpointIO`` with the subpackage ``checkpoint``."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from lightning_ddp_ext.ranks import Ranks
 from .lightning_tree import pl, rank_zero_info, rank_zero_warn
 from .options import check_choice
 
-# The file in which Lightning's launchers pass weights from a started rank to the process that started it.
+# The file with which Lightning's launchers pass weights from a started rank to the process that started it.
 _HANDED_OVER = ".temp.ckpt"
 
 
 class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
-    """Writes a checkpoint whole or not at all, checks what it reads, and saves in the background on request.
+    """Writes checkpoints atomically, checks what it reads, and saves in the background on request.
 
-    It is the default of :class:`~lightning_ddp_ext.DDPExtStrategy`, and a plugin for any other strategy:
-    ``Trainer(plugins=[RankZeroCheckpointIO(background=True)])``. With a stock strategy only rank 0 raises a save error,
-    and each rank reads the whole file; add :class:`~lightning_ddp_ext.RankZeroCheckpoint`, and the ranks save, fail and
-    read together.
+    It is the default of :class:`~lightning_ddp_ext.DDPExtStrategy` and a plugin for any other strategy:
+    ``Trainer(plugins=[RankZeroCheckpointIO(background=True)])``. With a stock strategy, only rank 0 raises save errors,
+    and each rank reads the whole file. Add :class:`~lightning_ddp_ext.RankZeroCheckpoint` to make the ranks save, fail
+    and read together.
 
-    Local files are streamed to the disk, and then put in place in one step. Other URLs (``s3://``, ``gs://``,
+    Local files are streamed to disk and then put in place in one step. Other URLs (``s3://``, ``gs://``,
     ``memory://``, ...) go through fsspec within a transaction.
 
     Args:
-        map_location: the device for the file's tensors, in any form that ``torch.load`` accepts. ``None``: the CPU,
-            from which model and optimisers copy them to each rank's device.
+        map_location: the device for the file's tensors, in any form that ``torch.load`` accepts. ``None`` means the
+            CPU, from which the model and its optimisers copy them to each rank's device.
         background: whether ``save_checkpoint`` returns as soon as the content is copied in memory. The file may not
-            exist yet: see :meth:`wait`. The next save, or the end of ``fit``, raises the save error.
-        verify: whether checksums are checked on loading. Files of torch 1.6 and later have them, unless they were
-            switched off; a file without checksums is read with a warning.
-        weights_only: whether only data may be read, and no objects of other classes; ``None``: torch's own default.
+            exist yet, see :meth:`wait`. The next save or the end of ``fit`` raises a save error.
+        verify: whether to check checksums when loading. Files written by torch 1.6 or later have checksums unless these
+            were switched off; a file without checksums is read with a warning.
+        weights_only: whether only data may be read, and no objects of other classes; ``None`` uses torch's default.
             ``Trainer.fit(weights_only=...)`` takes precedence.
-        restore: how ranks read together. ``"map"``: each maps the file. ``"broadcast"``: rank 0 reads and sends.
-            ``"auto"``: map if all see the same file, else broadcast.
+        restore: how the ranks read together. ``"map"``: each rank maps the file. ``"broadcast"``: rank 0 reads it and
+            sends its content. ``"auto"``: map if all ranks see the same file, else broadcast.
 
     Raises:
-        ConfigurationError: an argument has an unknown value.
+        ConfigurationError: an argument has an invalid value.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         weights_only: bool | None = None,
         restore: Mode = "auto",
     ) -> None:
-        placement(map_location)  # raises for a wrong one now rather than when it is used
+        placement(map_location)  # raises for an invalid one now instead of when it is used
         check_choice("restore", restore, *get_args(Mode))
         self.background = background
         self.load_options = LoadOptions(restore, map_location, weights_only, verify)
@@ -72,8 +72,8 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         """Write ``checkpoint`` to ``path``. Only rank 0 needs to call it.
 
         Raises:
-            CheckpointSaveError: it was not written, and an existing local file is left untouched; in the background
-                also: an earlier save failed, and this one was not attempted.
+            CheckpointSaveError: the file was not written, and an existing local file is left untouched; or an earlier
+                background save failed, and this save was not attempted.
         """
         if storage_options is not None:
             raise TypeError(
@@ -93,7 +93,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         """Read a checkpoint on this rank alone, into its own memory.
 
         Raises:
-            CheckpointError: one of its kinds.
+            CheckpointError: the checkpoint cannot be read.
         """
         self.wait()
         return self.read(path, Ranks(), map_location, weights_only)  # type: ignore[no-any-return]
@@ -107,7 +107,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         *,
         map_weights: bool = False,
     ) -> Any:
-        """Read a checkpoint on all of ``ranks``, or raise on all; warn of a file without checksums. Collective."""
+        """Read a checkpoint on all ``ranks``, or raise on all of them; warn if checksums are missing. Collective."""
         given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
         options = replace(self.load_options, **{name: value for name, value in given.items() if value is not None})
         content, how, is_checked = restore(locate(path), ranks, options, map_weights=map_weights)
@@ -122,12 +122,12 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Remove a checkpoint after all earlier saves; if the last one failed, after the next save that succeeds.
+        """Remove a checkpoint after all earlier saves; if the last save failed, after the next one that succeeds.
 
         Only rank 0 needs to call it.
 
         Raises:
-            CheckpointError: it could not be removed.
+            CheckpointError: the checkpoint could not be removed.
         """
         self.saver.follow_up(os.fspath(path), partial(remove, path), later=self.background, postpone=True)
 
@@ -135,21 +135,21 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         """Make ``path`` a symbolic link to the checkpoint ``target``, in one step and after all earlier saves.
 
         Raises:
-            CheckpointSaveError: the file system has no links, or the path is a directory.
+            CheckpointSaveError: the file system does not support links, or the path is a directory.
         """
         self.saver.follow_up(os.fspath(path), partial(link, target, path), later=self.background)
 
     def wait(self) -> None:
-        """Wait until all checkpoints are on the disk. Only rank 0 has anything to wait for.
+        """Wait until all checkpoints are on disk. Only rank 0 has anything to wait for.
 
         Raises:
-            CheckpointSaveError: a save failed, and its error was not raised yet.
+            CheckpointSaveError: a save failed, and its error was not raised before.
         """
         self.saver.wait()
 
     @override
     def teardown(self) -> None:
-        """Wait for all saves, and release the memory of background saves; the strategy calls it at the end."""
+        """Wait for all saves and release the memory of background saves; the strategy calls this at the end."""
         try:
             self.wait()
         finally:

@@ -1,4 +1,4 @@
-"""Save and restore on all ranks of a strategy: rank 0 writes, all ranks read, and all raise if one fails.
+"""Save and restore on all ranks of a strategy: rank 0 writes, all ranks read, and all ranks raise if one fails.
 
 Our strategy calls this from its hooks; :class:`~lightning_ddp_ext.RankZeroCheckpoint` installs it in a stock strategy.
 """
@@ -32,9 +32,9 @@ from .named_calls import ranks_of
 
 
 class Checkpoints:
-    """Saves and restores together with the other ranks; the strategy's ``checkpoint_io`` does the work.
+    """Saves and restores together with the other ranks, using the strategy's ``checkpoint_io``.
 
-    Every rank raises the errors.
+    Every rank raises an error that occurs on any rank.
     """
 
     def __init__(self, strategy: pl.strategies.Strategy) -> None:
@@ -46,26 +46,26 @@ class Checkpoints:
         """Write a checkpoint on rank 0. Collective: every rank must call it."""
         if self._has_partial_sums:
             sentence = (
-                f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted because of another rank's failure, and an "
-                "optimiser step that was queued may have used gradients of some ranks only; an existing file is left "
-                "untouched, so continue from the last checkpoint"
+                f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after another rank failed, and a queued "
+                "optimiser step may have used the gradients of only some ranks; an existing file is left untouched, "
+                "so continue from the last checkpoint"
             )
             if not self.is_handling_exception:
                 raise CheckpointSaveError(sentence, path=path)
-            rank_zero_warn(sentence)  # the user sees another error
+            rank_zero_warn(sentence)  # the user already sees another error
             return
         io = self._strategy.checkpoint_io
-        stops = getattr(self._strategy, "stops", None)  # of our strategy
+        stops = getattr(self._strategy, "stops", None)  # only our strategy has one
         seconds = 0.0 if stops is None else stops.deadline.total_seconds()
         if isinstance(io, RankZeroCheckpointIO) and stops is not None:
-            io.saver.deadline = seconds  # in the background
+            io.saver.deadline = seconds  # for background saves
         write = partial(io.save_checkpoint, checkpoint, path, storage_options=storage_options)
         self.on_rank_zero(delaying_forced_end(seconds)(write), f"saving {os.fspath(path)}")
 
     def remove(self, path: PathLike) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
         if self._has_partial_sums:
-            return  # the one that replaces it was not saved
+            return  # the checkpoint that replaces it was not saved
         self.on_rank_zero(lambda: self._strategy.checkpoint_io.remove_checkpoint(path), f"removing {os.fspath(path)}")
 
     def finish(self) -> None:
@@ -78,10 +78,10 @@ class Checkpoints:
         except Exception as error:
             if not self.is_interrupted:
                 raise
-            rank_zero_warn(f"a background save also failed: {error}")  # the user sees another error
+            rank_zero_warn(f"a background save also failed: {error}")  # the user already sees another error
 
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
-        """Run ``work`` on rank 0, and give every rank its result or its error. Collective.
+        """Run ``work`` on rank 0, and return its result or raise its error on every rank. Collective.
 
         When the Trainer is interrupted, rank 0 works alone and the other ranks get ``None``.
         """
@@ -98,13 +98,13 @@ class Checkpoints:
             return self._ranks.on_rank_zero(work, what, settle)
 
     def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:
-        """Give rank 0 the values of all ranks, by rank, and the others ``None``. Collective."""
+        """Return the values of all ranks in rank order on rank 0, and ``None`` on the other ranks. Collective."""
         with self._every_rank(what):
             return self._ranks.to_rank_zero(value)
 
     @contextmanager
     def _every_rank(self, what: str) -> Iterator[None]:
-        """Run a block that every rank must run: name a rank that does not call it, or that fails."""
+        """Run a block that every rank must run, and name a rank that does not call it or that fails."""
         context = current()
         try:
             if context is not None and self._ranks.world_size > 1:
@@ -115,26 +115,26 @@ class Checkpoints:
         except Exception as error:
             if not echoes_another_rank(error):
                 raise
-            # Outside of fit and the like nothing else names the rank that failed.
+            # Outside the Trainer's functions, nothing else names the rank that failed.
             explanation: BaseException = explain(error)
             raise explanation from explanation.__cause__
 
     # Reading.
 
     def restore(self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any) -> None:
-        """Have every rank ``restore`` the file that rank 0 found. Collective.
+        """Call ``restore`` on every rank with the file that rank 0 found. Collective.
 
-        Each rank resolves ``"last"``, ``"best"`` and the like on its own disk, before the ranks connect. A rank
-        that finds nothing would skip the restore, and with it the collectives inside.
+        Each rank resolves ``"last"``, ``"best"`` and similar values on its own disk before the ranks connect. A rank
+        that finds nothing would otherwise skip the restore and its collectives.
         """
         restore(self._ranks.from_rank_zero(None if path is None else os.fspath(path)), *args, **kwargs)
 
     def load(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint on every rank. Collective, if the IO is ours.
+        """Read a checkpoint on every rank. Collective if the IO is ours.
 
-        Its ``state_dict`` may be mapped from the file where it is only copied into the model.
+        The ``state_dict`` may be mapped from the file if it is only copied into the model.
         """
         io, module = self._strategy.checkpoint_io, self._strategy.lightning_module
         if not isinstance(io, RankZeroCheckpointIO):
@@ -163,8 +163,8 @@ class Checkpoints:
     def _has_partial_sums(self) -> bool:
         """Whether NCCL was aborted, so that the weights may be wrong.
 
-        An optimiser step that waits on the device for a dead rank is aborted later. So with NCCL this
-        waits for the device, as copying the weights does.
+        With NCCL this waits for the device, as copying the weights does, because an optimiser step that waits there
+        for a dead rank is aborted later.
         """
         context = current()
         if context is None or not context.groups.uses_nccl:
@@ -177,25 +177,25 @@ class Checkpoints:
     def is_interrupted(self) -> bool:
         """Whether an exception ended the Trainer's run, so that some ranks may not make the next collective call.
 
-        If every rank raised one, this is true until the exception is handled. After a stop by a signal it is false,
+        If every rank raised an exception, this is true until it is handled. After a stop by a signal this is false,
         because all ranks still make the same calls.
         """
-        trainer, context, stops = self._trainer, current(), getattr(self._strategy, "stops", None)  # of our strategy
+        trainer, context, stops = self._trainer, current(), getattr(self._strategy, "stops", None)  # ours has stops
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
         return stops is None or stops.run.has_failed or context is None or context.peers.cause is not None
 
     @property
     def is_handling_exception(self) -> bool:
-        """Whether an exception ended the run and was not caught yet."""
+        """Whether an exception ended the run and has not been caught yet."""
         return self.is_interrupted and sys.exc_info()[1] is not None
 
 
 def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]:
-    """Return the checkpoint in the form that Lightning restores, from any program.
+    """Return a checkpoint written by any program in the form that Lightning restores.
 
-    A plain state dict gets the missing entries of a checkpoint, and names with ``module.`` or ``_orig_mod.`` become
-    those of the model, where it has them.
+    A plain state dict gets the missing entries of a checkpoint, and names with ``module.`` or ``_orig_mod.`` are
+    replaced by the model's names.
     """
     if is_plain_state_dict(content):
         rank_zero_info(
@@ -217,7 +217,7 @@ def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]
 
 
 def wants_content(module: pl.LightningModule, trainer: Any) -> bool:
-    """Whether some hook gets the file's weights before they are loaded, and may read, change or keep them."""
+    """Whether a hook gets the file's weights before they are loaded, and may read, change or keep them."""
     hooks = [_hook(module, pl.LightningModule, name) for name in ("on_load_checkpoint", "load_state_dict")]
     if trainer is not None:
         hooks += [_hook(callback, pl.Callback, "on_load_checkpoint") for callback in trainer.callbacks]
@@ -226,7 +226,7 @@ def wants_content(module: pl.LightningModule, trainer: Any) -> bool:
 
 
 def _hook(owner: Any, base: type, name: str) -> bool:
-    """Whether a hook is a user's: Lightning's own, and this package's, ignore the weights."""
+    """Whether a hook is the user's; those of Lightning and of this package ignore the weights."""
     hook = getattr(type(owner), name)
     return hook is not getattr(base, name) and not hook.__module__.startswith("lightning_ddp_ext.")
 

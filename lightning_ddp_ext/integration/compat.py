@@ -1,4 +1,4 @@
-"""Read and set private attributes of Lightning's objects that several modules need, or that take more than a line."""
+"""Read and set private attributes of Lightning's objects that several modules need, or that need more than a line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .lightning_tree import Loop, refuse_missing
 
 
 def combined_loader_of(loop: Any) -> Any:
-    """Return a loop's combined loaders, whose mode has no public name; ``None`` before it has them."""
+    """Return a loop's combined loader, whose mode is not public; ``None`` before the loop has one."""
     return None if loop is None else _read(loop, "_combined_loader")
 
 
@@ -29,43 +29,43 @@ def mode_of(combined: Any) -> str:
 
 
 def combined_iterator_of(loop: Any) -> Any:
-    """Return the current iterator of a loop over its combined loaders; a new one each epoch."""
+    """Return the loop's current iterator over its combined loader; each epoch has a new one."""
     combined = combined_loader_of(loop)
     return None if combined is None else _read(combined, "_iterator")
 
 
 def iterators_of(loop: Any) -> list[Any]:
-    """Return the iterators that the loop itself reads now, not those of a user who looks at a batch."""
+    """Return the iterators that the loop itself is reading, without those that users created."""
     iterator = combined_iterator_of(loop)
     return [] if iterator is None else list(iterator.iterators)
 
 
 def fetcher_of(loop: Any) -> Any:
-    """Return the data fetcher of a loop; its attribute ``length`` determines the last batch."""
+    """Return the data fetcher of a loop, whose attribute ``length`` determines the last batch."""
     return _read(loop, "_data_fetcher")
 
 
 def is_read_in_step(loop: Any) -> bool:
-    """Whether steps of a loop take ``dataloader_iter``, and so fetch their batches themselves."""
+    """Whether the steps of a loop take ``dataloader_iter`` and thus fetch their batches themselves."""
     return type(fetcher_of(loop)).__name__ == "_DataLoaderIterDataFetcher"
 
 
 def active_loop_of(trainer: Any) -> Any:
-    """Return the running loop, of training or of an evaluation; ``None`` outside."""
+    """Return the running training or evaluation loop, or ``None``."""
     return _read(trainer, "_active_loop")
 
 
 def end_restart(fit_loop: Any) -> None:
-    """Have a fit loop continue as if it was not restarted.
+    """Make a fit loop continue as if it had not been restarted.
 
-    Its own property is overridden by one that is always true with ``max_steps``.
+    The fit loop overrides the property of its base class with one that is always true with ``max_steps``.
     """
     refuse_missing(Loop, "restarting")
     Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
 
 
 def validates_next(trainer: Any) -> bool:
-    """Whether Lightning validates after the batch that has just been trained on."""
+    """Whether Lightning validates after the current batch."""
     loop = trainer.fit_loop.epoch_loop
     return bool(_read(loop, "_should_check_val_fx")(fetcher_of(trainer.fit_loop)))
 
@@ -77,7 +77,7 @@ def is_in_optimizer_step(trainer: Any) -> bool:
 
 
 def is_in_closure(error: BaseException) -> bool:
-    """Whether an error was raised while gradients were computed or clipped: the optimiser has changed nothing."""
+    """Whether an error was raised while gradients were computed or clipped, before the optimiser changed anything."""
     trace = error.__traceback__
     while trace is not None:
         function, module = trace.tb_frame.f_code.co_name, str(trace.tb_frame.f_globals.get("__name__"))
@@ -90,13 +90,13 @@ def is_in_closure(error: BaseException) -> bool:
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
-    """Return the checkpoint that the Trainer would save now; ``save_checkpoint`` ends with a barrier."""
+    """Return the checkpoint that the Trainer would save now, without the barrier of ``save_checkpoint``."""
     checkpoint: dict[str, Any] = _read(trainer._checkpoint_connector, "dump_checkpoint")(weights_only=False)
     return checkpoint
 
 
 def end_epoch_after(trainer: Any, batches: int) -> None:
-    """Have Lightning treat the batch with this number as the epoch's last one, as it does without a length."""
+    """Make Lightning treat the batch with this number as the epoch's last one, as for loaders without a length."""
     fetcher = fetcher_of(trainer.fit_loop)
     if fetcher.length is not None:
         fetcher.length = batches
@@ -105,14 +105,14 @@ def end_epoch_after(trainer: Any, batches: int) -> None:
 
 
 def schedule_timed_validation(trainer: Any, last: float) -> None:
-    """Have all ranks validate after the next batch, or none of them, with ``val_check_interval=timedelta(...)``.
+    """Make either all ranks or none validate after the next batch, with ``val_check_interval=timedelta(...)``.
 
-    In Lightning each rank reads its own clock, so one validates while another trains. Here rank 0's clock decides.
-    Collective, if such an interval is set.
+    In Lightning each rank reads its own clock, so one rank may validate while another trains. Here rank 0's clock
+    decides. Collective if such an interval is set.
 
     Args:
         trainer: the Trainer.
-        last: the ``time.monotonic()`` of the last validation, or of the start of training.
+        last: the value of ``time.monotonic()`` at the last validation, or at the start of training.
     """
     interval = getattr(trainer, "_val_check_time_interval", None)  # not in Lightning 2.5
     if interval is not None and trainer.world_size > 1:
@@ -122,7 +122,7 @@ def schedule_timed_validation(trainer: Any, last: float) -> None:
 
 
 def needs_sampler(trainer: Any, loader: Any) -> bool:
-    """Whether Lightning would put a sampler for its rank into a loader."""
+    """Whether Lightning would put a distributed sampler into a loader."""
     return bool(trainer._data_connector._requires_distributed_sampler(loader))
 
 
@@ -130,7 +130,7 @@ def needs_sampler(trainer: Any, loader: Any) -> bool:
 
 
 def results_of(trainer: Any) -> dict[str, Any]:
-    """Return the values that ``self.log`` collected in the running loop, by key."""
+    """Return the values that ``self.log`` has collected in the running loop, by key."""
     results: dict[str, Any] = _read(trainer, "_results")
     return results
 
@@ -138,7 +138,7 @@ def results_of(trainer: Any) -> dict[str, Any]:
 def calling_result() -> tuple[Any, bool]:
     """Return the result object that called ``Strategy.reduce``, if any, and whether that call updates it.
 
-    A user may call ``reduce`` with the same arguments and needs the result immediately: only the calling frame differs.
+    A user may call ``reduce`` with the same arguments and need the result immediately; only the calling frame tells.
     """
     frame: Any = sys._getframe(1)
     while frame.f_code.co_name == "reduce":  # also of a strategy that inherits from ours
@@ -152,7 +152,7 @@ def calling_result() -> tuple[Any, bool]:
 
 
 def restore_handlers(trainer: Any) -> None:
-    """Have Lightning restore the handlers that changed; restoring all would remove ``faulthandler``'s, in C."""
+    """Make Lightning restore only the handlers that changed, because restoring all removes ``faulthandler``'s."""
     connector = _read(trainer, "_signal_connector")
     for signum, handler in list(_read(connector, "_original_handlers").items()):
         if signal.getsignal(signum) == handler:
@@ -160,11 +160,11 @@ def restore_handlers(trainer: Any) -> None:
     connector.teardown()
 
 
-# The Trainer's current activity, read from another thread at no cost to it.
+# The Trainer's current activity, which another thread reads at no cost to training.
 
 
 def current_hook(frame: FrameType | None, trainer: Any) -> str:
-    """Return the innermost hook, wait for a batch or call between ranks of a frame: ``train_dataloader_next``."""
+    """Return a frame's innermost hook, batch fetch or call between ranks, such as ``train_dataloader_next``."""
     while frame is not None:
         module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
         if module.endswith(".loops.fetchers") and function in ("__next__", "__iter__", "setup"):
@@ -180,7 +180,7 @@ def current_hook(frame: FrameType | None, trainer: Any) -> str:
 
 
 def progress_of(trainer: Any) -> str:
-    """Return the Trainer's progress: ``train: epoch 3, step 512``."""
+    """Return the Trainer's progress, such as ``train: epoch 3, step 512``."""
     stage = _stage_of(trainer)
     if trainer.training or trainer.validating or trainer.sanity_checking:
         return f"{stage}: epoch {trainer.current_epoch}, step {trainer.global_step}"

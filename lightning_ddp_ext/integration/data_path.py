@@ -1,6 +1,6 @@
 """Choose samplers for a strategy's loaders, wrap the loaders, and start the iterators over them.
 
-Lightning calls :meth:`DataPath.prepare` where it would put its own sampler into a loader. It gets a loader that shows a
+Lightning calls :meth:`DataPath.prepare` where it would put its own sampler into a loader. The result is a proxy of a
 ``DistributedLoader``, whose iterators :meth:`DataPath.start_iterator` starts.
 """
 
@@ -66,7 +66,7 @@ class DataPath:
         self.worker_seed: int | None = None
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Forget an earlier run, and have a Trainer call :meth:`prepare` where it would put its own sampler."""
+        """Reset the state, and make a Trainer call :meth:`prepare` where it would put its own sampler."""
         self.training.attach(trainer)
         self._forget()
         replaced.prepare_loaders(trainer, by=self.prepare)
@@ -78,17 +78,17 @@ class DataPath:
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
-        """The ranks whose values a reduction must leave out: those that are idle in the current step."""
+        """The ranks that are idle in the current step; reductions must leave their values out."""
         return self.uneven.idle or self.evaluation.idle
 
     def on_train_batch_start(self, batch: Any) -> None:
-        """Let the loops continue as usual, and compare the ranks' first batches. Collective, if the loaders are new."""
+        """Let the loops continue as usual, and compare the ranks' first batches. Collective if the loaders are new."""
         self.training.resume.on_train_batch_start()
         self.uneven.on_train_batch_start(self._strategy.current_trainer, batch)
 
     def prepare(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> object:
-        """Return the loader that the Trainer reads in place of a given one. Collective: every rank must call it."""
-        source = source_of(dataloader)  # of another Trainer, or another stage
+        """Return the loader that the Trainer reads in place of the given one. Collective: every rank must call it."""
+        source = source_of(dataloader)  # another Trainer or stage may have prepared it already
         loader = DistributedLoader(self._with_sampler(as_lightning, source, shuffle, stage), self.start_iterator)
         if stage in EVALUATED:
             self.evaluation.balance(loader, stage)
@@ -102,7 +102,7 @@ class DataPath:
     # Samplers.
 
     def _with_sampler(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> Any:
-        """Return a loader with one of our samplers where Lightning would put its own."""
+        """Return the loader with one of our samplers where Lightning would put its own."""
         sampler: Any = None
         if is_shared_out(dataloader):
             if stage != RunningStage.PREDICTING:
@@ -115,7 +115,7 @@ class DataPath:
         return update_dataloader(dataloader, sampler, mode=stage)
 
     def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage) -> Sampler[int] | None:
-        """Return our sampler that replaces Lightning's; ``None`` for Lightning's own."""
+        """Return our sampler that replaces Lightning's; ``None`` to keep Lightning's own."""
         is_evaluated = stage in EVALUATED
         if is_evaluated and not self._exact_evaluation:
             return None
@@ -133,10 +133,9 @@ class DataPath:
     # Iteration.
 
     def start_iterator(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
-        """Start an iterator over a loader, whose first batch has just been requested.
+        """Start an iterator over a loader, because its first batch was requested.
 
-        It starts at the beginning if a loop evaluates or the user looks at a batch, and at the position if the fit
-        loop reads it.
+        For the fit loop it starts at the training position, for an evaluation loop or the user at the beginning.
         """
         trainer = self._strategy.current_trainer
         epoch = self.training.epoch
@@ -146,7 +145,7 @@ class DataPath:
         if not any(iterator is each for each in iterators_of(loop)):
             rewind(loader.loader)
             return iter(own_copy(loader.loader))
-        # Workers that stay are seeded in the first epoch; those of a resumed run must not draw a number for that later.
+        # Persistent workers are seeded in the first epoch; in a resumed run, seeding them must not draw a number later.
         is_later = keeps_workers and (epoch > 0 or not is_trained)
         with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
             if is_trained:
@@ -156,14 +155,14 @@ class DataPath:
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:
-    """Whether a sampler yields each sample once, in torch's random order or in that of the dataset."""
+    """Whether a sampler yields each sample once, in torch's random order or in the dataset's."""
     if type(sampler).__iter__ not in (RandomSampler.__iter__, SequentialSampler.__iter__):
         return False
     return not getattr(sampler, "replacement", False) and batches_of(sampler) == batches_of(dataset)
 
 
 def is_shared_out(loader: Any) -> bool:
-    """Whether a loader has a batch sampler that splits batches by itself, or with one of our samplers."""
+    """Whether a loader's batches are already split among the ranks by one of our samplers or batch samplers."""
     batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
     owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
     return any(isinstance(each, GlobalOrderSampler) for each in owned)

@@ -1,4 +1,4 @@
-"""Set up how DDP averages gradients, and name parameters in its error about unused ones."""
+"""Configure how DDP averages gradients, and name the parameters in its error about unused ones."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .lightning_tree import rank_zero_info
 
 CommHook = Callable[..., Any]
 
-_SHOWN = 10  # parameters in a message
+_SHOWN = 10  # at most this many parameters are named
 
 
 class GradientAveraging:
-    """Has DDP average the gradients of a strategy's ranks, with a comm hook, if there is one, also on CPU.
+    """Makes DDP average the gradients of a strategy's ranks, with the comm hook if one is set, even on CPU.
 
-    On a single CPU rank DDP is left out of the training step.
+    With a single CPU rank the training step bypasses DDP.
 
     Attributes:
-        is_needless: whether DDP has nothing to do, since there is one rank, and no hook or option changes gradients.
+        is_needless: whether DDP has nothing to do, because of a single rank and no hook or option for gradients.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -32,7 +32,7 @@ class GradientAveraging:
         self.on_ddp_formed()
 
     def on_ddp_formed(self) -> None:
-        """Register the comm hook, which Lightning only does on GPUs; record parameters that are frozen."""
+        """Register the comm hook on CPU, because Lightning only does so on GPUs, and record frozen parameters."""
         strategy, model, self.is_needless = self._strategy, self._strategy.model, False
         self._frozen = [] if model is None else [each for each in model.parameters() if not each.requires_grad]
         hook, wrapper = strategy._ddp_comm_hook, strategy._ddp_comm_wrapper
@@ -40,12 +40,12 @@ class GradientAveraging:
             model.register_comm_hook(strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook))
 
     def on_train_start(self) -> None:
-        """Leave DDP out of the steps of a single rank, unless a user has changed what it does."""
+        """Bypass DDP in the steps of a single CPU rank, unless the user changed what DDP does."""
         model, options = self._strategy.model, self._strategy._ddp_kwargs.keys() - {"find_unused_parameters"}
-        is_on_gpu = self._strategy.root_device.type != "cpu"  # where DDP also moves what is on another device
+        is_on_gpu = self._strategy.root_device.type != "cpu"  # there DDP also moves inputs to the device
         if self._strategy.world_size > 1 or is_on_gpu or type(model) is not DistributedDataParallel:
             return
-        # If torch renames this, DDP stays, which is only slower.
+        # If torch renames this, DDP is not bypassed, which is only slower.
         described = getattr(model, "_get_ddp_logging_data", None)
         if options or described is None or described().get("comm_hook"):
             return
@@ -55,7 +55,7 @@ class GradientAveraging:
         model.require_backward_grad_sync = False
 
     def on_train_batch_start(self) -> None:
-        """Rebuild DDP if a parameter was unfrozen: DDP does not average gradients of parameters that were frozen.
+        """Rebuild DDP if a parameter was unfrozen, because DDP ignores parameters that were frozen when it was built.
 
         See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
         """
@@ -63,11 +63,11 @@ class GradientAveraging:
         if not unfrozen:
             return
         strategy = self._strategy
-        rank_zero_info(f"rebuilt DDP, because {len(unfrozen)} parameters are no longer frozen")
+        rank_zero_info(f"rebuilt DDP because {len(unfrozen)} parameters are no longer frozen")
         for parameter in unfrozen:
             dist.broadcast(parameter.data, src=0)
         if strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(strategy.root_device)  # Lightning forms DDP on a separate stream
+            torch.cuda.synchronize(strategy.root_device)  # Lightning builds DDP on a separate stream
         strategy.model = strategy.lightning_module
         strategy._pl_static_graph_delay_done = False
         before = strategy._ddp_kwargs
@@ -77,7 +77,7 @@ class GradientAveraging:
         self.on_train_start()
 
     def training_step(self, as_lightning: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step as Lightning does, or without DDP's forward pass where that is needless."""
+        """Run the module's training step as Lightning does, or without DDP's forward pass if DDP is needless."""
         if not self.is_needless:
             return as_lightning(*args, **kwargs)
         with self._strategy.precision_plugin.train_step_context():
@@ -85,7 +85,7 @@ class GradientAveraging:
 
 
 def name_unused(error: BaseException, message: str, module: nn.Module | None) -> None:
-    """Prepend names and remedy to DDP's message about unused parameters; return other errors unchanged."""
+    """Prepend names and a remedy to DDP's message about unused parameters; leave other errors unchanged."""
     found = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
     if found is None or module is None or "find_unused_parameters" not in message:
         return
@@ -93,8 +93,8 @@ def name_unused(error: BaseException, message: str, module: nn.Module | None) ->
     unused = [known[number] for number in map(int, found[2].split()) if number < len(known)]
     more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
     sentence = (
-        f"rank {found[1]} did not use these parameters in the loss that training_step returned: "
-        f"{', '.join(unused[:_SHOWN])}{more}; DDP waits for their gradients. If that is meant, choose "
+        f"rank {found[1]} did not use these parameters to compute the loss that training_step returned: "
+        f"{', '.join(unused[:_SHOWN])}{more}; DDP waits for their gradients. If this is intended, choose "
         "strategy='ddp_ext_find_unused_parameters_true', or DDPExtStrategy(find_unused_parameters=True)"
     )
     error.args = (f"{sentence}\n{message}",)

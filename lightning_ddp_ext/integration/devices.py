@@ -1,4 +1,4 @@
-"""Give each rank several of the Trainer's devices, for models that are spread over them."""
+"""Give each rank several of the Trainer's devices, for models that span devices."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .lightning_tree import pl
 class RankDevicesStrategy(pl.strategies.DDPStrategy):
     """Lightning's ``ddp`` with ``devices_per_rank`` devices for each rank.
 
-    The module puts its parts on them; Lightning puts batches on the first one.
+    The module places its parts on them; Lightning moves batches to the first one.
     """
 
     devices_per_rank: int = 1
 
     @property
     def rank_devices(self) -> list[torch.device]:
-        """Return this rank's devices: one, or ``devices_per_rank``; on the CPU each is the CPU."""
+        """This rank's ``devices_per_rank`` devices; on CPU, each of them is the CPU."""
         first = self.local_rank * self.devices_per_rank
         return (self.parallel_devices or [])[first : first + self.devices_per_rank]
 
@@ -56,14 +56,14 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
 
 
 def _check_parts(model: nn.Module, devices: list[torch.device]) -> None:
-    """Move metrics to a rank's first device, and refuse a parameter that is on none of its devices."""
+    """Move metrics to a rank's first device, and raise if a parameter is not on one of the rank's devices."""
     for module in model.modules():
         if isinstance(module, torchmetrics.Metric):
             module.to(devices[0])
     for name, parameter in model.named_parameters():
         if parameter.device not in devices:
             raise ConfigurationError(
-                f"with devices_per_rank={len(devices)} the module places its parts by itself, and {name} "
+                f"with devices_per_rank={len(devices)} the module must place its parameters itself, but {name} "
                 f"is on {parameter.device}; put it on one of self.trainer.strategy.rank_devices "
                 f"({', '.join(map(str, devices))}) in configure_model"
             )

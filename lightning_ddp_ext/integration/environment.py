@@ -1,4 +1,4 @@
-"""Find out which rank this process is: by arguments, a launcher's variables or Lightning's environment."""
+"""Determine this process's rank from arguments, a launcher's variables or Lightning's environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvir
 
 
 class WorldEnvironment(LightningEnvironment):
-    """The environment of processes whose launcher Lightning does not detect: by hand, or MPI without mpi4py."""
+    """The environment of processes whose launcher Lightning does not detect: MPI without mpi4py, or a user's shell."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ class WorldEnvironment(LightningEnvironment):
 
     @override
     def teardown(self) -> None:
-        """Keep the variables."""
+        """Leave the variables unchanged."""
 
 
 def source_of(environment: ClusterEnvironment) -> str:
-    """Return the name, for messages, of the launcher that set this process's rank."""
+    """Return the name of the launcher that set this process's rank, for messages."""
     if isinstance(environment, WorldEnvironment):
         return environment.world.source
     words = {SLURMEnvironment: "SLURM", TorchElasticEnvironment: "torchrun"}
@@ -61,7 +61,7 @@ def source_of(environment: ClusterEnvironment) -> str:
 
 
 def world_of(strategy: Any) -> World:
-    """Return the place of a strategy's process among all ranks."""
+    """Return the place of this strategy's process among all ranks."""
     environment = strategy.cluster_environment
     if isinstance(environment, WorldEnvironment):
         return environment.world
@@ -78,9 +78,9 @@ def world_of(strategy: Any) -> World:
 def environment_beside(
     environment: ClusterEnvironment | None, arguments: Mapping[str, int | None], *, devices: int, num_nodes: int
 ) -> ClusterEnvironment | None:
-    """Return the environment that has this process's rank: the one given, or one of ours.
+    """Return the environment that determines this process's rank: the given one, or one of ours.
 
-    Raise if arguments (``rank`` and ``world_size``) contradict a launcher or the Trainer's devices.
+    Raise if the arguments ``rank`` and ``world_size`` contradict a launcher or the Trainer's devices.
     """
     if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
         _refuse_other_rank(environment, arguments)
@@ -88,7 +88,7 @@ def environment_beside(
     try:
         world = read_world(os.environ, **arguments, devices=devices)
     except ConfigurationError:
-        # With fewer devices than ranks a local rank looks wrong; the message must then name the devices.
+        # With fewer devices than ranks, the local rank looks wrong, but the message must name the devices.
         world = read_world(os.environ, **arguments)
         if world is not None:
             check_devices(world, devices=devices, num_nodes=num_nodes)
@@ -100,7 +100,7 @@ def environment_beside(
 
 
 def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mapping[str, int | None]) -> None:
-    """Refuse arguments that contradict a launcher."""
+    """Raise if the arguments contradict a launcher."""
     given = (arguments["rank"], arguments["world_size"])
     if given[0] is None or environment is None or not environment.creates_processes_externally:
         return
@@ -108,5 +108,5 @@ def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mappin
     if found != given:
         raise ConfigurationError(
             f"rank={given[0]} and world_size={given[1]} contradict {source_of(environment)}, which made this "
-            f"process rank {found[0]} of {found[1]}; leave the arguments out, or start the processes by hand"
+            f"process rank {found[0]} of {found[1]}; remove the arguments, or start the processes by hand"
         )

@@ -23,9 +23,9 @@ EVALUATED = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_
 class Evaluation(IdleSteps):
     """Evaluation and prediction on a strategy's ranks.
 
-    A rank that has no batch for a step that others make is idle. It runs the step with a batch that does not count:
-    the state of ``self.log`` and torchmetrics is restored after the step, and reductions in the step leave it out.
-    State that user code keeps by itself, or counts in hooks around the step, cannot be restored.
+    A rank without a batch for a step that other ranks run is idle. It runs the step with a batch that does not count:
+    the state of ``self.log`` and torchmetrics is restored after the step, and reductions leave the rank out.
+    State that user code keeps itself, or counts in hooks around the step, cannot be restored.
     """
 
     def __init__(self, strategy: Any, *, is_exact: bool) -> None:
@@ -33,7 +33,7 @@ class Evaluation(IdleSteps):
         self._is_exact = is_exact
 
     def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
-        """Have all ranks run equally many steps over a loader. Collective: every rank must call it."""
+        """Make all ranks run the same number of steps over a loader. Collective: every rank must call it."""
         if stage == RunningStage.PREDICTING:
             if batches_of(loader) == 0:
                 loader.length = 1  # Lightning refuses a rank without batches; its iterator ends before the first one
@@ -41,7 +41,7 @@ class Evaluation(IdleSteps):
             self._pad(loader)
 
     def _pad(self, loader: DistributedLoader) -> None:
-        """Have a loader repeat its last batch until it has as many as the longest rank. Collective."""
+        """Make a loader repeat its last batch until it has as many as the rank with the most. Collective."""
         sampler = index_sampler_of(loader.loader)
         batches = self._by_rank(batches_of(loader.loader if sampler is None else sampler))
         has_length = math.inf not in batches
@@ -52,20 +52,20 @@ class Evaluation(IdleSteps):
             where = f"{name} has no sampler with a length"
             refuse(self._strategy, _idle_rank_error(batches, where))
         spare = None
-        if min(batches) == 0:  # it reads the first batch of another rank: any index of the sampler is valid
+        if min(batches) == 0:  # such a rank reads another rank's first batch, whose indices are valid on all ranks
             spare = self._strategy.broadcast(list(islice(sampler, 1)), src=batches.index(max(batches)))[0]
         loader.balance, loader.length = batches, max(batches)
-        loader.loader = own_copy(loader.loader)  # one with a state was not copied before
+        loader.loader = own_copy(loader.loader)  # a loader with a state was not copied before
         make_permanent(loader.loader, padded_to=max(batches), spare=spare)
 
     def read(self, loader: DistributedLoader, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader and count the steps; raise if idle ranks cannot be determined."""
+        """Yield a loader's batches and count the steps; raise if idle ranks cannot be determined."""
         combined = combined_loader_of(active_loop_of(self._strategy.current_trainer))
         if loader.balance is not None and (
             self._is_in_step or mode_of(combined) != "sequential" or batches_of(combined) == math.inf
         ):
             where = (
-                "a step takes dataloader_iter, loaders are combined in another mode than 'sequential', or one of them "
+                "a step takes dataloader_iter, loaders are combined in a mode other than 'sequential', or one of them "
                 "has no length"
             )
             refuse(self._strategy, _idle_rank_error(loader.balance, where))
@@ -79,8 +79,8 @@ class Evaluation(IdleSteps):
 
 
 def _idle_rank_error(batches: tuple[int, ...], where: str) -> SamplingError:
-    unknown = "; inf: no length" if math.inf in batches else ""
+    unknown = "; inf means no length" if math.inf in batches else ""
     return SamplingError(
-        f"every rank needs its own batch in every step if {where} (got {batches} batches, by rank{unknown}); choose a "
-        "batch_size that gives all ranks equally many batches, or set exact_evaluation=False"
+        f"every rank needs its own batch in every step if {where} (batches by rank: {batches}{unknown}); choose a "
+        "batch_size that gives every rank the same number of batches, or set exact_evaluation=False"
     )

@@ -1,4 +1,4 @@
-"""Have a rank without a batch take part in a step without affecting any metric."""
+"""Let a rank without a batch take part in a step without affecting any metric."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .named_calls import ranks_of
 
 
 class IdleSteps:
-    """Base of training and evaluation, in which ranks without a batch are idle."""
+    """Base class for training and evaluation in which ranks without a batch are idle."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._batches: dict[int, int] = {}  # by rank, of ranks that have fewer than others
+        self._batches: dict[int, int] = {}  # number of batches of each rank that has fewer than others
         self._step = 0
         self._is_in_step = False
 
@@ -39,12 +39,12 @@ class IdleSteps:
 
     @property
     def idle(self) -> tuple[int, ...]:
-        """The ranks whose values a reduction must leave out: those that are idle in the current step."""
+        """The ranks that are idle in the current step; reductions must leave their values out."""
         return self._idle_ranks if self._is_in_step else ()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Keep a step of an idle rank's module out of metrics and of synchronised BatchNorm."""
+        """Run a step; on an idle rank, keep it from affecting metrics and synchronised BatchNorm."""
         self._is_in_step = True
         try:
             if not self.is_idle:
@@ -57,11 +57,11 @@ class IdleSteps:
             self._is_in_step = False
 
     def idle_layers(self) -> AbstractContextManager[None]:
-        """Have an idle rank's synchronised BatchNorm layers take part in a pass with an empty batch."""
+        """Make an idle rank's synchronised BatchNorm layers take part with an empty batch."""
         return _idle_layers() if self.is_idle else nullcontext()
 
     def _by_rank(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of all ranks, by rank. Collective: every rank must call it."""
+        """Return the values of all ranks in rank order. Collective: every rank must call it."""
         return tuple(ranks_of(self._strategy).gather(value))
 
 

@@ -1,4 +1,4 @@
-"""Connect the ranks of a strategy: set the variables of started ranks, choose the endpoint, and join."""
+"""Connect the ranks of a strategy: set variables for started ranks, choose the endpoint, and join."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from .lightning_tree import (
 INIT_TIMEOUT = timedelta(minutes=5)
 HEARTBEAT_TIMEOUT = timedelta(seconds=30)
 
-# Set by Lightning's launcher, or by a user's shell, in the environment of ranks.
+# Set in the environment of ranks by Lightning's launcher or by a user's shell.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -54,7 +54,7 @@ class Rendezvous:
     """Where and how the ranks of a strategy connect; for the arguments see ``DDPExtStrategy``.
 
     Attributes:
-        init_method: the argument, or the variable ``DDPX_INIT_METHOD``; ``None`` for the cluster environment's address.
+        init_method: the argument or the variable ``DDPX_INIT_METHOD``; ``None``: the cluster environment's address.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Rendezvous:
         interface: str | None,
     ) -> None:
         self.init_method = choose(init_method, os.environ)
-        # A configuration file may give None.
+        # A configuration file may set None.
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT
         heartbeat = to_timedelta(heartbeat_timeout, field="heartbeat_timeout") or HEARTBEAT_TIMEOUT
         self.timeouts = Timeouts(heartbeat=heartbeat.total_seconds())
@@ -76,7 +76,7 @@ class Rendezvous:
     def start_variables(self, environment: ClusterEnvironment, num_nodes: int) -> dict[str, str]:
         """Return the variables that started ranks need to connect, besides the init method.
 
-        On one node without an address the kernel chooses a port, so it is not guessed, and no other job takes it.
+        On one node without an address, the kernel chooses a free port instead of this process guessing one.
         """
         method = self.init_method
         if isinstance(method, File):
@@ -88,18 +88,18 @@ class Rendezvous:
         return {PRIVATE_FILE: temporary_path()}
 
     def join(self, strategy: pl.strategies.DDPStrategy, debugged: RankDebugger | None) -> None:
-        """Connect the ranks, form the process group and log it. Collective: every rank must call it.
+        """Connect the ranks, create the process group and log it. Collective: every rank must call it.
 
-        If one rank is debugged, time limits are off, and that rank waits for a debugger.
+        If a rank is being debugged, time limits are off and that rank waits for a debugger.
         """
         if isinstance(strategy.cluster_environment, TorchElasticEnvironment):
-            watch_parent()  # torchrun's agent; other launchers end their ranks themselves
+            watch_parent()  # torchrun's agent; other launchers stop their ranks themselves
         is_first = current() is None
         request = self._request(strategy)
         context = join(request if debugged is None else without_limits(request))
         if context is not None:
             install_excepthook()
-            context.component(Survey).limit_collectives()  # these two reply to other ranks from now on
+            context.component(Survey).limit_collectives()  # from now on, these two reply to other ranks
             context.component(CommonEnd)
             if is_first:
                 size, where = request.world.world_size, request.init_method
@@ -125,11 +125,11 @@ class Rendezvous:
         )
 
     def _endpoint(self, strategy: pl.strategies.DDPStrategy, world: World) -> Endpoint:
-        """Return the init method's endpoint in this process; raise if the method does not determine it."""
+        """Return the init method's endpoint in this process; raise if the method does not determine one."""
         context, started = current(), started_ranks()
         is_connected = context is not None and len(context.table) > 1
         if is_connected or dist.is_initialized() or world.world_size == 1:
-            return FileEndpoint("")  # never used: the ranks are connected, or it is the only one
+            return FileEndpoint("")  # never used: the ranks are connected, or this is the only one
         environ = {**os.environ, **(started.variables if started is not None else {})}
         method, environment = self.init_method, strategy.cluster_environment
         if isinstance(method, File):
@@ -142,16 +142,16 @@ class Rendezvous:
         assert environment is not None
         where = _address_in(environment, environ)
         if isinstance(environment, TorchElasticEnvironment) and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun's agent listens there itself, so that rank 0 cannot.
+            # torchrun's agent listens at that address, so rank 0 cannot.
             return StoreEndpoint(where, f"lightning_ddp_ext/{environ['TORCHELASTIC_RUN_ID']}")
         return TcpEndpoint(where, is_local=strategy.num_nodes == 1)
 
 
 @contextmanager
 def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set ``variables`` while ranks are started, and restore the environment afterwards."""
+    """Set ``variables`` while ranks start, and restore the environment afterwards."""
     before = {name: os.environ.get(name) for name in (*_RANK_VARIABLES, *variables)}
-    # Every started process would use a RANK that the user exported.
+    # Every started process would inherit a RANK that the user exported.
     os.environ.pop("RANK", None)
     os.environ.update(variables)
     try:
@@ -164,25 +164,25 @@ def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]
 
 
 def temporary_path() -> str:
-    """Return the path of a file that does not exist yet, and remove one that killed ranks leave there at exit."""
+    """Return an unused path, and remove at exit a file that killed ranks may leave there."""
     path = Path(tempfile.gettempdir(), f"lightning_ddp_ext-{secrets.token_hex(16)}")
     atexit.register(path.unlink, missing_ok=True)
     return str(path)
 
 
 def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:
-    """Return the address of ``env://``; without a port, every process would choose a different one."""
+    """Return the address for ``env://``; raise if the port is missing, since each process would choose its own."""
     if "MASTER_PORT" not in environ and not _is_set_otherwise("main_port", environment):
         raise RendezvousError(
-            "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment of processes that are started "
-            f"one by one (got MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT=None); export both, the same on "
-            "every rank, or choose init_method='tcp://HOST:PORT' or 'file:///PATH'"
+            "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment if you start each process "
+            f"yourself (got MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT=None); export both with the same "
+            "values on every rank, or choose init_method='tcp://HOST:PORT' or 'file:///PATH'"
         )
     return Tcp(environment.main_address, int(environment.main_port))
 
 
 def _is_set_otherwise(name: str, environment: ClusterEnvironment) -> bool:
-    """Whether ``main_address`` or ``main_port`` was set to something other than the variables ``MASTER_...``."""
+    """Whether the environment overrides ``main_address`` or ``main_port``, which read ``MASTER_...`` by default."""
     return getattr(type(environment), name) is not getattr(LightningEnvironment, name)
 
 

@@ -1,4 +1,4 @@
-"""Start the ranks of this node with the variables that they need to connect, and wait for them."""
+"""Start this node's ranks with the variables that they need to connect, and wait for them."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _HARMLESS = (TunerExitException, StoppedException)
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Runs the script once more for each further rank of this node, or does nothing if another launcher started them.
+    """Runs the script again for each other rank of this node, or does nothing if another launcher started the ranks.
 
-    A process starts ranks once: later Trainers in the script use the same ones. Of the ranks' variables only
-    ``LOCAL_RANK`` stays in this process's environment, as Lightning leaves it: it tells a stock strategy later in the
-    script that the ranks exist. Unlike Lightning's launcher this one does not kill ranks that still work.
+    A process starts ranks only once; later Trainers in the script use the same ranks. Of the ranks' variables, only
+    ``LOCAL_RANK`` remains in this process's environment, as with Lightning, because it tells a stock strategy later in
+    the script that the ranks exist. Unlike Lightning's launcher, this one does not kill ranks that are still working.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -73,7 +73,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._strategy.is_global_zero)
-        # The handler is the Trainer's call, which runs hooks and teardown after this one.
+        # The handler is the Trainer's calling frame, which runs hooks and teardown after this call.
         safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._strategy.rescue.save}
         return supervised(function, *args, harmless=_HARMLESS, **safety, **kwargs)
 
@@ -87,11 +87,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
         deadline = self._strategy.stops.deadline.total_seconds()
         scripts = ChildScripts(list(self.procs), variables, save_within=deadline, **limit)
         record_started(scripts)
-        atexit.register(scripts.wait)  # exit handlers run in reverse: before files are removed
+        atexit.register(scripts.wait)  # exit handlers run in reverse order, so this one precedes the removal of files
 
 
 class ProcessesLauncher(MultiProcessingLauncher):
-    """Starts all ranks of this node by spawn, fork or forkserver, and waits for them."""
+    """Starts all ranks of this node with spawn, fork or forkserver, and waits for them."""
 
     _strategy: Any  # ours
 
@@ -99,7 +99,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         super().__init__(strategy, start_method=start_method)
         self._environment: ClusterEnvironment = strategy.cluster_environment
         if start_method == "forkserver" and not self._environment.creates_processes_externally:
-            # Started now, the server imports while the user's code still builds model and data.
+            # The server starts now, so that it imports modules while the user's code builds model and data.
             check_missing_main_guard()
             preloaded = ["__main__", "torch.distributed", lightning_name, "lightning_ddp_ext"]
             multiprocessing.set_forkserver_preload(preloaded)
@@ -110,7 +110,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the ranks, wait for them, and give the Trainer rank 0's results.
 
-        Lightning's own method cannot be extended: it calls nothing between the start of the processes and the wait.
+        Lightning's own method cannot be extended, because it calls nothing between starting the processes and waiting.
         """
         self._refuse_second_launch(trainer)
         variables = self._strategy.rendezvous.start_variables(self._environment, self._strategy.num_nodes)
@@ -129,13 +129,13 @@ class ProcessesLauncher(MultiProcessingLauncher):
         if environment.creates_processes_externally:
             raise ConfigurationError(
                 f"start_method={self._start_method!r} starts the ranks itself, but this process is already rank "
-                f"{environment.global_rank()} of {environment.world_size()}, from {source_of(environment)}; "
+                f"{environment.global_rank()} of {environment.world_size()} according to {source_of(environment)}; "
                 "use strategy='ddp_ext' here, or start the script without a launcher"
             )
         if self._already_fit and trainer is not None and trainer.state.fn == "fit":
             raise NotImplementedError(
-                f"a Trainer with start_method={self._start_method!r} can call fit() once; make another Trainer, and "
-                "continue with fit(ckpt_path=...)"
+                f"a Trainer with start_method={self._start_method!r} can call fit() only once; create a new Trainer "
+                "and continue with fit(ckpt_path=...)"
             )
         leave()
 
@@ -146,7 +146,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         else:
             check_bad_cuda_fork()
         os.environ["MASTER_PORT"] = str(self._environment.main_port)
-        # A forked process already has seeds and torch's flags.
+        # A forked process already has the seeds and torch's flags.
         state = None if self._start_method == "fork" else GlobalStateSnapshot.capture()
         processes = torch.multiprocessing.start_processes(
             self._run_rank,
@@ -162,21 +162,21 @@ class ProcessesLauncher(MultiProcessingLauncher):
         self, local_rank: int, launcher_pid: int, environ: Any, state: Any, results: Any, trainer: Any, *work: Any
     ) -> None:
         """Run a function in a started process."""
-        # A fork server passes on the environment of its start, which may be outdated.
+        # A fork server passes on the environment with which it was started, which may be outdated.
         os.environ.clear()
         os.environ.update(environ)
         watch_launcher(launcher_pid)
         function, args, kwargs = work
         if self._start_method == "forkserver":
-            # Pickled tensors are in shared memory, so the ranks would train on the same parameters. Lightning
-            # only copies them for spawn.
+            # Pickled tensors are in shared memory, so the ranks would all train the same parameters. Lightning only
+            # copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._environment.node_rank() == local_rank == 0)
         function = partial(supervised, function, harmless=_HARMLESS, rescue=self._strategy.rescue.save)
         try:
             self._wrapping_function(local_rank, trainer, function, args, kwargs, results, state)
         except RankFailedError as error:
-            print_line(error)  # the launching process prints the traceback of the first rank that failed
+            print_line(error)  # the launching process prints the traceback of the rank that failed first
             raise
         finally:
             leave()
@@ -184,10 +184,10 @@ class ProcessesLauncher(MultiProcessingLauncher):
 
 @dataclass(frozen=True)
 class _Results:
-    """A file with the results of rank 0, in place of the queue of Lightning's launcher.
+    """A file with rank 0's results, which replaces the queue of Lightning's launcher.
 
-    Lightning reads that queue after all processes exited. It is a pipe of 64 KiB: with about 300 logged metrics, rank 0
-    would wait forever for a reader.
+    Lightning reads that queue after all processes exited. The queue is a pipe of 64 KiB, so with about 300 logged
+    metrics, rank 0 would wait forever for a reader.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Synchronise layers while a model is trained: for ``Trainer(sync_batchnorm=True)``, and for our callback."""
+"""Synchronise layers during training, for ``Trainer(sync_batchnorm=True)`` and for our callback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
 
     Args:
         process_group: as in ``convert_sync_batchnorm``.
-        choice: the layers.
+        choice: which layers to synchronise.
     """
 
     def __init__(self, process_group: Ranks = None, choice: Choice | None = None) -> None:
@@ -31,13 +31,13 @@ class RanksLayerSync(pl.plugins.LayerSync):
         """Raise if layers are chosen in addition to the Trainer's own layer synchronisation."""
         if other is not None and (self._ranks is not None or self._choice != Choice()):
             raise ConfigurationError(
-                "sync_batchnorm=True converts all layers over all ranks, but SyncBatchNormConversion "
-                "chooses among them; leave sync_batchnorm out"
+                "sync_batchnorm=True synchronises all layers across all ranks, but SyncBatchNormConversion "
+                "selects some of them; remove sync_batchnorm=True"
             )
 
     @override
     def apply(self, model: Module) -> Module:
-        """Synchronise the layers and log it. Collective: every rank must call it. Does nothing with one rank."""
+        """Synchronise the layers and log this. Does nothing with one rank. Collective: every rank must call it."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             group = batchnorm_group() if self._ranks is None else group_of(self._ranks)
             conversion = convert(model, self._choice, group)

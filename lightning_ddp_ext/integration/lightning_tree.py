@@ -1,7 +1,7 @@
-"""Import Lightning from the tree that this module was loaded for: ``pl`` and ``fabric`` are its packages.
+"""Import Lightning from the tree for which this module was loaded: ``pl`` and ``fabric`` are its packages.
 
-That is ``lightning.pytorch``, or ``pytorch_lightning``; see ``trees``. Private names of Lightning are imported here and
-nowhere else, without the leading underscore; ``compat`` reads its private attributes.
+The tree is ``lightning.pytorch`` or ``pytorch_lightning``; see ``trees``. Lightning's private names are only imported
+here, without the leading underscore; ``compat`` reads private attributes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ lightning_version: str = pl.__version__
 
 
 def missing(name: str) -> ImportError:
-    """Return the error for a name of Lightning's that this package needs and that is missing."""
+    """Return the error for a missing Lightning name that this package needs."""
     return ImportError(
         f"lightning_ddp_ext needs {name}, which {lightning_name} {lightning_version} does not have; "
         "install a version of Lightning that this release supports (see README.md)"
@@ -33,21 +33,21 @@ def missing(name: str) -> ImportError:
 
 
 def refuse_missing(owner: type, *names: str) -> None:
-    """Raise if methods or attributes of a class of Lightning's are missing."""
+    """Raise if methods or attributes of a Lightning class are missing."""
     for name in names:
         if not hasattr(owner, name):
             raise missing(f"{owner.__module__}.{owner.__qualname__}.{name}")
 
 
 def refuse_other_tree(*objects: object) -> None:
-    """Raise if callbacks or plugins of ours are for Trainers of the other tree; the message has the right import."""
+    """Raise if some of our callbacks or plugins were made for the other tree; the message shows the right import."""
     own, other = ("pytorch_lightning", "lightning") if _IS_SECOND else ("lightning", "pytorch_lightning")
     for each in objects:
         for base in type(each).__mro__:
             if base.__module__.startswith(f"{_OTHER_PACKAGE}."):
                 raise ConfigurationError(
                     f"{base.__name__} is made for {other}, but this Trainer is from {own}; "
-                    f"write from lightning_ddp_ext.{own} import {base.__name__}"
+                    f"write 'from lightning_ddp_ext.{own} import {base.__name__}'"
                 )
 
 

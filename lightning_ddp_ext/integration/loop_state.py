@@ -1,14 +1,14 @@
 """Change the state of Lightning's loops in a checkpoint to one from which Lightning continues correctly.
 
-A checkpoint records the progress of each loop when it was saved: within a batch, after it, or between two epochs.
-Lightning does not continue correctly from each of these: accumulated gradients are lost, a batch that raised an
-exception may be lost, and a run that is resumed twice skips an epoch. So the state is changed, as a dictionary
-and before Lightning reads it, to one of four:
+A checkpoint records the progress of each loop when it was saved: during a batch, after it, or between two epochs.
+Lightning does not continue correctly from all of these: accumulated gradients are lost, a batch that raised an
+exception may be lost, and a run that is resumed twice skips an epoch. So before Lightning reads the state, this module
+changes it, in the form of a dictionary, to one of four:
 
-- "epoch_start": between two epochs; the next one begins with its hooks.
+- "epoch_start": between two epochs; the next epoch begins with its hooks.
 - "batch_end": as saved in ``on_train_batch_end``; training continues with the next batch.
-- "validation": as saved before the first batch of a validation, which runs as a whole.
-- "epoch_end": unchanged: saved in a validation after an epoch's last batch; only the epoch's end is left.
+- "validation": as saved before the first batch of a validation, which runs from its beginning.
+- "epoch_end": unchanged; saved in a validation after an epoch's last batch, so only the epoch's end remains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Stopped = Literal["batch", "validation"]
 
 
 def epoch_of(trainer: Any) -> int:
-    """Return the current epoch, or the next one; ``trainer.current_epoch`` lags behind with ``max_steps``."""
+    """Return the current or next epoch; with ``max_steps``, ``trainer.current_epoch`` lags behind."""
     epoch: int = trainer.fit_loop.epoch_progress.current.processed
     return epoch
 
@@ -32,10 +32,10 @@ class Restart:
     """The point where training continues.
 
     Args:
-        at: see the module.
-        epoch: the epoch that begins, continues, or ends.
-        done: batches of this epoch that are done.
-        has_started: at "epoch_start", whether the hooks of the epoch's start were called; they are called again.
+        at: see the module's docstring.
+        epoch: the epoch that begins, continues or ends.
+        done: the number of batches in this epoch that are done.
+        has_started: at "epoch_start", whether the epoch's start hooks were already called; they are called again.
         is_last: whether all batches of the epoch are done.
     """
 
@@ -51,7 +51,7 @@ class Restart:
         return self.at in ("batch_end", "validation") and not self.is_last
 
     def dropped_of(self, processed: int) -> int:
-        """Return how many of the epoch's processed batches are trained on again."""
+        """Return the number of the epoch's processed batches that are trained on again."""
         return processed - self.done if self.at == "batch_end" or self.has_started else 0
 
 
@@ -62,10 +62,10 @@ def find_restart(
 
     Args:
         fit_loop: the state.
-        accumulated: batches of an optimiser step.
-        stopped: whether the state was saved by a stop of all ranks, between two batches or in a validation.
-        has_ended: whether the data of the newest epoch ended. Lightning flags no last batch if it expected
-            another one: with ``dataloader_iter``, and where a loader without a length ends before the others.
+        accumulated: the number of batches per optimiser step.
+        stopped: where all ranks stopped and saved the state, between two batches or in a validation; else ``None``.
+        has_ended: whether the last epoch's data was exhausted. Lightning does not flag the last batch if it expected
+            another one: with ``dataloader_iter``, and if a loader without a length ends before the others.
     """
     epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
     done, is_last = batch["current"]["processed"], batch["is_last_batch"]
@@ -84,13 +84,13 @@ def find_restart(
 
 
 def _after_last_step(epoch: int, processed: int, accumulated: int) -> Restart:
-    """Return a restart after the last optimiser step, since gradients accumulated later are not in the checkpoint."""
+    """Return a restart after the last optimiser step, since checkpoints do not contain accumulated gradients."""
     done = processed - processed % accumulated
     return Restart("batch_end", epoch, done) if done else Restart("epoch_start", epoch, has_started=True)
 
 
 def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped | None = None) -> dict[str, Any]:
-    """Return a copy of a fit loop's state from which Lightning continues at the restart that was found in it."""
+    """Return a copy of a fit loop's state from which Lightning continues at the given restart."""
     changed = copy.deepcopy(dict(fit_loop))
     if restart.at == "epoch_end":
         return changed
@@ -105,7 +105,7 @@ def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped
         return changed
     dropped = restart.dropped_of(processed)
     is_after_batch = dropped > 0 or is_between_epochs or ready > processed or stopped == "batch"
-    if restart.at == "batch_end" and is_after_batch:  # it is counted by now, and `_TrainingEpochLoop.reset` adds one
+    if restart.at == "batch_end" and is_after_batch:  # already counted, and `_TrainingEpochLoop.reset` adds one
         changed["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if is_in_last_batch_end:
         changed["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
@@ -119,7 +119,7 @@ def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped
 def _count(
     progress: dict[str, Any], *, begun: int, processed: int = 0, completed: int = 0, earlier: int | None = None
 ) -> None:
-    """Set a loop's current counters, and its totals to those beyond ``earlier``."""
+    """Set a loop's current counters, and set its totals to these plus ``earlier``."""
     if earlier is None:
         earlier = progress["total"]["processed"] - progress["current"]["processed"]
     for name, before in (("current", 0), ("total", earlier)):

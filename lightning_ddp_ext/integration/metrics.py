@@ -1,4 +1,4 @@
-"""Reduce values of ``self.log(..., sync_dist=True)`` over the ranks, all values of a step in one collective."""
+"""Reduce values of ``self.log(..., sync_dist=True)`` across ranks, all values of a step in one collective."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .named_calls import report_step
 class BatchedMetrics:
     """Implements ``Strategy.reduce``, which Lightning calls for each value that is logged with ``sync_dist=True``.
 
-    In a step such values are queued, and the queue is reduced at the step's end; until then readers get this rank's
-    own value. At the end of an epoch all its values are reduced together. Everything else is reduced immediately.
+    Values logged in a step are queued and reduced at the end of the step; until then readers get this rank's own value.
+    The values of an epoch are reduced together at its end. Everything else is reduced immediately.
 
-    If ranks log different values, all raise. After a training step that follows one with values, all ranks reduce.
-    Elsewhere they wait for each other first, to name a rank without values.
+    If ranks log different values, all ranks raise. After a training step with values, all ranks also reduce after the
+    next one. In all other cases they first wait for each other, so that a rank without values can be named.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -38,14 +38,14 @@ class BatchedMetrics:
         self.start()
 
     def start(self) -> None:
-        """Reset the state after an earlier run, which may have stopped anywhere."""
-        self._queue: list[Value] | None = None  # a list within a step
-        self._is_expected = False  # all ranks reduce after the next training step, even those without logged values
-        self._ahead: deque[tuple[Tensor, Tensor]] = deque()  # results that are requested next, each with its source
+        """Reset the state, because an earlier run may have stopped anywhere."""
+        self._queue: list[Value] | None = None  # a list during a step
+        self._is_expected = False  # whether all ranks reduce after the next training step, even without logged values
+        self._ahead: deque[tuple[Tensor, Tensor]] = deque()  # the results requested next, each with its source
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
-        """Reduce, after the block, the values that it logged. Collective, if it logged any."""
+        """After the block, reduce the values that it logged. Collective if it logged any."""
         if is_training:
             report_step()
         queue: list[Value] = []
@@ -60,10 +60,10 @@ class BatchedMetrics:
                 value.tensor.copy_(result)
             self._is_expected = bool(queue)
         if is_training:
-            report_step()  # so that a rank without values is named where others reduce theirs
+            report_step()  # so that a rank without values is named when the others reduce theirs
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        """Reduce a tensor immediately, or queue a value of a step, which is reduced in place later. Collective."""
+        """Reduce a tensor immediately, or queue a step's value, which is reduced in place later. Collective."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         logged, is_update = calling_result()
@@ -78,7 +78,7 @@ class BatchedMetrics:
         return self._reduce([value], is_expected=False)[0]
 
     def _reduce_epoch(self, logged: Any) -> Tensor:
-        """Reduce a number of an epoch's result, together with those of all results that Lightning computes next."""
+        """Reduce a number of an epoch's result together with those of all results that Lightning computes next."""
         if not (self._ahead and self._ahead[0][0] is logged.value):
             due = [each for each in results_of(self._strategy.current_trainer).values() if self._is_due(each)]
             due = due if due and due[0] is logged else [logged]
@@ -90,7 +90,7 @@ class BatchedMetrics:
         return self._ahead.popleft()[1]
 
     def _is_due(self, result: Any) -> bool:
-        """Whether Lightning computes a result of the epoch soon, and reduces it over all ranks."""
+        """Whether Lightning will compute this result of the epoch next, and reduce it across all ranks."""
         meta, sync = result.meta, result.meta.sync
         is_computed = result.has_reset or result._computed is not None or not (result.is_tensor and meta.on_epoch)
         if is_computed or not sync.should or sync.rank_zero_only:
@@ -107,12 +107,12 @@ class BatchedMetrics:
         context = current()
         if context is not None:
             what, name = f"the reduction of {listed(dict.fromkeys(map(str, values)))}", "a reduction of logged values"
-            check = context.component(Survey).check_that_all_answer  # finds a stopped process before the timeout
+            check = context.component(Survey).check_that_all_answer  # detects a stopped process before the timeout
             context.barriers.enter(what, call_site(), name=name, check=check)
 
     @property
     def _device(self) -> torch.device:
-        """The device of messages."""
+        """The device of the tensors that are sent."""
         device: torch.device = self._strategy.root_device
         return torch.device("cpu") if is_gloo(device) else device
 
@@ -126,5 +126,5 @@ def _name_of(logged: Any) -> str:
 
 
 def _numbers_of(logged: Any) -> list[Tensor]:
-    """Return the numbers of an epoch's result that Lightning reduces, in its order."""
+    """Return the numbers of an epoch's result that Lightning reduces, in Lightning's order."""
     return [logged.value, logged.cumulated_batch_size] if logged.meta.is_mean_reduction else [logged.value]

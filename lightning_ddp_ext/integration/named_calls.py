@@ -1,4 +1,4 @@
-"""Make and report calls that every rank must make, so that a rank that skips one is named."""
+"""Make and report calls that every rank must make, so that errors can name a rank that skips one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_ddp_ext.supervision.call_site import call_site
 def report_call(what: str, *, is_waiting: bool = False) -> bool:
     """Report a call that every rank must make, and wait for the other ranks if ``is_waiting``.
 
-    Each report is a message, so only rare calls report. Return whether the ranks are connected.
+    Each report costs a message, so only rare calls are reported. Return whether the ranks are connected.
     """
     context = current()
     if context is not None:
@@ -25,7 +25,7 @@ def report_call(what: str, *, is_waiting: bool = False) -> bool:
 
 
 def report_step() -> None:
-    """Advance this rank's step counter: a call of the other ranks before that step was skipped here."""
+    """Advance this rank's step counter: this rank skipped any call that the other ranks made before that step."""
     context = current()
     if context is not None:
         context.barriers.advance()
@@ -41,9 +41,9 @@ def ranks_of(strategy: Any) -> Ranks:
 
 
 def refuse(strategy: Any, error: Exception) -> NoReturn:
-    """Raise an error that every rank found, once all found it: otherwise slower ranks report another rank's failure.
+    """Raise an error that every rank found, after a barrier. Otherwise slower ranks may report another rank's failure.
 
     Collective: every rank must call it.
     """
-    strategy.barrier("a refusal")
+    strategy.barrier("before an error")
     raise error

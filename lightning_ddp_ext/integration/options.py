@@ -1,4 +1,4 @@
-"""Check the strategy's arguments: names and choices."""
+"""Check the names and values of the strategy's arguments."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _SET_BY_LIGHTNING = ("module", "device_ids")
 
 
 def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None:
-    """Raise if neither a strategy's ``init`` nor the installed DistributedDataParallel has the argument.
+    """Raise if the installed DistributedDataParallel does not have one of the arguments.
 
     Raises:
-        ConfigurationError: it names the nearest argument, and those of DistributedDataParallel.
+        ConfigurationError: the error names the most similar argument and those of DistributedDataParallel.
     """
     options = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in _SET_BY_LIGHTNING]
     for name in ddp_kwargs:
         if name not in options:
             near = difflib.get_close_matches(name, [*inspect.signature(init).parameters, *options], n=1)
-            remedy = f"did you mean {near[0]}?" if near else "leave it out."
+            remedy = f"did you mean {near[0]}?" if near else "remove it."
             raise ConfigurationError(
-                f"DDPExtStrategy has no argument {name!r}; {remedy} Besides its own arguments it takes those of "
+                f"DDPExtStrategy has no argument {name!r}; {remedy} Besides its own arguments, it accepts those of "
                 f"DistributedDataParallel in torch {torch.__version__}: {', '.join(options)}"
             )
 
 
 def check_choice(field: str, value: object, *allowed: object) -> None:
-    """Raise if the value is not allowed; the first allowed one is the default."""
+    """Raise if the value is not one of ``allowed``, of which the first is the default."""
     if not any(type(value) is type(each) and value == each for each in allowed):
         choices = " or ".join(map(repr, allowed))
-        raise ConfigurationError(f"{field} must be {choices} (got {value!r}); leave it out for {allowed[0]!r}")
+        raise ConfigurationError(f"{field} must be {choices} (got {value!r}); the default is {allowed[0]!r}")

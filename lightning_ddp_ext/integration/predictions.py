@@ -1,4 +1,4 @@
-"""Gather the predictions of all ranks: each sample once, in the dataset's order."""
+"""Gather the predictions of all ranks, each sample once and in the dataset's order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .lightning_tree import pl
 Predicted = list[list[PredictedBatch]]  # by loader
 
 _NO_PREDICTIONS = (
-    "trainer has no predictions; call trainer.predict on every rank first, with data, and with a strategy that neither "
+    "trainer has no predictions; first call trainer.predict with data on every rank, using a strategy that neither "
     "spawns nor forks its ranks"
 )
 
@@ -27,20 +27,20 @@ _NO_PREDICTIONS = (
 def gather_predictions(trainer: Any) -> Any:
     """Gather the ranks' predictions after ``trainer.predict``. Collective: every rank must call it.
 
-    Works with any strategy, and in one process. If a sampler repeats samples, the first prediction of each is
-    used; if batches were limited, only predictions of batches that were read are joined. They are sent in CPU memory.
+    This works with any strategy, and in a single process. If a sampler repeats samples, the first prediction of each is
+    used. If batches were limited, only the batches that were read are included. Predictions are sent in CPU memory.
 
     Args:
         trainer: a Trainer that has finished ``predict`` and keeps its predictions (``return_predictions``).
 
     Returns:
-        On rank 0 the outputs of ``predict_step`` for all samples in the dataset's order: tensors and arrays joined
-        along their first dimension, lists with an item for each sample joined, dicts and tuples item by item. With
-        several loaders a list with one entry each, which is ``None`` if nothing was read. On other ranks ``None``.
+        On rank 0, the outputs of ``predict_step`` for all samples in the dataset's order: tensors and arrays joined
+        along their first dimension, lists with one item per sample joined, dicts and tuples item by item. With
+        several loaders, a list with one entry each, which is ``None`` if nothing was read. On other ranks, ``None``.
 
     Raises:
-        SamplingError: on every rank: predictions are missing, a loader does not record which samples they are for,
-            they do not have a row for each sample, or their structures or shapes differ.
+        SamplingError: on every rank: predictions are missing, a loader does not record which samples they belong to,
+            they do not have one row per sample, or their structures or shapes differ.
 
     Example::
 
@@ -51,7 +51,7 @@ def gather_predictions(trainer: Any) -> Any:
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return _join_ranks([_predicted_here(trainer)])
-    # In CPU memory, so that rank 0's GPU need not hold what it receives.
+    # In CPU memory, so that rank 0's GPU does not need memory for all predictions.
     group = None if is_gloo("cpu") else dist.new_group(backend="gloo")
     try:
         return _gather(trainer, group)
@@ -61,7 +61,7 @@ def gather_predictions(trainer: Any) -> Any:
 
 
 def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
-    """Join the predictions of all ranks on rank 0; raise the error of any rank on all. Collective."""
+    """Join the predictions of all ranks on rank 0; raise an error on any rank on all of them. Collective."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=group)
     own = ranks.on_every_rank(lambda: pickle.dumps(_predicted_here(trainer)), "gather_predictions")
     found = ranks.to_rank_zero(own)
@@ -76,10 +76,10 @@ def _predicted_here(trainer: Any) -> Predicted:
         raise SamplingError(_NO_PREDICTIONS)
     if not loop.return_predictions:
         raise SamplingError(
-            "trainer.predict must keep its predictions (got return_predictions=False); leave the argument out"
+            "trainer.predict must keep its predictions (got return_predictions=False); remove that argument"
         )
     loaders = pl.utilities.CombinedLoader(iterables, "sequential").flattened
-    if loop.skip:  # this rank had no data, and its predictions are from an earlier call
+    if loop.skip:  # this rank had no data, and its predictions belong to an earlier call
         return [[] for _ in loaders]
     outputs = loop.predictions if len(loaders) > 1 else [loop.predictions]
     found = []
@@ -88,7 +88,7 @@ def _predicted_here(trainer: Any) -> Predicted:
         if len(seen) < len(of_loader):
             raise SamplingError(
                 f"loader {number} must record the samples of each batch (got {type(loader).__name__}, which does not); "
-                "use a DataLoader over a dataset with indices"
+                "use a DataLoader with a map-style dataset"
             )
         # Workers read ahead, so a loader may have read more batches than were predicted.
         found.append([PredictedBatch(list(samples), each) for samples, each in zip(seen, of_loader, strict=False)])

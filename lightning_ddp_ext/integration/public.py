@@ -1,4 +1,4 @@
-"""Gather the public names that belong to one of the two Lightning trees, and register the strategy's names in it."""
+"""Collect the public names for one of the two Lightning trees, and register the strategy's names there."""
 
 from .callbacks.hang_watchdog import HangWatchdog
 from .callbacks.rank_consistency import RankConsistency
@@ -41,7 +41,7 @@ for _name, _start_method in _START_METHODS.items():
         pl.strategies.StrategyRegistry.register(
             _name + _suffix,
             DDPExtStrategy,
-            description=f"DDPExtStrategy by {_start_method}{_suffix}",
+            description=f"DDPExtStrategy with start_method={_start_method!r}{_suffix}",
             override=True,
             start_method=_start_method,
             **_options,

@@ -1,6 +1,6 @@
-"""Replace methods of single Lightning objects during a run: at most four, which the strategy's ``teardown`` restores.
+"""Replace at most four methods of Lightning objects during a run; the strategy's ``teardown`` restores them.
 
-No class and no module is changed. If the Trainer's profiler measures nothing, a faster one replaces it.
+Classes and modules are not changed. If the Trainer's profiler measures nothing, a faster one replaces it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing_extensions import override
 
 from .lightning_tree import RunningStage, pl, refuse_missing
 
-# Puts a sampler into a loader, given the loader, whether to shuffle, and the stage.
+# Adds a sampler to a loader; takes the loader, whether to shuffle, and the stage.
 Prepare = Callable[[Any, bool, RunningStage], Any]
 
 
 class IdleProfiler(pl.profilers.PassThroughProfiler):
-    """Lightning's profiler that measures nothing, without the generators that it makes for some thirty actions a step.
+    """Lightning's profiler that measures nothing, without the generators that it creates, about thirty per step.
 
     It shares the state of ``original``.
     """
@@ -36,7 +36,7 @@ class IdleProfiler(pl.profilers.PassThroughProfiler):
 
 
 class Unmeasured(nullcontext[str], ContextDecorator):
-    """A context that measures nothing, and decorates functions as a profiler's do."""
+    """A context manager that measures nothing, and that also works as a decorator, like those of a profiler."""
 
 
 class ReplacedMethods:
@@ -47,7 +47,7 @@ class ReplacedMethods:
         self._trainer: Any = None
 
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of one object; raise if the installed Lightning does not have it."""
+        """Replace a method of one object; raise if the method is missing in the installed Lightning."""
         refuse_missing(type(owner), name)
         setattr(owner, name, method)
         self._replaced.append((owner, name))
@@ -67,7 +67,7 @@ class ReplacedMethods:
             trainer.profiler, self._trainer = IdleProfiler(trainer.profiler), trainer
 
     def prepare_loaders(self, trainer: Any, by: Callable[[Prepare, Any, bool, RunningStage], Any]) -> None:
-        """Have ``by``, which gets Lightning's own method, put samplers into loaders.
+        """Make Lightning call ``by`` to add samplers to loaders; ``by`` gets Lightning's own method.
 
         Lightning chooses the sampler in a private method, without a hook.
         """
@@ -82,15 +82,15 @@ class ReplacedMethods:
         self.replace(connector, "_prepare_dataloader", prepare)
 
     def restore_by(self, trainer: Any, restore: Callable[..., None]) -> None:
-        """Have ``restore``, which gets Lightning's own method and its arguments, restore the model and callbacks."""
+        """Make Lightning call ``restore`` for model and callbacks, with its own method and that method's arguments."""
         connector = trainer._checkpoint_connector
         own = partial(type(connector)._restore_modules_and_callbacks, connector)
         self.replace(connector, "_restore_modules_and_callbacks", partial(restore, own))
 
     def leave_signals_to_us(self, trainer: Any) -> None:
-        """Keep Lightning from collective calls in its signal handler and before each batch.
+        """Keep Lightning from making collective calls in its signal handler and before each batch.
 
-        Our own handlers get the signals.
+        Our own handlers receive the signals.
         """
         self.replace(trainer._signal_connector, "_sigterm_notifier_fn", lambda *args: None)
         if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0

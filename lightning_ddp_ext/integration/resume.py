@@ -28,13 +28,13 @@ _NO_RESTART = Restart("epoch_start", epoch=-1)
 
 
 def positions_of(trainer: Any) -> list[LoaderPosition]:
-    """Return the position of each training loader, in the order in which they are combined."""
+    """Return the position of each training loader, in the order of the combined loader."""
     combined = combined_loader_of(trainer.fit_loop)
     return [] if combined is None else [iterable_of(loader).position for loader in combined.flattened]
 
 
 def training_generators(strategy: Any, *, with_loaders: bool = True) -> list[Any]:
-    """Return the generators of this rank's training besides the global ones: its CUDA device's and its loaders'."""
+    """Return the non-global generators of this rank's training: those of its CUDA device and its loaders."""
     device, positions = strategy.root_device, positions_of(strategy.current_trainer) if with_loaders else []
     on_device = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
     return [*on_device, *(each for position in positions for each in position.generators)]
@@ -46,15 +46,15 @@ def shared_state(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Resume:
-    """One resume of a Trainer's training; without a checkpoint, one that changes nothing.
+    """A resume of a Trainer's training; without a checkpoint it changes nothing.
 
-    The checkpoint's loop state is changed to one from which Lightning continues correctly.
+    It changes the checkpoint's loop state to one from which Lightning continues correctly.
 
     Attributes:
         restart: the point where training continues.
-        seed: of the orders of samples in the run that is resumed; ``None`` if the checkpoint has none.
-        states: the states in which this rank's loaders start; empty until they are found.
-        done: batches of the epoch that are done, counted for the current number of ranks.
+        seed: the seed for the order of samples in the resumed run; ``None`` if the checkpoint has none.
+        states: the states in which this rank's loaders start; empty until :meth:`find_data` sets them.
+        done: the number of the epoch's batches that are done, converted to the current number of ranks.
         has_restored_random: whether random states were already restored.
     """
 
@@ -76,13 +76,13 @@ class Resume:
         else:
             section, restart = {}, find_restart(loops, accumulated=self._trainer.accumulate_grad_batches)
         if restart.is_within and not section:
-            rank_zero_warn(f"the checkpoint does not record the progress in epoch {restart.epoch}; it starts again")
+            rank_zero_warn(f"the checkpoint has no data position in epoch {restart.epoch}, so that epoch starts again")
             data = "epoch"
         if restart.is_within and data == "epoch":
             restart, self._ranks = Restart("epoch_start", restart.epoch, has_started=True), ()
         changed = change_to(loops, restart, stopped=section.get("stopped"))
         if self._has_own_states or restart.has_started or (section and restart.at == "epoch_start"):
-            changed["state_dict"].pop("combined_loader", None)  # these are rank 0's; each rank has its own
+            changed["state_dict"].pop("combined_loader", None)  # rank 0's states, but each rank has its own
         checkpoint["loops"]["fit_loop"] = changed
         self.restart = restart
 
@@ -97,7 +97,7 @@ class Resume:
 
     @property
     def _own(self) -> Mapping[str, Any]:
-        """This rank's saved state; on a rank that did not exist then, the state that all ranks share."""
+        """This rank's saved state; on a rank that did not exist in that run, the state that all ranks share."""
         rank: int = self._strategy.global_rank
         return self._ranks[rank] if rank < len(self._ranks) else shared_state(self._ranks[0])
 
@@ -113,7 +113,7 @@ class Resume:
     # Lightning's loops.
 
     def on_train_start(self) -> None:
-        """Set the random state and counters with which training continues, before Lightning uses them."""
+        """Set random state and counters to those with which training continues, before Lightning uses them."""
         if self.restart is _NO_RESTART:
             return
         if self.restart.at == "epoch_start":
@@ -128,17 +128,17 @@ class Resume:
             self.restore_random_state()
 
     def on_train_batch_start(self) -> None:
-        """Have Lightning's loops continue as usual, once the first batch of a resumed epoch was read."""
-        if self.restart.is_within:  # otherwise the epoch's end skips schedulers that monitor a metric
+        """Let Lightning's loops continue as usual after the first batch of a resumed epoch was read."""
+        if self.restart.is_within:  # otherwise the end of the epoch would skip schedulers that monitor a metric
             end_restart(self._trainer.fit_loop)
 
     def on_validation_end(self) -> None:
-        """Have the epoch end as usual, once the due validation ran as a whole."""
+        """Let the epoch end as usual after the validation with which the resume began."""
         if self.restart.at == "validation" and not self._trainer.sanity_checking:
             end_restart(self._trainer.fit_loop)
 
     def _set_counters(self) -> None:
-        """Set the loops' counters to the batches that are done on this number of ranks."""
+        """Set the loops' counters to the number of batches that are done, for this number of ranks."""
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = self.done
         current.completed = self.done - 1 if self.restart.at == "batch_end" else self.done
@@ -149,12 +149,12 @@ class Resume:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left of the epoch, possibly because of a new limit."""
+        """Whether the epoch has no batches left, possibly because of a new limit."""
         is_cut = self.restart.at == "batch_end" and self.done >= self._trainer.num_training_batches > 0
         return self.restart.is_last or is_cut
 
     def find_data(self) -> None:
-        """Find the position where each training loader continues, or raise if data differ. Collective at first."""
+        """Find where each training loader continues, or raise if the data differs. Collective the first time."""
         if self.states:
             return
         try:
@@ -168,24 +168,24 @@ class Resume:
         positions, states = positions_of(self._trainer), self._own["loaders"]
         if len(states) != len(positions):
             raise ResumeError(
-                f"epoch {self.restart.epoch} cannot be resumed in the middle: it was read from {len(states)} training "
-                f"loaders, and there are {len(positions)}; resume with the same ones, or {FROM_THE_EPOCHS_START}"
+                f"epoch {self.restart.epoch} cannot be resumed in the middle: it began with {len(states)} training "
+                f"loaders, but there are {len(positions)} now; use the same loaders, or {FROM_THE_EPOCHS_START}"
             )
         for position, state in zip(positions, states, strict=True):
             position.check(state)
             if position.is_by_rank and state["at"] and not self._has_own_states:
                 rank_zero_warn(
-                    f"the checkpoint lacks each rank's position in {position.name}; it was saved by one rank "
-                    "alone or by another strategy; batches may be read twice or left out in epoch "
-                    f"{self.restart.epoch}; {FROM_THE_EPOCHS_START}"
+                    f"the checkpoint lacks each rank's position in {position.name}, because a single rank or another "
+                    f"strategy saved it, so epoch {self.restart.epoch} may repeat or skip batches; "
+                    f"{FROM_THE_EPOCHS_START}"
                 )
 
     def _count_batches(self) -> None:
-        """Count the batches that are done on this number of ranks, up to an optimiser step, and those until the end.
+        """Compute the number of batches done, up to an optimiser step, and the epoch's end, for this number of ranks.
 
-        Loops assume equally many batches in all epochs. So on another number of ranks, or with batches of another
-        size, the count of done batches differs. Remaining batches are not counted in a loader that restarts within the
-        epoch: the longest one, which ends the epoch, is read once.
+        Loops assume the same number of batches in all epochs. On a different number of ranks, or with another batch
+        size, the number of done batches therefore changes. Loaders that restarted within the epoch are ignored for the
+        remaining batches, because the longest loader, which ends the epoch, is read only once.
         """
         pairs = list(zip(positions_of(self._trainer), self.states, strict=True))
         combine = min if mode_of(combined_loader_of(self._trainer.fit_loop)) == "min_size" else max

@@ -1,4 +1,4 @@
-"""The strategy: a switchboard that hands each of Lightning's hooks to one collaborator."""
+"""The strategy, which delegates each of Lightning's hooks to one collaborator."""
 
 from __future__ import annotations
 
@@ -43,62 +43,63 @@ T = TypeVar("T")
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-TIMEOUT = timedelta(minutes=30)  # Lightning's; the default of NCCL would be 10 minutes
+TIMEOUT = timedelta(minutes=30)  # Lightning's default; NCCL's would be 10 minutes
 
 
 class DDPExtStrategy(RankDevicesStrategy):
-    """Lightning's ``ddp`` with a choice of how the ranks connect; after a failure every rank exits within bounded time.
+    """Lightning's ``ddp`` with a choice of init methods; after a failure, every rank exits within a bounded time.
 
     Args:
-        init_method: where the ranks connect: ``"env://"``, ``"tcp://host:29500"``, ``"file:///shared/run42"``, or an
+        init_method: how the ranks connect: ``"env://"``, ``"tcp://host:29500"``, ``"file:///shared/run42"``, or an
             :class:`~lightning_ddp_ext.Env`, :class:`~lightning_ddp_ext.Tcp` or :class:`~lightning_ddp_ext.File`.
-            ``None``: the variable ``DDPX_INIT_METHOD``, else the address of Lightning's cluster environment; on one
-            node the kernel chooses a port.
-        rank: this process's rank, if you start one process per rank by hand; needs ``world_size``. The rank on its
-            host is ``LOCAL_RANK``, else ``rank`` modulo devices.
-        world_size: number of ranks; needs ``rank``, and must equal ``devices * num_nodes``.
+            ``None`` uses the variable ``DDPX_INIT_METHOD``, or else the address of Lightning's cluster environment; on
+            one node, the kernel chooses a port.
+        rank: this process's rank, if you start one process per rank by hand; requires ``world_size``. The local rank
+            is ``LOCAL_RANK``, or else ``rank`` modulo the number of devices.
+        world_size: the number of ranks; requires ``rank`` and must equal ``devices * num_nodes``.
         init_timeout: seconds or ``timedelta`` within which all ranks must connect.
-        heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host or network counts as dead. An
-            exited process is noticed immediately.
-        timeout: seconds or ``timedelta`` that a collective may take; ``None`` for the backend's own limit.
-        devices_per_rank: how many of the Trainer's devices each rank has. The module puts its parts on
-            ``self.trainer.strategy.rank_devices`` in ``configure_model``; Lightning puts batches on the first of them.
-        start_method: how further ranks start: ``"popen"`` runs the script again; the others start functions.
-        sampler: the order of training samples, if Lightning puts a sampler into a loader: ``"torch"`` for that of
-            stock Lightning, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
-        exact_evaluation: whether validation and test count each sample exactly once, if Lightning puts a sampler
-            into a loader; stock Lightning repeats samples until all ranks have the same number.
-        uneven_inputs: how an epoch ends if the ranks have different numbers of training batches. With
-            ``"stop_at_shortest"`` it ends after the last step for which every rank has a batch. With ``"join"`` every
-            batch is trained on once: a rank without further batches repeats its last one, which does not count.
-            ``None``: loaders whose lengths differ are refused.
-        resume_data: where training continues in a checkpoint's epoch: ``"exact"``: with the next batch and each rank's
-            random states; ``"epoch"``: at the epoch's start, for data that changed; ``"stock"``: as Lightning does.
-        stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name
-            next to the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
-            save nothing. In the next run of the same command ``ckpt_path="last"`` finds it.
-        rescue_checkpoint: where a survivor saves the last step after another rank died or failed: as for
-            ``stop_checkpoint``, such as ``"last-rescued.ckpt"``; ``None`` to save nothing. The file is removed when a
-            run that resumed from it finishes.
-        save_deadline: seconds or ``timedelta`` from a signal or an exception until ranks are killed without saving;
-            ``None`` for 25 s under torchrun, which kills them after 30 s, and 10 minutes elsewhere.
-        nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
-        interface: the network interface for NCCL and gloo, ``"eth1"``.
-        process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses by the device.
-        accelerator: the kind of device; the Trainer sets it.
-        parallel_devices: the devices of this host; the Trainer sets them.
-        cluster_environment: a plugin with ranks and address; by default the Trainer detects the launcher's.
+        heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host or network is considered dead.
+            The exit of a process is detected immediately.
+        timeout: seconds or ``timedelta`` that a collective may take; ``None`` uses the backend's own limit.
+        devices_per_rank: the number of the Trainer's devices that each rank gets. The module must place its parts on
+            ``self.trainer.strategy.rank_devices`` in ``configure_model``; Lightning moves batches to the first of them.
+        start_method: how the other ranks start: ``"popen"`` runs the script again; the other methods start a function.
+        sampler: the order of training samples in loaders to which Lightning adds a sampler: ``"torch"`` for stock
+            Lightning's order, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
+        exact_evaluation: whether validation and test count each sample exactly once in loaders to which Lightning adds
+            a sampler; stock Lightning repeats samples until all ranks have the same number.
+        uneven_inputs: how an epoch ends if the ranks have different numbers of training batches.
+            ``"stop_at_shortest"`` ends it after the last step for which every rank has a batch. ``"join"`` trains on
+            every batch once: a rank that runs out of batches repeats its last one, which does not count.
+            ``None`` raises if the lengths of the loaders differ.
+        resume_data: where training continues in a checkpoint's epoch: ``"exact"`` continues with the next batch and
+            each rank's random states; ``"epoch"`` repeats the epoch, for data that changed; ``"stock"`` does what
+            Lightning does.
+        stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name,
+            which is placed next to the other checkpoints, or below ``default_root_dir`` if a logger decides where these
+            are; ``None`` saves nothing. ``ckpt_path="last"`` finds the file in the next run of the same command.
+        rescue_checkpoint: where a survivor saves the last step after another rank died or failed, such as
+            ``"last-rescued.ckpt"``: a path or file name as for ``stop_checkpoint``; ``None`` saves nothing. The file is
+            removed when a run that resumed from it finishes.
+        save_deadline: seconds or ``timedelta`` between a signal or exception and the moment when ranks are killed
+            without saving; ``None``: 25 s under torchrun, which kills ranks after 30 s, and 10 minutes elsewhere.
+        nccl: NCCL settings, see :class:`~lightning_ddp_ext.NCCLOptions`.
+        interface: the network interface for NCCL and gloo, such as ``"eth1"``.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses the backend for the device.
+        accelerator: the kind of device; set by the Trainer.
+        parallel_devices: the devices of this host; set by the Trainer.
+        cluster_environment: a plugin that provides ranks and address; by default, the Trainer detects the launcher.
         checkpoint_io: writes and reads checkpoints; by default a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`.
-        precision_plugin: mixed precision; the Trainer makes it from ``precision=``.
+        precision_plugin: mixed precision; the Trainer creates it from ``precision=``.
         ddp_comm_state: the state of the comm hook, such as a ``PowerSGDState``.
-        ddp_comm_hook: a function that averages gradients, also on CPU, such as torch's ``fp16_compress_hook``.
+        ddp_comm_hook: a function that averages gradients, such as torch's ``fp16_compress_hook``; works on CPU as well.
         ddp_comm_wrapper: wraps the comm hook, such as ``fp16_compress_wrapper``.
-        model_averaging_period: steps between two averages of the model, with post-local SGD.
+        model_averaging_period: the number of steps between averages of the model with post-local SGD.
         **ddp_kwargs: arguments of :class:`torch.nn.parallel.DistributedDataParallel`, such as
             ``find_unused_parameters=True``, ``static_graph=True`` or ``gradient_as_bucket_view=True``.
 
     Raises:
-        ConfigurationError: an argument does not exist, here or in the installed torch; a value is not allowed;
+        ConfigurationError: an argument does not exist here or in the installed torch; a value is not allowed; or
             arguments, environment variables and the Trainer's ``devices`` and ``num_nodes`` contradict each other.
 
     Example::
@@ -178,7 +179,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @property
     def world(self) -> World:
-        """This process's place among all ranks; valid as soon as the strategy has a Trainer."""
+        """This process's place among all ranks; available once the strategy has a Trainer."""
         return world_of(self)
 
     @override
@@ -199,7 +200,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         self.rendezvous.join(self, debugged_rank(getattr(self.lightning_module, "_trainer", None)))
-        super().setup_distributed()  # keeps the open group
+        super().setup_distributed()  # keeps the existing group
 
     # Checkpoints.
 
@@ -240,7 +241,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if self.lightning_module is None:  # called by the user, to open the process group before a run
+        if self.lightning_module is None:  # called by the user to create the process group before a run
             super().setup_environment()
             return
         trainer = self.current_trainer
@@ -362,7 +363,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank's batch does not count in the current step; also valid in hooks."""
+        """Whether this rank's batch does not count in the current step; hooks can also read this."""
         return self.data.is_idle
 
     @override
@@ -377,14 +378,14 @@ class DDPExtStrategy(RankDevicesStrategy):
         """Wait for all ranks. Collective: every rank must call it, with the same name.
 
         Raises:
-            RankAbsentError: a rank made another call that every rank must make, skipped the barrier, or did not call it
-                within ``timeout``.
+            RankAbsentError: a rank made a different collective call, skipped the barrier, or did not call it within
+                ``timeout``.
         """
-        # After an exception some ranks never call it, so callbacks that save a checkpoint must not wait for them.
+        # After an exception some ranks never call this, so callbacks that save a checkpoint must not wait for them.
         if self.checkpoints.is_interrupted:
             return
         is_past_barrier = report_call(f"barrier {name!r}" if name else "a barrier", is_waiting=True)
-        if not is_past_barrier or self.root_device.type != "cpu":  # also waits for earlier work of the accelerator
+        if not is_past_barrier or self.root_device.type != "cpu":  # also waits for earlier work on the accelerator
             super().barrier(name, *args, **kwargs)
 
     @override
@@ -401,7 +402,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         if self.checkpoints.is_handling_exception:
             return decision
         report_call("a decision of all ranks (reduce_boolean_decision)")
-        # Lightning counts the ranks that agree; an idle one does not count.
+        # Lightning counts the ranks that agree, but an idle rank must not count.
         return super().reduce_boolean_decision(bool(decision) != all, all=False) != all
 
     @override
@@ -411,7 +412,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         return self.metrics.reduce(tensor, group, reduce_op)  # type: ignore[no-any-return]
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
-        """Run ``work`` on rank 0 and give every rank its result or its error. Collective: every rank must call it.
+        """Run ``work`` on rank 0, and return its result or raise its error on every rank. Collective.
 
         When the Trainer is interrupted, rank 0 works alone and the other ranks get ``None``.
         """

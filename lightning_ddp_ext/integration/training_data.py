@@ -1,8 +1,8 @@
 """Start the iterators over training data, and save each rank's position in them.
 
-A checkpoint gets one more section and is otherwise unchanged, so stock ``ddp`` can also resume it.
-When it is loaded, ``resume`` changes the state of the loops before Lightning reads it. The iterators over the loaders
-start at that position later, when their first batch is requested.
+A checkpoint gets one additional section and is otherwise unchanged, so stock ``ddp`` can also resume from it.
+When a checkpoint is loaded, ``resume`` changes the loops' state before Lightning reads it. The loaders' iterators
+start at the saved position later, when their first batch is requested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Recorded = Literal["epoch", "step", "validation"]
 
 
 class TrainingData:
-    """The state of training that concerns its data: the seed, the epoch, the resume, and recorded random states."""
+    """The data-related state of training: the seed, the epoch, the resume, and recorded random states."""
 
     def __init__(self, strategy: Any, resume_data: ResumeData) -> None:
         self._strategy = strategy
@@ -34,17 +34,17 @@ class TrainingData:
         self.attach()
 
     def attach(self, trainer: Any = None) -> None:
-        """Reset the state for a Trainer that loaded no checkpoint."""
-        if trainer is None or trainer.state.fn == "fit":  # else a checkpoint is of the training before
+        """Reset the state for a Trainer that has not loaded a checkpoint."""
+        if trainer is None or trainer.state.fn == "fit":  # otherwise a checkpoint describes the training before
             self._seed: int | None = None
-            self._has_ended = False  # whether the newest epoch's data ended, at the end of training
+            self._has_ended = False  # whether the last epoch's data was exhausted when training ended
         self.resume = Resume(self._strategy)
-        self._random: dict[Recorded, list[Any]] = {}  # when the last epoch, step and validation started
-        self._epoch_started: Any = None  # the combined iterator of the newest epoch
+        self._random: dict[Recorded, list[Any]] = {}  # at the start of the last epoch, step and validation
+        self._epoch_started: Any = None  # the combined iterator of the last epoch
         self._validated_at = math.inf
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Prepare to resume a checkpoint, and change its loop state for that."""
+        """Prepare to resume from a checkpoint, and change its loop state accordingly."""
         module = self._strategy.lightning_module
         is_fitting = module is not None and module._trainer is not None and module._trainer.state.fn == "fit"
         if is_fitting and "loops" in checkpoint and self.resume_data != "stock":
@@ -52,7 +52,7 @@ class TrainingData:
 
     @property
     def seed(self) -> int:
-        """The seed of the orders of samples: the resumed run's, else rank 0's. Collective, the first time."""
+        """The seed for the order of samples: that of the resumed run, else rank 0's. Collective the first time."""
         if self._seed is None:
             own = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
             self._seed = own if self.resume.seed is None else self.resume.seed
@@ -60,25 +60,25 @@ class TrainingData:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is trained, or that is trained next, also before Lightning has read its checkpoint."""
+        """The current or next training epoch; correct even before Lightning reads the checkpoint."""
         return max(epoch_of(self._strategy.current_trainer), self.resume.restart.epoch)
 
     def record_random_state(self, moment: Recorded) -> None:
-        """Record the random state at the start of an epoch, an optimiser step or a validation within training."""
+        """Record the random state at the start of an epoch, an optimiser step or a validation during training."""
         self._random[moment] = record_random_state(training_generators(self._strategy))
 
     def on_train_start(self) -> None:
-        """Start training where the checkpoint left it."""
+        """Start training where the checkpoint left off."""
         self._validated_at = time.monotonic()
         self.resume.on_train_start()
 
     def on_validation_end(self) -> None:
-        """Record the time of a validation, and have the epoch end as usual if a resumed one was due."""
+        """Record the time of the validation; if the resume began with it, let the epoch end as usual."""
         self._validated_at = time.monotonic()
         self.resume.on_validation_end()
 
     def on_train_end(self) -> None:
-        """Record whether the data of the newest epoch ended, before Lightning resets its loops."""
+        """Record whether the last epoch's data was exhausted, before Lightning resets its loops."""
         self._has_ended = fetcher_of(self._strategy.current_trainer.fit_loop).done
 
     # Reading.
@@ -86,8 +86,8 @@ class TrainingData:
     def start_iterator(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
         """Start an iterator of the fit loop.
 
-        The first one of an epoch also starts the other loaders' iterators: all draw random numbers before any batch
-        is read.
+        The first one in an epoch also starts the iterators of the other loaders, so that all of them draw random
+        numbers before any batch is read.
         """
         loop = self._strategy.current_trainer.fit_loop
         combined = combined_iterator_of(loop)
@@ -107,7 +107,7 @@ class TrainingData:
         if epoch > self.resume.restart.epoch:
             self.resume = Resume(self._strategy)
         resume = self.resume
-        # Without a length Lightning reads the first batch before training starts, and before it restores the state.
+        # Without a length, Lightning reads the first batch before it starts training and before it restores the state.
         if resume.restart.has_started or (resume.restart.at == "epoch_start" and not resume.has_restored_random):
             resume.restore_random_state()
         if resume.restart.is_within:
@@ -126,7 +126,7 @@ class TrainingData:
         return self._announce(batches) if is_first else batches
 
     def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Stop before a batch if the ranks agreed on it; record the random state of the last optimiser step."""
+        """Stop before a batch if the ranks agreed to, and record the random state before each optimiser step."""
         trainer = self._strategy.current_trainer
         accumulated = trainer.accumulate_grad_batches
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -146,7 +146,7 @@ class TrainingData:
     # Saving.
 
     def save_to(self, checkpoint: dict[str, Any], what: str) -> None:
-        """Add the data positions of all ranks to a checkpoint, in the call ``what``. Collective, unless interrupted."""
+        """Add all ranks' data positions to a checkpoint in the call ``what``. Collective unless interrupted."""
         if "loops" not in checkpoint:
             return
         trainer, checkpoints = self._strategy.current_trainer, self._strategy.checkpoints
@@ -156,7 +156,7 @@ class TrainingData:
         has_ended = self._has_ended if fetcher is None else fetcher.done
         restart = find_restart(loops, accumulated=accumulated, stopped=stopped, has_ended=has_ended)
         has_loaders = combined_loader_of(trainer.fit_loop) is not None
-        if not has_loaders and (restart.is_within or restart.epoch == 0):  # a validation resets them
+        if not has_loaders and (restart.is_within or restart.epoch == 0):  # a validation removes the loaders
             return
         positions = positions_of(trainer) if restart.is_within else []
         own = {
@@ -170,7 +170,7 @@ class TrainingData:
         checkpoint[KEY] = self.section(restart, stopped, ranks)
 
     def section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
-        """Return the section for a checkpoint; ``ranks`` has the state of each rank."""
+        """Return the section for a checkpoint; ``ranks`` contains the state of each rank."""
         return {
             "version": VERSION,
             "seed": self._seed,
@@ -180,7 +180,7 @@ class TrainingData:
         }
 
     def _random_state_of(self, restart: Restart, loops: Mapping[str, Any]) -> list[Any]:
-        """Return the random state for a restart: a recorded one, else the current one."""
+        """Return the recorded random state for a restart, or else the current one."""
         moment: Recorded | None = None
         if restart.has_started:
             moment = "epoch"

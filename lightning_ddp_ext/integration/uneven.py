@@ -1,4 +1,4 @@
-"""Train on ranks with different numbers of batches, and warn if all ranks read the same ones."""
+"""Train on ranks with different numbers of batches, and warn if several ranks read the same data."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from .resume import positions_of
 class UnevenInputs(IdleSteps):
     """Handles different numbers of training batches on the ranks of a strategy.
 
-    With ``"join"`` a rank that has no more batches is idle: it repeats its last one, with a loss of zero, until the
-    longest rank is done. Its step takes part in every collective, and does not affect gradients, metrics and
-    the statistics of synchronised BatchNorm layers. With ``"stop_at_shortest"`` each iterator ends after the last
-    batch that every rank has. ``None``: raise if the loaders' lengths differ.
+    With ``"join"``, a rank that runs out of batches is idle: it repeats its last batch with a loss of zero until the
+    rank with the most batches is done. An idle rank's steps take part in every collective, but do not affect gradients,
+    metrics or the statistics of synchronised BatchNorm layers. With ``"stop_at_shortest"``, each iterator ends after
+    the last batch that every rank has. With ``None``, loaders of different lengths raise an error.
 
     Attributes:
-        are_even: whether all ranks have equally many batches, and so do everything at the same batch.
+        are_even: whether all ranks have the same number of batches, and thus make the same calls at the same batch.
     """
 
     def __init__(self, strategy: Any, mode: Mode | None) -> None:
@@ -48,32 +48,32 @@ class UnevenInputs(IdleSteps):
 
     @property
     def _joint_mode(self) -> Mode | None:
-        """The mode in which the ranks end together; ``None`` if each ends by itself."""
+        """The mode in which the ranks end together; ``None`` if each rank ends on its own."""
         return self._mode if dist.is_initialized() and self._strategy.world_size > 1 else None
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
-        """Give a training loader the length at which all ranks end. Collective, unless each ends by itself."""
+        """Set a training loader's length if the ranks end together. Collective in that case."""
         self._has_new_loaders = True
         if self._joint_mode is None:
             return
         lengths = self._by_rank(batches_of(loader))
         if min(lengths) < max(lengths) == math.inf:
             problem = (
-                f"training loader {type(loader.loader).__name__} must have a length on every rank or on none (got "
-                f"{lengths}, by rank; inf: no length), or Lightning waits forever; give it __len__ on every rank"
+                f"training loader {type(loader.loader).__name__} must have a length on every rank or on none, or "
+                f"training would hang (lengths by rank: {lengths}; inf means no length); define __len__ on every rank"
             )
             refuse(self._strategy, SamplingError(problem))
         if math.inf not in lengths:
             loader.length = max(lengths) if self._joint_mode == "join" else min(lengths)
 
     def end_together(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
-        """Count the batches of an iterator that has just started, and end it on all ranks together, if requested."""
+        """Count the batches of a new iterator, and end it on all ranks together if requested."""
         self._batches.clear()
         mode = self._joint_mode
         if mode is None:
             return position.give(batches)
         position.ahead = AHEAD
-        context = current()  # its group for CPU tensors avoids waiting for an accelerator
+        context = current()  # a group for CPU tensors avoids waiting for an accelerator
         group = None if context is None else context.new_group(backend="gloo", purpose="small collectives")
         numbers = itertools.count(position.given)
 
@@ -87,13 +87,13 @@ class UnevenInputs(IdleSteps):
         return end_together(batches, mode, group, on_item=record_item, on_last=self._end_epoch)
 
     def _end_epoch(self) -> None:
-        """Have Lightning treat the next batch as the last one, if there is a single loader."""
+        """Make Lightning treat the next batch as the last one if there is a single loader."""
         trainer = self._strategy.current_trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
     def report_phase(self) -> None:
-        """Report a step, unless the ranks have different numbers of batches, and so of steps."""
+        """Report a step, unless the ranks have different numbers of batches and therefore of steps."""
         if self.are_even:
             report_step()
 
@@ -106,26 +106,26 @@ class UnevenInputs(IdleSteps):
         return ready - 1
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Scale the loss so that DDP's mean over all ranks is that over the ranks that are not idle."""
+        """Scale the loss so that DDP's mean over all ranks equals the mean over the ranks that are not idle."""
         idle, world_size = self._idle_ranks, self._strategy.world_size
         if not idle:
             return loss
         return loss * (0.0 if self.is_idle else world_size / (world_size - len(idle)))
 
     def max_over_ranks(self, number: float) -> float:
-        """Return the maximum of a number over all ranks, if ranks may be idle. Collective in that case."""
+        """Return the maximum of a number over all ranks if ranks may be idle. Collective in that case."""
         return max(self._by_rank(number)) if self._joint_mode == "join" else number
 
     # Once the first batch has been read.
 
     def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
-        """For new loaders, compare numbers of batches and the first batch, once. Collective in that case."""
+        """For new loaders, compare the ranks' numbers of batches and first batches. Collective in that case."""
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
         loaders = [position.loader for position in positions_of(trainer)]
         streams = [name_of(loader) for loader in loaders if index_sampler_of(loader) is None]
-        is_own = streams and not self.is_idle  # an idle rank's batch is another rank's, or an earlier one
+        is_own = streams and not self.is_idle  # an idle rank's batch is another rank's or an earlier one
         found = self._by_rank((trainer.num_training_batches, _checksums(batch) if is_own else ()))
         lengths, checksums = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
@@ -140,7 +140,7 @@ class UnevenInputs(IdleSteps):
 
 
 def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
-    """Describe why these numbers of batches, by rank, cannot work; ``None`` if they can, as with few ``max_steps``."""
+    """Describe why these numbers of batches by rank cannot work; ``None`` if they can, as with few ``max_steps``."""
     fewest, most_steps = min(lengths), trainer.max_steps
     if len(set(lengths)) == 1 or math.inf in lengths:
         return None
@@ -148,31 +148,31 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
         return None
     by_rank = listed(f"{length} on {ranks_in_words(who)}" for length, who in grouped(dict(enumerate(lengths))))
     return (
-        f"the ranks have different numbers of training batches ({by_rank}), and after the first {fewest} "
-        "some ranks would wait forever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
-        "sampler or drop_last=True give all ranks equally many"
+        f"the ranks have different numbers of training batches ({by_rank}), so some ranks would wait forever after "
+        f"{fewest} batches; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or use a sampler or "
+        "drop_last=True so that every rank gets the same number of batches"
     )
 
 
 def _obstacle_to_join(trainer: Any) -> str | None:
-    """Describe why an idle rank cannot take part in the steps of this training; ``None`` if it can."""
+    """Describe why idle ranks cannot take part in the training steps; ``None`` if they can."""
     loaders = len(combined_loader_of(trainer.fit_loop).flattened)
     layers = [name for name, each in trainer.lightning_module.named_modules() if type(each) is TorchSyncBatchNorm]
     if loaders != 1:
         needed = f"a single training loader (got {loaders}); combine their datasets"
     elif is_read_in_step(trainer.fit_loop):
-        needed = "a training_step that takes a batch (it takes dataloader_iter); take batch"
+        needed = "a training_step that takes a batch (got one that takes dataloader_iter); replace its argument"
     elif layers:
-        needed = f"layers that leave out idle ranks ({layers[0]} is torch's SyncBatchNorm); use sync_batchnorm=True"
+        needed = f"layers that can skip idle ranks ({layers[0]} is torch's SyncBatchNorm); use sync_batchnorm=True"
     elif trainer.strategy._model_averaging_period is not None:
-        needed = "gradients that are averaged in every step; leave model_averaging_period out"
+        needed = "gradient averaging in every step; remove model_averaging_period"
     else:
         return None
-    return f"uneven_inputs='join' needs {needed}, or choose 'stop_at_shortest'"
+    return f"uneven_inputs='join' needs {needed}, or use 'stop_at_shortest'"
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:
-    """Return the checksums of the tensors in a batch of nested mappings, lists and tuples.
+    """Return the checksums of the tensors in a batch, which may be nested mappings, lists and tuples.
 
     >>> _checksums({"x": [torch.ones(2)]}) == _checksums((torch.ones(2), "text", torch.zeros(0)))
     True
@@ -190,7 +190,7 @@ def _warn_of_same_batches(checksums: tuple[tuple[int, ...], ...], names: list[st
             continue
         rank_zero_warn(
             f"the first training batch is the same on {ranks_in_words(ranks)}: {' and '.join(names) or 'the data'} "
-            f"does not seem to be split among the ranks, so each sample is trained on {len(ranks)} times per "
-            "epoch; in __iter__, yield only this rank's shard (call torch.distributed.get_rank() in the main "
-            "process), and of it this worker's (torch.utils.data.get_worker_info())"
+            f"is probably not split among the ranks, so each sample is trained on {len(ranks)} times per epoch; in "
+            "__iter__, yield only the samples of this rank (call torch.distributed.get_rank() in the main process) "
+            "and of this worker (call torch.utils.data.get_worker_info())"
         )

@@ -74,8 +74,8 @@ def test_a_file_that_changes_under_way_is_named(tmp_path: Path) -> None:
     archive = saved(file, small())
     for size in (100, 0):
         os.truncate(file, size)
-        with pytest.raises(DamagedCheckpointError, match="was cut off while it was read"):
+        with pytest.raises(DamagedCheckpointError, match="was truncated while it was being read"):
             archive.check()
     file.unlink()
-    with pytest.raises(CheckpointNotFoundError, match="was removed while it was read"):
+    with pytest.raises(CheckpointNotFoundError, match="was removed while being read"):
         archive.check()

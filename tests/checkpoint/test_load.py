@@ -59,10 +59,10 @@ def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_pat
 @pytest.mark.parametrize(
     ("map_location", "says"),
     [
-        ("gpu", "names 'gpu', which is not a device; write 'cpu', 'cuda:0', ..."),
-        ({"cuda:0": "cuda:1", "gpu": "cpu"}, "names 'gpu'"),
-        ({"cuda:0": None}, "names None"),
-        (0, r"must be a device, its name, a mapping .* \(got 0\)"),
+        ("gpu", "contains 'gpu', which is not a device; write a name such as 'cpu' or 'cuda:0'"),
+        ({"cuda:0": "cuda:1", "gpu": "cpu"}, "contains 'gpu'"),
+        ({"cuda:0": None}, "contains None"),
+        (0, r"must be a device, a device name, a mapping .* \(got 0\)"),
     ],
 )
 def test_invalid_locations_are_refused(map_location: Any, says: str) -> None:
@@ -113,7 +113,7 @@ class Raises:
 
 def refused(path: Path, mode: Mode, **options: Any) -> str:
     """Return the text of the error for a file that may be whole."""
-    with pytest.raises(CheckpointError, match="could not be read, but may be whole") as caught:
+    with pytest.raises(CheckpointError, match="could not be read, but may be intact") as caught:
         restored(path, mode, **options)
     assert caught.type is CheckpointError
     return str(caught.value)
@@ -128,8 +128,8 @@ def test_a_class_that_raises_does_not_make_a_file_damaged(mode: Mode, verify: bo
     """The message has the class's error; if bytes are also wrong, it names those instead."""
     path, options = tmp_path / "it.ckpt", {"weights_only": False, "verify": verify}
     torch.save({"it": Raises()}, path)
-    assert "ValueError: field is of an older version; make the classes" in refused(path, mode, **options)
-    with pytest.raises(DamagedCheckpointError, match=r"data\.pkl differs"):
+    assert "ValueError: field is of an older version; make sure that" in refused(path, mode, **options)
+    with pytest.raises(DamagedCheckpointError, match=r"data\.pkl does not match"):
         restored(flip(path, "data.pkl"), mode, **options)
 
 
@@ -144,7 +144,7 @@ def test_a_file_of_another_user_is_not_called_damaged(tmp_path: Path) -> None:
     except PermissionError:
         skip_because("root has no capability to become another user")
     try:
-        assert f"Permission denied; let the user with id {os.geteuid()} read it" in refused(path, "map")
+        assert f"Permission denied; let the user with ID {os.geteuid()} read it" in refused(path, "map")
     finally:
         os.seteuid(user)
 

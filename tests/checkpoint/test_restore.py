@@ -21,7 +21,7 @@ from tests.harness.training import Kind, on_ranks
 
 MODES: tuple[Mode, ...] = ("auto", "map", "broadcast")
 MAPPED = "mapped by every rank"
-SENT = "sent from rank 0 to all (rank 1 on host "
+SENT = "sent from rank 0 to all ranks (rank 1 on host "
 Paths = list[Path]  # by rank; the last one is that of all further ranks
 
 
@@ -59,7 +59,7 @@ def test_every_rank_gets_the_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path / "other.ckpt", kinds() | {"float": kinds()["float"] + 1})  # of the same size
     saved(tmp_path / "old.ckpt", kinds()["float"], _use_new_zipfile_serialization=False)
     saved(tmp_path / "no-device.ckpt", kinds()["float"])
-    asked = "sent from rank 0 to all (as requested)"
+    asked = "sent from rank 0 to all ranks (as requested)"
     for found in on_ranks("stock", see_different_files, tmp_path, tmp_path, world_size=3):
         assert found[:3] == [MAPPED, MAPPED, asked]
         assert [found[3].startswith(SENT), found[4].startswith(SENT), found[5]] == [True, True, MAPPED]
@@ -85,13 +85,13 @@ def test_all_ranks_raise_the_error_in_a_bad_file(tmp_path: Path) -> None:
     saved(tmp_path / "whole.ckpt", {"a": numbers(6000)})
     saved(tmp_path / "other.ckpt", numbers(5))
     one, other = on_ranks("stock", use_files_that_differ, tmp_path, tmp_path)
-    assert one == [text.replace("/other.ckpt of rank 1", "/whole.ckpt of rank 1") for text in other]
+    assert one == [text.replace("/other.ckpt on rank 1", "/whole.ckpt on rank 1") for text in other]
     missing = f"CheckpointNotFoundError: checkpoint {tmp_path}/no.ckpt does not exist"
     assert [text.startswith(missing) for text in one[:3]] == [True] * 3
     assert one[3].startswith("CheckpointNotFoundError: rank 1 (host ")
-    assert one[3].endswith("give the path of a file; or use restore='auto'")
-    assert "differs from the file of rank 0" in one[4]
-    assert ["cannot place a tensor from cpu: RuntimeError: " in text for text in one[5:]] == [True] * 3
+    assert one[3].endswith("pass the path of a file; or use restore='auto'")
+    assert "differs from rank 0's file" in one[4]
+    assert ["cannot place a tensor saved from cpu: RuntimeError: " in text for text in one[5:]] == [True] * 3
 
 
 LARGE = 17 << 20  # numbers
@@ -138,7 +138,7 @@ def test_an_object_store_is_read(tmp_path: Path) -> None:
     """Rank 0 reads it, or each rank with ``map``; all ranks raise if the object is missing or the store fails."""
     one, other = on_ranks("stock", from_memory, tmp_path)
     assert one == other
-    assert one[:2] == [f"CheckpointNotFoundError: checkpoint {URL} does not exist; give the path of a file"] * 2
+    assert one[:2] == [f"CheckpointNotFoundError: checkpoint {URL} does not exist; pass the path of a file"] * 2
     assert one[2].startswith(SENT)
     assert one[4] == MAPPED
     assert (

@@ -80,10 +80,10 @@ def test_an_upload_that_breaks_off_leaves_the_old_object(url: str, monkeypatch: 
     write({"old": 1}, url)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", fail_halfway)
-        with pytest.raises(CheckpointSaveError, match="Connection reset by peer; look at the file system") as caught:
+        with pytest.raises(CheckpointSaveError, match="Connection reset by peer; check the file system") as caught:
             write({"new": 2}, url)
     assert caught.value.path == url
-    assert ("the store decides whether an existing file" in str(caught.value)) == url.startswith("memory")
+    assert ("is left untouched depends on the store" in str(caught.value)) == url.startswith("memory")
     assert loaded(url) == {"old": 1}
     write({"new": 2}, url)
     assert loaded(url) == {"new": 2}
@@ -98,7 +98,7 @@ def test_a_new_file_that_may_not_last_is_not_called_untouched(tmp_path: Path, mo
             raise error
 
     monkeypatch.setattr(os, "fsync", fail_for_the_directory)
-    with pytest.raises(CheckpointSaveError, match=r"because; .*; the new file is in place and whole, but a loss of"):
+    with pytest.raises(CheckpointSaveError, match=r"because; .*; the new file is complete and in place, but a power"):
         write(kinds(), tmp_path / "it.ckpt")
     assert same(loaded(f"{tmp_path}/it.ckpt"), kinds())
 
@@ -116,9 +116,9 @@ def test_ctrl_c_in_the_middle_of_a_write_leaves_the_old_file(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("path", "number", "says"),
     [
-        ("directory", errno.EISDIR, "Is a directory; there is a directory at that path"),
-        ("file/it.ckpt", errno.EEXIST, "File exists; a directory of the path is a file"),
-        ("file/deeper/it.ckpt", errno.ENOTDIR, "Not a directory; a directory of the path is a file"),
+        ("directory", errno.EISDIR, "Is a directory; a directory exists at that path"),
+        ("file/it.ckpt", errno.EEXIST, "File exists; a parent of that path is a file"),
+        ("file/deeper/it.ckpt", errno.ENOTDIR, "Not a directory; a parent of that path is a file"),
         ("x" * 300, errno.ENAMETOOLONG, "shorten the file name"),
     ],
 )

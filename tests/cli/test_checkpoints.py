@@ -31,7 +31,7 @@ def test_files_are_verified(path: Path, tmp_path: Path) -> None:
     ended = run("checkpoint", "verify", good, bad, unknown)
     assert ended.status == 1
     assert f"{good} is whole: " in ended.stdout
-    assert f"checkpoint {bad} is damaged: data.pkl, data/1 differ from what was written" in ended.stderr
+    assert f"checkpoint {bad} is damaged: data.pkl, data/1 do not match the recorded CRC-32" in ended.stderr
     assert f"{unknown} has no checksums, so altered" in ended.stdout
     assert [run("checkpoint", "verify", *files).status for files in ([good], [good, unknown])] == [0, 3]
     documents = json.loads(run("checkpoint", "verify", "--json", good, bad, unknown).stdout)["files"]
@@ -63,7 +63,7 @@ def whole(path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "spoil", "spelling", "says"),
     [
-        ("verify", lambda path: os.truncate(path, 9000), "it.ckpt", "was probably cut off"),
+        ("verify", lambda path: os.truncate(path, 9000), "it.ckpt", "was probably truncated"),
         ("verify", archive, "it.ckpt", "is not a checkpoint: it is a zip archive without data.pkl"),
         ("verify", os.unlink, "it.ckpt", "it.ckpt does not exist"),
         ("clean", whole, "missing", "cannot clean missing: No such file or directory; give the local directory"),
@@ -90,8 +90,8 @@ def test_unreadable_files_get_one_sentence(
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/proc/self/mem", "could not be read, but may be whole: Input/output error; look at its file system"),
-        ("nosuch://bucket/it.ckpt", "'nosuch://bucket/it.ckpt' needs a file system that is not installed"),
+        ("/proc/self/mem", "could not be read, but may be intact: Input/output error; check its file system"),
+        ("nosuch://bucket/it.ckpt", "'nosuch://bucket/it.ckpt' needs a library that is not installed"),
     ],
 )
 def test_an_unreadable_file_has_another_status(path: str, says: str) -> None:

@@ -237,8 +237,8 @@ def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:
         (lambda: ScalableDistributedSampler(iter([1])), r"dataset must have a length \(got list_iterator"),
         (lambda: SharedSampler(iter([])), r"sampler must have a length \(got list_iterator"),
         (lambda: DistributedBatchSamplerWrapper(iter([])), r"batch_sampler must have a length \(got list_iterator"),
-        (lambda: one_sample(2, 2), r"rank must be from 0 to below num_replicas, 2 \(got 2\)"),
-        (lambda: one_sample(2, -1), r"rank must be from 0 to below num_replicas, 2 \(got -1\)"),
+        (lambda: one_sample(2, 2), r"rank must be at least 0 and less than num_replicas=2 \(got 2\)"),
+        (lambda: one_sample(2, -1), r"rank must be at least 0 and less than num_replicas=2 \(got -1\)"),
         (lambda: one_sample(seed=-1), r"seed must be .*at least 0 \(got -1\)"),
         (lambda: one_sample(uneven="wrap"), r"uneven must be 'pad', 'drop' or 'exact' \(got 'w"),
         (lambda: one_sample().set_epoch(-1), r"epoch must be .*at least 0 \(got -1\)"),
@@ -281,6 +281,6 @@ def test_batches_reach_the_loader_unchanged() -> None:
 
 def test_a_sampler_that_yields_too_little_is_named() -> None:
     """A sampler must yield as many items as its length; further items are not read."""
-    with pytest.raises(ConfigurationError, match=r"its length, 9 \(got 7\); correct Epochs.__len__"):
+    with pytest.raises(ConfigurationError, match=r"at least len\(sampler\) = 9 items \(got 7\); correct Epochs"):
         list(SharedSampler(Epochs(7, promised=9), 2, 0))
     assert len(in_turn(dealt(lambda w, r: SharedSampler(Epochs(7, promised=6), w, r), 2))) == 6

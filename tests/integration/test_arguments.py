@@ -55,7 +55,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "no argument 'find_unused_parameter'; did you mean find_unused_parameters? Besides",
     ),
     ({"init_timeot": 1}, "no argument 'init_timeot'; did you mean init_timeout?"),
-    ({"module": None}, "no argument 'module'; leave it out. Besides its own"),
+    ({"module": None}, "no argument 'module'; remove it. Besides its own"),
     ({"qqq": 1}, f"torch {torch.__version__}: output_device, dim, broadcast_buffers, "),
 ]
 
@@ -127,11 +127,11 @@ def test_devices_that_disagree_with_arguments_or_variables(monkeypatch: pytest.M
         make_trainer(DDPExtStrategy(TCP), devices=3)
 
 
-NO_STEPS = "every_n_steps must be a whole number, at least 1"
+NO_STEPS = "every_n_steps must be an integer, at least 1"
 OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (HangWatchdog, {"timeout": 0}, "timeout must be a positive number of seconds"),
     (HangWatchdog, {"timeout": 9, "on_hang": "stop"}, "on_hang must be 'abort' or 'continue' (got 'stop')"),
-    (HangWatchdog, {"timeout": 9, "directory": "s3://a"}, "directory must be local (got 's3://a'); give a local path"),
+    (HangWatchdog, {"timeout": 9, "directory": "s3://a"}, "directory must be local (got 's3://a'); pass a local path"),
     (RankConsistency, {"every_n_steps": 0}, NO_STEPS),
     (RankConsistency, {"every_n_steps": 2.5}, NO_STEPS),
     (SamplerEpochSeeding, {"seed": -1}, "seed must be"),

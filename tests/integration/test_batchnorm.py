@@ -296,7 +296,7 @@ def choose(kind: Kind, directory: Path, model: Joint, options: dict[str, Any]) -
     ("model", "options", "told"),
     [
         (ByItself(), {"conversion": {"include": "layers.*"}}, "BatchNorm layer 'layers.1' (Functional) is not"),
-        (Joint(), {"by": "both", "conversion": {"process_group": 1}}, "sync_batchnorm=True converts all layers over"),
+        (Joint(), {"by": "both", "conversion": {"process_group": 1}}, "sync_batchnorm=True synchronises all layers"),
     ],
 )
 def test_a_choice_that_cannot_be_followed_ends_fit_on_all_ranks(

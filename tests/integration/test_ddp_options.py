@@ -84,9 +84,9 @@ def test_unused_parameters_are_named(tmp_path: Path) -> None:
     assert (first.exit_code, second.exit_code) == (1, 1)
     assert second.error is not None
     assert second.error.message.startswith(
-        "rank 1 did not use these parameters in the loss that training_step returned: "
+        "rank 1 did not use these parameters to compute the loss that training_step returned: "
         "spare.0.weight, spare.0.bias, spare.1.weight, spare.1.bias, spare.2.weight, spare.2.bias, spare.3.weight, "
-        "spare.3.bias, spare.4.weight, spare.4.bias and 2 more; DDP waits for their gradients. If that is meant, "
+        "spare.3.bias, spare.4.weight, spare.4.bias and 2 more; DDP waits for their gradients. If this is intended, "
         "choose strategy='ddp_ext_find_unused_parameters_true', or DDPExtStrategy(find_unused_parameters=True)\n"
     ), second.error.message
 

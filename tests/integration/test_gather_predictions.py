@@ -113,9 +113,9 @@ def test_one_process_needs_no_ranks() -> None:
 
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
-    "predictions must have a row for each sample, 2 in this batch (got Tensor, rows: none": torch.mean,
-    "predictions['x'] must have a row for each sample, 2 in this batch (got Tensor": lambda x: {"x": x[:1]},
-    "predictions must have one structure in all batches (got dict with 'x' and dict with 'x', 'y')": lambda x: (
+    "predictions must have one row per sample, 2 in this batch (got Tensor, rows: none": torch.mean,
+    "predictions['x'] must have one row per sample, 2 in this batch (got Tensor": lambda x: {"x": x[:1]},
+    "predictions must have the same structure in all batches (got dict with 'x' and dict with 'x', 'y')": lambda x: (
         {"x": x} if 0 in x else {"x": x, "y": x}
     ),
     "predictions cannot be joined: RuntimeError: ": lambda x: torch.ones(len(x), len(x)),
@@ -143,7 +143,7 @@ def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(refuse, 2, tmp_path, env=by_hand_env(2))
     assert first == second
     starts = [
-        "trainer has no predictions; call trainer.predict on every rank first",
+        "trainer has no predictions; first call trainer.predict with data on every rank",
         "trainer.predict must keep its predictions (got return_predictions=False);",
         "loader 0 must record the samples of each batch (got Tensor, which does not);",
         *REFUSED,

@@ -204,9 +204,9 @@ def test_what_an_idle_rank_cannot_take_part_in_is_refused(tmp_path: Path) -> Non
     """Every rank raises before the first step, with a remedy."""
     needed = [
         "a single training loader (got 2); combine their datasets",
-        "a training_step that takes a batch (it takes dataloader_iter); take batch",
-        "layers that leave out idle ranks (layers.1 is torch's SyncBatchNorm); use sync_batchnorm=True",
-        "gradients that are averaged in every step; leave model_averaging_period out",
+        "a training_step that takes a batch (got one that takes dataloader_iter); replace its argument",
+        "layers that can skip idle ranks (layers.1 is torch's SyncBatchNorm); use sync_batchnorm=True",
+        "gradient averaging in every step; remove model_averaging_period",
     ]
-    expected = [f"uneven_inputs='join' needs {each}, or choose 'stop_at_shortest'" for each in needed]
+    expected = [f"uneven_inputs='join' needs {each}, or use 'stop_at_shortest'" for each in needed]
     assert run_ranks(refused, 2, tmp_path, env=by_hand_env(2)) == [expected, expected]

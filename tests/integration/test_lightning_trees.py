@@ -94,5 +94,5 @@ def test_a_callback_of_the_other_tree_is_refused() -> None:
     """The error names its tree, and the right import."""
     assert run_ranks(give_other_callback, 1) == [
         "HangWatchdog is made for pytorch_lightning, but this Trainer is from lightning; "
-        "write from lightning_ddp_ext.lightning import HangWatchdog"
+        "write 'from lightning_ddp_ext.lightning import HangWatchdog'"
     ]

@@ -119,7 +119,7 @@ def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> No
         with attached(port) as editor:
             assert read_secret(editor) == "1010"
         debugged = ranks.wait()
-    assert "HangWatchdog is off while a rank is debugged" in debugged[0].output
+    assert "HangWatchdog is off while a rank is being debugged" in debugged[0].output
     at_prompt = train_at_prompt(tmp_path / "prompt")
     assert_same([each.result for each in debugged], [each.result for each in at_prompt])
     assert "(Pdb) 'secret is 1010'" in at_prompt[1].output

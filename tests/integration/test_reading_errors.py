@@ -61,11 +61,11 @@ def with_overlapping_records(path: Path, claims: int) -> Path:
 
 WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
     # Of two records of equal size, side by side, each rank checks one.
-    (lambda path: flip(path, "data/1"), "DamagedCheckpointError", "is damaged: data/1 differs from what was written"),
-    (lambda path: flip(path, "data/2"), "DamagedCheckpointError", "is damaged: data/2 differs from what was written"),
-    (lambda path: flip(path, "data.pkl"), "DamagedCheckpointError", "is damaged: data.pkl differs"),
+    (lambda path: flip(path, "data/1"), "DamagedCheckpointError", "is damaged: data/1 does not match the recorded CRC"),
+    (lambda path: flip(path, "data/2"), "DamagedCheckpointError", "is damaged: data/2 does not match the recorded CRC"),
+    (lambda path: flip(path, "data.pkl"), "DamagedCheckpointError", "is damaged: data.pkl does not match"),
     (lambda path: with_overlapping_records(path, 30), "DamagedCheckpointError", "is damaged: records data/"),
-    (lambda path: os.truncate(path, path.stat().st_size // 2), "DamagedCheckpointError", "was probably cut off"),
+    (lambda path: os.truncate(path, path.stat().st_size // 2), "DamagedCheckpointError", "was probably truncated"),
     (lambda path: os.truncate(path, 0), "DamagedCheckpointError", "is empty"),
     (lambda path: path.write_text("anything"), "DamagedCheckpointError", "is not a checkpoint: it begins with b'anyt'"),
     (directory, "DamagedCheckpointError", "is a directory"),
@@ -78,7 +78,7 @@ WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
     (
         lambda path: with_entry(path, "state_dict", WouldRun(path.parent / "it-ran")),
         "UnsafeCheckpointError",
-        "holds posix.mkdir",
+        "contains posix.mkdir",
     ),
     (lambda path: with_weight(path, 2, 3), "RuntimeError", "size mismatch for layers.3.bias"),
     (with_weight, "RuntimeError", 'Missing key(s) in state_dict: "layers.3.bias"'),

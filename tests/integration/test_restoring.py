@@ -246,7 +246,7 @@ def test_last_continues_after_a_preemption(tmp_path: Path) -> None:
     assert (again["to"], other["passed over"]) == (40, [])
     [told] = again["passed over"]
     path = cut_off / "last-preempted.ckpt"
-    assert told.startswith(f"ckpt_path='last' skips a file that is not whole: checkpoint {path} is damaged")
+    assert told.startswith(f"ckpt_path='last' skips a file that cannot be used: checkpoint {path} is damaged")
 
 
 def refused_last(kind: Kind, directory: Path, kept: Path) -> str:
@@ -264,4 +264,4 @@ def test_last_is_not_an_older_file_if_the_newest_cannot_be_read(tmp_path: Path) 
     one, other = on_ranks("ours", refused_last, tmp_path, tmp_path)
     assert one == other
     path = tmp_path / "last-preempted.ckpt"
-    assert one.startswith(f"CheckpointError: checkpoint {path} could not be read, but may be whole: ")
+    assert one.startswith(f"CheckpointError: checkpoint {path} could not be read, but may be intact: ")

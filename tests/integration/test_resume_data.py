@@ -118,10 +118,10 @@ def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_
         assert all('resume_data="epoch"' in message for found in by_rank for message in found.values())
         if world_size == 2:
             message = by_rank[0]["more workers of a stream"]
-            assert "had num_workers=1 when the checkpoint was saved, and has 2; resume with" in message
+            assert "had num_workers=1 when the checkpoint was saved, and now has 2; resume with" in message
     message = by_rank[0]["a loader with a state"]
     assert "epoch 1 cannot be resumed in the middle" in message
-    assert "had ranks=2 when the checkpoint was saved, and has 1; resume with" in message
+    assert "had ranks=2 when the checkpoint was saved, and now has 1; resume with" in message
 
 
 def save_points(kind: Kind, directory: Path, loaders: Loaders, *points: Point) -> list[str]:
@@ -129,13 +129,13 @@ def save_points(kind: Kind, directory: Path, loaders: Loaders, *points: Point) -
 
 
 def resume_points(kind: Kind, directory: Path, loaders: Loaders, paths: list[str]) -> tuple[list[Run], list[str]]:
-    """Return runs, and the warnings that the checkpoint does not record the progress."""
+    """Return runs, and the warnings that the checkpoint has no data position."""
     run = training(directory, 2, loaders, side=kind)
     run.strategy = {"resume_data": "stock"} if kind == "ours" and loaders is sixteen else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runs = [run.run(ckpt_path=path, dropout=True) for path in paths]
-    return runs, [text for each in caught if "does not record the progress" in (text := str(each.message))]
+    return runs, [text for each in caught if "has no data position" in (text := str(each.message))]
 
 
 def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) 
     """It does not record the positions of other ranks; rank 0 warns, and every rank reads its own data."""
     paths, _ = on_ranks("stock", save_points, tmp_path, stateful_stream, "train_batch_end-2")
     (first, warned), (second, silent) = on_ranks("ours", resume_points, tmp_path, stateful_stream, paths)
-    assert warned == ["the checkpoint does not record the progress in epoch 0; it starts again"]
+    assert warned == ["the checkpoint has no data position in epoch 0, so that epoch starts again"]
     assert silent == []
     for (run,), numbers in ((first, range(9)), (second, range(1000, 1009))):
         assert [sample for epoch, _, *samples in run.steps if epoch == 0 for sample in samples] == [*numbers]

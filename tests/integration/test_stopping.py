@@ -121,4 +121,4 @@ def test_another_command_names_a_stop_checkpoint_and_leaves_it(tmp_path: Path) -
     """Two experiments may share a directory."""
     [outcome] = launch_ranks(other_commands, 1, tmp_path)
     assert outcome.result == [0, 0, 2], outcome.story()
-    assert outcome.output.count("last-preempted.ckpt belongs to another command; give its path to resume from it") == 1
+    assert outcome.output.count("last-preempted.ckpt belongs to another command; pass its path to resume from it") == 1

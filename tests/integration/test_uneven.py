@@ -185,13 +185,13 @@ def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: P
         first[0]
         == second[0]
         == (
-            "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), and after the first 3 "
-            "some ranks would wait forever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
-            "sampler or drop_last=True give all ranks equally many"
+            "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), so some ranks would wait "
+            "forever after 3 batches; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or use a "
+            "sampler or drop_last=True so that every rank gets the same number of batches"
         )
     )
     for message in (first[1], second[1]):  # each names the rank's own loader
-        assert "must have a length on every rank or on none (got (inf, 3), by rank; inf: no length)" in message
+        assert "or training would hang (lengths by rank: (inf, 3); inf means no length)" in message
 
 
 def warned(rank: int, world_size: int, directory: Path) -> list[list[str]]:
@@ -210,8 +210,8 @@ def test_ranks_that_read_the_same_are_warned_once(tmp_path: Path) -> None:
     first, second = run_ranks(warned, 2, tmp_path, env=by_hand_env(2))
     assert [len(each) for each in first] == [1, 0, 1, 0]
     assert first[0][0].startswith(
-        "the first training batch is the same on ranks 0, 1: Stream does not seem to be split among the ranks, so each "
-        "sample is trained on 2 times per epoch; in __iter__, yield only this rank's shard (call torch.distributed."
+        "the first training batch is the same on ranks 0, 1: Stream is probably not split among the ranks, so each "
+        "sample is trained on 2 times per epoch; in __iter__, yield only the samples of this rank (call torch.distrib"
     )
-    assert "Tensor does not seem to be split" in first[2][0]
+    assert "Tensor is probably not split" in first[2][0]
     assert second == [[], [], [], []]

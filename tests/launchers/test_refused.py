@@ -47,15 +47,15 @@ def test_lone_ranks_are_refused(env: Environment, options: Options, name: str, i
     Without an address from a launcher, each rank would choose its own.
     """
     address = (
-        "RendezvousError: init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment of processes that "
-        "are started one by one (got MASTER_ADDR=None, MASTER_PORT=None); export both, the same on every rank, or "
+        "RendezvousError: init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment if you start each "
+        "process yourself (got MASTER_ADDR=None, MASTER_PORT=None); export both with the same values on every rank, or "
         "choose init_method='tcp://HOST:PORT' or 'file:///PATH'"
     )
     start_methods = ("spawn", "fork", "forkserver")
     choices: list[Options] = [{"start_method": method} for method in start_methods]
     expected = [
         f"ConfigurationError: start_method={method!r} starts the ranks itself, but this process is already rank "
-        f"0 of 2, from {name}; use strategy='ddp_ext' here, or start the script without a launcher"
+        f"0 of 2 according to {name}; use strategy='ddp_ext' here, or start the script without a launcher"
         for method in start_methods
     ]
     if not is_told:
@@ -67,6 +67,6 @@ def test_lone_ranks_are_refused(env: Environment, options: Options, name: str, i
 def test_arguments_that_contradict_the_launcher() -> None:
     """Torchrun assigns the ranks; ``rank=`` beside it is a mistake, and the error names both."""
     assert run_ranks(refusals, 1, [{"rank": 1, "world_size": 2}], env=by_torchrun())[0] == [
-        "ConfigurationError: rank=1 and world_size=2 contradict torchrun, which made this process rank 0 of 2; leave "
-        "the arguments out, or start the processes by hand"
+        "ConfigurationError: rank=1 and world_size=2 contradict torchrun, which made this process rank 0 of 2; remove "
+        "the arguments, or start the processes by hand"
     ]

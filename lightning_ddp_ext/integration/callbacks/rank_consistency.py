@@ -1,4 +1,4 @@
-"""A callback that finds ranks whose weights differ, with any ``ddp`` strategy."""
+"""A callback that detects ranks with different weights, with any ``ddp`` strategy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..named_calls import ranks_of
 
 
 class RankConsistency(pl.Callback):
-    """Finds ranks whose weights differ: at the start of training, after every n-th step, and at the end.
+    """Detects ranks with different weights, at the start of training, after every n-th step, and at the end.
 
-    It compares all bits of parameters, optimiser states and statistics of synchronised BatchNorm layers, by a checksum
-    of each tensor and one collective for all. It leaves out other buffers, which DDP broadcasts, and the state of a
+    It compares all bits of parameters, optimiser states and statistics of synchronised BatchNorm layers, with one
+    checksum per tensor and a single collective. It skips other buffers, which DDP broadcasts, and the state of a
     ``ZeroRedundancyOptimizer``. With one rank it does nothing.
 
     Args:
-        every_n_steps: optimiser steps from one check to the next; with manual optimisation, training batches.
+        every_n_steps: the number of optimiser steps between checks; with manual optimisation, of training batches.
 
     Raises:
         ConfigurationError: ``every_n_steps`` is not positive, or, in ``fit``, the strategy has no replicas to compare.
@@ -39,7 +39,7 @@ class RankConsistency(pl.Callback):
 
     def __init__(self, every_n_steps: int = 100) -> None:
         if type(every_n_steps) is not int or every_n_steps < 1:
-            raise ConfigurationError(f"every_n_steps must be a whole number, at least 1 (got {every_n_steps!r})")
+            raise ConfigurationError(f"every_n_steps must be an integer, at least 1 (got {every_n_steps!r})")
         self.every_n_steps = every_n_steps
         self._last_step = 0
 
@@ -65,7 +65,7 @@ class RankConsistency(pl.Callback):
         if not isinstance(strategy.model, DistributedDataParallel) or getattr(strategy, "_model_averager", None):
             name = type(strategy).__name__
             rule = "needs a strategy with the same model on each rank, such as 'ddp' without post-local SGD"
-            raise ConfigurationError(f"RankConsistency {rule} (got {name}); leave the callback out")
+            raise ConfigurationError(f"RankConsistency {rule} (got {name}); remove the callback")
         raise_if_different(dict(_replica(trainer)), ranks_of(strategy), when=when)
 
 
@@ -86,7 +86,7 @@ def _replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
             yield f"buffer {name}", buffer
     for index, optimizer in enumerate(trainer.optimizers):
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-            continue  # each rank has the state of other parameters
+            continue  # each rank has the state of different parameters
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):

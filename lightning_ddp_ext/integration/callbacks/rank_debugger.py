@@ -13,19 +13,19 @@ from ..lightning_tree import pl
 
 
 class RankDebugger(pl.Callback):
-    """Has one rank wait for VS Code, PyCharm or another debugger that speaks the Debug Adapter Protocol to attach.
+    """Makes one rank wait until VS Code, PyCharm or another debugger for the Debug Adapter Protocol attaches.
 
-    The rank prints where it waits, before any hook of the module. It needs debugpy: ``pip
-    install debugpy``. With ``DDPExtStrategy`` no time limit applies: ``timeout``, named barriers,
-    ``heartbeat_timeout`` and ``HangWatchdog`` are off. If a rank exits, all ranks still stop. With another strategy the
-    other ranks wait as long as its ``timeout``.
+    The rank prints where it waits, before any hook of the module. This needs debugpy: ``pip install debugpy``. With
+    ``DDPExtStrategy``, no time limit applies: ``timeout``, the limits of named barriers, ``heartbeat_timeout`` and
+    ``HangWatchdog`` are off. If a rank exits, all ranks still stop. With another strategy, the other ranks wait for at
+    most its ``timeout``.
 
     Args:
         rank: the rank that waits, counted from 0.
-        port: where it waits, reachable from its own host only.
+        port: the port at which it waits, reachable only from its own host.
 
     Raises:
-        ConfigurationError: in ``fit`` and the like: the rank does not exist, debugpy is missing, or the port is taken.
+        ConfigurationError: in a Trainer's run: the rank does not exist, debugpy is missing, or the port is taken.
 
     Example::
 
@@ -40,11 +40,11 @@ class RankDebugger(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         debugged_rank(trainer)  # raises if the rank does not exist
         if self.rank == trainer.global_rank:
-            wait_for_debugger(self.rank, self.port)  # our strategy has waited already
+            wait_for_debugger(self.rank, self.port)  # returns immediately if our strategy already waited
 
 
 def debugged_rank(trainer: Any) -> RankDebugger | None:
-    """Return the callback that debugs a rank of a Trainer, if it has one; refuse a rank that does not exist."""
+    """Return a Trainer's callback that debugs a rank, if it has one; raise if that rank does not exist."""
     for callback in getattr(trainer, "callbacks", ()):
         if isinstance(callback, RankDebugger):
             if not 0 <= callback.rank < trainer.world_size:

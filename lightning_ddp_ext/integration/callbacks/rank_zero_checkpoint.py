@@ -1,4 +1,4 @@
-"""A ``ModelCheckpoint`` whose ranks agree, on any data-parallel strategy."""
+"""A ``ModelCheckpoint`` whose ranks act together, with any data-parallel strategy."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ refuse_missing(pl.callbacks.ModelCheckpoint, "_monitor_candidates", "_link_check
 class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, with ranks that save, fail and resume together.
 
-    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`, unless the user gave the Trainer a checkpoint IO.
-    With a stock ``ddp`` strategy all ranks save, remove and restore together: every rank raises rank 0's error,
+    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO` unless the user gave the Trainer a checkpoint IO.
+    With a stock ``ddp`` strategy, all ranks save, remove and restore together: every rank raises rank 0's error,
     ``ckpt_path="last"`` and ``"best"`` mean the file that rank 0 finds, and a file that only rank 0 sees restores every
-    rank. Scores, and the file names made from them, are rank 0's on every rank.
+    rank. All ranks use rank 0's scores and the file names made from them.
 
-    Its state in a checkpoint is ``ModelCheckpoint``'s: each reads the other's files.
+    Its state in a checkpoint is the same as ``ModelCheckpoint``'s, so each can read the other's checkpoints.
 
     Args:
         *args: see ``ModelCheckpoint``.
-        checkpoint_io: the IO to install, if its defaults do not suit.
+        checkpoint_io: the IO to install instead of one with default arguments.
         **kwargs: see ``ModelCheckpoint``.
 
     Raises:
@@ -78,13 +78,13 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 def _checkpoints_of(
     trainer: pl.Trainer, io: RankZeroCheckpointIO | None, replaced: ReplacedMethods
 ) -> Checkpoints | None:
-    """Return the object with which the ranks save and restore together; install it in a stock strategy."""
+    """Return the object through which the ranks save and restore together; install it in a stock strategy."""
     strategy = trainer.strategy
     has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
     if has_own_save and not isinstance(strategy, DDPExtStrategy):
         rank_zero_warn(
-            f"{type(strategy).__name__} has its own save_checkpoint: RankZeroCheckpoint leaves saving to it, and is an "
-            "ordinary ModelCheckpoint here"
+            f"{type(strategy).__name__} overrides save_checkpoint, so RankZeroCheckpoint leaves saving to it and "
+            "behaves like an ordinary ModelCheckpoint"
         )
         return None
     _bring_along(strategy, io)
@@ -101,13 +101,13 @@ def _bring_along(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | No
         strategy.checkpoint_io = io or RankZeroCheckpointIO()
     elif io is not None and io is not present:
         raise ConfigurationError(
-            f"RankZeroCheckpoint(checkpoint_io={type(io).__name__}) would replace the {type(present).__name__} of the "
-            "Trainer; pass only one of them, in plugins or in one callback"
+            f"RankZeroCheckpoint(checkpoint_io={type(io).__name__}) would replace the Trainer's "
+            f"{type(present).__name__}; pass only one checkpoint IO, either in plugins or in one callback"
         )
 
 
 def _install(trainer: pl.Trainer, replaced: ReplacedMethods) -> Checkpoints:
-    """Have the ranks of a stock strategy save and restore together until the strategy's teardown."""
+    """Make the ranks of a stock strategy save and restore together until the strategy's teardown."""
     strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
     checkpoints = Checkpoints(strategy)
     teardown = io.teardown

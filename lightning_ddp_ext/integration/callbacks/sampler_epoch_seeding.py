@@ -1,4 +1,4 @@
-"""A callback that calls ``set_epoch`` on everything inside the loaders, with any strategy."""
+"""A callback that calls ``set_epoch`` on all objects inside the loaders, with any strategy."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..replaced_methods import Prepare, ReplacedMethods
 
 
 class SamplerEpochSeeding(pl.Callback):
-    """Gives each epoch a new order, by ``set_epoch`` on everything inside the loaders, and seeds each epoch on request.
+    """Calls ``set_epoch`` on all objects inside the loaders, so each epoch has a new order, and can seed each epoch.
 
     Before a loader is iterated over, in training, in evaluation and after a resume, the callback passes the current
-    training epoch to everything inside it that has a method ``set_epoch``: samplers and batch samplers, the objects
+    training epoch to every object inside it that has a method ``set_epoch``: samplers and batch samplers, the objects
     that they wrap, datasets and the objects that they wrap, loaders that are not a ``DataLoader``, and datasets in
     persistent workers.
 
-    ``DDPExtStrategy`` does this by itself: there the callback is needed for ``seed`` alone.
+    ``DDPExtStrategy`` does this itself, so with it the callback is only needed for ``seed``.
 
     Args:
-        seed: with one, Python's ``random``, NumPy and torch are seeded when a training epoch begins, on each rank and
-            in each worker with a stream made from (``seed``, epoch, rank, worker). ``None`` leaves them alone.
+        seed: if given, Python's ``random``, NumPy and torch are seeded at the start of each training epoch, on each
+            rank and in each worker, with a seed derived from (``seed``, epoch, rank, worker). ``None`` does not seed.
 
     Raises:
         ConfigurationError: ``seed`` is negative or not an integer.

@@ -1,4 +1,4 @@
-"""A callback that synchronises BatchNorm while a model is trained, with any strategy."""
+"""A callback that synchronises BatchNorm during training, with any strategy."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from ..lightning_tree import pl
 
 
 class SyncBatchNormConversion(pl.Callback):
-    """Give BatchNorm layers the statistics of all ranks' batches while a model is trained.
+    """Give BatchNorm layers the statistics of all ranks' batches during training.
 
-    When ``fit`` begins, layers become synchronised ones, on CPU and CUDA. When training ends they are restored:
-    ``on_train_end`` of the module and of later callbacks, and exports, see plain BatchNorm. State dicts keep the
-    same keys. Copies of layers that are made in between stay synchronised until ``restore_batchnorm`` restores
+    When ``fit`` begins, layers are converted to synchronised ones, on CPU and CUDA. When training ends, they are
+    restored, so ``on_train_end`` of the module and of later callbacks, and exports, see plain BatchNorm. State dicts
+    keep the same keys. Copies of layers made during training stay synchronised until ``restore_batchnorm`` restores
     them. Layers that are added later are not converted. Rank 0 logs the conversion. With one rank nothing is done.
 
-    A subclass of BatchNorm that overrides ``forward`` stays as it is, and rank 0 names it in a warning, unless
-    ``include`` or ``predicate`` chooses it: ``include="*"`` chooses all layers. Its ``forward`` then runs as it is, and
-    its ``super().forward(input)`` synchronises. Without that call the first training step raises a
+    A subclass of BatchNorm that overrides ``forward`` is not converted, and rank 0 names it in a warning, unless
+    ``include`` or ``predicate`` selects it; ``include="*"`` selects all layers. Its ``forward`` then runs unchanged and
+    synchronises when it calls ``super().forward(input)``. Without this call, the first training step raises a
     ``ConfigurationError`` that names the layer.
 
-    DDP sends rank 0's running statistics to all ranks before each step, which changes nothing where all ranks have the
-    same; for groups of ranks with separate statistics, turn it off with ``broadcast_buffers=False``.
+    DDP sends rank 0's running statistics to all ranks before each step, which changes nothing if all ranks have the
+    same statistics; for groups of ranks with separate statistics, disable it with ``broadcast_buffers=False``.
 
     ``Trainer(strategy="ddp_ext", sync_batchnorm=True)`` does the same for all layers and all ranks, until just before
     ``on_fit_end``.
 
     Args:
-        include, exclude: patterns for names of layers, ``"backbone.*"``, classes of layers, or several of them; one
-            that matches a module counts for all layers in it.
+        include, exclude: a pattern for names of layers such as ``"backbone.*"``, a class of layers, or several of
+            these; one that matches a module applies to all layers in it.
         predicate: convert only layers for which ``predicate(name, layer)`` is true.
-        process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on one machine, a
+        process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on the same machine, a
             number ``n`` for groups of ``n`` consecutive ranks, or a ``torch.distributed.ProcessGroup`` that was
-            opened before the Trainer was made.
+            created before the Trainer.
 
     Raises:
         ConfigurationError: ``process_group`` is invalid; in ``fit``, ``include`` or ``exclude`` matches no layer, or
-            layers or ranks were chosen in addition to ``sync_batchnorm=True``.
+            layers or ranks were selected in addition to ``sync_batchnorm=True``.
 
     Example::
 
@@ -70,5 +70,5 @@ class SyncBatchNormConversion(pl.Callback):
     def _revert(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         self._layers.revert(pl_module)
 
-    # The later hooks are for a run with nothing left to train, and for one that Lightning's Tuner leaves early.
+    # The later hooks are for a run without anything left to train, and for one that Lightning's Tuner leaves early.
     on_train_end = on_fit_end = teardown = on_exception = _revert
