@@ -50,7 +50,7 @@ def _show(facts: dict[str, Any]) -> None:
     elif facts["whole"]:
         print_line(f"{facts['path']} is whole: {facts['records']} records with the checksums that were written")
     else:
-        print_line(f"{facts['path']} has no checksums, so altered numbers cannot be detected")
+        print_line(f"{facts['path']} has no checksums, so damage cannot be detected")
 
 
 def clean(directory: str, *, remove: bool) -> int:

@@ -115,7 +115,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
             rank_zero_info(f"checkpoint {os.fspath(path)}: {how}")
         if not is_checked:
             rank_zero_warn(
-                f"checkpoint {os.fspath(path)} has no checksums, so altered numbers cannot be detected; "
+                f"checkpoint {os.fspath(path)} has no checksums, so damage cannot be detected; "
                 "save it again with RankZeroCheckpointIO, or pass verify=False"
             )
         return content

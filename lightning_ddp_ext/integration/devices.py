@@ -35,10 +35,11 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
     @override
     def num_processes(self) -> int:
         devices, per_rank = len(self.parallel_devices or ()), self.devices_per_rank
-        if devices % per_rank:
+        fewer = devices - devices % per_rank
+        if fewer < devices:
+            choice = f"{fewer} or {fewer + per_rank}" if fewer else per_rank
             raise ConfigurationError(
-                f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose "
-                f"{devices - devices % per_rank} or {devices + per_rank - devices % per_rank} devices"
+                f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose {choice} devices"
             )
         return devices // per_rank
 

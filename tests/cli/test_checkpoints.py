@@ -32,7 +32,7 @@ def test_files_are_verified(path: Path, tmp_path: Path) -> None:
     assert ended.status == 1
     assert f"{good} is whole: " in ended.stdout
     assert f"checkpoint {bad} is damaged: data.pkl, data/1 do not match the recorded CRC-32" in ended.stderr
-    assert f"{unknown} has no checksums, so altered" in ended.stdout
+    assert f"{unknown} has no checksums, so damage" in ended.stdout
     assert [run("checkpoint", "verify", *files).status for files in ([good], [good, unknown])] == [0, 3]
     documents = json.loads(run("checkpoint", "verify", "--json", good, bad, unknown).stdout)["files"]
     assert [each["whole"] for each in documents] == [True, False, None]

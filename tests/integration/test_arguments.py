@@ -121,6 +121,8 @@ def test_devices_that_disagree_with_arguments_or_variables(monkeypatch: pytest.M
         make_trainer(DDPExtStrategy(TCP, rank=0, world_size=4))
     with pytest.raises(ConfigurationError, match=r"multiple of devices_per_rank=2 \(got 7\); choose 6 or 8 devices"):
         make_trainer(DDPExtStrategy(devices_per_rank=2), devices=7)
+    with pytest.raises(ConfigurationError, match=r"multiple of devices_per_rank=2 \(got 1\); choose 2 devices"):
+        make_trainer(DDPExtStrategy(devices_per_rank=2), devices=1)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=r"devices=3 \* num_nodes=1 and world_size=2, from RANK"):

@@ -132,7 +132,7 @@ def test_a_file_without_checksums_is_read_with_a_warning(kind: Kind, mode: str, 
         torch.save(torch.load(path, weights_only=False), path)
     told, others = on_ranks(kind, warned, tmp_path, path, mode)
     assert len(told) == 1
-    assert told[0].startswith(f"checkpoint {path} has no checksums, so altered numbers cannot be detected")
+    assert told[0].startswith(f"checkpoint {path} has no checksums, so damage cannot be detected")
     assert others == []
 
 
