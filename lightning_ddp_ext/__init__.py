@@ -8,7 +8,7 @@ import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _sys.platform != "linux":
-    raise ImportError(f"lightning-ddp-ext needs Linux (got {_sys.platform}); on Windows use WSL 2")
+    raise ImportError(f"lightning-ddp-ext needs Linux (got {_sys.platform}); on Windows, use WSL 2")
 
 from lightning_ddp_ext import errors as _errors
 from lightning_ddp_ext import trees as _trees  # first: it imports torch and Lightning

@@ -87,7 +87,7 @@ class Limit:
             if lifted.wait(seconds) or is_void():
                 return
             if _delays and after_saves is not None:
-                print_in_time(f"{sentence()}; before that, this rank finishes the checkpoint that it is writing\n")
+                print_in_time(f"{sentence()}. This rank finishes writing its checkpoint before it exits\n")
                 wait_for_delays()
                 if lifted.wait(after_saves):
                     return

@@ -35,7 +35,7 @@ def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | 
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(seconds, bool) or not isinstance(seconds, Real):
         raise ConfigurationError(
-            f"{field} must be seconds or a timedelta (got {value!r}, of type {type(value).__name__});"
+            f"{field} must be a number of seconds or a timedelta (got {value!r}, of type {type(value).__name__});"
             f" write {field}=60 or {field}=timedelta(minutes=1)"
         )
     if not seconds >= SHORTEST.total_seconds():  # nor NaN

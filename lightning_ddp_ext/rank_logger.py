@@ -66,6 +66,6 @@ def _numbers(ranks: int | Iterable[int] | str) -> frozenset[int]:
     numbers = list(several)
     if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in numbers):
         raise ConfigurationError(
-            f"ranks must be 'all', a rank, or several ranks, counted from 0 (got {ranks!r}); write for example ranks=0"
+            f"ranks must be 'all', a rank or several ranks, counted from 0 (got {ranks!r}); for example, write ranks=0"
         )
     return frozenset(numbers)

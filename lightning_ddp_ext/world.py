@@ -164,7 +164,7 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
     if world.local_rank >= devices:
         raise ConfigurationError(
             f"local_rank must be below devices (got local_rank={world.local_rank} from {world.source} and "
-            f"devices={devices}); start {devices} processes on each node, or give the Trainer other devices"
+            f"devices={devices}); start {devices} processes on each node, or change the Trainer's devices"
         )
 
 
@@ -237,7 +237,7 @@ def _check_integer(field: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         kind = type(value).__name__
         raise ConfigurationError(
-            f"{field} must be an integer (got {value!r}, of type {kind}); write for example {field}=1"
+            f"{field} must be an integer (got {value!r}, of type {kind}); for example, write {field}=1"
         )
 
 
@@ -246,7 +246,7 @@ def _integer(environ: Environ, name: str) -> int:
         return int(environ[name])
     except (KeyError, ValueError):
         raise ConfigurationError(
-            f"{name} in the environment must be an integer (got {environ.get(name)!r}); write for example {name}=1, "
+            f"{name} in the environment must be an integer (got {environ.get(name)!r}); for example, set {name}=1, "
             "or unset the launcher's variables"
         ) from None
 

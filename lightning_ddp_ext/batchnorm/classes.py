@@ -60,7 +60,7 @@ def _run_own_forward(self: Any, *inputs: Any, **options: Any) -> Any:
     if self.training and not is_reached:
         raise ConfigurationError(
             f"{getattr(self, CONTEXT).name} ({own.__name__}) is not synchronised: its forward did not call "
-            "super().forward(input) in training; change its forward, or leave the layer out with exclude="
+            "super().forward(input) in training; change its forward, or exclude the layer (exclude=)"
         )
     return output
 

@@ -55,9 +55,9 @@ class Conversion:
             return None
         named = "; ".join(f"{layer} {reason}" for layer, reason in self.unsupported.items())
         return (
-            f"BatchNorm layers that are not converted and keep each rank's own statistics: {named}. A layer that "
-            "overrides forward and calls super().forward(input) synchronises if include= or predicate= of "
-            "SyncBatchNormConversion chooses it; exclude= leaves a layer out without this warning"
+            f"some BatchNorm layers are not converted and use only their own rank's statistics: {named}. To convert a "
+            "layer that overrides forward and calls super().forward(input), select it with include= or predicate= of "
+            "SyncBatchNormConversion; to leave a layer out without this warning, use exclude="
         )
 
 

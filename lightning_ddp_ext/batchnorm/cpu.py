@@ -43,7 +43,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         if joint.count == 1:
             raise BatchNormError(
                 f"{context.name} needs more than 1 value per channel in training (the batches of all ranks together "
-                "have 1); use larger batches, or drop the last incomplete one"
+                "have 1); use larger batches, or drop the incomplete last one"
             )
         running.update(joint)
         weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))

@@ -19,8 +19,8 @@ def check_ranks(ranks: Ranks) -> None:
     is_group = isinstance(ranks, dist.ProcessGroup) or ranks == dist.GroupMember.NON_GROUP_MEMBER
     if not (ranks is None or ranks == "node" or is_number or is_group):
         raise ConfigurationError(
-            f"process_group must be None, 'node', a number of ranks from 1 on, or a ProcessGroup (got {ranks!r}); "
-            "leave it out for all ranks"
+            f"process_group must be None, 'node', a positive number of ranks, or a ProcessGroup (got {ranks!r}); "
+            "omit it to join all ranks"
         )
 
 

@@ -98,13 +98,13 @@ class SyncBatchNorm(_BatchNorm):
         # The kernels for given statistics do not check sizes, and would read out of bounds.
         if input.size(1) != self.num_features:
             raise BatchNormError(
-                f"{self._ddpx_context.name} takes inputs of {self.num_features} channels "
-                f"(got one of shape {tuple(input.shape)}); channels are the second dimension"
+                f"{self._ddpx_context.name} expects inputs with {self.num_features} channels "
+                f"(got shape {tuple(input.shape)}); channels are the second dimension"
             )
         if not (input.is_cpu or input.is_cuda):
             raise BatchNormError(
-                f"{self._ddpx_context.name} takes inputs on cpu or cuda (got one on {input.device}); "
-                "leave it out of the conversion (exclude=)"
+                f"{self._ddpx_context.name} supports inputs on cpu and cuda (got one on {input.device}); "
+                "exclude the layer from the conversion (exclude=)"
             )
 
     def _count_batch(self) -> Running:

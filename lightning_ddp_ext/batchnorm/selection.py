@@ -61,7 +61,7 @@ def _fitting(model: Module, selector: Any, field: str) -> set[Module]:
     if not isinstance(selector, (str, type)):
         raise ConfigurationError(
             f"{field} takes patterns of layer names and classes of layers (got {selector!r}); "
-            "for anything else use predicate="
+            "for any other choice, use predicate="
         )
     modules = model.named_modules(remove_duplicate=False)
     fitting = {layer for name, module in modules if _fits(selector, name, module) for layer in module.modules()}

@@ -103,7 +103,7 @@ class SyncContext:
         )
         raise BatchNormError(
             f"ranks are in different BatchNorm layers: {positions}; every rank must run the same layers in the same "
-            "order, so leave those that only some ranks run out of the conversion (exclude=)"
+            "order, so exclude layers that only some ranks run from the conversion (exclude=)"
         )
 
     def __deepcopy__(self, memo: object) -> SyncContext:

@@ -38,10 +38,10 @@ def _parser() -> argparse.ArgumentParser:
     one = _add(commands, "env", env, "show versions, devices, interfaces, and what the launcher's variables mean")
     one.add_argument("--json", **json)
 
-    one = _add(commands, "test", test, "have the ranks of this launcher connect, reduce, save, verify and restore")
+    one = _add(commands, "test", test, "test that this launcher's ranks connect, reduce, save, verify and restore")
     one.add_argument("--devices", type=int, default=2, help="ranks to start, if no launcher starts them (default: 2)")
     one.add_argument("--accelerator", default="cpu", help="auto, cpu or gpu (default: cpu)")
-    one.add_argument("--init-method", help="as for the strategy")
+    one.add_argument("--init-method", help="init_method of the strategy")
 
     group = commands.add_parser("checkpoint", help="check checkpoint files, and clean up after killed saves")
     commands = group.add_subparsers(metavar="COMMAND", required=True)
@@ -50,9 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("paths", nargs="+", metavar="PATH", help="file or URL")
     one.add_argument("--json", **json)
 
-    one = _add(commands, "clean", clean, "list what killed saves left in a directory")
-    one.add_argument("directory", metavar="DIR", help="where checkpoints are saved")
-    one.add_argument("--yes", action="store_true", dest="remove", help="remove it, if it is older than an hour")
+    one = _add(commands, "clean", clean, "list temporary files that killed saves left in a directory")
+    one.add_argument("directory", metavar="DIR", help="directory of the checkpoints")
+    one.add_argument("--yes", action="store_true", dest="remove", help="remove those older than an hour")
     return parser
 
 

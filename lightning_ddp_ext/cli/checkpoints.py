@@ -48,9 +48,9 @@ def _show(facts: dict[str, Any]) -> None:
     if facts["error"] is not None:
         fail(facts["error"])
     elif facts["whole"]:
-        print_line(f"{facts['path']} is whole: {facts['records']} records with the checksums that were written")
+        print_line(f"{facts['path']} is intact: {facts['records']} records match their checksums")
     else:
-        print_line(f"{facts['path']} has no checksums, so altered numbers cannot be detected")
+        print_line(f"{facts['path']} has no checksums, so altered data cannot be detected")
 
 
 def clean(directory: str, *, remove: bool) -> int:
@@ -59,12 +59,12 @@ def clean(directory: str, *, remove: bool) -> int:
         removed = remove_leftovers(Path(directory)) if remove else []
         left = find_leftovers(Path(directory))
     except OSError as error:
-        return fail(f"cannot clean {directory}: {error.strerror or error}; give the local directory of the checkpoints")
+        return fail(f"cannot clean {directory}: {error.strerror or error}; pass the local directory of the checkpoints")
     for each in removed:
-        print_line(f"{each.path} ({size_text(each.size)}) is removed")
+        print_line(f"{each.path} ({size_text(each.size)}) was removed")
     for each in left:
-        why = "was left by a killed save; --yes removes it" if each.is_left_behind else "is not an hour old: kept"
+        why = "was left by a killed save; --yes removes it" if each.is_left_behind else "is less than an hour old"
         print_line(f"{each.path} ({size_text(each.size)}) {why}")
     if not removed and not left:
-        print_line(f"nothing to clean in {directory}: no save was killed there")
+        print_line(f"nothing to clean in {directory}: no killed save left files there")
     return 0

@@ -130,7 +130,7 @@ def _mismatch(values: Sequence[Value]) -> DivergenceError:
         "ranks logged different values with sync_dist=True: "
         f"{listed(f'{ranks_in_words(who)} {deviation}' for deviation, who in grouped(deviations))} (compared with "
         f"{ranks_in_words(usual_ranks)}); every rank must log the same names in the same "
-        "order, so log them outside of code that only some ranks run, or leave sync_dist out"
+        "order, so log them outside of code that only some ranks run, or omit sync_dist"
     )
 
 

@@ -113,7 +113,7 @@ class Channel:
         """Send a message to rank 0, or from rank 0 to ``ranks``, by default all others. Never waits or raises."""
         line = encode(topic, body)
         if len(line) > MAX_MESSAGE:  # the receiver would close the connection
-            _logger.error("a message on %r is not sent, as it has %d bytes; at most %d", topic, len(line), MAX_MESSAGE)
+            _logger.error("a message on %r was not sent: it has %d bytes (limit: %d)", topic, len(line), MAX_MESSAGE)
             return
         with self._lock:  # all ranks get messages in one order
             for rank, connection in self._peers.items():

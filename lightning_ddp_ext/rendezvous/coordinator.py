@@ -190,7 +190,7 @@ class Coordinator:
             sentence = (
                 f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to {self._hello.init_method} "
                 f"within {self._deadline.seconds:g} s (init_timeout); present: {present}; check that every rank is "
-                "started and can reach it, or raise init_timeout"
+                "started and can reach rank 0, or raise init_timeout"
             )
             obstacle = self._endpoint.obstacle() if len(self._present) == 1 else None
             self._refuse(obstacle or MissingRanksError(sentence, missing=tuple(missing)))
@@ -212,12 +212,12 @@ def _duplicate(one: RankInfo, other: RankInfo) -> RendezvousError:
     first, second = sorted([one, other], key=lambda info: (info.host, info.pid))
     return RendezvousError(
         f"two processes claim rank {one.rank}: pid {first.pid} on host {first.host} and pid {second.pid} on host "
-        f"{second.host}; give each process its own RANK, or rank="
+        f"{second.host}; set a different RANK (or rank=) for each process"
     )
 
 
 def _too_late(hello: Hello, table: tuple[RankInfo, ...]) -> RendezvousError:
     return RendezvousError(
         f"another run of {len(table)} ranks is active at {hello.init_method} with {table[0]}, and {hello.info} of "
-        f"{hello.world_size} is late; stop that run, or choose another init_method for this one"
+        f"{hello.world_size} cannot join it; stop that run, or choose another init_method for this one"
     )

@@ -96,12 +96,12 @@ class TcpEndpoint(Endpoint):
         except OSError as error:
             raise RendezvousError(
                 f"init_method '{self.where}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot bind port "
-                f"{self.where.port}: {os.strerror(error.errno or 0)}; stop the program that holds it or choose another "
-                "port"
+                f"{self.where.port}: {os.strerror(error.errno or 0)}; stop the program that uses the port, or choose "
+                "another port"
             ) from None
         obstacle = self.obstacle()
         if obstacle is not None:
-            _logger.warning("%s (rank 0 waits, since the name may become resolvable within init_timeout)", obstacle)
+            _logger.warning("%s (rank 0 waits, since the name may still become resolvable)", obstacle)
         return listener, self.look_up(Deadline(0.0))
 
     @override
@@ -111,7 +111,7 @@ class TcpEndpoint(Endpoint):
         except socket.gaierror as error:
             return RendezvousError(
                 f"init_method '{self.where}': host {self.where.host!r} does not resolve on {socket.gethostname()} "
-                f"({error.strerror}); give the address of rank 0's host, or a name that every host resolves"
+                f"({error.strerror}); use the address of rank 0's host, or a name that every host can resolve"
             )
         return None
 
@@ -135,12 +135,12 @@ class FileEndpoint(Endpoint):
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):  # replaced while it was read, on a network file system
                 return None
-            raise RendezvousError(f"init_method 'file://{self.path}': {error.strerror}; choose another file") from None
+            raise RendezvousError(f"init_method 'file://{self.path}': {error.strerror}; use another file") from None
         address = _address_in(content)
         if content and address is None:
             raise RendezvousError(
-                f"init_method 'file://{self.path}': the file does not hold the address of a rank 0 (it "
-                f"begins with {content[:13]!r}); name a file that does not exist yet"
+                f"init_method 'file://{self.path}': the file does not contain the address of a rank 0 (it "
+                f"begins with {content[:13]!r}); choose a file that does not exist yet"
             )
         return address
 
@@ -165,8 +165,7 @@ class FileEndpoint(Endpoint):
         except OSError as error:
             raise RendezvousError(
                 f"init_method 'file://{self.path}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot write "
-                f"its address there: {error.strerror}; make the directory, free space on its disk, or choose another "
-                "file"
+                f"its address there: {error.strerror}; create the directory, free disk space, or choose another file"
             ) from None
         finally:
             with suppress(OSError):

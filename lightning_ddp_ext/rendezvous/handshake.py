@@ -127,7 +127,7 @@ class Handshake:
         if closed == MALFORMED:
             raise RendezvousError(
                 f"another program, not rank 0, listens at {self._where}; choose a port that no other "
-                "program uses, or give the address of rank 0's host"
+                "program uses, or correct the address of rank 0's host"
             )
         if "stranger" in self._answers:
             return "another run answers there"
@@ -144,7 +144,7 @@ class Handshake:
             remedy = "that its host has this address"
         else:
             where = self._hello.init_method
-            remedy = "that it uses the same file"
+            remedy = "that it uses the same init_method"
         if isinstance(found, OSError):
             found = "timed out" if isinstance(found, TimeoutError) else str(found.strerror or found)
         if self._published is not None and self._published.pid:
@@ -177,7 +177,7 @@ class Handshake:
                     return
         raise RendezvousError(
             f"{self._hello.info} reached rank 0 at {self._where}, but not its store at port {port} of {listed(hosts)}; "
-            "let all hosts reach each other at every port, which collectives also need"
+            "allow connections between all hosts on every port, which collectives also need"
         )
 
     def _check(self) -> None:
@@ -207,7 +207,7 @@ class Handshake:
 
     def _lost(self, what: str) -> RendezvousError:
         return RendezvousError(
-            f"rank 0 at {self._where} {what} after it accepted {self._hello.info}; look at its output"
+            f"rank 0 at {self._where} {what} after it accepted {self._hello.info}; look at rank 0's output"
         )
 
     def _wait_for(self, answer: str, seconds: float) -> bool:

@@ -98,7 +98,7 @@ def choose(argument: str | InitMethod | None, environ: Mapping[str, str]) -> Ini
     ordered = parse(environ.get(VARIABLE) or None, field=VARIABLE)
     if given is not None and ordered is not None and str(given) != str(ordered):
         raise ConfigurationError(
-            f"init_method must agree with {VARIABLE} (got '{given}' and '{ordered}'); drop one of the two"
+            f"init_method must agree with {VARIABLE} (got '{given}' and '{ordered}'); remove one of them"
         )
     return ordered if given is None else given
 
@@ -149,15 +149,15 @@ def check_file(method: File, *, num_nodes: int) -> None:
         _check_shared(method, os.path.realpath(directory), num_nodes)
     if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigurationError(
-            f"init_method '{method}' needs an existing directory that this user can write (got {directory!r});"
-            f" create it (mkdir -p {directory}), make it writable (chmod u+wx {directory}), or write another path"
+            f"init_method '{method}' needs an existing directory that this user can write to (got {directory!r});"
+            f" create it (mkdir -p {directory}), make it writable (chmod u+wx {directory}), or use another path"
         )
     is_there = os.path.exists(path)  # checked first: rank 0 may publish its address there meanwhile
     is_usable = os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK)
     if is_there and not is_usable:
         raise ConfigurationError(
-            f"init_method '{method}' needs a new file, or a regular one that this user can read and write "
-            f"(got {path!r}); remove it, or write another path"
+            f"init_method '{method}' needs a new file, or a regular file that this user can read and write "
+            f"(got {path!r}); remove it, or use another path"
         )
 
 
@@ -185,7 +185,7 @@ def _check_path(path: object, subject: str) -> None:
     if isinstance(path, str) and re.fullmatch(r"/[^?\0]*[^?\0/]", path):
         return
     raise ConfigurationError(
-        f"{subject} needs the absolute path of a file, without '?' and NUL (got {path!r}); write file:///shared/run42"
+        f"{subject} needs the absolute path of a file, without '?' or NUL (got {path!r}); write file:///shared/run42"
     )
 
 
@@ -195,5 +195,5 @@ def _check_shared(method: File, directory: str, num_nodes: int) -> None:
         if os.path.commonpath([root, directory]) == root:
             raise ConfigurationError(
                 f"init_method '{method}' needs a directory that all {num_nodes} nodes share (got {directory!r}, and"
-                f" {local} is local to each node); write a path on a shared file system, or tcp://host:29500"
+                f" {local} is local to each node); use a path on a shared file system, or tcp://host:29500"
             )

@@ -25,10 +25,10 @@ from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 _LONGEST_TEXT = 500
 
 _MAKE_IT = (
-    "call it on every rank, not for one rank alone; if ranks have different numbers of batches, pass "
-    "DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest'"
+    "make this call on every rank; if the ranks have different numbers of batches, use "
+    "DDPExtStrategy(uneven_inputs='join') or uneven_inputs='stop_at_shortest'"
 )
-_BE_IN_TIME = "find its current activity with HangWatchdog, or give the strategy a longer timeout"
+_BE_IN_TIME = "use HangWatchdog to find its current activity, or pass a longer timeout to the strategy"
 
 
 @dataclass(frozen=True)
@@ -182,14 +182,14 @@ class NamedBarriers:
         began = {each.rank for each in self._waiting.get(call.number, [])}
         absent = [rank for rank in self._everyone if rank not in began]
         if absent and self._open < call.number:
-            self._report_absence(call, absent, "did not call it in time", _BE_IN_TIME)
+            self._report_absence(call, absent, "did not do so in time", _BE_IN_TIME)
         return True
 
     def _report_absence(
         self, call: Call, absent: list[int], finding: str = "continued without it", remedy: str = _MAKE_IT
     ) -> PeerEvent:
         infos = [self._peers.table[rank] for rank in absent]
-        sentence = f"rank {call.rank} began {call}, and {listed(infos)} did not: it {finding}; {remedy}"
+        sentence = f"rank {call.rank} began {call}, but {listed(infos)} {finding}; {remedy}"
         return self._peers.report(event_of("absent", infos[0], sentence))
 
     def _report_mismatch(self, calls: list[Call]) -> None:
@@ -197,6 +197,6 @@ class NamedBarriers:
         odd = min(calls, key=lambda call: (names[call.name], call.name, call.rank))
         table = self._peers.table
         places = activities_in_words({table[call.rank]: str(call) for call in calls}, "began")
-        remedy = "let every rank make the same calls in the same order"
-        sentence = f"ranks wait for each other in different places: {places}; {remedy}"
+        remedy = "make sure that every rank makes the same calls in the same order"
+        sentence = f"ranks wait for each other in different calls: {places}; {remedy}"
         self._peers.report(event_of("absent", table[odd.rank], sentence))

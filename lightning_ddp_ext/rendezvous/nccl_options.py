@@ -65,7 +65,7 @@ def _check(field: str, value: object, kind: Any) -> None:
     if value is None or (value in choices if choices else type(value) is expected):
         return
     rule = f"one of {', '.join(choices)}" if choices else f"of type {expected.__name__}"
-    raise ConfigurationError(f"NCCLOptions.{field} must be {rule} (got {value!r}); leave it out for NCCL's default")
+    raise ConfigurationError(f"NCCLOptions.{field} must be {rule} (got {value!r}); omit it to use NCCL's default")
 
 
 def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str, str]:

@@ -34,7 +34,7 @@ class PeerEvent:
         )
         left = (
             f"{who} finished and exited, but this rank still needs it for a collective; "
-            "let every rank make the same calls in the same order"
+            "make sure that every rank makes the same calls in the same order"
         )
         kind, sentence = {
             "died": (RankDiedError, died),

@@ -108,14 +108,14 @@ class ProcessContext:
         world, first = request.world, self.groups.request
         if (world.rank, world.world_size) != (self.world.rank, self.world.world_size):
             raise GroupInUseError(
-                f"this process is already rank {self.world.rank} of {self.world.world_size}, and this Trainer needs it "
-                f"to be rank {world.rank} of {world.world_size}; give every Trainer of a script the "
-                "same devices and num_nodes, or run the other one in a separate script"
+                f"this process is already rank {self.world.rank} of {self.world.world_size}, but this Trainer needs it "
+                f"to be rank {world.rank} of {world.world_size}; use the same devices and "
+                "num_nodes for every Trainer of a script, or run this one in a separate script"
             )
         if request.is_explicit and request.init_method != first.init_method:
             raise GroupInUseError(
-                f"this process's group was formed with init_method {first.init_method!r}, and this Trainer "
-                f"asks for {request.init_method!r}; use one init method in a script"
+                f"this process's group was formed with init_method {first.init_method!r}, but this Trainer "
+                f"requests {request.init_method!r}; use the same init_method for every Trainer of a script"
             )
         cause = self.peers.cause
         if cause is not None and (cause.kind == "died" or not self.peers.has_raised):
@@ -275,11 +275,11 @@ def _adopt_foreign_group(request: Request) -> None:
     mine = (dist.get_rank(), dist.get_world_size())
     if request.is_explicit or mine != (request.world.rank, request.world.world_size):
         raise GroupInUseError(
-            f"a process group that lightning_ddp_ext did not open is in use (rank {mine[0]} of {mine[1]}), and this "
-            f"Trainer asks for rank {request.world.rank} of {request.world.world_size} by {request.init_method}; "
-            "call torch.distributed.destroy_process_group() before fit, or give the Trainer no init_method"
+            f"a process group that lightning_ddp_ext did not open is in use (rank {mine[0]} of {mine[1]}), but this "
+            f"Trainer needs rank {request.world.rank} of {request.world.world_size} with init_method "
+            f"{request.init_method}; call torch.distributed.destroy_process_group() before fit, or do not set init_method"
         )
     _logger.warning(
-        "using a process group that is already open: init_timeout and timeout have no effect, "
-        "and lightning_ddp_ext does not notice dead ranks"
+        "using a process group that other code opened: init_timeout and timeout have no effect, "
+        "and lightning_ddp_ext cannot detect dead ranks"
     )

@@ -39,7 +39,7 @@ def check_variables(variables: dict[str, str]) -> None:
             argument = "interface" if name in INTERFACE_VARIABLES else "nccl"
             raise ConfigurationError(
                 f"{argument}= of the strategy sets {name}={value}, but the environment has "
-                f"{name}={os.environ[name]}; leave one of them out"
+                f"{name}={os.environ[name]}; remove one of them"
             )
 
 

@@ -39,7 +39,7 @@ def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str
     names = tuple(name for name, values in by_name.items() if len(set(values)) > 1)
     usual = mode(by_name[names[0]])
     different = tuple(rank for rank, value in enumerate(by_name[names[0]]) if value != usual)
-    what = f"{ranks_in_words(different)} in {names[0]} (tensors that differ: {len(names)})"
+    what = f"{ranks_in_words(different)} in {names[0]} (differing tensors: {len(names)})"
     remedy = "look for code that only some ranks run, or that depends on a rank's own data or random numbers"
     raise DivergenceError(f"the ranks differ {when}: {what}; {remedy}", ranks=different, names=names)
 

@@ -32,13 +32,13 @@ def wait_for_debugger(rank: int, port: int) -> None:
     try:
         import debugpy
     except ImportError:
-        raise ConfigurationError("a debugged rank needs debugpy: pip install debugpy") from None
+        raise ConfigurationError("RankDebugger needs debugpy (not installed); run pip install debugpy") from None
     if debugpy.is_client_connected():  # an editor has started the script and follows its processes
         return
     debugpy.configure(subProcess=False)  # loader workers need no debugger
     try:
         debugpy.listen((_HOST, port))
     except (OSError, RuntimeError) as error:
-        raise ConfigurationError(f"rank {rank} cannot listen at port {port}: {error}; pass another port=") from error
-    print(f"[rank {rank}] waits for a debugger at {_HOST}:{port} without a time limit", file=sys.stderr, flush=True)
+        raise ConfigurationError(f"rank {rank} cannot listen on port {port}: {error}; pass another port=") from error
+    print(f"[rank {rank}] waiting for a debugger at {_HOST}:{port}, without a time limit", file=sys.stderr, flush=True)
     debugpy.wait_for_client()

@@ -62,7 +62,7 @@ class Silence:
     is_stopped: bool = False
 
     def __str__(self) -> str:
-        stopped = " and its process is stopped (SIGSTOP)" if self.is_stopped else ""
+        stopped = ", and its process is stopped (SIGSTOP)" if self.is_stopped else ""
         return f"{self.who} has not answered for {self.seconds:.0f} s{stopped}"
 
 
@@ -132,7 +132,7 @@ def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]
     # A rank that does not wait for others is nearer to the cause.
     first = min(absent, key=lambda report: (report.waits, report.who.rank))
     others = [report.who.rank for report in absent if report is not first]
-    also = f" ({ranks_in_words(others)} did not, either)" if others else ""
+    also = f" (nor did {ranks_in_words(others)})" if others else ""
     seconds = max(report.idle for report in waiting)
     who = ranks_in_words(report.who.rank for report in waiting)
     wait = f"{who} {'has' if len(waiting) == 1 else 'have'} waited for it"
@@ -148,7 +148,8 @@ def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> PeerEve
     frequency = Counter(calls.values())
     odd = min(calls, key=lambda who: (frequency[calls[who]], -who.rank))
     places = activities_in_words({report.who: f"{calls[report.who]}, {report.where}" for report, _ in inside}, "in")
-    return event_of("hung", odd, f"ranks are in different collectives: {places}; let every rank make the same calls")
+    remedy = "make sure that every rank makes the same calls"
+    return event_of("hung", odd, f"ranks are in different collectives: {places}; {remedy}")
 
 
 def _stuck(still: Sequence[Report]) -> PeerEvent:
@@ -156,7 +157,7 @@ def _stuck(still: Sequence[Report]) -> PeerEvent:
     inside = [report for report in still if not report.is_outside] or list(still)
     culprits = [report for report in inside if not report.waits] or inside
     first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))
-    finding = f"{first.who} has not moved for {first.idle:.0f} s; it is in {_activity(first)}"
+    finding = f"{first.who} has made no progress for {first.idle:.0f} s; it is in {_activity(first)}"
     others = [report for report in still if report is not first]
     return event_of("hung", first.who, listed([finding, *_activities(others)], separator="; "))
 
@@ -172,8 +173,8 @@ def _activity(report: Report) -> str:
 
 
 def _section(report: Report) -> str:
-    state = f"has not moved for {report.idle:.1f} s" if report.is_still else f"last moved {report.idle:.1f} s ago"
-    lines = [f"{report.who} {state}, in {report.where}", report.progress]
+    state = f"no progress for {report.idle:.1f} s" if report.is_still else f"last progress {report.idle:.1f} s ago"
+    lines = [f"{report.who}: {state}, in {report.where}", report.progress]
     for flight in report.flights:
         pending = "" if flight.pending is None else f", waits in {flight.describe(flight.pending)}"
         lines.append(f"group {flight.label or 'default'}: entered #{flight.entered}{pending}")

@@ -150,7 +150,7 @@ class GracefulStop:
         Callbacks may take long before it; their rank still replies.
         """
         check = self._context.component(Survey).check_that_all_answer
-        self._context.barriers.enter("the end of its work", check=check, is_patient=True)
+        self._context.barriers.enter("the final stop check", check=check, is_patient=True)
         return self.at_point()
 
     def _decide(self, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
@@ -227,11 +227,11 @@ class GracefulStop:
         def sentence() -> str:
             is_agreeing = self._rank == 0 and self._is_pausing
             silent = [info for info in self._context.table if is_agreeing and info.rank not in self._replies]
-            who = f" ({listed(silent)} did not answer)" if silent else ""
+            who = f", and {listed(silent)} did not answer" if silent else ""
             return (
-                f"[rank {self._rank}] {finding} within save_deadline {self._seconds:g} s{who}, so rank {self._rank} "
-                f"exits at {call_site_of(main_frame())}; earlier checkpoints are intact. Give the ranks a longer "
-                "save_deadline if they only need more time"
+                f"[rank {self._rank}] {finding} within {self._seconds:g} s (save_deadline){who}, so rank {self._rank} "
+                f"exits at {call_site_of(main_frame())}; earlier checkpoints are intact. Pass a longer save_deadline "
+                "if the ranks only need more time"
             )
 
         self._limit.start(self._seconds, status, sentence, **options)

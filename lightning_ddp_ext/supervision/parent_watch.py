@@ -77,7 +77,7 @@ def _end_after(pid: int) -> None:
     time.sleep(_GRACE)
     if wait_for_delays():
         time.sleep(_GRACE)
-    sentence = f"the process that launched this one{f' (pid {pid})' if pid else ''} exited, so this one exits"
+    sentence = f"the launcher of this process{f' (pid {pid})' if pid else ''} exited, so this process exits"
     context = current()
     if context is not None:
         event = context.peers.cause_or_departure

@@ -143,7 +143,7 @@ class RankProcesses:
         if failed:
             self._raise(min(failed, key=self._order_of_blame))
         if not os.path.exists(self._results_file):
-            what = "exited with status 0 in the middle of its work; look for the cause (sys.exit, an interrupt)"
+            what = "exited with status 0 before it finished its work; look for sys.exit() or an interrupt"
             raise self._error(RankFailedError, 0, what)  # Lightning would wait forever for its results
         return True
 

@@ -37,7 +37,7 @@ _CLOSED = re.compile(r"Connection (closed|reset) by peer|pair closure")
 # Seconds between ranks in which a collective finishes, and until a request after it.
 _FOLLOWS_WITHIN = 1.0
 _LOOKS_EVERY = 5.0  # seconds, for collectives that have timed out
-_REMEDY = "let every rank make the same calls, or give the strategy a longer timeout if one of them takes so long"
+_REMEDY = "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to the strategy"
 
 
 class Survey:
@@ -204,7 +204,7 @@ def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
     if kind == "silence" or not elsewhere:
         return None
     places = listed((f"{each.who} is in {each.place or 'library code'}" for each in elsewhere), separator=" and ")
-    return event_of("absent", elsewhere[0].who, f"{wait}, and {places}; {_REMEDY}")
+    return event_of("absent", elsewhere[0].who, f"{wait}, but {places}; {_REMEDY}")
 
 
 def is_stopped(info: RankInfo, *, seen_from: RankInfo) -> bool:

@@ -104,7 +104,7 @@ class Watchdog:
         written = threading.Thread(target=_write, args=[path, text], name="ddpx-watchdog-file", daemon=True)
         written.start()
         print_in_time(
-            f"[rank {self._who.rank}] nothing has moved for {self._timeout:g} s: {diagnosis.reason}; {outcome}. "
+            f"[rank {self._who.rank}] no progress for {self._timeout:g} s: {diagnosis.reason}; {outcome}. "
             f"Stacks of all ranks: {path}\n"
         )
         written.join(2.0)
