@@ -1,7 +1,7 @@
-"""A replacement for PyTorch Lightning's ``ddp`` that exits when a rank fails, and saves when it is stopped.
+"""A drop-in ``ddp`` strategy for PyTorch Lightning: all ranks exit when one fails, and a stopped run is saved.
 
 Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn``, ``ddp_ext_fork``,
-``ddp_ext_notebook`` and ``ddp_ext_forkserver``, in ``lightning`` and in ``pytorch_lightning``.
+``ddp_ext_notebook`` and ``ddp_ext_forkserver`` with ``lightning`` and with ``pytorch_lightning``.
 """
 
 import sys as _sys

@@ -277,7 +277,7 @@ def _adopt_foreign_group(request: Request) -> None:
         raise GroupInUseError(
             f"a process group that lightning_ddp_ext did not open is in use (rank {mine[0]} of {mine[1]}), but this "
             f"Trainer needs rank {request.world.rank} of {request.world.world_size} with init_method "
-            f"{request.init_method}; call torch.distributed.destroy_process_group() before fit, or do not set init_method"
+            f"{request.init_method}; call torch.distributed.destroy_process_group() before fit, or omit init_method"
         )
     _logger.warning(
         "using a process group that other code opened: init_timeout and timeout have no effect, "

@@ -144,7 +144,7 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
         assert (
             f"for rank {rank} of 2 by file://{first}/store; call torch.distributed.destroy_process_group()" in refused
         )
-        assert refused.endswith("or do not set init_method")
+        assert refused.endswith("or omit init_method")
 
 
 class Measure(L.Callback):
