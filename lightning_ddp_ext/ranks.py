@@ -114,8 +114,8 @@ class Ranks:
                 raise might abort the broadcast that a slower rank is still receiving.
 
         Raises:
-            Exception: the exception of ``work``. Other ranks raise a copy, or a ``RuntimeError`` with its type and text if
-                pickle does not keep these; the cause of either is rank 0's traceback.
+            Exception: the exception of ``work``. Other ranks raise a copy, or a ``RuntimeError`` with its type and text
+                if pickle does not keep both; rank 0's traceback is the cause.
 
         >>> Ranks().on_rank_zero(lambda: 6 * 7, "multiplying")
         42

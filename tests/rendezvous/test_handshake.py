@@ -22,7 +22,7 @@ from tests.harness.ranks import RankProcesses, free_port
 from tests.rendezvous.servers import Answer, place, server, silent, url, web
 from tests.rendezvous.test_start_up import HOST, LONG, connect, endings, process, same_sentence, sentence, started
 
-CLAIMED = r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; set a different RANK \(or rank=\) for"
+CLAIMED = r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; set a different RANK .* for each process"
 DIFFERENT = r"{} must be the same on all ranks: .+; start every rank with the same settings and the same installation"
 SOON = Timeouts(after_refusal=1.0, answer=3.0, connect=2.0)
 
