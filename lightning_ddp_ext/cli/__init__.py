@@ -1,4 +1,4 @@
-"""The command ``lightning-ddp-ext``: describe this machine, try out its ranks, and check checkpoint files."""
+"""Define the command ``lightning-ddp-ext``: describe this machine, test its ranks, and check checkpoint files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_ddp_ext.cli.self_test import test
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command, by default with the arguments of this process, and exit.
+    """Run the command with ``arguments``, by default those of this process, and exit.
 
     Raises:
-        SystemExit: status 0: success; 1: a damaged file, an unusable directory, or ranks that fail; 2: wrong usage;
-            3 and 4: ``checkpoint verify`` found a file without checksums, or one that it could not read.
+        SystemExit: status 0: success; 1: a damaged file, an unusable directory, or failed ranks; 2: wrong usage;
+            3: ``checkpoint verify`` found a file without checksums; 4: it could not read a file.
     """
     options = vars(_parser().parse_args(arguments))
     run = options.pop("run")

@@ -1,4 +1,4 @@
-"""Verify checkpoint files without running any code in them, and remove what killed saves left."""
+"""Verify checkpoint files without running code from them, and remove temporary files that killed saves left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, D
 
 
 def verify(paths: Sequence[str], *, as_json: bool) -> int:
-    """Check each record that has a checksum, of files or URLs; nothing is unpickled."""
+    """Check all records that have a checksum, in files or at URLs, without unpickling anything."""
     found = [check(path) for path in paths]
     if as_json:
         print(json.dumps(found[0] if len(found) == 1 else {"files": found}))

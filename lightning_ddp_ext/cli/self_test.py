@@ -1,4 +1,4 @@
-"""Test the ranks of a launcher: have them connect, reduce, save, verify and restore."""
+"""Test that the ranks of a launcher can connect, reduce, save, verify and restore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STEPS = 4
 
 def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
     """Train, save, verify and restore on all ranks; rank 0 prints the time of each part."""
-    logging.disable(logging.INFO)  # Lightning's lines, and those of our strategy
+    logging.disable(logging.INFO)  # lines of Lightning and of our strategy
     warnings.simplefilter("ignore")
     model_class = importlib.import_module(f"{pl.__name__}.demos.boring_classes").BoringModel
     world = read_world(os.environ)

@@ -119,7 +119,7 @@ class PeerFailure:
         return self.cause or event
 
     def _end_later(self, event: PeerEvent) -> None:
-        """Exit after some time if nothing unblocks the main thread. There is no clean-up, since it could also block."""
+        """Exit after some time if nothing unblocks the main thread, without clean-up, which could also block."""
         error, seconds = event.to_error(), self.timeouts.grace[event.kind]
         sentence = f"[rank {self.rank}] {type(error).__name__}: {error}"
         with self.arrived:

@@ -44,7 +44,7 @@ class Request:
         endpoint: where rank 0 listens, or where it publishes that address.
         backend: the backend of the process group, such as ``gloo``.
         device: the device of this rank.
-        timeout: the timeout of a collective; ``None`` for the backend's default.
+        timeout: the timeout of collectives; ``None`` for the backend's default.
         init_timeout: the timeout of the whole start-up.
         is_explicit: whether the user chose the init method.
         variables: environment variables to set while the process group is open.

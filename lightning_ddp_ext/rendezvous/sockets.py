@@ -95,7 +95,7 @@ def own_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of this host's interface with the numeric ``address``; ``None`` if there is none."""
+    """Return the name of this host's interface with the numeric ``address``; ``None`` without one."""
     for name, entries in _interfaces().items():
         if any(entry.address == address for entry in entries):
             return str(name)
