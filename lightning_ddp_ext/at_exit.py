@@ -80,7 +80,7 @@ class Limit:
             status: the exit status of the process.
             sentence: returns the text to print before the exit.
             is_void: called when the time is up; if it returns True, the process continues.
-            after_saves: seconds from the moment when an unfinished save finishes to the exit; ``None`` to interrupt it.
+            after_saves: seconds between the completion of an unfinished save and the exit; ``None`` to interrupt it.
         """
 
         def end() -> None:

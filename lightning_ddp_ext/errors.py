@@ -139,7 +139,7 @@ class DivergenceError(DDPExtError, RuntimeError):
     """The ranks differ in parameters, buffers, optimiser states or logged values; raised on every rank.
 
     Attributes:
-        ranks: the ranks that differ from the majority, ascending; in a tie, from the lowest rank.
+        ranks: the ranks that differ from the majority, ascending; in a tie, those that differ from the lowest rank.
         names: the names of the values that differ.
     """
 

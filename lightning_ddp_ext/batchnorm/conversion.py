@@ -55,7 +55,7 @@ class Conversion:
             return None
         named = "; ".join(f"{layer} {reason}" for layer, reason in self.unsupported.items())
         return (
-            f"some BatchNorm layers are not converted and use only their own rank's statistics: {named}. To convert a "
+            f"some BatchNorm layers are not converted and use only each rank's own statistics: {named}. To convert a "
             "layer that overrides forward and calls super().forward(input), select it with include= or predicate= of "
             "SyncBatchNormConversion; to leave a layer out without this warning, use exclude="
         )

@@ -23,7 +23,7 @@ class SyncBatchNorm(_BatchNorm):
 
     In training, mean and variance are those of all ranks' batches together, which may differ in size or be empty, and
     running statistics are the same on all ranks. Each pass runs one collective, so every rank must run the same layers
-    in the same order. In evaluation and in a single process, the layer is the same as torch's BatchNorm.
+    in the same order. In evaluation and in a single process, the layer behaves like torch's BatchNorm.
 
     Gradients are those of the *sum* of the ranks' losses. DDP divides them by the number of ranks, so that a parameter
     gets the gradient of the mean of the ranks' losses. If all ranks have the same number of samples, this equals the

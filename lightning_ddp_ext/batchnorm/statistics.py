@@ -49,7 +49,7 @@ def merge(parts: Vector) -> Statistics:
     """Merge the statistics of several batches.
 
     This is the pairwise merge of T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating formulae and a pairwise algorithm
-    for computing sample variances" (1979), for any number of parts. It never subtracts two large numbers.
+    for computing sample variances" (1979), for any number of parts. It does not subtract large sums of squares.
 
     Args:
         parts: a row for each batch, (parts, 1 + 2C): values per channel, means, and biased variances.

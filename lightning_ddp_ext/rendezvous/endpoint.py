@@ -3,10 +3,10 @@
 ===================  ==================================================================================================
 ``TcpEndpoint``      rank 0 listens at a host and port that every rank has
 ``FileEndpoint``     rank 0 listens on a port that the kernel chooses, and writes its address into a file
-``StoreEndpoint``    the same, with a key in the store of a launcher, such as torchrun, in place of the file
+``StoreEndpoint``    the same, but under a key in the store of a launcher such as torchrun
 ===================  ==================================================================================================
 
-An address that an earlier run left in a file is harmless: it contains a nonce, which the rank 0 of another run refuses.
+An address that an earlier run left in a file is harmless: it contains a nonce, which rank 0 of another run refuses.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class TcpEndpoint(Endpoint):
-    """Rank 0 listens at ``where``: on loopback only if ``is_local`` and that is a loopback address."""
+    """Rank 0 listens at ``where``: on loopback if ``is_local`` and it is a loopback address, else on all interfaces."""
 
     where: Tcp
     is_local: bool = True

@@ -211,7 +211,7 @@ class Handshake:
         )
 
     def _wait_for(self, answer: str, seconds: float) -> bool:
-        """Whether this answer or a refusal arrives within ``seconds``, or the connection closes."""
+        """Whether this answer or a refusal arrives, or the connection closes, within ``seconds``."""
         ends, deadline = {answer, "refused", "stranger"}, Deadline(seconds)
         while ends.isdisjoint(self._answers) and 0 not in self._channel.ended:
             if deadline.expired:

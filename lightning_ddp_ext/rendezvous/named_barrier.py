@@ -134,7 +134,7 @@ class NamedBarriers:
 
         Raises:
             RankAbsentError: a rank skipped this call, started another one, or did not start it in time.
-            RankFailedError: it or a subclass; a rank failed, died or left.
+            RankFailedError: a rank failed, died or left; it may be a subclass.
         """
         while not self._is_open(call, self._timeout().total_seconds()):
             check()

@@ -1,4 +1,4 @@
-"""Stop this rank when another rank dies, fails or leaves.
+"""React to the death, failure or departure of another rank.
 
 Rank 0 decides which event was first, and sends it to all ranks. Each rank then aborts pending collectives, which
 unblocks its main thread with an error. If nothing unblocks that thread, the process exits.
@@ -60,7 +60,7 @@ class PeerFailure:
         return self.cause or self._departed
 
     def wait(self, seconds: float) -> PeerEvent | None:
-        """Wait up to ``seconds`` for a cause or a departure, and return it."""
+        """Wait up to ``seconds`` for a cause or a departure, and return it, if any."""
         self.wait_for(lambda: False, seconds)
         return self.cause_or_departure
 

@@ -21,7 +21,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16}  # by element size in bytes; wider ele
 def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str) -> None:
     """Compare named tensors of all ranks bit by bit. Collective: every rank must call it.
 
-    The ranks exchange one number in one collective. Only if it differs do they exchange all checksums.
+    The ranks exchange one number in one collective. They exchange all checksums only if it differs.
 
     Raises:
         DivergenceError: tensors differ; the message names the first of them.

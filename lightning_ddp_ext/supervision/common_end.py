@@ -8,7 +8,7 @@ from lightning_ddp_ext.supervision.call_site import main_frame
 from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
 
 _SECONDS_BETWEEN = 0.1
-_LOOKS = 3  # that must find a rank waiting, since it may be about to return from a finished collective
+_LOOKS = 3  # checks that must find a rank waiting, since it may just be returning from a collective
 
 
 class CommonEnd:

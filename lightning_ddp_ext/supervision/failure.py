@@ -44,7 +44,7 @@ def supervised(
     error that names that rank. ``harmless`` exceptions, which all ranks raise as a signal to their caller, pass
     unchanged. ``rescue`` is called with an exception that another rank caused, before this rank's groups are closed.
 
-    After an exception the process must exit in time, unless the call ``handler`` ends first: then the script continues.
+    After an exception the process must exit in time, unless the call ``handler`` ends first and the script continues.
 
     Raises:
         RankFailedError: another rank failed, died or left.

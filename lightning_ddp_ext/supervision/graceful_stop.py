@@ -127,7 +127,7 @@ class GracefulStop:
         """Return the request if all ranks stop here. Every rank must call it at the same points.
 
         Raises:
-            RankFailedError: it or a subclass; a rank died or failed, which takes precedence over a request.
+            RankFailedError: a rank died or failed, which takes precedence over a request; it may be a subclass.
         """
         self._position = (self._position[0] + 1, 0, 0)
         return self._decide() if self._is_pausing else None

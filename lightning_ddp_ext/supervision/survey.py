@@ -89,7 +89,7 @@ class Survey:
 
         Raises:
             RankHungError: a rank does not reply.
-            RankFailedError: it or another subclass; a rank died, failed or left.
+            RankFailedError: a rank died, failed or left; it may be a subclass.
         """
         event = self._request("silence", f"rank {self._rank} has waited for {self._timeout}")
         if event is not None:
