@@ -22,8 +22,8 @@ _PRINTS_CAUSE_WITHIN = 6.0
 class StopSignals:
     """Handlers for signals, in front of the existing ones.
 
-    Python calls a handler in the main thread once that thread returns from C code: never, if it waits there
-    for a missing rank. A second thread therefore also receives each signal: Python's C handler immediately writes the
+    Python calls a handler in the main thread after that thread returns from C code, but a thread that waits there for a
+    missing rank never returns. So a second thread also receives each signal: Python's C handler immediately writes the
     signal's number to a descriptor, which that thread reads.
 
     A user's handler is called after ours. Python's own handler for Ctrl-C would raise in the middle of a step, so only
@@ -129,7 +129,7 @@ os.register_at_fork(after_in_child=_drop_in_child)
 def has_handler(signum: signal.Signals) -> bool:
     """Whether a signal has a handler: a Python function, or C code such as ``faulthandler``'s.
 
-    Python does not know handlers in C, but the kernel lists them.
+    Python does not report handlers in C, but the kernel lists them.
     """
     if signal.getsignal(signum) is not signal.SIG_DFL:
         return True
