@@ -1,14 +1,14 @@
-"""A replacement for PyTorch Lightning's ``ddp`` that exits when a rank fails, and saves when it is stopped.
+"""A drop-in ``ddp`` strategy for PyTorch Lightning: all ranks exit when one fails, and a stopped run is saved.
 
 Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn``, ``ddp_ext_fork``,
-``ddp_ext_notebook`` and ``ddp_ext_forkserver``, in ``lightning`` and in ``pytorch_lightning``.
+``ddp_ext_notebook`` and ``ddp_ext_forkserver`` with ``lightning`` and with ``pytorch_lightning``.
 """
 
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _sys.platform != "linux":
-    raise ImportError(f"lightning-ddp-ext needs Linux (got {_sys.platform}); on Windows use WSL 2")
+    raise ImportError(f"lightning-ddp-ext needs Linux (got {_sys.platform}); on Windows, use WSL 2")
 
 from lightning_ddp_ext import errors as _errors
 from lightning_ddp_ext import trees as _trees  # first: it imports torch and Lightning

@@ -1,4 +1,4 @@
-"""``python -m lightning_ddp_ext`` is the command ``lightning-ddp-ext``."""
+"""Run the command ``lightning-ddp-ext`` as ``python -m lightning_ddp_ext``."""
 
 from lightning_ddp_ext.cli import main
 

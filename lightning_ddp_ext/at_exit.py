@@ -1,4 +1,4 @@
-"""Run actions when this process exits, and force its exit within a time limit, after unfinished work."""
+"""Run actions at the exit of this process, and force its exit after a time limit that a save may extend."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-_TO_PRINT = 5.0  # seconds; a machine may be busy
-# Seconds by which each piece of unfinished work may delay a forced exit.
+_TO_PRINT = 5.0  # seconds; the machine may be busy
+# Seconds by which each running `delaying_forced_end` block may delay a forced exit.
 _delays: list[float] = []
 _changed = threading.Condition()
 
 
 def at_exit(action: Callable[[], None]) -> None:
-    """Run ``action`` when the process exits; children of multiprocessing skip ``atexit`` and run finalisers instead."""
+    """Run ``action`` when the process exits, also in children of multiprocessing, which skip ``atexit`` handlers."""
     atexit.register(action)
     multiprocessing.util.Finalize(None, action, exitpriority=100)
 
@@ -28,8 +28,8 @@ def at_exit(action: Callable[[], None]) -> None:
 def exclude_imports_from_collections() -> None:
     """Exclude all existing objects from garbage collection if a launcher started this process as a rank.
 
-    At that moment a script has usually only imported libraries. A collection of their objects takes 0.2 s each time,
-    and a second at the exit, which delays the other ranks or a restart of all ranks.
+    By then a script has usually only imported libraries. Traversing their objects takes 0.2 s in each collection, and
+    one second at exit, which delays the other ranks or a restart of all ranks.
     """
     if not os.environ.keys().isdisjoint(("LOCAL_RANK", "SLURM_LOCALID")):
         gc.freeze()
@@ -37,7 +37,7 @@ def exclude_imports_from_collections() -> None:
 
 @contextmanager
 def delaying_forced_end(seconds: float) -> Iterator[None]:
-    """Delay a forced exit, such as after another rank's death, while the block runs, for up to ``seconds``."""
+    """Delay a forced exit, such as the one after another rank's death, by up to ``seconds`` while the block runs."""
     with _changed:
         _delays.append(seconds)
     try:
@@ -49,7 +49,7 @@ def delaying_forced_end(seconds: float) -> Iterator[None]:
 
 
 def wait_for_delays() -> bool:
-    """Wait until no :func:`delaying_forced_end` block has time left; return whether one was running."""
+    """Wait until all :func:`delaying_forced_end` blocks end or run out of time; return whether any was running."""
     with _changed:
         longest = max(_delays, default=0.0)
         _changed.wait_for(lambda: not _delays, timeout=longest)
@@ -57,7 +57,7 @@ def wait_for_delays() -> bool:
 
 
 class Limit:
-    """Exit this process after some time, unless the limit is lifted first. Its thread is named ``name``."""
+    """A countdown, in a thread called ``name``, that exits this process unless it is lifted in time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -73,21 +73,21 @@ class Limit:
         is_void: Callable[[], bool] = lambda: False,
         after_saves: float | None = None,
     ) -> None:
-        """Start the countdown, unless it is running. Do not call it in a signal handler or during interpreter shutdown.
+        """Start the countdown unless it is running. Must not be called in a signal handler or at interpreter shutdown.
 
         Args:
-            seconds: until the exit.
-            status: exit status of the process.
+            seconds: the time until the exit.
+            status: the exit status of the process.
             sentence: returns the text to print before the exit.
             is_void: called when the time is up; if it returns True, the process continues.
-            after_saves: seconds to wait for an unfinished save; ``None`` to interrupt it.
+            after_saves: seconds between the completion of an unfinished save and the exit; ``None`` to interrupt it.
         """
 
         def end() -> None:
             if lifted.wait(seconds) or is_void():
                 return
             if _delays and after_saves is not None:
-                print_in_time(f"{sentence()}; before that, this rank finishes the checkpoint that it is writing\n")
+                print_in_time(f"{sentence()}. This rank finishes writing its checkpoint before it exits\n")
                 wait_for_delays()
                 if lifted.wait(after_saves):
                     return
@@ -100,7 +100,7 @@ class Limit:
                 self._thread.start()
 
     def lift(self) -> None:
-        """Let the process continue, until another start."""
+        """Cancel the countdown; it can be started again."""
         self._lifted.set()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -108,10 +108,7 @@ class Limit:
 
 
 def exit_now(status: int, sentence: str = "") -> NoReturn:
-    """Exit from any thread, and end daemonic children, such as stuck loader workers.
-
-    It first prints the sentence and flushes earlier output.
-    """
+    """Kill daemonic children, such as stuck loader workers, print the sentence, and exit; for any thread."""
     with suppress(Exception):
         for child in multiprocessing.active_children():
             if child.daemon:
@@ -121,7 +118,7 @@ def exit_now(status: int, sentence: str = "") -> NoReturn:
 
 
 def print_in_time(sentence: str) -> None:
-    """Print to stderr, or give up: a stream may be closed, and the reader of a pipe may have stopped."""
+    """Print to stderr, but give up after some seconds: the reader of a pipe may have stopped reading."""
     printer = threading.Thread(target=_print, args=[sentence], name="ddpx-print", daemon=True)
     printer.start()
     printer.join(_TO_PRINT)

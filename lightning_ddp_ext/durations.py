@@ -9,7 +9,7 @@ from typing import overload
 from lightning_ddp_ext.errors import ConfigurationError
 
 SHORTEST = timedelta(milliseconds=1)
-# Sockets and polls count milliseconds in 32 bits, 24.8 days.
+# Sockets and polls count milliseconds in 32 bits, at most 24.8 days.
 LONGEST = timedelta(days=24)
 
 
@@ -18,14 +18,14 @@ def to_timedelta(value: float | timedelta, *, field: str) -> timedelta: ...
 @overload
 def to_timedelta(value: None, *, field: str) -> None: ...
 def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | None:
-    """Return the duration that ``value`` means, at most 24 days; ``None`` stays ``None``.
+    """Return a duration as a ``timedelta`` of at most 24 days; ``None`` stays ``None``.
 
     Args:
         value: seconds (a number), a ``timedelta``, or ``None``.
         field: the argument's name, for messages.
 
     Raises:
-        ConfigurationError: ``value`` is not a number or ``timedelta``, or shorter than a millisecond.
+        ConfigurationError: ``value`` is neither a number nor a ``timedelta``, or is shorter than a millisecond.
 
     >>> to_timedelta(90, field="init_timeout")
     datetime.timedelta(seconds=90)
@@ -35,10 +35,10 @@ def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | 
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(seconds, bool) or not isinstance(seconds, Real):
         raise ConfigurationError(
-            f"{field} must be seconds or a timedelta (got {value!r}, of type {type(value).__name__});"
+            f"{field} must be a number of seconds or a timedelta (got {value!r}, of type {type(value).__name__});"
             f" write {field}=60 or {field}=timedelta(minutes=1)"
         )
-    if not seconds >= SHORTEST.total_seconds():  # nor NaN
+    if not seconds >= SHORTEST.total_seconds():  # also refuses NaN
         raise ConfigurationError(
             f"{field} must be a positive number of seconds, at least 0.001 (got {value!r}); "
             f"write {field}=60 for a minute"

@@ -1,28 +1,28 @@
-"""Every error that this package raises on purpose.
+"""The errors that this package raises.
 
 ::
 
     DDPExtError
-    ├── ConfigurationError (ValueError)      a value that the user chose cannot work
+    ├── ConfigurationError (ValueError)      a setting is invalid
     ├── RendezvousError (RuntimeError)       the ranks could not connect
     │   └── MissingRanksError                some ranks did not connect within init_timeout
-    ├── GroupInUseError (RuntimeError)       this process has a process group that does not fit
+    ├── GroupInUseError (RuntimeError)       this process has a process group that does not match
     ├── CheckpointError (RuntimeError)       a checkpoint could not be written or read
     │   ├── CheckpointSaveError (OSError)    not written, or not durable
-    │   ├── CheckpointNotFoundError (FileNotFoundError)    a rank that has to read the file does not see it
+    │   ├── CheckpointNotFoundError (FileNotFoundError)    the file is missing on a rank that has to read it
     │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint
     │   └── UnsafeCheckpointError (pickle.UnpicklingError) holds a class that weights_only=True does not allow
-    ├── SamplingError (RuntimeError)         data cannot be shared out among the ranks as requested
-    │   └── ResumeError                      an epoch cannot be continued where it was left
-    ├── BatchNormError (RuntimeError)        a layer cannot have the statistics of all ranks
-    ├── DivergenceError (RuntimeError)       ranks differ in weights or in what they log
+    ├── SamplingError (RuntimeError)         data cannot be divided among the ranks as requested
+    │   └── ResumeError                      an epoch cannot continue where it stopped
+    ├── BatchNormError (RuntimeError)        a layer cannot use the statistics of all ranks
+    ├── DivergenceError (RuntimeError)       the ranks differ in weights or logged values
     └── RankFailedError (RuntimeError)       another rank failed or exited, so this rank stops
         ├── RankDiedError                    another rank's process was killed, or its host is unreachable
         ├── RankAbsentError                  a rank did not make the call that the others made
-        └── RankHungError                    no rank makes progress, because of a rank that is stuck
+        └── RankHungError                    no rank makes progress, because one is stuck
 
-A message gives field, rule, value and remedy, in this order where all four exist. A traceback ends with the address of
-the error's description.
+A message names the field, the rule, the value and the remedy, in this order. A traceback ends with a reference to the
+page that describes the error.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ __all__ = [
 
 
 class DDPExtError(Exception):
-    """Base of all errors of this package: ``except DDPExtError`` catches each of them.
+    """The base class of all errors of this package: ``except DDPExtError`` catches any of them.
 
-    Keyword arguments become the attributes of a subclass, and pickle keeps them.
+    Keyword arguments become attributes of the error, which pickle keeps.
     """
 
     def __init__(self, *args: object, **attributes: object) -> None:
@@ -68,7 +68,7 @@ class DDPExtError(Exception):
 
 
 class ConfigurationError(DDPExtError, ValueError):
-    """A value that the user chose cannot work; the message names the argument or variable, and a value that works."""
+    """A setting is invalid; the message names the argument or variable, and a value that works."""
 
 
 class RendezvousError(DDPExtError, RuntimeError):
@@ -86,7 +86,7 @@ class MissingRanksError(RendezvousError):
 
 
 class GroupInUseError(DDPExtError, RuntimeError):
-    """This process already belongs to a process group that does not fit the requested one."""
+    """This process already belongs to a process group that does not match the requested one."""
 
 
 class CheckpointError(DDPExtError, RuntimeError):
@@ -94,11 +94,11 @@ class CheckpointError(DDPExtError, RuntimeError):
 
 
 class CheckpointSaveError(CheckpointError, OSError):
-    """A checkpoint could not be written, or may not survive a loss of power; the message describes the path.
+    """A checkpoint could not be written, or might not survive a power failure; the message names the path.
 
     Attributes:
         path: the path of the checkpoint.
-        errno: the system's number of the error, if it came from the system.
+        errno: the operating system's error number, if it reported one.
     """
 
     path: str | PathLike[str] = ""
@@ -106,29 +106,29 @@ class CheckpointSaveError(CheckpointError, OSError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """The file does not exist, on rank 0 or on another rank that has to read it by itself."""
+    """The file does not exist on rank 0, or on another rank that has to read it."""
 
 
 class DamagedCheckpointError(CheckpointError):
     """A file is truncated, altered or not a checkpoint.
 
     Attributes:
-        damaged: names of the records whose content differs from what was written, if known.
+        damaged: names of the records whose content was altered, if known.
     """
 
     damaged: tuple[str, ...] = ()
 
 
 class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
-    """A file holds something other than data, and ``weights_only=True``; none of its code was run."""
+    """A file contains classes that ``weights_only=True`` does not allow; none of its code was run."""
 
 
 class SamplingError(DDPExtError, RuntimeError):
-    """Data cannot be shared out among the ranks as requested: uneven training batches, predictions that overlap."""
+    """Data cannot be divided among the ranks as requested: uneven training batches, or overlapping predictions."""
 
 
 class ResumeError(SamplingError):
-    """An epoch cannot be continued at the place where the checkpoint left it."""
+    """An epoch cannot continue at the position that the checkpoint recorded."""
 
 
 class BatchNormError(DDPExtError, RuntimeError):
@@ -136,11 +136,11 @@ class BatchNormError(DDPExtError, RuntimeError):
 
 
 class DivergenceError(DDPExtError, RuntimeError):
-    """The ranks differ in parameters, buffers or optimiser states, or in what they log; raised on every rank.
+    """The ranks differ in parameters, buffers, optimiser states or logged values; raised on every rank.
 
     Attributes:
-        ranks: the ranks that differ from most others, ascending; in a tie, from those with the lowest rank.
-        names: what differs.
+        ranks: the ranks that differ from the majority, ascending; in a tie, those that differ from the lowest rank.
+        names: the names of the values that differ.
     """
 
     ranks: tuple[int, ...] = ()
@@ -154,7 +154,7 @@ class RankFailedError(DDPExtError, RuntimeError):
         rank: the first rank that failed.
         host: the name of its host.
         pid: its process id there.
-        traceback_text: its traceback as that rank would print it; empty if it left none.
+        traceback_text: its traceback, as that rank prints it; empty if it sent none.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""List ranks in messages, in a few words even where there are hundreds."""
+"""List ranks in messages, briefly even if there are hundreds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MOST = 8
 
 
 def listed(items: Iterable[object], separator: str = ", ") -> str:
-    """Return the first items as text, and the number of the others.
+    """Return the first items as text, and the number of those left out.
 
     >>> listed(["rank 0 (host a, pid 7)", "rank 1 (host b, pid 8)"])
     'rank 0 (host a, pid 7), rank 1 (host b, pid 8)'
@@ -22,7 +22,7 @@ def listed(items: Iterable[object], separator: str = ", ") -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return ranks for a sentence, consecutive ones as a range.
+    """Return ranks in words, with ranges for consecutive ranks.
 
     >>> ranks_in_words([2]), ranks_in_words([2, 1])
     ('rank 2', 'ranks 1, 2')
@@ -43,7 +43,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def grouped(activities: Mapping[Any, Any]) -> list[tuple[Any, list[Any]]]:
-    """Return activities with their ranks, the rarest one first.
+    """Return each activity with its ranks, the rarest activity first.
 
     >>> grouped({0: "save", 1: "load", 2: "save"})
     [('load', [1]), ('save', [0, 2])]
@@ -55,7 +55,7 @@ def grouped(activities: Mapping[Any, Any]) -> list[tuple[Any, list[Any]]]:
 
 
 def activities_in_words(activities: Mapping[object, str], verb: str) -> str:
-    """Return the ranks by activity in words.
+    """Return a list of activities in words, each after its ranks.
 
     >>> activities_in_words({"rank 0": "save", "rank 1": "load", "rank 2": "save"}, "began")
     'rank 1 began load; rank 0, rank 2 began save'

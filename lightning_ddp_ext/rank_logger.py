@@ -19,15 +19,15 @@ Ranks = Literal["all"] | int | Iterable[int]
 def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
     """Return a logger whose lines appear on these ranks only.
 
-    The rank is looked up for each line: in the default process group, or else in the launcher's variables. A process
-    without such variables is rank 0. While the rank is unknown, as on a second node, only ``"all"`` logs.
+    Each call looks up the rank: in the default process group, or else in the launcher's variables. A process without
+    such variables counts as rank 0. While the rank is unknown, as on a second node, only loggers for ``"all"`` log.
 
     Args:
-        name: the name of the ``logging.Logger`` that gets the lines, with its levels, handlers and filters.
-        ranks: ``"all"``, one rank, or several.
+        name: the name of the ``logging.Logger`` that logs the lines, with its level, handlers and filters.
+        ranks: ``"all"``, one rank, or several ranks.
 
     Raises:
-        ConfigurationError: ``ranks`` is not one of these.
+        ConfigurationError: ``ranks`` is something else, or contains a negative number.
 
     >>> log = rank_logger(__name__, ranks=0)
     >>> log.isEnabledFor(logging.WARNING)
@@ -66,6 +66,6 @@ def _numbers(ranks: int | Iterable[int] | str) -> frozenset[int]:
     numbers = list(several)
     if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in numbers):
         raise ConfigurationError(
-            f"ranks must be 'all', a rank, or several ranks, counted from 0 (got {ranks!r}); write for example ranks=0"
+            f"ranks must be 'all', a rank or several ranks, counted from 0 (got {ranks!r}); for example, write ranks=0"
         )
     return frozenset(numbers)

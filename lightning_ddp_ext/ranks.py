@@ -1,4 +1,4 @@
-"""Run work that concerns every rank; all ranks get a result, or raise the same error."""
+"""Exchange values between ranks, and run work whose result or error all ranks share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 _LONGEST_REASON = 2000
-# Bytes of one broadcast: about the fastest size, and a bound on the device memory that it takes.
+# Bytes in one broadcast: about the fastest size, and a limit on the device memory that it needs.
 _PIECE = 64 << 20
 # Bytes of a pickle that the first collective carries, with its length; a longer pickle needs a second collective.
 _ROOM, _LENGTH = 1 << 10, 8
@@ -24,13 +24,13 @@ _ROOM, _LENGTH = 1 << 10, 8
 
 @dataclass(frozen=True)
 class Ranks:
-    """A set of ranks, as one of them sees it. Each method is collective: every rank must call it.
+    """A set of ranks, from the view of one of them. Each method is collective: every rank must call it.
 
     Args:
         rank: this rank.
-        world_size: number of ranks; 1 needs no process group.
+        world_size: the number of ranks; a single rank needs no process group.
         device: this rank's device.
-        group: their process group; ``None`` for the default one.
+        group: the ranks' process group; ``None`` for the default group.
     """
 
     rank: int = 0
@@ -39,7 +39,7 @@ class Ranks:
     group: dist.ProcessGroup | None = None
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank."""
+        """Return the values of all ranks, in rank order."""
         if self.world_size == 1:
             return [value]
 
@@ -51,7 +51,7 @@ class Ranks:
         return self._exchange(pickle.dumps(value), all_gather)
 
     def to_rank_zero(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks, by rank, on rank 0, and ``None`` on the others."""
+        """Return the values of all ranks, in rank order, on rank 0, and ``None`` on the other ranks."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -70,7 +70,7 @@ class Ranks:
         return self._exchange(pickle.dumps(value) if self.rank == 0 else b"", broadcast)[0]
 
     def _exchange(self, pickled: bytes, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-        """Run a collective on the first bytes of the pickled values, and another one on the rest if any is longer."""
+        """Run a collective on the first bytes of the pickled values, and another on the rest if any value is longer."""
 
         def exchange(data: bytes, size: int) -> list[bytes]:
             own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._wire)
@@ -83,7 +83,7 @@ class Ranks:
         return [pickle.loads(head[_LENGTH:] + tail) for head, tail in zip(heads, tails, strict=True)]
 
     def broadcast(self, buffers: Iterable[Tensor]) -> None:
-        """Fill byte buffers in CPU memory with those of rank 0; the next one is made while the last one is sent."""
+        """Fill byte buffers in CPU memory with rank 0's; the next piece is prepared while the last one is sent."""
         finish: Callable[[], None] = lambda: None  # noqa: E731
         for piece in (piece for buffer in buffers for piece in buffer.split(_PIECE)):
             sent = piece.to(self._wire)
@@ -105,17 +105,17 @@ class Ranks:
     def on_rank_zero(self, work: Callable[[], T], what: str, settle: Callable[[], object] = lambda: None) -> T:
         """Run ``work`` on rank 0 and give every rank its result, or raise its error on every rank.
 
-        If rank 0 dies during the work, the control channel unblocks the others.
+        If rank 0 dies during the work, the control channel unblocks the other ranks.
 
         Args:
-            work: called on rank 0 alone. Its result must be picklable.
-            what: names the work in the note that other ranks add to the error.
-            settle: waits until every rank has the error. Without it, the first rank to raise might abort the broadcast
-                that a slower rank is still receiving.
+            work: called on rank 0 only; its result must be picklable.
+            what: the name of the work in the note that other ranks add to the error.
+            settle: called before an error is raised, to wait until every rank has it. Otherwise the first rank to
+                raise might abort the broadcast that a slower rank is still receiving.
 
         Raises:
-            Exception: the exception of ``work``; on other ranks of the same type and with the same text if pickle keeps
-                both, else a ``RuntimeError`` with type and text, and the failing rank's traceback as its cause.
+            Exception: the exception of ``work``. Other ranks raise a copy, or a ``RuntimeError`` with its type and text
+                if pickle does not keep both; rank 0's traceback is the cause.
 
         >>> Ranks().on_rank_zero(lambda: 6 * 7, "multiplying")
         42
@@ -135,10 +135,10 @@ class Ranks:
         return result if self.rank == 0 else pickle.loads(message)
 
     def on_every_rank(self, work: Callable[[], T], what: str) -> T:
-        """Run ``work``, which must not contain a collective, on every rank; raise the first error, by rank, on all.
+        """Run ``work``, which must not contain a collective, on every rank; all raise the lowest failing rank's error.
 
         Raises:
-            Exception: as for :meth:`on_rank_zero`.
+            Exception: that rank's exception; see :meth:`on_rank_zero`.
 
         >>> Ranks().on_every_rank(lambda: 6 * 7, "multiplying")
         42
@@ -156,7 +156,7 @@ class Ranks:
 
 
 def is_gloo(device: str | torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether gloo moves tensors of this device; a group may have another backend for each kind of device.
+    """Whether gloo communicates tensors on this device; a group may have one backend for each type of device.
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> is_gloo("cpu"), is_gloo(torch.device("cuda", 1))
@@ -169,14 +169,14 @@ def is_gloo(device: str | torch.device, group: dist.ProcessGroup | None = None) 
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error that a rank sends instead of a result."""
+    """An error that a rank sends in place of a result."""
 
     error: Exception
     traceback_text: str
 
     @staticmethod
     def of(error: Exception) -> _Failure:
-        """Wrap the error, or if pickle does not keep its type and text, a ``RuntimeError`` with both."""
+        """Wrap the error, or a ``RuntimeError`` with its type and text if pickle does not keep these."""
         try:
             rebuilt = pickle.loads(pickle.dumps(error))
             survives = (type(rebuilt), str(rebuilt)) == (type(error), str(error))
@@ -201,7 +201,7 @@ class RemoteTraceback(Exception):
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return the text, or its two ends with the number of characters left out."""
+    """Return the text; if it is too long, only its beginning and end, and the number of characters left out."""
     left_out = len(text) - longest
     if left_out <= 0:
         return text
@@ -210,7 +210,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def reason_of(exception: BaseException) -> str:
-    """Return type and text of an exception for other ranks, shortened, even if its ``__str__`` fails."""
+    """Return the type and the shortened text of an exception, even if its ``__str__`` raises."""
     name = type(exception).__name__
     try:
         text = str(exception)

@@ -1,9 +1,9 @@
 """Choose between ``lightning`` and ``pytorch_lightning``, and register the strategy's names with both.
 
-The two are separate class trees, often installed together: a Trainer of one refuses a strategy made from the
-other. So the files of ``integration`` are loaded once for each tree that is used, as ``lightning_ddp_ext.integration``
-for ``lightning.pytorch`` and as ``lightning_ddp_ext.pytorch_lightning`` for the other one. Everything else, such as the
-control channel and the errors, exists once.
+The two packages define separate classes, and many environments have both. A Trainer of one rejects a strategy of the
+other, so the files of ``integration`` are loaded once for each package in use: as ``lightning_ddp_ext.integration`` for
+``lightning.pytorch``, and as ``lightning_ddp_ext.pytorch_lightning`` for ``pytorch_lightning``. Everything else, such
+as the control channel and the errors, is shared.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ADAPTERS = {
     "pytorch_lightning": "lightning_ddp_ext.pytorch_lightning",
 }
 
-_FROZEN_BY_PYTHON = 1000  # at most: Python 3.12 starts with some 400 objects that the program has not frozen
+_FROZEN_BY_PYTHON = 1000  # at most; Python 3.12 starts with about 400 frozen objects
 
 
 def adapter(name: str) -> Any:
-    """Return the module of ``integration`` with this name, for the tree of the package's own names."""
+    """Return a module of ``integration`` for the tree to which the package's public names belong."""
     return import_module(f"{_ADAPTERS[_chosen]}.{name}")
 
 
@@ -48,7 +48,7 @@ def _choose() -> str:
 
 
 def _import_quickly(tree: str) -> None:
-    """Import a tree and torch without garbage collection, which takes a fifth of the time and frees nothing."""
+    """Import a tree and torch without garbage collection, which would add a fifth of the time and free nothing."""
     if tree in sys.modules or not gc.isenabled() or gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         return
     gc.disable()
@@ -57,7 +57,7 @@ def _import_quickly(tree: str) -> None:
             import_module(tree)
     finally:
         gc.freeze()
-        gc.unfreeze()  # into the oldest generation; otherwise the next collection would look at all of it
+        gc.unfreeze()  # moves all objects to the oldest generation, which the next collections skip
         gc.enable()
 
 
@@ -66,13 +66,13 @@ _import_quickly(_chosen)
 
 
 def _register(tree: str) -> None:
-    # The other tree may have an unsupported version, without affecting the program's own Trainers.
+    # An unsupported version of the other tree must not affect the program's own Trainers.
     with suppress(ImportError):
-        import_module(f"{_ADAPTERS[tree]}.public")  # registers them
+        import_module(f"{_ADAPTERS[tree]}.public")  # importing it registers the names
 
 
 class _RegisterOnImport(MetaPathFinder):
-    """Finds the same modules as the other finders; a tree gets our strategy names at the end of its import."""
+    """Leaves finding modules to the other finders, and registers our strategy names once a tree is imported."""
 
     _is_asking = False
 
@@ -94,7 +94,7 @@ class _RegisterOnImport(MetaPathFinder):
 
 def _call_after_import(loader: Any, action: Any) -> None:
     def exec_module(module: ModuleType) -> None:
-        del loader.exec_module  # restores the class's own method
+        del loader.exec_module  # uncovers the class's own method
         loader.exec_module(module)
         action()
 

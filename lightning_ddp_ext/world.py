@@ -1,8 +1,8 @@
 """Determine this process's place among the ranks, as plain integers.
 
-``read_world`` reads the variables of the innermost launcher, because those of the outer ones are inherited and wrong:
-torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM, and then RANK, WORLD_SIZE and LOCAL_RANK if all three are set.
-A single MPI process does not count as a world: Lightning starts its own processes there, and so do we.
+``read_world`` reads the variables of the innermost launcher, since a process may inherit those of outer launchers. The
+order is torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM, and then RANK, WORLD_SIZE and LOCAL_RANK if all are set.
+A single MPI process is not treated as a world: as Lightning does, the package starts the other ranks from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process among all processes of the run. All counts start at 0.
+    """The place of this process among all processes of the run. Ranks are counted from 0.
 
     Attributes:
         rank: the number of this process among all processes.
@@ -25,7 +25,7 @@ class World:
         local_rank: the number of this process among those of its node.
         local_world_size: the number of processes on this node.
         node_rank: the number of this node among all nodes.
-        source: the source of the numbers, for messages: ``"torchrun"``, ``"SLURM"``, ``"arguments"`` ...
+        source: the origin of the numbers, for messages: ``"torchrun"``, ``"SLURM"``, ``"arguments"`` ...
 
     Raises:
         ConfigurationError: the numbers contradict each other.
@@ -52,7 +52,7 @@ class World:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes, if all but the last one have as many processes as this one."""
+        """The number of nodes, if every node except the last has as many processes as this one."""
         return -(-self.world_size // self.local_world_size)
 
     @property
@@ -74,7 +74,7 @@ class World:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher passes a process its place."""
+    """The names of the variables in which a launcher describes a process's place."""
 
     source: str
     rank: str
@@ -102,13 +102,13 @@ def read_world(
     world_size: int | None = None,
     devices: int | None = None,
 ) -> World | None:
-    """Return the world of the arguments, or else of a launcher's variables; ``None`` without both.
+    """Return the world from the arguments, or else from a launcher's variables; ``None`` if there are neither.
 
     Args:
-        environ: environment variables, usually ``os.environ``; only read.
+        environ: environment variables, usually ``os.environ``; not changed.
         rank: the number of this process; needs ``world_size``.
         world_size: the number of all processes; needs ``rank``.
-        devices: the Trainer's processes per node, used if no variable has the number; by default ``world_size``.
+        devices: the Trainer's processes per node, used if no variable has this number; by default ``world_size``.
 
     Raises:
         ConfigurationError: an argument is missing or wrong, or a variable is missing, not an integer, or out of
@@ -146,7 +146,7 @@ def read_rank(environ: Environ) -> int | None:
 
 
 def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
-    """Raise if a Trainer's processes are not those that were started.
+    """Raise if a Trainer's devices do not match the processes that were started.
 
     Raises:
         ConfigurationError: ``devices * num_nodes`` is not ``world.world_size``, or there are more ranks on a node than
@@ -164,7 +164,7 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
     if world.local_rank >= devices:
         raise ConfigurationError(
             f"local_rank must be below devices (got local_rank={world.local_rank} from {world.source} and "
-            f"devices={devices}); start {devices} processes on each node, or give the Trainer other devices"
+            f"devices={devices}); start {devices} processes on each node, or change the Trainer's devices"
         )
 
 
@@ -179,7 +179,7 @@ def launcher_of(environ: Environ) -> Launcher | None:
     if _known(environ, OPEN_MPI.world_size) not in (None, 1):
         return OPEN_MPI
     if "PMI_RANK" in environ and _known(environ, "PMI_SIZE") not in (None, 1):
-        # After srun --mpi=pmi2 the ranks are the same, but only SLURM's own variables tell the nodes.
+        # With srun --mpi=pmi2 both describe the same ranks, but only SLURM's own variables describe the nodes.
         return SLURM if is_slurm(environ) and HYDRA.local_rank not in environ else HYDRA
     if is_slurm(environ):
         return SLURM
@@ -200,7 +200,7 @@ def _with_arguments(environ: Environ, arguments: dict[str, int]) -> Environ:
 
 
 def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
-    """Return a World; missing numbers follow from ranks that fill one node after another."""
+    """Return a World; missing numbers are computed as if the ranks filled one node after another."""
     rank, world_size = _integer(environ, launcher.rank), _integer(environ, launcher.world_size)
     local_rank = _known(environ, launcher.local_rank)
     node_rank = _known(environ, *launcher.node_rank)
@@ -208,7 +208,7 @@ def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
     if launcher is SLURM:
         local_world_size = _slurm_tasks_on_node(environ)
     if local_world_size is None:
-        # check_devices raises for more devices than ranks: it names both numbers as the user wrote them.
+        # check_devices later refuses more devices than ranks, and names both numbers as the user wrote them.
         local_world_size = world_size if devices is None else min(devices, world_size)
     per_node = max(local_world_size, 1)  # World raises for numbers below 1
     return World(
@@ -222,12 +222,12 @@ def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
 
 
 def is_slurm(environ: Environ) -> bool:
-    """Apply Lightning's rule: an interactive job is a shell in which people start processes by other means."""
+    """Apply Lightning's rule: an interactive job is a shell in which users start processes by other means."""
     return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
 def _slurm_tasks_on_node(environ: Environ) -> int | None:
-    """Return the tasks on each node if they are spread evenly; more if Lightning accepts a higher local rank."""
+    """Return the tasks per node, assuming that they are spread evenly, but enough for this task's local rank."""
     nodes = _known(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     tasks = -(-_integer(environ, "SLURM_NTASKS") // nodes) if nodes else _known(environ, "SLURM_NTASKS_PER_NODE")
     return None if tasks is None else max(tasks, _integer(environ, "SLURM_LOCALID") + 1)
@@ -237,7 +237,7 @@ def _check_integer(field: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         kind = type(value).__name__
         raise ConfigurationError(
-            f"{field} must be an integer (got {value!r}, of type {kind}); write for example {field}=1"
+            f"{field} must be an integer (got {value!r}, of type {kind}); for example, write {field}=1"
         )
 
 
@@ -246,7 +246,7 @@ def _integer(environ: Environ, name: str) -> int:
         return int(environ[name])
     except (KeyError, ValueError):
         raise ConfigurationError(
-            f"{name} in the environment must be an integer (got {environ.get(name)!r}); write for example {name}=1, "
+            f"{name} in the environment must be an integer (got {environ.get(name)!r}); for example, set {name}=1, "
             "or unset the launcher's variables"
         ) from None
 

@@ -13,7 +13,7 @@ from lightning_ddp_ext.durations import LONGEST, SHORTEST, to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 
 BOUNDED = "must be a positive number of seconds, at least 0.001 (got {!r}); write timeout=60 for a minute"
-TYPED = "must be seconds or a timedelta (got {0!r}, of type {0.__class__.__name__}); write timeout=60 or "
+TYPED = "must be a number of seconds or a timedelta (got {0!r}, of type {0.__class__.__name__}); write timeout=60 or "
 
 
 @given(st.integers(min_value=1, max_value=10**9))

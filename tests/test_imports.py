@@ -93,7 +93,7 @@ def test_windows_is_refused_in_a_sentence() -> None:
     code = "import sys; sys.platform = 'win32'; import lightning_ddp_ext"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert ended.stderr.endswith("\nImportError: lightning-ddp-ext needs Linux (got win32); on Windows use WSL 2\n")
+    assert ended.stderr.endswith("\nImportError: lightning-ddp-ext needs Linux (got win32); on Windows, use WSL 2\n")
 
 
 def test_other_programs_find_each_distribution_once() -> None:

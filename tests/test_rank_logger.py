@@ -72,7 +72,7 @@ def test_other_ranks_are_refused(ranks: Any) -> None:
     with pytest.raises(ConfigurationError) as refused:
         rank_logger("tests.some", ranks=ranks)
     assert str(refused.value) == (
-        f"ranks must be 'all', a rank, or several ranks, counted from 0 (got {ranks!r}); write for example ranks=0"
+        f"ranks must be 'all', a rank or several ranks, counted from 0 (got {ranks!r}); for example, write ranks=0"
     )
 
 

@@ -157,22 +157,22 @@ def test_slurm_has_the_number_of_processes_on_a_node(changes: dict[str, str], lo
         ),
         (
             lambda: read({}, rank="0", world_size=2),
-            "rank must be an integer (got '0', of type str); write for example rank=1",
+            "rank must be an integer (got '0', of type str); for example, write rank=1",
         ),
         (
             lambda: read(without(TORCHRUN, "RANK")),
-            "RANK in the environment must be an integer (got None); write for example RANK=1, or unset the launcher's "
+            "RANK in the environment must be an integer (got None); for example, set RANK=1, or unset the launcher's "
             "variables",
         ),
         (
             lambda: read({**PLAIN, "NODE_RANK": "a"}),
-            "NODE_RANK in the environment must be an integer (got 'a'); write for example NODE_RANK=1, or unset the "
+            "NODE_RANK in the environment must be an integer (got 'a'); for example, set NODE_RANK=1, or unset the "
             "launcher's variables",
         ),
         (
             lambda: check_devices(world(local_rank=3, local_world_size=4, node_rank=0), devices=2, num_nodes=2),
             "local_rank must be below devices (got local_rank=3 from torchrun and devices=2); start 2 processes on "
-            "each node, or give the Trainer other devices",
+            "each node, or change the Trainer's devices",
         ),
     ],
 )

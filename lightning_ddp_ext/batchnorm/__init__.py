@@ -1,1 +1,1 @@
-"""BatchNorm whose statistics are those of all ranks' batches together."""
+"""Synchronise BatchNorm: its statistics are those of all ranks' batches together."""

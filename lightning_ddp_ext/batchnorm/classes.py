@@ -1,4 +1,4 @@
-"""Give a layer a class made from its own and ``SyncBatchNorm``, and restore its own class."""
+"""Change a layer's class to one made from its own class and ``SyncBatchNorm``, and restore its own class."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_ddp_ext.batchnorm.layer import CONTEXT, SyncBatchNorm
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import ConfigurationError
 
-_OWN = "_ddpx_own_class"  # in a made class: the original class
-_REACHED = "_ddpx_reached"  # in a layer, while its own forward runs: whether that has called SyncBatchNorm.forward
+_OWN = "_ddpx_own_class"  # in a made class: the layer's own class
+_REACHED = "_ddpx_reached"  # in a layer whose own forward runs: whether this has called SyncBatchNorm.forward
 
 
 class _CalledByOwnForward(SyncBatchNorm):
-    """``SyncBatchNorm`` below a class that overrides ``forward``: also records each call."""
+    """``SyncBatchNorm`` as the base of a class that overrides ``forward``: it also records that it was called."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a batch as ``SyncBatchNorm`` does."""
@@ -28,16 +28,16 @@ class _CalledByOwnForward(SyncBatchNorm):
 
 
 def overrides_forward(own: Any) -> bool:
-    """Whether a subclass of BatchNorm, or a mixin of it, has a ``forward`` that is not torch's."""
+    """Whether a subclass of BatchNorm, or one of its mixins, overrides torch's ``forward``."""
     return own.forward is not _BatchNorm.forward
 
 
-@functools.cache  # compilers and comparisons rely on one class for all layers of a kind
+@functools.cache  # compilers and comparisons rely on one class for all layers of a class
 def _synchronised_class(own: Any) -> type:
     """Make a class from a layer's own class and ``SyncBatchNorm``.
 
-    In the order of methods ``SyncBatchNorm`` comes after ``own``, just before torch's common base of all BatchNorm
-    layers: what ``own`` adds stays, and its ``super().forward(...)`` reaches ``SyncBatchNorm``.
+    In the method resolution order, ``SyncBatchNorm`` comes after ``own`` and just before torch's base class of all
+    BatchNorm layers: additions of ``own`` stay, and its ``super().forward(...)`` calls ``SyncBatchNorm``.
     """
     names = {"__module__": own.__module__, "__doc__": own.__doc__, "__reduce_ex__": _reduce, _OWN: own}
     base = SyncBatchNorm
@@ -52,7 +52,7 @@ def _run_own_forward(self: Any, *inputs: Any, **options: Any) -> Any:
     """Run the ``forward`` of the layer's own class.
 
     Raises:
-        ConfigurationError: it did not call ``super().forward(input)`` in training, so nothing was synchronised.
+        ConfigurationError: in training, it did not call ``super().forward(input)``, so nothing was synchronised.
     """
     own = getattr(self, _OWN)
     output = own.forward(self, *inputs, **options)
@@ -60,20 +60,20 @@ def _run_own_forward(self: Any, *inputs: Any, **options: Any) -> Any:
     if self.training and not is_reached:
         raise ConfigurationError(
             f"{getattr(self, CONTEXT).name} ({own.__name__}) is not synchronised: its forward did not call "
-            "super().forward(input) in training; change its forward, or leave the layer out with exclude="
+            "super().forward(input) in training; change its forward, or exclude the layer (exclude=)"
         )
     return output
 
 
 def synchronise(layer: Module, context: SyncContext) -> None:
-    """Give a layer a class that synchronises, and its context."""
+    """Give a layer its context, and a class that synchronises."""
     own: Any = type(layer)
     object.__setattr__(layer, "__class__", _synchronised_class(own))
-    vars(layer)[CONTEXT] = context  # a class may reject unknown attributes
+    vars(layer)[CONTEXT] = context  # not by setattr, which a class may restrict
 
 
 def restore(layer: Module) -> None:
-    """Restore the class of a converted layer; other layers stay as they are."""
+    """Restore the class of a converted layer; other layers are unchanged."""
     own = vars(type(layer)).get(_OWN)
     if own is not None:
         object.__setattr__(layer, "__class__", own)

@@ -1,4 +1,4 @@
-"""Make the BatchNorm layers of a model synchronise, report on each of them, and undo it."""
+"""Convert the BatchNorm layers of a model to synchronise, report on each, and restore them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Conversion:
     """The result of a conversion, for each BatchNorm layer of a model.
 
     Args:
-        converted: names of the layers that synchronise now.
-        left_alone: by name, why others were not chosen, or "synchronises already".
-        unsupported: by name and class, why the remaining layers are not converted.
-        world_size: how many ranks join their batches.
+        converted: the names of the layers that now synchronise.
+        left_alone: for other layers, by name, why they were not chosen, or "synchronises already".
+        unsupported: for the remaining layers, by name and class, why they cannot be converted.
+        world_size: the number of ranks that join their batches.
     """
 
     converted: Sequence[str]
@@ -41,7 +41,7 @@ class Conversion:
     world_size: int
 
     def summary(self) -> str:
-        """Return one line: how many layers were converted, and why the others were not."""
+        """Return a line with the number of converted layers, and the reasons why others were not converted."""
         reasons = Counter([*self.unsupported.values(), *self.left_alone.values()])
         total = len(self.converted) + reasons.total()
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
@@ -50,14 +50,14 @@ class Conversion:
         return f"{line}; not converted: {others}" if others else line
 
     def warning(self) -> str | None:
-        """Name the unsupported layers; ``None`` without any."""
+        """Return a warning that names the unsupported layers; ``None`` without any."""
         if not self.unsupported:
             return None
         named = "; ".join(f"{layer} {reason}" for layer, reason in self.unsupported.items())
         return (
-            f"BatchNorm layers that are not converted and keep each rank's own statistics: {named}. A layer that "
-            "overrides forward and calls super().forward(input) synchronises if include= or predicate= of "
-            "SyncBatchNormConversion chooses it; exclude= leaves a layer out without this warning"
+            f"some BatchNorm layers are not converted and use only each rank's own statistics: {named}. To convert a "
+            "layer that overrides forward and calls super().forward(input), select it with include= or predicate= of "
+            "SyncBatchNormConversion; to leave a layer out without this warning, use exclude="
         )
 
 
@@ -68,35 +68,35 @@ def convert_sync_batchnorm(
     predicate: Predicate | None = None,
     process_group: Ranks = None,
 ) -> ModuleT:
-    """Make the BatchNorm layers of a model synchronise; ``restore_batchnorm`` undoes it exactly.
+    """Make the BatchNorm layers of a model synchronise; ``restore_batchnorm`` undoes this exactly.
 
-    Each layer stays the object that it is, with its parameters, buffers, hooks, mode, device and dtype, and gets a
-    class made from its own class and :class:`SyncBatchNorm`, which keeps a subclass's methods. Call it on every rank,
-    before or after DDP wraps the model. InstanceNorm, GroupNorm and layers that synchronise already are not touched.
+    Each layer remains the same object, with its parameters, buffers, hooks, mode, device and dtype. Its new class is
+    made from its own class and :class:`SyncBatchNorm`, so a subclass keeps its methods. Call it on every rank, before
+    or after DDP wraps the model. InstanceNorm, GroupNorm and layers that already synchronise do not change.
 
     A subclass that overrides ``forward`` is converted only if ``include`` or ``predicate`` chooses it. Its ``forward``
-    then runs as it is, and its ``super().forward(input)`` synchronises. If a training pass does not make that call, as
-    with ``F.batch_norm`` in its place, the layer raises a ``ConfigurationError``.
+    then runs unchanged, and its ``super().forward(input)`` synchronises. If a training pass does not make that call,
+    for example because it calls ``F.batch_norm``, the layer raises a ``ConfigurationError``.
 
     Args:
         module: the model, or a layer.
-        include: convert only layers that match one of these: a pattern for the layer's name, ``"backbone.*"``, a class
-            of layers, or several of them. A pattern or class that matches a module counts for all layers in it.
-        exclude: convert no layer that matches one of these.
+        include: convert only layers that match a pattern of layer names, such as ``"backbone.*"``, a class of layers,
+            or one of several of these. If a module matches, so do all layers in it.
+        exclude: do not convert layers that match; takes the same values as ``include``.
         predicate: convert only layers for which ``predicate(name, layer)`` is true.
-        process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on one machine, a
-            number ``n`` for groups of ``n`` consecutive ranks, or a process group. ``"node"`` and numbers need an
+        process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on the same machine,
+            a number ``n`` for groups of ``n`` consecutive ranks, or a process group. ``"node"`` and numbers need an
             initialised process group and make the call collective.
 
     Returns:
         ``module`` itself.
 
     Warns:
-        UserWarning: layers are not converted because they override ``forward`` and were not chosen, are parametrised
+        UserWarning: layers are not converted because they override ``forward`` and were not selected, are parametrised
             or lazy, or had their ``forward`` replaced.
 
     Raises:
-        ConfigurationError: a selector matches no layer, or ``process_group`` is not one of these.
+        ConfigurationError: ``include`` or ``exclude`` matches no layer, or ``process_group`` is invalid.
 
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     >>> isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)
@@ -112,7 +112,7 @@ def convert_sync_batchnorm(
 
 
 def convert(module: Module, choice: Choice, process_group: dist.ProcessGroup | None = None) -> Conversion:
-    """Convert the chosen layers and report on all of them; as ``convert_sync_batchnorm``, without its warning."""
+    """Convert the chosen layers as ``convert_sync_batchnorm`` does, and report on all layers, without a warning."""
     reasons = choice.reasons_against(module)
     are_chosen = choice.include is not None or choice.predicate is not None
     converted: dict[str, _BatchNorm] = {}
@@ -135,10 +135,10 @@ def convert(module: Module, choice: Choice, process_group: dist.ProcessGroup | N
 
 
 def restore_batchnorm(module: ModuleT) -> ModuleT:
-    """Undo ``convert_sync_batchnorm``: each layer gets its former class back, with its current weights.
+    """Undo ``convert_sync_batchnorm``: each layer gets its former class back and keeps its current weights.
 
-    Layers that are synchronised in the model's own code stay. Copies of converted layers are converted, and must be
-    restored as well. Not collective.
+    Layers that the model's own code synchronises do not change. Copies of converted layers are also converted, and
+    must be restored separately. Not collective.
 
     Returns:
         ``module`` itself.

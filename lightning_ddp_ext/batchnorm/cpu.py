@@ -1,4 +1,4 @@
-"""Synchronised BatchNorm on CPU, with torch's kernels for a single process and one exchange in each pass."""
+"""Compute synchronised BatchNorm on CPU, with torch's single-process kernels and one exchange in each pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_ddp_ext.errors import BatchNormError
 
 
 class SyncBatchNormOnCPU(torch.autograd.Function):
-    """Normalise a batch (N, C, ...) by the statistics of all ranks' batches."""
+    """Normalise a batch (N, C, ...) with the statistics of all ranks' batches."""
 
     @staticmethod
-    @np.errstate(all="ignore")  # torch does not warn of infinities in a network that diverges either
+    @np.errstate(all="ignore")  # torch does not warn about infinities in a diverging network either
     def forward(
         ctx: Any,
         input: Tensor,
@@ -31,11 +31,11 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         """Normalise, and add the batch to the running statistics. Collective.
 
         Raises:
-            BatchNormError: all batches together have one value per channel, or another rank is in another layer.
+            BatchNormError: all batches together have one value per channel, or another rank is in a different layer.
         """
         x = dense(input.to(torch.promote_types(input.dtype, torch.float32)))
         mean, var = mean_and_var(x)
-        # Each rank decides for its own part of the batch: the exchanged data have the same form either way.
+        # Each rank decides this for its own batch: the exchanged data have the same form either way.
         if x.dtype == torch.float32 and has_large_offset(mean, var, eps=eps):
             x = x.double()
             mean, var = mean_and_var(x)
@@ -43,7 +43,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         if joint.count == 1:
             raise BatchNormError(
                 f"{context.name} needs more than 1 value per channel in training (the batches of all ranks together "
-                "have 1); use larger batches, or drop the last incomplete one"
+                "have 1); use larger batches, or drop the incomplete last one"
             )
         running.update(joint)
         weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
@@ -56,7 +56,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
     @once_differentiable
     @np.errstate(all="ignore")
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients; collective, if the input needs a gradient."""
+        """Compute the gradients. Collective if the input needs a gradient."""
         x, weight, mean, var = ctx.saved_tensors
         dy = grad_outputs[0].to(x.dtype)
         grad_weight, grad_bias = _parameter_gradients(dy, x, mean, var, ctx.eps)
@@ -75,7 +75,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
 
 def _parameter_gradients(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return this rank's sums of ``dy`` × normalised ``x``, and of ``dy``, per channel."""
-    if x.numel() == 0:  # the kernel divides by it
+    if x.numel() == 0:  # the kernel would divide by zero
         return torch.zeros_like(mean), torch.zeros_like(mean)
     wanted = [False, True, True]
     gradients = torch.ops.aten.native_batch_norm_backward(dy, x, None, mean, var, None, None, False, eps, wanted)

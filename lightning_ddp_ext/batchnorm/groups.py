@@ -1,4 +1,4 @@
-"""Choose the ranks that join their batches."""
+"""Choose the ranks whose batches are joined."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Ranks = str | int | dist.ProcessGroup | None
 
 
 def check_ranks(ranks: Ranks) -> None:
-    """Raise a ``ConfigurationError`` unless this is ``None``, ``"node"``, a positive number, or a process group."""
+    """Raise a ``ConfigurationError`` unless ``ranks`` is ``None``, ``"node"``, a positive number or a process group."""
     is_number = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
-    # Ranks outside of a group get torch's NON_GROUP_MEMBER instead; each of them is alone.
+    # Outside of its group, a rank has torch's NON_GROUP_MEMBER, and uses its own batch alone.
     is_group = isinstance(ranks, dist.ProcessGroup) or ranks == dist.GroupMember.NON_GROUP_MEMBER
     if not (ranks is None or ranks == "node" or is_number or is_group):
         raise ConfigurationError(
-            f"process_group must be None, 'node', a number of ranks from 1 on, or a ProcessGroup (got {ranks!r}); "
-            "leave it out for all ranks"
+            f"process_group must be None, 'node', a positive number of ranks, or a ProcessGroup (got {ranks!r}); "
+            "omit it to join all ranks"
         )
 
 
@@ -28,7 +28,7 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
     """Return this rank's process group. Collective for ``"node"`` and numbers: every rank must call it.
 
     Raises:
-        ConfigurationError: ``ranks`` is invalid, or ``"node"`` or a number without a process group.
+        ConfigurationError: ``ranks`` is invalid, or needs a process group that does not exist.
     """
     check_ranks(ranks)
     if not isinstance(ranks, (str, int)) or ranks == dist.GroupMember.NON_GROUP_MEMBER:
@@ -46,13 +46,13 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
 
 
 def batchnorm_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks for BatchNorm alone, or ``None`` for the default group. Collective.
+    """Return a group of all ranks only for BatchNorm, or ``None`` for the default group. Collective.
 
-    With gloo, DDP's gradients and the layers' numbers then do not wait for each other, and a rank in another layer
-    cannot confuse them.
+    With gloo, DDP's gradients and the layers' statistics then do not wait for each other, and a rank in another layer
+    cannot mix them up.
     """
     context = current()
-    if context is None or not is_gloo("cuda"):  # with NCCL for GPUs, a separate group does not pay off
+    if context is None or not is_gloo("cuda"):  # with NCCL, a separate group has no advantage
         return None
     return context.new_group(purpose="BatchNorm")
 

@@ -1,4 +1,4 @@
-"""The layer: BatchNorm that normalises by the statistics of all ranks' batches together."""
+"""Define the layer: BatchNorm with the statistics of all ranks' batches together."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from lightning_ddp_ext.batchnorm.statistics import Running
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext, is_idle
 from lightning_ddp_ext.errors import BatchNormError
 
-CONTEXT = "_ddpx_context"  # the attribute that layers get when they are converted
+CONTEXT = "_ddpx_context"  # the attribute that conversion adds to layers
 
 
 class SyncBatchNorm(_BatchNorm):
     r"""BatchNorm over the batches of all ranks, for inputs (N, C) to (N, C, D, H, W), on CPU and CUDA.
 
-    In training, mean and variance are those of all ranks' batches joined, for batches of any size, even empty ones;
-    running statistics are the same on all ranks. One collective forward and one backward: every rank must
-    run the same layers in the same order. In evaluation and in a single process it is ``torch.nn.BatchNorm``.
+    In training, mean and variance are those of all ranks' batches together, which may differ in size or be empty, and
+    running statistics are the same on all ranks. Each pass runs one collective, so every rank must run the same layers
+    in the same order. In evaluation and in a single process, the layer behaves like torch's BatchNorm.
 
-    Gradients are those of the *sum* of the ranks' losses, as DDP expects, which divides by the number of ranks: after
-    DDP a parameter has the gradient of the mean of the ranks' losses. That equals the gradient of the mean over the
-    joined batch where all ranks have equally many samples. With several ranks it cannot be differentiated twice:
-    torch then raises a ``RuntimeError``.
+    Gradients are those of the *sum* of the ranks' losses. DDP divides them by the number of ranks, so that a parameter
+    gets the gradient of the mean of the ranks' losses. If all ranks have the same number of samples, this equals the
+    gradient of the mean over the joined batch. With several ranks, the layer cannot be differentiated twice: torch
+    raises a ``RuntimeError``.
 
     Args:
         num_features: C.
         eps, momentum, affine, track_running_stats, device, dtype: as in ``torch.nn.BatchNorm2d``.
         process_group: the ranks whose batches are joined; ``None`` for all ranks.
-        bias: as in ``torch.nn.BatchNorm2d``, where torch has it (from 2.13 on).
+        bias: as in ``torch.nn.BatchNorm2d``, which has it since torch 2.13.
 
     Raises:
-        BatchNormError: an input has other channels than the layer, or is neither on CPU nor on CUDA; on CPU also: all
-            batches together have one value per channel, or another rank is in another layer.
+        BatchNormError: an input has a different number of channels than the layer, or is neither on CPU nor on CUDA.
+            On CPU, also if all batches together have one value per channel, or another rank is in a different layer.
 
     >>> layer = SyncBatchNorm(3)
     >>> layer(torch.randn(4, 3, 8, 8)).mean().abs().item() < 1e-6
@@ -74,13 +74,13 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected 2D to 5D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise a batch (N, C, ...). In training collective: every rank must call it, and its backward."""
+        """Normalise a batch (N, C, ...). Collective in training: every rank must call it, and its backward pass."""
         if not self.training or self._ddpx_context.world_size == 1:
             return super().forward(input)
         output: Tensor = self._normalise(input)
         return output
 
-    # A compiled graph ends here, as it does in torch's own SyncBatchNorm.
+    # This breaks a compiled graph, as torch's own SyncBatchNorm does.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _normalise(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
@@ -88,27 +88,27 @@ class SyncBatchNorm(_BatchNorm):
         function: Any = SyncBatchNormOnCPU.apply if input.is_cpu else cuda.batch_norm
         arguments = self.weight, self.bias, self._count_batch(), self.eps, self._ddpx_context
         output: Tensor = function(input[:0] if is_idle() else input, *arguments)
-        if is_idle():  # it joins the collectives of both passes with an empty batch; no rank uses what it computes
+        if is_idle():  # it joins the collectives of both passes with an empty batch; its output is not used
             is_cudnn = torch.backends.cudnn.enabled
             own = torch.batch_norm(input, self.weight, self.bias, None, None, True, 0.0, self.eps, is_cudnn)
             output = own + output.sum()
         return output
 
     def _check_channels_and_device(self, input: Tensor) -> None:
-        # The kernels for given statistics do not check sizes, and would read out of bounds.
+        # The kernels for given statistics would read out of bounds, since they do not check sizes.
         if input.size(1) != self.num_features:
             raise BatchNormError(
-                f"{self._ddpx_context.name} takes inputs of {self.num_features} channels "
-                f"(got one of shape {tuple(input.shape)}); channels are the second dimension"
+                f"{self._ddpx_context.name} expects inputs with {self.num_features} channels "
+                f"(got shape {tuple(input.shape)}); channels are the second dimension"
             )
         if not (input.is_cpu or input.is_cuda):
             raise BatchNormError(
-                f"{self._ddpx_context.name} takes inputs on cpu or cuda (got one on {input.device}); "
-                "leave it out of the conversion (exclude=)"
+                f"{self._ddpx_context.name} supports inputs on cpu and cuda (got one on {input.device}); "
+                "exclude the layer from the conversion (exclude=)"
             )
 
     def _count_batch(self) -> Running:
-        """Count a batch; return the running statistics to update, and the weight of the batch in them."""
+        """Count a batch; return the running statistics to update, and the batch's weight in them."""
         if not self.track_running_stats:
             return Running(None, None, 0.0)
         momentum, batches = self.momentum, self.num_batches_tracked

@@ -18,7 +18,7 @@ Predicate = Callable[[str, Module], bool]
 
 
 def batchnorm_layers(model: Module) -> dict[_BatchNorm, str]:
-    """Return the BatchNorm layers of a model, each once, with their names."""
+    """Return the BatchNorm layers of a model with their names, each layer once."""
     return {layer: name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
 
 
@@ -31,7 +31,7 @@ class Choice:
     predicate: Predicate | None = None
 
     def reasons_against(self, model: Module) -> dict[Module, str]:
-        """Return the BatchNorm layers that were not chosen, with the reasons.
+        """Return the BatchNorm layers that are not chosen, with the reasons.
 
         Raises:
             ConfigurationError: a selector matches no layer, or is neither a pattern nor a class.
@@ -49,7 +49,7 @@ class Choice:
 
 
 def _matching(model: Module, selection: Selection, field: str) -> set[Module]:
-    """Return the modules that match a selection, and those inside them."""
+    """Return the modules that match a selection, and the modules inside them."""
     if selection is None:
         return set()
     is_several = isinstance(selection, Iterable) and not isinstance(selection, (str, type))
@@ -61,7 +61,7 @@ def _fitting(model: Module, selector: Any, field: str) -> set[Module]:
     if not isinstance(selector, (str, type)):
         raise ConfigurationError(
             f"{field} takes patterns of layer names and classes of layers (got {selector!r}); "
-            "for anything else use predicate="
+            "for any other choice, use predicate="
         )
     modules = model.named_modules(remove_duplicate=False)
     fitting = {layer for name, module in modules if _fits(selector, name, module) for layer in module.modules()}

@@ -1,4 +1,4 @@
-"""Mean and variance of a batch, and of several ranks' batches together."""
+"""Compute mean and variance of a batch, and of several ranks' batches together."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 Vector = NDArray[np.float64]
 
-# Where the mean is this many times the deviation, float32 has too few digits left: torch's own error exceeds 1e-6.
+# If the mean is this many times the standard deviation, float32 is too imprecise: torch's error exceeds 1e-6.
 _LARGE_OFFSET = 8.0
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def dense(input: Tensor) -> Tensor:
-    """Return the batch in a memory format for which torch's kernels are fast: contiguous, or channels last."""
+    """Return the batch in a memory format for which torch's kernels are fast: contiguous or channels last."""
     memory_format = _CHANNELS_LAST.get(input.dim(), torch.contiguous_format)
     return input if input.is_contiguous(memory_format=memory_format) else input.contiguous()
 
 
 def mean_and_var(x: Tensor) -> tuple[Vector, Vector]:
-    """Return mean and biased variance (C) of a batch (N, C, ...) in float32 or float64 on CPU; zeros without values."""
+    """Return mean and biased variance (C) of a batch (N, C, ...) in float32 or float64 on CPU; zeros if empty."""
     if x.numel() == 0:
         return np.zeros(x.size(1)), np.zeros(x.size(1))
     mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
@@ -32,7 +32,7 @@ def mean_and_var(x: Tensor) -> tuple[Vector, Vector]:
 
 
 def has_large_offset(mean: Vector, var: Vector, *, eps: float) -> bool:
-    """Whether a channel's mean is too large relative to its deviation for float32."""
+    """Whether a channel's mean is too large for float32, relative to its standard deviation."""
     return bool((mean * mean > _LARGE_OFFSET**2 * (var + eps)).any())
 
 
@@ -48,8 +48,8 @@ class Statistics:
 def merge(parts: Vector) -> Statistics:
     """Merge the statistics of several batches.
 
-    The pairwise merge of T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating formulae and a pairwise algorithm for
-    computing sample variances" (1979), for any number of parts: nothing large is subtracted from something large.
+    This is the pairwise merge of T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating formulae and a pairwise algorithm
+    for computing sample variances" (1979), for any number of parts. It does not subtract large sums of squares.
 
     Args:
         parts: a row for each batch, (parts, 1 + 2C): values per channel, means, and biased variances.
@@ -62,13 +62,13 @@ def merge(parts: Vector) -> Statistics:
     counts, means, variances = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
     count = float(counts.sum())
     weights = counts / max(count, 1.0)
-    # Not by a matrix product, whose last bits depend on the processor, and the ranks must agree.
+    # Not a matrix product, whose last bits depend on the processor: the ranks must agree.
     mean = (weights * means).sum(0)
     return Statistics(mean, (weights * (variances + (means - mean) ** 2)).sum(0), count)
 
 
 class Running(NamedTuple):
-    """A layer's running statistics (C), ``None`` without any, and the weight of a new batch in them."""
+    """A layer's running statistics (C), or ``None`` if it has none, and the weight of a new batch in them."""
 
     mean: Tensor | None
     var: Tensor | None
@@ -80,7 +80,7 @@ class Running(NamedTuple):
             return
         unbiased = joint.var * (joint.count / (joint.count - 1))
         for kept, new in ((self.mean, joint.mean), (self.var, unbiased)):
-            if kept.dtype.itemsize < 4:  # a batch's variance may be beyond what float16 holds
+            if kept.dtype.itemsize < 4:  # a batch's variance may exceed the range of float16
                 kept.copy_(kept.double().lerp(torch.from_numpy(new), self.momentum))
             else:
                 kept.lerp_(as_tensor(new, kept.dtype), self.momentum)
@@ -88,5 +88,5 @@ class Running(NamedTuple):
 
 def as_tensor(vector: Vector, dtype: torch.dtype) -> Tensor:
     """Return a vector as a tensor on CPU."""
-    # Torch's conversion to float32 takes several times as long.
+    # torch's conversion to float32 takes several times as long.
     return torch.from_numpy(vector.astype(np.float32) if dtype == torch.float32 else vector).to(dtype)

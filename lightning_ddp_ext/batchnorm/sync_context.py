@@ -1,4 +1,4 @@
-"""Exchange a BatchNorm layer's numbers between ranks, and check that every rank is in the same layer and pass."""
+"""Exchange a BatchNorm layer's values between ranks, and check that every rank is in the same layer and pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from lightning_ddp_ext.errors import BatchNormError
 
 _PASSES = ("forward", "backward")
-_HEADER = 2  # the layer's index, and that of the pass
+_HEADER = 2  # the index of the layer, and that of the pass
 _POLL_FOR = 0.002  # seconds; a small exchange between ranks that start together takes half of it
 
 _is_idle = False
@@ -28,15 +28,15 @@ def is_idle() -> bool:
 
 
 def set_idle(idle: bool) -> None:
-    """Have this rank's synchronised layers take part with empty batches, or again with its own."""
+    """Set whether this rank's synchronised layers take part with empty batches in place of their inputs."""
     global _is_idle
     _is_idle = idle
 
 
 def _wait_for(work: dist.Work) -> None:
-    """Wait for an exchange; poll first, since waking a thread takes a third of the time of a short one.
+    """Wait for an exchange; poll first, since waking a thread takes a third of the time of a short exchange.
 
-    Other threads can use the processor meanwhile, such as torch's, which make the exchange.
+    Polling lets other threads use the processor, such as torch's threads that run the exchange.
     """
     moment = time.monotonic() + _POLL_FOR
     while not work.is_completed() and time.monotonic() < moment:
@@ -48,9 +48,9 @@ def _wait_for(work: dist.Work) -> None:
 class SyncContext:
     """The ranks that share a layer's statistics, and the layer's index in the model.
 
-    On CPU all layers of a model send messages of one length that begin with the layer and the pass, so ranks in
-    different layers notice it. Messages of different lengths would cause an abort or an endless wait. The few
-    numbers of a layer are NumPy arrays, for which a call costs a third of what it costs for a tensor.
+    On CPU, all layers of a model send messages of the same length that begin with the layer and the pass, so ranks in
+    different layers detect it. Messages of different lengths would cause an abort or an endless wait. A layer's few
+    numbers are NumPy arrays, since a call on a small array takes a third of the time of a call on a tensor.
 
     Args:
         process_group: the ranks whose batches are joined; ``None`` for all.
@@ -66,7 +66,7 @@ class SyncContext:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that join their batches; 1 without a process group, and on a rank outside it."""
+        """The number of ranks that join their batches; 1 without a process group, or on a rank outside of it."""
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return max(1, dist.get_world_size(self.process_group))
@@ -78,7 +78,7 @@ class SyncContext:
         return f"BatchNorm layer {name!r}" if name else "a BatchNorm layer"
 
     def gather(self, which_pass: Literal["forward", "backward"], *vectors: ArrayLike) -> NDArray[np.float64]:
-        """Join the vectors, and return what all ranks have joined, (ranks, n). Collective, on CPU.
+        """Concatenate the vectors, and return those of all ranks, (ranks, n). Collective; on CPU.
 
         Raises:
             BatchNormError: another rank is in another layer or pass.
@@ -87,7 +87,7 @@ class SyncContext:
         message = np.zeros(max(_HEADER + 1 + 2 * self.num_features, len(numbers)))
         message[: len(numbers)] = numbers
         received = np.empty((self.world_size, len(message)))
-        # With a list of tensors torch copies everything once more.
+        # With a list of tensors, torch would copy everything once more.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         into = torch.from_numpy(received).view(-1)
         _wait_for(gather(into, torch.from_numpy(message), group=self.process_group, async_op=True))
@@ -103,12 +103,12 @@ class SyncContext:
         )
         raise BatchNormError(
             f"ranks are in different BatchNorm layers: {positions}; every rank must run the same layers in the same "
-            "order, so leave those that only some ranks run out of the conversion (exclude=)"
+            "order, so exclude layers that only some ranks run from the conversion (exclude=)"
         )
 
     def __deepcopy__(self, memo: object) -> SyncContext:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A process group cannot be pickled: in another process the layer joins the batches of all ranks.
+        # A process group cannot be pickled, so in another process the layer joins the batches of all ranks.
         return SyncContext, (None, self.names, self.index, self.num_features)

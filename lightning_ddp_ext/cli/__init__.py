@@ -1,4 +1,4 @@
-"""The command ``lightning-ddp-ext``: describe this machine, try out its ranks, and check checkpoint files."""
+"""Define the command ``lightning-ddp-ext``: describe this machine, test its ranks, and check checkpoint files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_ddp_ext.cli.self_test import test
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command, by default with the arguments of this process, and exit.
+    """Run the command with ``arguments``, by default those of this process, and exit.
 
     Raises:
-        SystemExit: status 0: success; 1: a damaged file, an unusable directory, or ranks that fail; 2: wrong usage;
-            3 and 4: ``checkpoint verify`` found a file without checksums, or one that it could not read.
+        SystemExit: status 0: success; 1: a damaged file, an unusable directory, or failed ranks; 2: wrong usage;
+            3: ``checkpoint verify`` found a file without checksums; 4: it could not read a file.
     """
     options = vars(_parser().parse_args(arguments))
     run = options.pop("run")
@@ -38,10 +38,10 @@ def _parser() -> argparse.ArgumentParser:
     one = _add(commands, "env", env, "show versions, devices, interfaces, and what the launcher's variables mean")
     one.add_argument("--json", **json)
 
-    one = _add(commands, "test", test, "have the ranks of this launcher connect, reduce, save, verify and restore")
+    one = _add(commands, "test", test, "test that this launcher's ranks connect, reduce, save, verify and restore")
     one.add_argument("--devices", type=int, default=2, help="ranks to start, if no launcher starts them (default: 2)")
     one.add_argument("--accelerator", default="cpu", help="auto, cpu or gpu (default: cpu)")
-    one.add_argument("--init-method", help="as for the strategy")
+    one.add_argument("--init-method", help="init_method of the strategy")
 
     group = commands.add_parser("checkpoint", help="check checkpoint files, and clean up after killed saves")
     commands = group.add_subparsers(metavar="COMMAND", required=True)
@@ -50,9 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("paths", nargs="+", metavar="PATH", help="file or URL")
     one.add_argument("--json", **json)
 
-    one = _add(commands, "clean", clean, "list what killed saves left in a directory")
-    one.add_argument("directory", metavar="DIR", help="where checkpoints are saved")
-    one.add_argument("--yes", action="store_true", dest="remove", help="remove it, if it is older than an hour")
+    one = _add(commands, "clean", clean, "list temporary files that killed saves left in a directory")
+    one.add_argument("directory", metavar="DIR", help="directory of the checkpoints")
+    one.add_argument("--yes", action="store_true", dest="remove", help="remove those older than an hour")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Verify checkpoint files without running any code in them, and remove what killed saves left."""
+"""Verify checkpoint files without running code from them, and remove temporary files that killed saves left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, D
 
 
 def verify(paths: Sequence[str], *, as_json: bool) -> int:
-    """Check each record that has a checksum, of files or URLs; nothing is unpickled."""
+    """Check all records that have a checksum, in files or at URLs, without unpickling anything."""
     found = [check(path) for path in paths]
     if as_json:
         print(json.dumps(found[0] if len(found) == 1 else {"files": found}))
@@ -48,7 +48,7 @@ def _show(facts: dict[str, Any]) -> None:
     if facts["error"] is not None:
         fail(facts["error"])
     elif facts["whole"]:
-        print_line(f"{facts['path']} is whole: {facts['records']} records with the checksums that were written")
+        print_line(f"{facts['path']} is intact: {facts['records']} records match their checksums")
     else:
         print_line(f"{facts['path']} has no checksums, so damage cannot be detected")
 
@@ -59,12 +59,12 @@ def clean(directory: str, *, remove: bool) -> int:
         removed = remove_leftovers(Path(directory)) if remove else []
         left = find_leftovers(Path(directory))
     except OSError as error:
-        return fail(f"cannot clean {directory}: {error.strerror or error}; give the local directory of the checkpoints")
+        return fail(f"cannot clean {directory}: {error.strerror or error}; pass the local directory of the checkpoints")
     for each in removed:
-        print_line(f"{each.path} ({size_text(each.size)}) is removed")
+        print_line(f"{each.path} ({size_text(each.size)}) was removed")
     for each in left:
-        why = "was left by a killed save; --yes removes it" if each.is_left_behind else "is not an hour old: kept"
+        why = "was left by a killed save; --yes removes it" if each.is_left_behind else "is less than an hour old"
         print_line(f"{each.path} ({size_text(each.size)}) {why}")
     if not removed and not left:
-        print_line(f"nothing to clean in {directory}: no save was killed there")
+        print_line(f"nothing to clean in {directory}: no killed save left files there")
     return 0

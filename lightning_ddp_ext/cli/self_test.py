@@ -1,4 +1,4 @@
-"""Test the ranks of a launcher: have them connect, reduce, save, verify and restore."""
+"""Test that the ranks of a launcher can connect, reduce, save, verify and restore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STEPS = 4
 
 def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
     """Train, save, verify and restore on all ranks; rank 0 prints the time of each part."""
-    logging.disable(logging.INFO)  # Lightning's lines, and those of our strategy
+    logging.disable(logging.INFO)  # lines of Lightning and of our strategy
     warnings.simplefilter("ignore")
     model_class = importlib.import_module(f"{pl.__name__}.demos.boring_classes").BoringModel
     world = read_world(os.environ)
@@ -58,7 +58,7 @@ def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
         report("connected and trained")
         total = trainer.strategy.reduce(torch.ones(1, device=trainer.strategy.root_device), reduce_op="sum").item()
         if total != trainer.world_size:
-            raise DDPExtError(f"an all-reduce of a 1 from each rank gave {total}, not {trainer.world_size}")
+            raise DDPExtError(f"an all-reduce of ones from all ranks gave {total}, not {trainer.world_size}")
         report("reduced")
         path = trainer.strategy.broadcast(os.path.join(directory, "test.ckpt"))
         trainer.save_checkpoint(path)
@@ -69,8 +69,8 @@ def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
         report("verified")
         trainer = train(2 * _STEPS, path)
         if trainer.global_step != 2 * _STEPS:
-            raise DDPExtError(f"a resumed run ended after step {trainer.global_step}, not {2 * _STEPS}")
+            raise DDPExtError(f"a resumed run stopped after step {trainer.global_step}, not {2 * _STEPS}")
         trainer.strategy.barrier("the end of the test")  # rank 0 keeps its file until all ranks have read it
         report("restored")
-    report(f"all is well (ranks: {trainer.world_size}, nodes: {trainer.num_nodes})")
+    report(f"all tests passed (ranks: {trainer.world_size}, nodes: {trainer.num_nodes})")
     return 0

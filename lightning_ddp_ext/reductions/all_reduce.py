@@ -1,4 +1,4 @@
-"""Reduce one tensor over the ranks that count, without the barrier that Lightning's own reduction begins with."""
+"""Reduce a tensor over the ranks that are not idle, without the barrier of Lightning's own reduction."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def all_reduce(
     Args:
         tensor: this rank's values.
         group: the ranks; ``None`` for all.
-        reduce_op: a ``ReduceOp``, or the name of one; "mean" is "avg".
-        idle_ranks: global ranks whose values do not count, unless the group has no others.
+        reduce_op: a ``ReduceOp`` or its name; "mean" is the same as "avg".
+        idle_ranks: global ranks whose values do not count, unless the whole group is idle.
     """
     group = dist.group.WORLD if group is None else group
     name = reduce_op.upper() if isinstance(reduce_op, str) else ""

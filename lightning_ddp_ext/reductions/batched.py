@@ -1,6 +1,6 @@
 """Reduce many scalars over the ranks in one all-gather; each rank computes the results itself.
 
-Every message has the same length, and a digest of the name beside each value, so ranks detect that they logged
+All messages have the same length and contain a digest of each value's name, so ranks can detect that they logged
 different values. Messages of different lengths would abort a process.
 """
 
@@ -24,17 +24,17 @@ DTYPES = (torch.float32, torch.float64, torch.int64)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows.mean(0),
     "sum": lambda rows: rows.sum(0),
-    "min": lambda rows: rows.amin(0),  # keeps a NaN of any rank; gloo's depends on the order of the ranks
+    "min": lambda rows: rows.amin(0),  # keeps a NaN of any rank; gloo's result would depend on the order
     "max": lambda rows: rows.amax(0),
 }
 
 PER_MESSAGE = 128
-"""Values in a message."""
+"""The number of values in a message."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A scalar that is to be reduced: its op is one of ``OPS``, and its dtype one of ``DTYPES``."""
+    """A scalar to reduce: its op is one of ``OPS``, and its dtype one of ``DTYPES``."""
 
     name: str
     op: str
@@ -45,20 +45,20 @@ class Value:
 
 
 def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: Collection[int] = ()) -> list[Tensor]:
-    """Reduce values over all ranks; the results are the same on every rank to the last bit.
+    """Reduce values over all ranks; the results are bit-identical on every rank.
 
     Collective: every rank must call it, including ranks without any value.
 
     Args:
-        values: the same on every rank, in the same order.
-        device: for the messages, one that the default group can send from.
+        values: values with the same names, ops and dtypes on every rank, in the same order.
+        device: the device for messages, from which the default group can send.
         idle_ranks: ranks whose values do not count.
 
     Raises:
-        DivergenceError: ranks have different values; on every rank.
+        DivergenceError: the ranks' values differ in name, op, dtype or order; raised on every rank.
     """
     results: list[Tensor] = []
-    for start in range(0, len(values) + 1, PER_MESSAGE):  # the last one has free places, for detecting more values
+    for start in range(0, len(values) + 1, PER_MESSAGE):  # the last message has free places, to detect further values
         sent = values[start : start + PER_MESSAGE]
         digests, rows = _exchange(sent, device)
         if bool((digests != digests[0]).any()):
@@ -68,15 +68,15 @@ def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: C
 
 
 def reduce_common(values: Sequence[Value], *, device: torch.device, idle_ranks: Collection[int] = ()) -> list[Tensor]:
-    """Reduce the first values, as many as every rank has, and return their results.
+    """Reduce the first values, as many as all ranks have, and return their results.
 
     Args:
-        values: 1 to ``PER_MESSAGE``, in the same order on every rank; some ranks may have more than others.
+        values: 1 to ``PER_MESSAGE`` values, in the same order on every rank; some ranks may have more than others.
         device: see :func:`reduce_batch`.
         idle_ranks: see :func:`reduce_batch`.
 
     Raises:
-        DivergenceError: ranks have different values in one place; on every rank.
+        DivergenceError: values at the same position differ in name, op or dtype; raised on every rank.
     """
     digests, rows = _exchange(values, device)
     common = int((digests != 0).all(0).sum())
@@ -86,7 +86,7 @@ def reduce_common(values: Sequence[Value], *, device: torch.device, idle_ranks: 
 
 
 def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int]) -> list[Tensor]:
-    """Return the results of values; ``rows`` has a row for each rank and a column for each value."""
+    """Return the results; ``rows`` has a row for each rank and a column for each value."""
     if idle_ranks:
         rows = rows[[rank for rank in range(len(rows)) if rank not in idle_ranks]]
     by_op = {op: OPS[op](rows) for op in {value.op for value in values}}
@@ -94,13 +94,13 @@ def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int])
 
 
 def _dtype_of(value: Value) -> torch.dtype:
-    """Return the type of a result: the value's, but float for a mean of integers, as in ``all_reduce``."""
+    """Return the dtype of a result: the value's dtype, but float for a mean of integers, as in ``all_reduce``."""
     is_float = value.op == "mean" and not value.tensor.is_floating_point()
     return torch.get_default_dtype() if is_float else value.tensor.dtype
 
 
 def _exchange(values: Sequence[Value], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return digests and numbers of all ranks, with a row for each rank; a digest is 0 where a rank has no value."""
+    """Return the digests and numbers of all ranks, one row for each rank; digests of missing values are 0."""
     own = torch.zeros(2, PER_MESSAGE, dtype=torch.float64, device=device)
     if values:
         own[0, : len(values)] = own.new_tensor([_digest(value) for value in values])
@@ -113,7 +113,7 @@ def _exchange(values: Sequence[Value], device: torch.device) -> tuple[Tensor, Te
 
 
 def _digest(value: Value) -> int:
-    """Return a positive number that differs if values must not be reduced together."""
+    """Return a positive number that differs between values that must not be reduced together."""
     return 1 + zlib.crc32(f"{value} {value.tensor.dtype}".encode())
 
 
@@ -121,7 +121,7 @@ def _mismatch(values: Sequence[Value]) -> DivergenceError:
     """Return an error that describes how the ranks differ. Collective."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, tuple(map(str, values)))
-    with suppress(RuntimeError):  # this rank also raises the error if another one closed its group
+    with suppress(RuntimeError):  # this rank raises the error even if another one has closed its group
         dist.barrier()
     usual, _ = Counter(by_rank).most_common(1)[0]
     usual_ranks = [rank for rank, names in enumerate(by_rank) if names == usual]
@@ -130,7 +130,7 @@ def _mismatch(values: Sequence[Value]) -> DivergenceError:
         "ranks logged different values with sync_dist=True: "
         f"{listed(f'{ranks_in_words(who)} {deviation}' for deviation, who in grouped(deviations))} (compared with "
         f"{ranks_in_words(usual_ranks)}); every rank must log the same names in the same "
-        "order, so log them outside of code that only some ranks run, or leave sync_dist out"
+        "order, so log them outside of code that only some ranks run, or omit sync_dist"
     )
 
 

@@ -1,8 +1,8 @@
 """The control channel: one TCP connection from each rank to rank 0, for messages by topic.
 
-A closed connection means a dead rank, in any state of Python, the store or a collective. The main thread serves the
-connections while the ranks connect, and later a daemon thread does. Its callbacks must not wait for messages that
-the thread itself delivers.
+A closed connection reveals a dead rank, whatever state Python, the store or a collective is in. The main thread serves
+the connections during the handshake, and a daemon thread does so afterwards. Callbacks on that thread must not wait for
+messages, since the thread itself would have to deliver them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, SILENT, Connection, Message, encode, keep_alive
 
 Listener = Callable[[Message], None]
-# Called with topic and body of a message from a connection without a rank.
+# Called with the topic and body of a message from a connection that has no rank yet.
 Admit = Callable[[Connection, str, Message], None]
 OnClosed = Callable[[int, str], None]
 
@@ -35,10 +35,10 @@ _LEAVING = "leaving"
 
 
 class Channel:
-    """The connections of this process: rank 0 has one to every other rank, and each of those has one to rank 0.
+    """The connections of this process: rank 0 is connected to every other rank, and each of them to rank 0.
 
     Attributes:
-        ended: the ranks whose connections closed, with the reasons; the reason is empty if the rank left in order.
+        ended: the ranks whose connections closed, with the reasons; a reason is empty if the rank left in order.
     """
 
     def __init__(self, heartbeat: float) -> None:
@@ -60,10 +60,10 @@ class Channel:
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_wake)
         _open_channels.add(self)
 
-    # While the ranks connect.
+    # During the handshake.
 
     def connect(self, rank: int, connected: socket.socket) -> None:
-        """Serve a connection to a rank, in place of an earlier one."""
+        """Serve a connection to a rank, and close an earlier one to it."""
         if rank in self._peers:
             self._close(self._peers[rank])
         keep_alive(connected, self._heartbeat)
@@ -72,7 +72,7 @@ class Channel:
         self._watch(connection)
 
     def accept(self, listener: socket.socket, admit: Admit) -> None:
-        """Accept connections on ``listener``; ``admit`` gets the messages of a connection until it is adopted."""
+        """Accept connections on ``listener``; ``admit`` receives a connection's messages until it is adopted."""
         listener.setblocking(False)
         self._listener, self._admit = listener, admit
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -85,9 +85,9 @@ class Channel:
             self._peers[rank] = connection
 
     def poll(self, seconds: float | None = None) -> None:
-        """Serve the events of one poll, which waits up to ``seconds`` for the first."""
+        """Wait up to ``seconds`` for events, and handle those that are ready."""
         for key, events in self._selector.select(seconds):
-            if self._selector.get_map().get(key.fd) is not key:  # closed by an event of the same poll
+            if self._selector.get_map().get(key.fd) is not key:  # an event of the same poll closed it
                 continue
             try:
                 key.data(events)
@@ -98,7 +98,7 @@ class Channel:
         """Start a thread that serves the connections, if there are any.
 
         Args:
-            on_closed: called with each rank whose connection closes or was closed, and the reason, as in ``ended``.
+            on_closed: called with each rank whose connection closes or has closed, and the reason, as in ``ended``.
         """
         self._on_closed = on_closed
         for rank, reason in self.ended.items():
@@ -107,15 +107,15 @@ class Channel:
             self._thread = threading.Thread(target=self._serve, name="ddpx-channel", daemon=True)
             self._thread.start()
 
-    # For any thread.
+    # Callable from any thread.
 
     def send(self, topic: str, body: Message, ranks: Collection[int] | None = None) -> None:
-        """Send a message to rank 0, or from rank 0 to ``ranks``, by default all others. Never waits or raises."""
+        """Send a message to rank 0, or from rank 0 to ``ranks`` (by default all others). Never waits or raises."""
         line = encode(topic, body)
         if len(line) > MAX_MESSAGE:  # the receiver would close the connection
-            _logger.error("a message on %r is not sent, as it has %d bytes; at most %d", topic, len(line), MAX_MESSAGE)
+            _logger.error("a message on %r was not sent: it has %d bytes (limit: %d)", topic, len(line), MAX_MESSAGE)
             return
-        with self._lock:  # all ranks get messages in one order
+        with self._lock:  # all ranks receive messages in the same order
             for rank, connection in self._peers.items():
                 if ranks is None or rank in ranks:
                     connection.send(line)
@@ -124,12 +124,12 @@ class Channel:
             self._wake()
 
     def reply(self, connection: Connection, topic: str, body: Message) -> None:
-        """Send a message to one connection; for ``admit``."""
+        """Send a message over one connection; for ``admit``."""
         connection.send(encode(topic, body))
         self._watch(connection)
 
     def listen(self, topic: str, listener: Listener) -> None:
-        """Pass messages of a topic to ``listener`` on the serving thread; earlier ones are passed immediately."""
+        """Pass a topic's messages to ``listener`` on the serving thread; earlier messages are passed immediately."""
         while True:
             with self._lock:
                 waiting = self._unclaimed.pop(topic, [])
@@ -141,11 +141,11 @@ class Channel:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller is a listener, or other code that must not wait for messages."""
+        """Whether the caller runs on the serving thread, so it must not wait for messages."""
         return threading.current_thread() is self._thread
 
     def close(self, *, in_order: bool = True) -> None:
-        """Close all connections after sending all messages; unless ``in_order``, this rank then counts as dead."""
+        """Send all pending messages and close the connections; unless ``in_order``, this rank then counts as dead."""
         if self._is_closing:
             return
         if in_order:
@@ -160,7 +160,7 @@ class Channel:
         self._listeners.clear()
 
     def close_sockets(self) -> None:
-        """Close all sockets; in a forked child, close its copies, so that its parent's death is noticed."""
+        """Close all sockets. A forked child closes its copies, so that other ranks notice the death of its parent."""
         self._wake_writer.close()
         if self._listener is not None:
             self._listener.close()
@@ -168,7 +168,7 @@ class Channel:
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
 
-    # On the thread that serves.
+    # On the serving thread.
 
     def _serve(self) -> None:
         while not self._is_closing:
@@ -188,10 +188,10 @@ class Channel:
             self._watch(connection)
 
     def _watch(self, connection: Connection) -> None:
-        """Serve a connection that has received messages, or can send more."""
+        """Watch a connection for received messages and, if any are unsent, for room to send them."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         serve = partial(self._serve_connection, connection)
-        with suppress(OSError, ValueError):  # it is closed
+        with suppress(OSError, ValueError):  # the connection is closed
             try:
                 self._selector.modify(connection.socket, events, serve)
             except KeyError:
@@ -253,13 +253,13 @@ class Channel:
                 if not self._has_warned:
                     _logger.warning("rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)")
                 self._has_warned = True
-                time.sleep(_PAUSE_WITHOUT_DESCRIPTORS)  # the listener stays ready and would keep this thread busy
+                time.sleep(_PAUSE_WITHOUT_DESCRIPTORS)  # the listener stays ready, which would keep this thread busy
             return
         keep_alive(connected, self._heartbeat)
         self._watch(Connection(connected))
 
     def _finish(self) -> None:
-        """Wait until the others also close: closing with unread messages would drop undelivered ones."""
+        """Wait until the peers also close: closing a socket with unread data discards undelivered messages."""
         deadline = Deadline(_FLUSH_WITHIN)
         connections = list(self._peers.values())
         for connection in connections:

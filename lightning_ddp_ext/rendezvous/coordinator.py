@@ -23,11 +23,11 @@ from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, Connection, Message, 
 
 _logger = rank_logger(__name__, ranks=0)
 
-_POLL = 0.25  # seconds between two checks for conditions that end the wait without a message
+_POLL = 0.25  # seconds between checks for conditions that end the wait without a message
 
 
 class Coordinator:
-    """Waits for all ranks, and replies to late ones.
+    """Waits for all ranks to connect, and replies to late ones.
 
     Raises:
         RendezvousError: this process cannot listen, or another process is rank 0.
@@ -53,8 +53,8 @@ class Coordinator:
         """Wait until every rank has connected.
 
         Raises:
-            MissingRanksError: some did not connect in time.
-            RendezvousError: two processes are one rank, settings or versions differ, or a rank exited or gave up.
+            MissingRanksError: some ranks did not connect in time.
+            RendezvousError: two processes claim one rank, settings or versions differ, or a rank exited or gave up.
         """
         withdraw = partial(self._endpoint.withdraw, self._address)
         try:
@@ -69,7 +69,7 @@ class Coordinator:
                 self._stay()
             withdraw()
             raise
-        if self._endpoint.is_local:  # no rank can be late, and a later kill cannot leave the address behind
+        if self._endpoint.is_local:  # every rank is connected, and a later kill cannot leave the address behind
             withdraw()
         return Connections(self._channel, self._table, self._store, self._store_sockets, self._route, withdraw)
 
@@ -88,7 +88,7 @@ class Coordinator:
             self._check_rank_zero_at(published)
             self._endpoint.publish(self._address)
 
-    # Another rank 0.
+    # Detection of another rank 0.
 
     def _listen(self) -> tuple[socket.socket, Address]:
         left = self._endpoint.look_up(self._deadline)
@@ -102,7 +102,7 @@ class Coordinator:
             raise
 
     def _check_rank_zero_at(self, address: Address) -> None:
-        """Raise the refusal of a rank 0 at this address; return if no rank 0 answers there."""
+        """Raise if a rank 0 answers at this address, with the refusal that it sends."""
         line = encode("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         seconds = min(self._timeouts.connect, max(0.1, self._deadline.remaining))
         for host in address.candidates(self._hello.info.network):
@@ -115,7 +115,7 @@ class Coordinator:
             if message is not None and "refused" in message[1]:
                 raise error_in(message[1]["refused"])
 
-    # Messages of other ranks, also after the start.
+    # Messages from other ranks, even after the start.
 
     def _admit(self, connection: Connection, topic: str, body: Message) -> None:
         with suppress(KeyError, TypeError, ValueError):  # not a rank; it may stay connected
@@ -127,7 +127,7 @@ class Coordinator:
     def _handle_hello(self, connection: Connection, hello: Hello) -> None:
         info = hello.info
         if info in self._table:
-            # This process is already a rank, and starts again before rank 0 does.
+            # This process is already a rank, and starts a new handshake before rank 0 does.
             self._channel.reply(connection, "handshake", {"stranger": True})
             return
         error = self._objection_to(hello)
@@ -171,13 +171,13 @@ class Coordinator:
     # End of the wait.
 
     def _refuse(self, error: RendezvousError) -> None:
-        """End the start for all ranks, unless its result is already known."""
+        """Refuse the start for all ranks, unless it has already succeeded or failed."""
         if not self._table and self._error is None:
             self._error = error
             self._channel.send("handshake", refusal_of(error))
 
     def _stay(self) -> None:
-        """Keep listening for a while, to tell late ranks why the start failed."""
+        """Keep listening for some seconds, so that late ranks learn why the start failed."""
         late = set(range(1, self._hello.world_size)) - self._present.keys()
         deadline = Deadline(self._timeouts.after_refusal)
         while not deadline.expired and not late <= self._refused:
@@ -185,21 +185,21 @@ class Coordinator:
 
     def _refuse_missing(self) -> None:
         missing = [rank for rank in range(self._hello.world_size) if rank not in self._present]
-        if missing:  # otherwise the last one has just connected
+        if missing:  # otherwise the last rank has just connected
             present = listed(self._present[rank] for rank in sorted(self._present))
             sentence = (
                 f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to {self._hello.init_method} "
                 f"within {self._deadline.seconds:g} s (init_timeout); present: {present}; check that every rank is "
-                "started and can reach it, or raise init_timeout"
+                "started and can reach rank 0, or raise init_timeout"
             )
             obstacle = self._endpoint.obstacle() if len(self._present) == 1 else None
             self._refuse(obstacle or MissingRanksError(sentence, missing=tuple(missing)))
 
 
 def _raise_limit_of_descriptors(ranks: int) -> None:
-    """Raise the limit to 512 open files and 16 for each rank: for the channel, the store and the groups.
+    """Raise the limit of open files to 512, plus 16 for each rank: for the channel, the store and the groups.
 
-    The kernel's maximum is too high: in containers it is 2 ** 30, and programs may close each possible descriptor.
+    The maximum would be too high: it may be 2 ** 30 in containers, and some programs close every possible descriptor.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 512 + 16 * ranks
@@ -212,12 +212,12 @@ def _duplicate(one: RankInfo, other: RankInfo) -> RendezvousError:
     first, second = sorted([one, other], key=lambda info: (info.host, info.pid))
     return RendezvousError(
         f"two processes claim rank {one.rank}: pid {first.pid} on host {first.host} and pid {second.pid} on host "
-        f"{second.host}; give each process its own RANK, or rank="
+        f"{second.host}; set a different RANK (or rank=) for each process"
     )
 
 
 def _too_late(hello: Hello, table: tuple[RankInfo, ...]) -> RendezvousError:
     return RendezvousError(
         f"another run of {len(table)} ranks is active at {hello.init_method} with {table[0]}, and {hello.info} of "
-        f"{hello.world_size} is late; stop that run, or choose another init_method for this one"
+        f"{hello.world_size} cannot join it; stop that run, or choose another init_method for this one"
     )

@@ -36,7 +36,7 @@ class Deadline:
         return self.remaining == 0.0
 
     def as_timedelta(self) -> timedelta:
-        """Return the remaining time, at least a second, since stores and groups count in whole seconds."""
+        """Return the remaining time, at least one second, since stores and groups count in whole seconds."""
         return timedelta(seconds=max(1.0, self.remaining))
 
     def ticks(self) -> Iterator[None]:
@@ -48,14 +48,14 @@ class Deadline:
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def bound(self, work: Callable[[], T], *, check: Callable[[], None] = lambda: None) -> T:
-        """Call ``work`` in a thread and return its result: calls into C++ are imprecise with timeouts, or have none.
+        """Call ``work`` in a thread and return its result: timeouts of calls into C++ are imprecise or missing.
 
         Args:
             work: the function to call.
             check: called repeatedly meanwhile; it may raise if waiting is pointless.
 
         Raises:
-            TimeoutError: it is still running at the deadline; its thread is abandoned.
+            TimeoutError: ``work`` is still running some time after the deadline; its thread is abandoned.
         """
         outcome: Future[T] = Future()
 

@@ -1,12 +1,12 @@
 """Find rank 0's control listener.
 
 ===================  ==================================================================================================
-``TcpEndpoint``      at a known host and port, on which rank 0 listens
+``TcpEndpoint``      rank 0 listens at a host and port that every rank has
 ``FileEndpoint``     rank 0 listens on a port that the kernel chooses, and writes its address into a file
-``StoreEndpoint``    the same, under a key in a store that a launcher such as torchrun's agent hosts
+``StoreEndpoint``    the same, but under a key in the store of a launcher such as torchrun
 ===================  ==================================================================================================
 
-An address that an earlier run left in a file is harmless: each address carries a nonce, which the answer must repeat.
+An address that an earlier run left in a file is harmless: it contains a nonce, which rank 0 of another run refuses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LONGEST_ADDRESS = 1 << 16
 class Address:
     """The address of rank 0's listener: ``port`` at any of ``hosts``.
 
-    A published one also has a nonce, and the network, host name and process id of its publisher.
+    A published address also has a nonce, and the network, host name and process id of its publisher.
     """
 
     hosts: tuple[str, ...]
@@ -50,15 +50,15 @@ class Address:
     pid: int = 0
 
     def candidates(self, network: str) -> list[str]:
-        """Return the hosts in the order in which a process of ``network`` tries them."""
+        """Return the hosts in the order in which a process in ``network`` tries them."""
         return list(dict.fromkeys(["127.0.0.1", *self.hosts] if self.network == network else self.hosts))
 
 
 class Endpoint:
-    """Base of the ways to find rank 0: it listens on a port that the kernel chooses, and publishes its address."""
+    """The base class of the ways to find rank 0. By default, rank 0 listens on a port that the kernel chooses."""
 
     is_local = False
-    """Whether all ranks are on this host, so that rank 0 may listen on loopback only."""
+    """Whether all ranks are on this host, so rank 0 need not listen beyond loopback."""
 
     def listen(self) -> tuple[socket.socket, Address]:
         """Return a listening socket and its address on rank 0, or raise ``RendezvousError``."""
@@ -68,14 +68,14 @@ class Endpoint:
         return listener, Address(hosts, port, nonce, network_identity(), socket.gethostname(), os.getpid())
 
     def publish(self, address: Address) -> None:
-        """Publish the address; for rank 0."""
+        """Publish the address; called on rank 0."""
 
     def look_up(self, deadline: Deadline) -> Address | None:
         """Return rank 0's address; ``None`` while it is unknown."""
         raise NotImplementedError
 
     def withdraw(self, address: Address) -> None:
-        """Remove the published address, unless it is another process's; for rank 0."""
+        """Remove the published address, unless another process published it; called on rank 0."""
 
     def obstacle(self) -> RendezvousError | None:
         """Return the reason why other ranks cannot find rank 0, if this host can detect one."""
@@ -83,7 +83,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class TcpEndpoint(Endpoint):
-    """Rank 0 listens at ``where``, which every rank has; on loopback alone only if ``is_local``."""
+    """Rank 0 listens at ``where``: on loopback if ``is_local`` and it is a loopback address, else on all interfaces."""
 
     where: Tcp
     is_local: bool = True
@@ -91,17 +91,17 @@ class TcpEndpoint(Endpoint):
     @override
     def listen(self) -> tuple[socket.socket, Address]:
         try:
-            # Some operators give rank 0 a loopback address, and ranks on other nodes the address of its host.
+            # Some Kubernetes operators give rank 0 a loopback address, and other ranks the address of its host.
             listener = listen(self.where.host if self.is_local else "", self.where.port)
         except OSError as error:
             raise RendezvousError(
                 f"init_method '{self.where}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot bind port "
-                f"{self.where.port}: {os.strerror(error.errno or 0)}; stop the program that holds it or choose another "
-                "port"
+                f"{self.where.port}: {os.strerror(error.errno or 0)}; stop the program that uses the port, or choose "
+                "another port"
             ) from None
         obstacle = self.obstacle()
         if obstacle is not None:
-            _logger.warning("%s (rank 0 waits, since the name may become resolvable within init_timeout)", obstacle)
+            _logger.warning("%s (rank 0 waits, since the name may still become resolvable)", obstacle)
         return listener, self.look_up(Deadline(0.0))
 
     @override
@@ -111,7 +111,7 @@ class TcpEndpoint(Endpoint):
         except socket.gaierror as error:
             return RendezvousError(
                 f"init_method '{self.where}': host {self.where.host!r} does not resolve on {socket.gethostname()} "
-                f"({error.strerror}); give the address of rank 0's host, or a name that every host resolves"
+                f"({error.strerror}); use the address of rank 0's host, or a name that every host can resolve"
             )
         return None
 
@@ -122,7 +122,7 @@ class TcpEndpoint(Endpoint):
 
 @dataclass(frozen=True)
 class FileEndpoint(Endpoint):
-    """Rank 0 writes its address into the file at ``path``, which is absolute."""
+    """Rank 0 writes its address to the file at the absolute ``path``."""
 
     path: str
     is_local: bool = False
@@ -133,14 +133,14 @@ class FileEndpoint(Endpoint):
             with open(self.path, "rb") as file:
                 content = file.read(_LONGEST_ADDRESS)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):  # replaced while it was read, on a network file system
+            if error.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: replaced during the read, on NFS
                 return None
-            raise RendezvousError(f"init_method 'file://{self.path}': {error.strerror}; choose another file") from None
+            raise RendezvousError(f"init_method 'file://{self.path}': {error.strerror}; use another file") from None
         address = _address_in(content)
         if content and address is None:
             raise RendezvousError(
-                f"init_method 'file://{self.path}': the file does not hold the address of a rank 0 (it "
-                f"begins with {content[:13]!r}); name a file that does not exist yet"
+                f"init_method 'file://{self.path}': the file does not contain the address of a rank 0 (it "
+                f"begins with {content[:13]!r}); choose a file that does not exist yet"
             )
         return address
 
@@ -155,7 +155,7 @@ class FileEndpoint(Endpoint):
         """Write the file atomically, readable by this user only.
 
         Raises:
-            RendezvousError: the disk is full, for example, or the directory is missing.
+            RendezvousError: the file cannot be written, for example because the disk is full.
         """
         temporary = f"{self.path}.{secrets.token_hex(4)}"
         try:
@@ -165,8 +165,7 @@ class FileEndpoint(Endpoint):
         except OSError as error:
             raise RendezvousError(
                 f"init_method 'file://{self.path}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot write "
-                f"its address there: {error.strerror}; make the directory, free space on its disk, or choose another "
-                "file"
+                f"its address there: {error.strerror}; create the directory, free disk space, or choose another file"
             ) from None
         finally:
             with suppress(OSError):
@@ -175,7 +174,7 @@ class FileEndpoint(Endpoint):
 
 @dataclass
 class StoreEndpoint(Endpoint):
-    """Rank 0 writes its address into a launcher's store at ``where``, under a ``key`` made from the run id."""
+    """Rank 0 writes its address to a launcher's store at ``where``, under a ``key`` derived from the run id."""
 
     where: Tcp
     key: str

@@ -26,15 +26,15 @@ from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
 @dataclass(frozen=True)
 class Connections:
-    """The results of the handshake, which stay open until the process leaves the other ranks.
+    """The results of the handshake; the connections stay open until this process leaves the other ranks.
 
     Attributes:
-        channel: to rank 0, or on rank 0 to all others.
-        table: all ranks in their order.
-        store: the store of rank 0.
+        channel: the channel to rank 0, or on rank 0 to all other ranks.
+        table: all ranks, in order.
+        store: rank 0's store.
         store_sockets: the sockets of the connection to the store.
-        route: the address of this host that ranks of other hosts can reach; empty without other hosts.
-        withdraw: on rank 0, removes the published address.
+        route: the address at which ranks on other hosts can reach this host; empty without other hosts.
+        withdraw: removes the published address, on rank 0.
     """
 
     channel: Channel
@@ -97,7 +97,7 @@ class Handshake:
         try:
             connected = self._connect(host, address.port)
         except OSError as error:
-            # A cluster's name service may only resolve the name once that host is up.
+            # A cluster's name service may not resolve the name until that host is up.
             self._obstacle = error
             return False
         self._where = f"{host}:{address.port}"
@@ -105,7 +105,7 @@ class Handshake:
         self._answers.clear()
         self._channel.connect(0, connected)
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
-        # Rank 0 may be busy, so only a closed connection, the deadline, or another address ends this wait.
+        # Rank 0 may be busy, so only a closed connection, the deadline or a changed address ends this wait.
         while not self._wait_for("accepted", min(self._timeouts.connect, self._deadline.remaining)):
             if self._deadline.expired or self._endpoint.look_up(self._deadline) != address:
                 break
@@ -127,7 +127,7 @@ class Handshake:
         if closed == MALFORMED:
             raise RendezvousError(
                 f"another program, not rank 0, listens at {self._where}; choose a port that no other "
-                "program uses, or give the address of rank 0's host"
+                "program uses, or correct the address of rank 0's host"
             )
         if "stranger" in self._answers:
             return "another run answers there"
@@ -144,7 +144,7 @@ class Handshake:
             remedy = "that its host has this address"
         else:
             where = self._hello.init_method
-            remedy = "that it uses the same file"
+            remedy = "that it uses the same init_method"
         if isinstance(found, OSError):
             found = "timed out" if isinstance(found, TimeoutError) else str(found.strerror or found)
         if self._published is not None and self._published.pid:
@@ -157,18 +157,18 @@ class Handshake:
     # Wait for the other ranks.
 
     def _open_store(self) -> TCPStore:
-        """Open the store as soon as rank 0 replied: the store cannot accept hundreds of ranks simultaneously."""
+        """Open the store as soon as rank 0 has replied: the store cannot accept hundreds of ranks simultaneously."""
         port, hosts = self._answers["accepted"]
         try:
             if self._host != hosts[0]:
                 self._find_store(sorted(dict.fromkeys([*hosts, self._host]), key=is_loopback), port)
             return connect_store(self._host, port, self._deadline, self._check)
         except RendezvousError:
-            self._await_welcome()  # raises a better error: a refusal, or the silence of rank 0
+            self._await_welcome()  # raises a better error if rank 0 refused, or does not reply
             raise
 
     def _find_store(self, hosts: list[str], port: int) -> None:
-        """Find rank 0's host behind a service or a tunnel, which may forward only rank 0's port."""
+        """Find rank 0's host behind a service or a tunnel, which may only forward the port of rank 0's listener."""
         for _ in self._deadline.ticks():
             self._check()
             for host in hosts:
@@ -177,7 +177,7 @@ class Handshake:
                     return
         raise RendezvousError(
             f"{self._hello.info} reached rank 0 at {self._where}, but not its store at port {port} of {listed(hosts)}; "
-            "let all hosts reach each other at every port, which collectives also need"
+            "allow connections between all hosts on every port, which collectives also need"
         )
 
     def _check(self) -> None:
@@ -207,7 +207,7 @@ class Handshake:
 
     def _lost(self, what: str) -> RendezvousError:
         return RendezvousError(
-            f"rank 0 at {self._where} {what} after it accepted {self._hello.info}; look at its output"
+            f"rank 0 at {self._where} {what} after it accepted {self._hello.info}; look at rank 0's output"
         )
 
     def _wait_for(self, answer: str, seconds: float) -> bool:
@@ -220,23 +220,23 @@ class Handshake:
         return True
 
 
-# Errors in messages between rank 0 and the others.
+# Errors in messages between rank 0 and the other ranks.
 
 
 def gave_up(info: RankInfo, error: BaseException) -> RendezvousError:
-    """Return the error for ranks that wait for this rank, which raises ``error``."""
+    """Return the error for the ranks that wait for this one, which raises ``error``."""
     if isinstance(error, RendezvousError):
         return error
     return RendezvousError(f"{info} gave up before all ranks had connected: {reason_of(error)}")
 
 
 def refusal_of(error: RendezvousError) -> Message:
-    """Return the message that reports the failed start to a rank."""
+    """Return the message that informs a rank of a failed start."""
     return {"refused": [type(error).__name__, str(error), *getattr(error, "missing", ())]}
 
 
 def error_in(refused: list[Any]) -> RendezvousError:
-    """Return the error in such a message."""
+    """Return the error that such a message contains."""
     kind, sentence, *missing = refused
     if kind == MissingRanksError.__name__:
         return MissingRanksError(sentence, missing=tuple(missing))

@@ -1,9 +1,9 @@
-"""Parse init methods, which define how the ranks find each other, from URLs to values.
+"""Parse the URLs of init methods, which define how the ranks find each other.
 
 ======================================  ===============================================================================
 URL                                     value
 ======================================  ===============================================================================
-``env://``                              ``Env()``: the address that the launcher put into the environment
+``env://``                              ``Env()``: the address that the launcher set in the environment
 ``tcp://10.0.0.1:29500``                ``Tcp("10.0.0.1", 29500)``: rank 0 listens there
 ``tcp://[::1]:29500``                   ``Tcp("::1", 29500)``
 ``file:///shared/run42``                ``File("/shared/run42")``: a file that rank 0 creates
@@ -44,7 +44,7 @@ class Tcp:
     """Rank 0 listens at ``host:port``. An IPv6 address has no brackets here.
 
     Raises:
-        ConfigurationError: an empty or malformed host, or a port that is not an integer in 1..65535.
+        ConfigurationError: the host is empty or malformed, or the port is not an integer in 1..65535.
 
     >>> str(Tcp("::1", 29500))
     'tcp://[::1]:29500'
@@ -67,10 +67,10 @@ class Tcp:
 
 @dataclass(frozen=True)
 class File:
-    """All ranks open one file, at an absolute ``path``.
+    """All ranks open the file at an absolute ``path``.
 
     Raises:
-        ConfigurationError: a path that is empty, relative, or carries a query or a slash at its end.
+        ConfigurationError: the path is empty or relative, contains a query, or ends with a slash.
     """
 
     path: str
@@ -98,16 +98,16 @@ def choose(argument: str | InitMethod | None, environ: Mapping[str, str]) -> Ini
     ordered = parse(environ.get(VARIABLE) or None, field=VARIABLE)
     if given is not None and ordered is not None and str(given) != str(ordered):
         raise ConfigurationError(
-            f"init_method must agree with {VARIABLE} (got '{given}' and '{ordered}'); drop one of the two"
+            f"init_method must agree with {VARIABLE} (got '{given}' and '{ordered}'); remove one of them"
         )
     return ordered if given is None else given
 
 
 def parse(value: str | InitMethod | None, *, field: str = "init_method") -> InitMethod | None:
-    """Return the init method of a URL; ``None`` and init methods are returned as they are.
+    """Return the init method of a URL; ``None`` and init methods are returned unchanged.
 
     Raises:
-        ConfigurationError: ``value`` is not one of these; the message calls it ``field``.
+        ConfigurationError: ``value`` is malformed or has another type; the message calls it ``field``.
 
     >>> parse("file:///shared/run42")
     File(path='/shared/run42')
@@ -141,23 +141,23 @@ def check_file(method: File, *, num_nodes: int) -> None:
     """Raise if the file cannot be created, or is not visible to all nodes; call it before opening the file.
 
     Raises:
-        ConfigurationError: the directory is missing, cannot be written, or is local to each of several nodes; or
-            the path is not a regular file that this user can write.
+        ConfigurationError: the directory is missing, not writable, or local to each of several nodes, or the path is
+            not a regular file that this user can read and write.
     """
     path, directory = method.path, os.path.dirname(method.path)
     if num_nodes > 1:
         _check_shared(method, os.path.realpath(directory), num_nodes)
     if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigurationError(
-            f"init_method '{method}' needs an existing directory that this user can write (got {directory!r});"
-            f" create it (mkdir -p {directory}), make it writable (chmod u+wx {directory}), or write another path"
+            f"init_method '{method}' needs an existing directory that this user can write to (got {directory!r});"
+            f" create it (mkdir -p {directory}), make it writable (chmod u+wx {directory}), or use another path"
         )
-    is_there = os.path.exists(path)  # checked first: rank 0 may publish its address there meanwhile
+    is_there = os.path.exists(path)  # checked first, since rank 0 may publish its address meanwhile
     is_usable = os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK)
     if is_there and not is_usable:
         raise ConfigurationError(
-            f"init_method '{method}' needs a new file, or a regular one that this user can read and write "
-            f"(got {path!r}); remove it, or write another path"
+            f"init_method '{method}' needs a new file, or a regular file that this user can read and write "
+            f"(got {path!r}); remove it, or use another path"
         )
 
 
@@ -185,7 +185,7 @@ def _check_path(path: object, subject: str) -> None:
     if isinstance(path, str) and re.fullmatch(r"/[^?\0]*[^?\0/]", path):
         return
     raise ConfigurationError(
-        f"{subject} needs the absolute path of a file, without '?' and NUL (got {path!r}); write file:///shared/run42"
+        f"{subject} needs the absolute path of a file, without '?' or NUL (got {path!r}); write file:///shared/run42"
     )
 
 
@@ -195,5 +195,5 @@ def _check_shared(method: File, directory: str, num_nodes: int) -> None:
         if os.path.commonpath([root, directory]) == root:
             raise ConfigurationError(
                 f"init_method '{method}' needs a directory that all {num_nodes} nodes share (got {directory!r}, and"
-                f" {local} is local to each node); write a path on a shared file system, or tcp://host:29500"
+                f" {local} is local to each node); use a path on a shared file system, or tcp://host:29500"
             )

@@ -1,12 +1,12 @@
-"""Have ranks wait for each other in calls that all must make, and name a rank that does not make one.
+"""Make ranks wait for each other in calls that all of them must make, and name a rank that misses one.
 
-No collective is used: each rank reports the start of a call to rank 0 over the channel, and rank 0 opens the
-barrier for all when the last rank has reported. So a rank that is elsewhere, even in another collective, is named, and
-data are not mixed up.
+A barrier does not use a collective. Each rank reports the start of a call to rank 0 over the channel, and rank 0 opens
+the barrier for all ranks after the last report. A rank that is elsewhere, even in another collective, is therefore
+named, and does not mix up the data of two calls.
 
-Each call has an ordinal, and the number of steps that its rank has started before. In a correct program all ranks
-make the same calls in the same order, between the same steps. So a rank whose call of the same ordinal has another name
-will never make this one, and neither will a rank that has started more steps and made fewer calls.
+A call has an ordinal, and the number of steps that its rank started before it. In a correct program, all ranks make the
+same calls in the same order, between the same steps. A rank will never make a call if its own call with this ordinal
+has another name, or if it has started more steps and made fewer calls.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 _LONGEST_TEXT = 500
 
 _MAKE_IT = (
-    "call it on every rank, not for one rank alone; if ranks have different numbers of batches, pass "
-    "DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest'"
+    "make this call on every rank; if the ranks have different numbers of batches, use "
+    "DDPExtStrategy(uneven_inputs='join') or uneven_inputs='stop_at_shortest'"
 )
-_BE_IN_TIME = "find its current activity with HangWatchdog, or give the strategy a longer timeout"
+_BE_IN_TIME = "use HangWatchdog to find its current activity, or pass a longer timeout to the strategy"
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Call:
 
     Attributes:
         rank: the rank that makes it.
-        number: its ordinal on that rank, from 1 on.
-        steps: the number of steps that the rank has started before.
+        number: its ordinal on that rank, counted from 1.
+        steps: the number of steps that the rank started before it.
         name: the name that must be the same on all ranks.
-        what: the call as a message shows it.
+        what: the call, as messages show it.
         where: file and line in the user's code, if known.
     """
 
@@ -56,7 +56,7 @@ class Call:
 
 
 class NamedBarriers:
-    """This rank's side of all barriers; on rank 0 also the record of all ranks' calls. O(1) for each message.
+    """This rank's part in all barriers, and on rank 0 the record of all ranks' calls. Each message takes O(1).
 
     Args:
         peers: the other ranks.
@@ -74,17 +74,17 @@ class NamedBarriers:
         )
 
     def forget(self) -> None:
-        """Reset the counts of calls and steps. On all ranks, while none of them makes a call."""
+        """Reset the counts of calls and steps; only on all ranks together, while none of them is in a call."""
         self._steps = self._made = self._open = 0
         self._waiting.clear()
 
     def advance(self) -> None:
         """Advance this rank's step counter, so that a skipped call can be detected.
 
-        Every rank calls it at the same points, such as the beginning of a training step.
+        Every rank must call it at the same points, such as the beginning of a training step.
 
         Raises:
-            RankAbsentError: another rank waits in a call that this one should have made before.
+            RankAbsentError: another rank waits in a call that this rank should already have made.
         """
         self._steps += 1
         call = self._missed()
@@ -92,16 +92,16 @@ class NamedBarriers:
             raise self._report_absence(call, [self._peers.rank]).to_error()
 
     def _missed(self) -> Call | None:
-        """Return a call in which another rank waits, and which this rank has passed."""
+        """Return a call in which another rank waits, but which this rank skipped."""
         waiting = self._waiting.get(self._made + 1, [])
         earliest = min(waiting, key=lambda call: call.steps, default=None)
         return earliest if earliest is not None and self._steps > earliest.steps else None
 
     def start_call(self, what: str, where: str = "", *, name: str = "") -> Call:
-        """Report that this rank starts a call that every rank must make. No wait is needed if the call itself waits.
+        """Report that this rank starts a call that every rank must make; :meth:`wait` is for calls that do not wait.
 
         Args:
-            what: the call, as a message shows it.
+            what: the call, as messages show it.
             where: file and line in the user's code, if known.
             name: the name that must be the same on every rank; by default ``what``.
         """
@@ -130,11 +130,11 @@ class NamedBarriers:
         Args:
             call: the result of :meth:`start_call`.
             check: called after each collective timeout; it may raise a better error.
-            is_patient: whether to continue waiting after that; if not, a rank that has not started the call is absent.
+            is_patient: whether to continue waiting after that; otherwise a rank that did not start the call is absent.
 
         Raises:
             RankAbsentError: a rank skipped this call, started another one, or did not start it in time.
-            RankFailedError: one of its kinds; a rank failed, died or left.
+            RankFailedError: a rank failed, died or left; it may be a subclass.
         """
         while not self._is_open(call, self._timeout().total_seconds()):
             check()
@@ -142,14 +142,14 @@ class NamedBarriers:
                 self._end_wait(call)
 
     def _end_wait(self, call: Call) -> None:
-        """Have rank 0 name the absent ranks; if rank 0 does not answer, it is the absent one."""
+        """Have rank 0 name the absent ranks; if rank 0 does not answer, rank 0 is absent."""
         replies = self._remote.call([0], "overdue", asdict(call))
         self._peers.wait_for(lambda: bool(replies), self._peers.timeouts.answer)
         if not self._is_open(call, 0.0):
             raise self._report_absence(call, [0], "did not answer", _BE_IN_TIME).to_error()
 
     def _is_open(self, call: Call, seconds: float) -> bool:
-        """Whether all ranks start the call within ``seconds``; raises if one of them cannot."""
+        """Return whether all ranks start the call within ``seconds``; raise if one of them cannot."""
         if self._peers.wait_for(lambda: self._open >= call.number, seconds):
             return True
         event = self._peers.cause_or_departure
@@ -160,7 +160,7 @@ class NamedBarriers:
     # Called by other ranks.
 
     def _record(self, values: dict[str, Any]) -> None:
-        """Record a call; on rank 0 open the barrier for all after the last rank's call, or name a rank that differs."""
+        """Record a call. On rank 0, open the barrier after the last rank's call, or name a rank that differs."""
         call = Call(**values)
         calls = self._waiting.setdefault(call.number, [])
         calls.append(call)
@@ -182,14 +182,14 @@ class NamedBarriers:
         began = {each.rank for each in self._waiting.get(call.number, [])}
         absent = [rank for rank in self._everyone if rank not in began]
         if absent and self._open < call.number:
-            self._report_absence(call, absent, "did not call it in time", _BE_IN_TIME)
+            self._report_absence(call, absent, "did not do so in time", _BE_IN_TIME)
         return True
 
     def _report_absence(
         self, call: Call, absent: list[int], finding: str = "continued without it", remedy: str = _MAKE_IT
     ) -> PeerEvent:
         infos = [self._peers.table[rank] for rank in absent]
-        sentence = f"rank {call.rank} began {call}, and {listed(infos)} did not: it {finding}; {remedy}"
+        sentence = f"rank {call.rank} began {call}, but {listed(infos)} {finding}; {remedy}"
         return self._peers.report(event_of("absent", infos[0], sentence))
 
     def _report_mismatch(self, calls: list[Call]) -> None:
@@ -197,6 +197,6 @@ class NamedBarriers:
         odd = min(calls, key=lambda call: (names[call.name], call.name, call.rank))
         table = self._peers.table
         places = activities_in_words({table[call.rank]: str(call) for call in calls}, "began")
-        remedy = "let every rank make the same calls in the same order"
-        sentence = f"ranks wait for each other in different places: {places}; {remedy}"
+        remedy = "make sure that every rank makes the same calls in the same order"
+        sentence = f"ranks wait for each other in different calls: {places}; {remedy}"
         self._peers.report(event_of("absent", table[odd.rank], sentence))

@@ -1,4 +1,4 @@
-"""Define the settings of NCCL as typed fields, and translate them into environment variables of NCCL and gloo."""
+"""Define NCCL's settings as typed fields, and translate them into environment variables of NCCL and gloo."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class NCCLOptions:
     p2p_disable: bool | None = None
     """Whether GPUs of one host exchange data through host memory rather than directly."""
     p2p_level: Level | None = None
-    """The largest distance at which GPUs access each other's memory: ``"NVL"`` is NVLink, ``"SYS"`` any."""
+    """The largest distance at which GPUs access each other's memory: ``"NVL"`` is NVLink, ``"SYS"`` any distance."""
     ib_disable: bool | None = None
     """Whether hosts exchange data over TCP even where they have InfiniBand or RoCE."""
     ib_hca: str | None = None
-    """InfiniBand adapters, ``"mlx5_0:1,mlx5_1:1"``; a leading ``"^"`` excludes them, ``"="`` takes exact names only."""
+    """InfiniBand adapters, ``"mlx5_0:1,mlx5_1:1"``; a leading ``"^"`` excludes them, ``"="`` matches exact names."""
     net_gdr_level: Level | None = None
     """The largest distance at which network adapters access the memory of GPUs."""
     socket_nthreads: int | None = None
@@ -46,13 +46,13 @@ class NCCLOptions:
     buffsize: int | None = None
     """Bytes of each buffer between two GPUs; NCCL's default is 4 MiB."""
     min_nchannels: int | None = None
-    """The minimum number of channels that a collective uses; each occupies one block of the GPU."""
+    """The minimum number of channels that a collective uses; each occupies one thread block of the GPU."""
     max_nchannels: int | None = None
     """The maximum number of channels that a collective uses."""
     algo: str | None = None
-    """Algorithms that NCCL may choose from, ``"Ring,Tree"``."""
+    """The algorithms that NCCL may choose, such as ``"Ring,Tree"``."""
     proto: str | None = None
-    """Protocols that NCCL may choose from, ``"LL,LL128,Simple"``."""
+    """The protocols that NCCL may choose, such as ``"LL,LL128,Simple"``."""
 
     def __post_init__(self) -> None:
         for field, kind in get_type_hints(type(self)).items():
@@ -65,11 +65,11 @@ def _check(field: str, value: object, kind: Any) -> None:
     if value is None or (value in choices if choices else type(value) is expected):
         return
     rule = f"one of {', '.join(choices)}" if choices else f"of type {expected.__name__}"
-    raise ConfigurationError(f"NCCLOptions.{field} must be {rule} (got {value!r}); leave it out for NCCL's default")
+    raise ConfigurationError(f"NCCLOptions.{field} must be {rule} (got {value!r}); omit it to use NCCL's default")
 
 
 def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str, str]:
-    """Return the environment variables of these settings, and of the network interface for NCCL and gloo."""
+    """Return the environment variables for these settings, and those that set the network interface."""
     settings = asdict(options) if options is not None else {}
     variables = {
         f"NCCL_{field.upper()}": str(int(value)) if isinstance(value, bool) else str(value)

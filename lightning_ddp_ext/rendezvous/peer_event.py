@@ -1,4 +1,4 @@
-"""Describe what happened to a rank, and the error that the other ranks raise because of it."""
+"""Describe an event that concerns a rank, and the error that other ranks raise because of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST_TEXT = 1 << 15
 
 @dataclass(frozen=True)
 class PeerEvent:
-    """An event of a rank: it died, failed, left, hung, or did not make a call that the others made."""
+    """The event that a rank died, failed, left, hung, or did not make a call that other ranks made."""
 
     kind: Kind
     rank: int
@@ -26,7 +26,7 @@ class PeerEvent:
     traceback_text: str = ""
 
     def to_error(self) -> RankFailedError:
-        """Return the exception that other ranks raise because of it; its cause is the traceback, if any."""
+        """Return the exception that other ranks raise because of it, with the traceback, if any, as the cause."""
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         died = (
             f"{who} died: {self.reason}; every rank stops. Look for the reason in its own output, "
@@ -34,7 +34,7 @@ class PeerEvent:
         )
         left = (
             f"{who} finished and exited, but this rank still needs it for a collective; "
-            "let every rank make the same calls in the same order"
+            "make sure that every rank makes the same calls in the same order"
         )
         kind, sentence = {
             "died": (RankDiedError, died),
@@ -49,7 +49,7 @@ class PeerEvent:
 
 
 def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str = "") -> PeerEvent:
-    """Return the event for a rank in the table, short enough for one message."""
+    """Return the event of a rank in the table, short enough for one message."""
     return PeerEvent(
         kind, info.rank, info.host, info.pid, reason[:_LONGEST_TEXT], shortened(traceback_text, _LONGEST_TEXT)
     )

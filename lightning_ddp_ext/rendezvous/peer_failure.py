@@ -1,7 +1,7 @@
-"""React on this rank when another one dies, fails or leaves.
+"""React to the death, failure or departure of another rank.
 
-Rank 0 decides which event was first, and sends it to all. Each rank then aborts pending collectives, which unblocks its
-main thread with an error. If nothing unblocks it, the process exits.
+Rank 0 decides which event was first, and sends it to all ranks. Each rank then aborts pending collectives, which
+unblocks its main thread with an error. If nothing unblocks that thread, the process exits.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class PeerFailure:
     """The other ranks, and their failures and departures.
 
     Args:
-        rank: of this process.
-        connections: to the others.
-        timeouts: of the control channel.
-        abort: called after the first event, by the channel's thread, to unblock the main thread.
+        rank: this process's rank.
+        connections: the connections to the other ranks.
+        timeouts: the timeouts of the control channel.
+        abort: called after the first failure, to unblock the main thread.
 
     Attributes:
-        rank: of this process.
-        table: all ranks in their order.
-        channel: to rank 0, or on rank 0 to all others.
-        timeouts: of the control channel.
+        rank: this process's rank.
+        table: all ranks, in order.
+        channel: the channel to rank 0, or on rank 0 to all other ranks.
+        timeouts: the timeouts of the control channel.
         arrived: notified at each event; other waits for the channel's messages also use it.
-        cause: the first event that separates the ranks: a death, a failure (also this rank's own), or a call that was
-            skipped.
-        has_raised: whether the main thread got the cause, and raises it.
+        cause: the first event after which the ranks cannot continue together: a death, a failure, even this rank's own,
+            a hang, or a missed call.
+        has_raised: whether the main thread raises because of the cause.
     """
 
     def __init__(self, rank: int, connections: Connections, timeouts: Timeouts, abort: Callable[[], None]) -> None:
@@ -50,22 +50,22 @@ class PeerFailure:
         self._limit = Limit("ddpx-exit")
 
     def start(self) -> None:
-        """Handle events from now on, and those that arrived before."""
+        """Handle events from now on, and those that have already arrived."""
         self.channel.listen("event", self._handle_message)
         self.channel.start(self._on_closed)
 
     @property
     def cause_or_departure(self) -> PeerEvent | None:
-        """Return the cause, or else the first orderly departure of a rank."""
+        """The cause, or else the first orderly departure of a rank."""
         return self.cause or self._departed
 
     def wait(self, seconds: float) -> PeerEvent | None:
-        """Return the cause, or else a departure; wait up to ``seconds`` for one."""
+        """Wait up to ``seconds`` for a cause or a departure, and return it, if any."""
         self.wait_for(lambda: False, seconds)
         return self.cause_or_departure
 
     def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until the condition holds, or an event concerns a rank; return whether the condition holds.
+        """Wait until the condition holds or an event arrives; return whether the condition holds.
 
         Args:
             condition: checked after each message.
@@ -76,7 +76,7 @@ class PeerFailure:
             return condition()
 
     def report(self, event: PeerEvent) -> PeerEvent:
-        """Report to all ranks, this one included, why they cannot continue; return the first event, which all use."""
+        """Report to all ranks, including this one, why they cannot continue; return the first event, which all use."""
         if self.rank != 0:
             self.channel.send("event", asdict(event))
             if self.channel.is_current_thread:
@@ -86,13 +86,13 @@ class PeerFailure:
         return self._record(event)
 
     def record_raised(self) -> None:
-        """Record that the main thread raises because of the event, so the process need not be killed."""
+        """Record that the main thread raises because of the event, so the process need not be forced to exit."""
         with self.arrived:
             self.has_raised = True
             self.arrived.notify_all()
         self._limit.lift()
 
-    # On the channel's thread, or on the reporting one.
+    # On the channel's thread, or on the thread that reports.
 
     def _handle_message(self, body: Message) -> None:
         del body["from"]
@@ -119,11 +119,11 @@ class PeerFailure:
         return self.cause or event
 
     def _end_later(self, event: PeerEvent) -> None:
-        """Exit if nothing unblocks the main thread. No clean-up, which could also block."""
+        """Exit after some time if nothing unblocks the main thread, without clean-up, which could also block."""
         error, seconds = event.to_error(), self.timeouts.grace[event.kind]
         sentence = f"[rank {self.rank}] {type(error).__name__}: {error}"
         with self.arrived:
-            # Outside of a run the process continues; from Python 3.12 on no thread can start during shutdown.
+            # Outside of a run the process continues. Since Python 3.12, no thread can start during shutdown.
             if not self.has_raised and current_run() is not None:
                 self._limit.start(
                     seconds, 1, lambda: sentence, is_void=lambda: current_run() is None, after_saves=seconds

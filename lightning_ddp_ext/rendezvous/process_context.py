@@ -1,7 +1,7 @@
-"""Connect this process to the other ranks once, with :func:`join`, for every Trainer, and close once at the end.
+"""Connect this process to the other ranks with :func:`join`; all its Trainers share the connections until exit.
 
-From a request to a process group: :func:`join`, then on rank 0 ``Coordinator.run`` and on every other rank
-``Handshake.run``, which return the table of all ranks, then ``ProcessGroups.form_default``.
+To turn a request into a process group, :func:`join` calls ``Coordinator.run`` on rank 0 and ``Handshake.run`` on every
+other rank, both of which return the table of all ranks, and then ``ProcessGroups.form_default``.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class ProcessContext:
     """The channel, the store and the process groups that this process shares with the other ranks.
 
     Args:
-        request: of the first Trainer.
+        request: the request of the first Trainer.
         connections: the results of the handshake.
 
     Attributes:
-        table: all ranks in their order.
+        table: all ranks, in order.
         peers: the other ranks, and their failures and departures.
         barriers: the named barriers.
         groups: the process groups.
@@ -70,17 +70,17 @@ class ProcessContext:
     def new_group(
         self, ranks: Sequence[int] | None = None, *, backend: str | None = None, purpose: str = ""
     ) -> dist.ProcessGroup:
-        """Return a group of some ranks; it is closed with the default one. Collective over all ranks, the first time.
+        """Return a group of some ranks, closed with the default group. The first call is collective over all ranks.
 
         Args:
-            ranks: its members, by default all ranks; others get a group that they cannot use.
+            ranks: its members, by default all ranks; other ranks get a group that they cannot use.
             backend: as in ``torch.distributed.new_group``.
-            purpose: the same ranks and purpose get the same group.
+            purpose: calls with the same arguments return the same group.
         """
         members = list(range(self.world.world_size) if ranks is None else ranks)
         key = (*members, backend, purpose)
         if key not in self.groups.others:
-            # In a store a rank would wait for one that failed or is elsewhere.
+            # Without the barrier, a rank would wait in the store for one that failed or is elsewhere.
             self.barriers.enter(f"forming a group{' for ' if purpose else ''}{purpose}")
             with self._forming():
                 self.groups.form(key, members, backend)
@@ -97,25 +97,25 @@ class ProcessContext:
     # Further Trainers.
 
     def accept(self, request: Request) -> Request:
-        """Return the request of another Trainer, with the init method of the ranks' connection.
+        """Return another Trainer's request, with the init method of the existing connections.
 
         Raises:
-            GroupInUseError: it has other ranks, or another init method.
-            RankFailedError: a rank died, or failed without an earlier report to this rank.
+            GroupInUseError: the request has another rank, world size or init method.
+            RankFailedError: a rank died, or failed and this rank has not raised the error yet.
         """
         if len(self.table) == 1:
             return request
         world, first = request.world, self.groups.request
         if (world.rank, world.world_size) != (self.world.rank, self.world.world_size):
             raise GroupInUseError(
-                f"this process is already rank {self.world.rank} of {self.world.world_size}, and this Trainer needs it "
-                f"to be rank {world.rank} of {world.world_size}; give every Trainer of a script the "
-                "same devices and num_nodes, or run the other one in a separate script"
+                f"this process is already rank {self.world.rank} of {self.world.world_size}, but this Trainer needs it "
+                f"to be rank {world.rank} of {world.world_size}; use the same devices and "
+                "num_nodes for every Trainer of a script, or run this one in a separate script"
             )
         if request.is_explicit and request.init_method != first.init_method:
             raise GroupInUseError(
-                f"this process's group was formed with init_method {first.init_method!r}, and this Trainer "
-                f"asks for {request.init_method!r}; use one init method in a script"
+                f"this process's group was formed with init_method {first.init_method!r}, but this Trainer "
+                f"requests {request.init_method!r}; use the same init_method for every Trainer of a script"
             )
         cause = self.peers.cause
         if cause is not None and (cause.kind == "died" or not self.peers.has_raised):
@@ -123,10 +123,10 @@ class ProcessContext:
         return replace(request, init_method=first.init_method, endpoint=first.endpoint)
 
     def serve(self, request: Request) -> bool:
-        """Adapt to another Trainer: its backend, its variables and its timeout.
+        """Adapt the groups to another Trainer's backend, variables and timeout.
 
         Returns:
-            False if it has other ranks, or after a failure.
+            False if the Trainer has another world size, or after a failure.
         """
         is_same_size = len(self.table) == request.world.world_size
         if not is_same_size or self.peers.cause is not None:
@@ -140,7 +140,7 @@ class ProcessContext:
             self.groups.set_timeout(request)
         return True
 
-    # Components on top of the channel.
+    # Components that use the channel.
 
     def component(self, kind: Callable[[ProcessContext], T]) -> T:
         """Return the single object of ``kind`` for this context."""
@@ -161,7 +161,7 @@ class ProcessContext:
     def close_group(self) -> None:
         """Abort this rank's part in all groups, which unblocks ranks that wait for it in a collective."""
         self.peers.record_raised()
-        # Frames of the traceback may keep the group's C++ side alive, so that destroying alone closes nothing.
+        # A traceback's frames may keep the group's C++ objects alive, so destroying the group might close nothing.
         self.groups.abort_connections()
         self.groups.close(is_broken=True)
 
@@ -189,18 +189,18 @@ def current() -> ProcessContext | None:
 def join(request: Request) -> ProcessContext | None:
     """Connect to the other ranks and form the process group. Collective: every rank must call it.
 
-    A process joins once. Later calls reuse the connections: with another backend or other variables a new group is
-    formed, another timeout is set, and any other difference raises. A process that was the only rank may join other
-    ranks later. After a failure that all ranks survived, they leave and connect again.
+    A process connects once, and later calls reuse the connections: a request with another backend or other variables
+    forms a new group, another timeout is set, and any other difference raises. A process that was the only rank may
+    join other ranks later. After a failure that all ranks survived, they leave and connect again.
 
     Returns:
         The context; ``None`` if other code opened the default process group, which is then used.
 
     Raises:
-        ConfigurationError: the environment has another value for a variable of the request.
+        ConfigurationError: the environment has a different value for a variable of the request.
         RendezvousError: the ranks did not connect within ``init_timeout``.
-        GroupInUseError: this process already has a group that does not fit.
-        RankFailedError: a rank died or failed before.
+        GroupInUseError: this process already has a group that does not match.
+        RankFailedError: a rank died or failed earlier.
     """
     global _context
     if _context is not None:
@@ -239,7 +239,7 @@ def connect(request: Request, deadline: Deadline) -> Connections:
 
 
 def _cause_of_broken_start(context: ProcessContext, error: BaseException) -> BaseException:
-    """Return the error of the rank that broke the forming of the group, or report and return this rank's own."""
+    """Return the error of the rank that prevented the group, or report and return this rank's own error."""
     is_own = isinstance(error, DDPExtError)
     event = context.peers.wait(0.0 if is_own else context.peers.timeouts.first_cause)
     if event is None:
@@ -251,9 +251,9 @@ def _cause_of_broken_start(context: ProcessContext, error: BaseException) -> Bas
 
 
 def leave() -> None:
-    """Close group, channel and store; every process of a run does it once, at its end.
+    """Close the groups, the channel and the store; every process does so at exit.
 
-    Not in a strategy's ``teardown``: hooks and a second ``fit`` still need the group.
+    A strategy's ``teardown`` must not: hooks and a second ``fit`` still need the group.
     """
     global _context
     if _context is not None:
@@ -264,7 +264,7 @@ def leave() -> None:
 def _forget() -> None:
     """Drop the parent's context in a forked child, such as a loader worker."""
     global _context, _of_parent
-    # Keep a reference: destroying a store joins threads, and those are the parent's.
+    # Keep a reference: destroying a store joins threads, which only the parent has.
     _of_parent, _context = _context, None
 
 
@@ -275,11 +275,11 @@ def _adopt_foreign_group(request: Request) -> None:
     mine = (dist.get_rank(), dist.get_world_size())
     if request.is_explicit or mine != (request.world.rank, request.world.world_size):
         raise GroupInUseError(
-            f"a process group that lightning_ddp_ext did not open is in use (rank {mine[0]} of {mine[1]}), and this "
-            f"Trainer asks for rank {request.world.rank} of {request.world.world_size} by {request.init_method}; "
-            "call torch.distributed.destroy_process_group() before fit, or give the Trainer no init_method"
+            f"a process group that lightning_ddp_ext did not open is in use (rank {mine[0]} of {mine[1]}), but this "
+            f"Trainer needs rank {request.world.rank} of {request.world.world_size} with init_method "
+            f"{request.init_method}; call torch.distributed.destroy_process_group() before fit, or omit init_method"
         )
     _logger.warning(
-        "using a process group that is already open: init_timeout and timeout have no effect, "
-        "and lightning_ddp_ext does not notice dead ranks"
+        "using a process group that other code opened: init_timeout and timeout have no effect, "
+        "and lightning_ddp_ext cannot detect dead ranks"
     )

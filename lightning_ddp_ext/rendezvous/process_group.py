@@ -21,25 +21,25 @@ from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, interface_of
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-# torch's default timeouts of collectives.
+# torch's default timeouts for collectives.
 _OF_NCCL, _OF_OTHERS = timedelta(minutes=10), timedelta(minutes=30)
-# After a timeout, torch's watchdog for NCCL ends the process from C++, so the rank that waited would count as
-# dead. At our timeout a survey names the missing rank; torch's is later, as a fallback.
+# After a timeout, torch's NCCL watchdog terminates the process from C++, so the rank that waited would count as
+# dead. At our timeout a survey names the missing rank; torch's timeout is later and only a fallback.
 _AFTER_OURS = timedelta(minutes=1)
 
 
 def check_variables(variables: dict[str, str]) -> None:
-    """Raise if the environment has another value for one of the variables.
+    """Raise if the environment has a different value for one of the variables.
 
     Raises:
-        ConfigurationError: it names both values.
+        ConfigurationError: the values differ; the message has both.
     """
     for name, value in variables.items():
         if os.environ.get(name, value) != value:
             argument = "interface" if name in INTERFACE_VARIABLES else "nccl"
             raise ConfigurationError(
                 f"{argument}= of the strategy sets {name}={value}, but the environment has "
-                f"{name}={os.environ[name]}; leave one of them out"
+                f"{name}={os.environ[name]}; remove one of them"
             )
 
 
@@ -48,13 +48,13 @@ class ProcessGroups:
 
     Args:
         request: the settings of the first default group.
-        connections: they hold the store in which groups are formed, which no other start used.
+        connections: the results of the handshake, with the store in which groups are formed.
 
     Attributes:
         request: the settings of the current default group.
         others: all groups except the default one, by key.
-        has_aborted_nccl: whether kernels that waited for other ranks returned partial sums. Work that was queued behind
-            them, such as an optimiser step, used these.
+        has_aborted_nccl: whether NCCL was aborted. Kernels that waited for other ranks then returned partial sums, and
+            work that was queued behind them, such as an optimiser step, used these.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
@@ -66,15 +66,15 @@ class ProcessGroups:
         self._is_forming = False
         self._formed = 0
         self._variables: dict[str, str] = {}
-        # Dropping the last reference to a group waits for gloo's threads, which may wait for the GIL. Only Python's
-        # own reference releases the GIL meanwhile, DDP's does not, so these must outlive the model's:
-        # https://github.com/pytorch/pytorch/issues/56297. Without them 2 of 69 failing runs hung in teardown.
+        # Dropping the last reference to a group waits for gloo's threads, which may wait for the GIL. A reference from
+        # Python releases the GIL meanwhile, but DDP's does not, so these must outlive the model's references:
+        # https://github.com/pytorch/pytorch/issues/56297. Without them, 2 of 69 failing runs hung in teardown.
         self._kept: list[object] = []
         self._sockets: list[OpenedSockets] = []
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether NCCL moves tensors of the default group."""
+        """Whether the default group uses NCCL."""
         return "nccl" in self.request.backend
 
     @property
@@ -121,7 +121,7 @@ class ProcessGroups:
             self._set_timeout(group)
 
     def _set_timeout(self, group: dist.ProcessGroup | None = None) -> None:
-        if not isinstance(group, dist.ProcessGroup | None):  # the placeholder for a group that this rank is not in
+        if not isinstance(group, dist.ProcessGroup | None):  # torch's placeholder for a group without this rank
             return
         timeout = self.timeout + (_AFTER_OURS if self.uses_nccl else timedelta())
         dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -129,7 +129,7 @@ class ProcessGroups:
     @contextmanager
     def forming(self) -> Iterator[None]:
         """Record the sockets that the block opens, and have gloo use the network that connects the hosts."""
-        # Gloo would use the one that the host's name resolves to.
+        # By default, gloo uses the network of the address that the host's name resolves to.
         route = self._connections.route
         interface = interface_of(route) if route and _INTERFACE not in os.environ else None
         if interface is not None:
@@ -160,21 +160,21 @@ class ProcessGroups:
         """Abort NCCL's groups, and return whether any existed; destroying them would wait for their kernels."""
         if not self.uses_nccl or not (dist.is_initialized() or self.has_aborted_nccl):
             return False
-        self.has_aborted_nccl = True  # before waits for the device return
+        self.has_aborted_nccl = True  # set before waits for the device return
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
         with self._aborting, suppress(Exception):  # the channel's thread aborts while the main thread closes
             abort()
         return True
 
     def close(self, *, is_broken: bool) -> None:
-        """End all groups of this process.
+        """Close all groups of this process.
 
         Args:
             is_broken: whether other ranks may have abandoned a collective.
         """
         if dist.is_initialized() and dist.group.WORLD in self._kept:
-            # References to the group must be dropped before it, and its parts with it, or gloo's threads outlive
-            # their owner and abort the process at its end: 9 of 50 processes without these two lines.
+            # Objects that refer to the group must be freed before it, and its parts together with it. Otherwise gloo's
+            # threads outlive their owner and abort the process at exit: in 9 of 50 processes without gc.collect().
             gc.collect()
             if not (is_broken and self.abort_nccl()):
                 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Describe the processes that are ranks, and find settings that differ between them."""
+"""Describe the process of each rank, and find settings that differ between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_ddp_ext.rendezvous.sockets import network_identity
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The process that is a rank. ``network`` is the same for processes that can reach each other by loopback."""
+    """The process of a rank. ``network`` is the same for processes that can reach each other by loopback."""
 
     rank: int
     host: str = field(default_factory=socket.gethostname)
@@ -45,18 +45,18 @@ class Hello:
         """Return the settings that must be the same on all ranks, by their names in messages."""
         found = {"world_size": str(self.world_size), "init_method": self.init_method}
         found |= {f"the version of {name}": version for name, version in self.versions.items()}
-        loose = "the version of torchmetrics"  # a difference in its last number only causes a warning
+        loose = "the version of torchmetrics"  # a difference in the patch number only causes a warning
         if loose in found:
             found[loose] = ".".join(found[loose].split(".")[:2])
         return found
 
 
 def difference_between(first: Hello, second: Hello) -> str | None:
-    """Describe the first setting that differs between two ranks and must not; ``None`` if they match."""
+    """Describe the first setting that wrongly differs between two ranks; ``None`` if all match."""
     low, high = sorted([first, second], key=lambda hello: hello.info.rank)
     for name in {**low.settings(), **high.settings()}:
         one, other = (hello.settings().get(name, "none") for hello in (low, high))
-        # Ranks may use different names for rank 0's host; both reached it, so it is the same host.
+        # Ranks may use different names for rank 0's host; since both ranks reached it, it is the same host.
         if re.sub(r"^tcp://.*:", "tcp://", one) != re.sub(r"^tcp://.*:", "tcp://", other):
             return (
                 f"{name} must be the same on all ranks: {low.info} has {one}, {high.info} has {other}; "

@@ -1,7 +1,6 @@
-"""Requests and replies on the control channel: rank 0 calls functions on all ranks, and each of them on rank 0.
+"""Call functions over the control channel: rank 0 calls them on any rank, and every other rank on rank 0.
 
-Barriers, stops and state dumps use these. A call never waits; the caller may wait for replies, or for an event that
-concerns a rank.
+Barriers, stops and surveys use these calls. A call never waits; the caller may wait for replies.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from lightning_ddp_ext.rendezvous.wire import Message
 
 
 class Replies(dict[int, Any]):
-    """The results of a call by rank, for the replies that have arrived; ``None`` is not sent back."""
+    """The results of a call that have arrived, by rank; a result of ``None`` is not sent."""
 
 
 class RemoteCalls:
     """The functions of one topic that ranks call on each other.
 
-    They run one at a time on the channel's thread, or on the caller's where a rank calls itself, and hold
-    ``peers.arrived``, which is notified afterwards. They must not wait. Arguments and results are JSON.
+    They run one at a time, on the channel's thread, or on the caller's thread if a rank calls itself. They hold
+    ``peers.arrived``, which is notified afterwards, and must not wait. Arguments and results are JSON.
 
     Args:
         peers: the other ranks.
-        topic: the same on all ranks.
-        functions: by name.
+        topic: the topic of the messages, the same on all ranks.
+        functions: the functions, by name.
     """
 
     def __init__(self, peers: PeerFailure, topic: str, **functions: Callable[..., Any]) -> None:
@@ -41,7 +40,7 @@ class RemoteCalls:
         peers.channel.listen(topic, self._handle_message)
 
     def call(self, ranks: Collection[int], function: str, *arguments: Any) -> Replies:
-        """Call a function: from rank 0 on any ranks, and from the others on rank 0."""
+        """Call a function on ``ranks``, which are ``[0]`` unless this is rank 0; return the replies as they arrive."""
         replies, number = Replies(), next(self._numbers)
         self._awaited[number] = replies
         message = {"call": function, "arguments": arguments, "number": number}

@@ -1,4 +1,4 @@
-"""Settings of a Trainer for the rendezvous."""
+"""Define the settings of a Trainer for the rendezvous."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Timeouts:
     """Durations of the control channel, in seconds.
 
     Attributes:
-        heartbeat: silence of a host after which its ranks count as dead; a closed connection counts immediately.
-        connect: one attempt to reach rank 0.
+        heartbeat: the silence after which the ranks of a host count as dead; a closed connection counts immediately.
+        connect: the limit of one attempt to connect to rank 0.
         answer: how long a live process may take to reply, since its threads may wait for the GIL.
-        after_refusal: how long rank 0 keeps listening, to tell late ranks why the start failed.
+        after_refusal: how long rank 0 keeps listening, so that late ranks learn why the start failed.
         first_cause: how long a rank waits for the cause that explains a broken connection.
-        grace: by kind of event, how long the main thread has to raise before its process is forced to exit.
+        grace: how long the main thread may take to raise before its process is forced to exit, by kind of event.
     """
 
     heartbeat: float = 30.0
@@ -42,15 +42,15 @@ class Request:
         world: this process's place among all ranks.
         init_method: how the ranks find rank 0, as a URL for messages.
         endpoint: where rank 0 listens, or where it publishes that address.
-        backend: of the process group, such as ``gloo``.
+        backend: the backend of the process group, such as ``gloo``.
         device: the device of this rank.
-        timeout: of a collective; ``None`` for the backend's default.
-        init_timeout: of the whole start-up.
+        timeout: the timeout of collectives; ``None`` for the backend's default.
+        init_timeout: the timeout of the whole start-up.
         is_explicit: whether the user chose the init method.
         variables: environment variables to set while the process group is open.
-        versions: of the packages that must be the same on all ranks.
+        versions: the versions of packages, which must be the same on all ranks.
         launch_failure: returns a sentence if a rank exited and cannot connect.
-        timeouts: of the control channel.
+        timeouts: the timeouts of the control channel.
     """
 
     world: World

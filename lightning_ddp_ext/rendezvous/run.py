@@ -1,4 +1,4 @@
-"""The runs of this process: whether a Trainer's work is under way, and whether an exception ended it."""
+"""Track the runs of this process: whether a Trainer's call is under way, and whether an exception ended it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass
 class Run:
-    """The work of a Trainer's call on this process; its strategy refers to it until the next one.
+    """A call of a Trainer, such as ``fit``, on this process; its strategy keeps it until the next call.
 
     Attributes:
-        is_outermost: whether no other run is under way; a Trainer may run inside a hook of another one.
-        has_failed: whether an exception ended it and the Trainer still handles that exception. A rank without an
-            exception may then wait in a collective call that this rank never makes.
+        is_outermost: whether no other run was under way at its start; a Trainer may run inside another Trainer's hook.
+        has_failed: whether an exception ended it, which the Trainer may still be handling. A rank without an exception
+            may then wait in a collective call that this rank never makes.
     """
 
     is_outermost: bool
@@ -26,9 +26,9 @@ _under_way: list[Run] = []
 
 @contextmanager
 def start_run() -> Iterator[Run]:
-    """Mark the block as a run: another rank's death then ends this process if its main thread cannot be woken.
+    """Mark the block as a run: another rank's death then ends this process if its main thread stays blocked.
 
-    Outside of runs, as in the user's code after ``fit``, a death is only recorded, and signals do not stop the ranks.
+    Outside of runs, for example in the user's code after ``fit``, a death is only recorded, and signals stop no ranks.
     """
     run = Run(is_outermost=not _under_way)
     _under_way.append(run)

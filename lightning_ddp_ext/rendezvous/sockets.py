@@ -12,7 +12,7 @@ _OPEN_FILES = "/proc/self/fd"
 
 
 class OpenedSockets:
-    """The sockets that C++ code opens in this process while a ``with`` block runs; they can be aborted meanwhile."""
+    """The sockets that C++ code opens in this process during a ``with`` block; they can be aborted at any time."""
 
     def __init__(self) -> None:
         self._before = _sockets_of_this_process()
@@ -25,11 +25,11 @@ class OpenedSockets:
         self._opened = self._opened_so_far()
 
     def abort(self) -> None:
-        """Shut down each of these connections; a thread that waits on one gets an error.
+        """Shut down these connections; threads that wait on one get an error.
 
-        This unblocks a thread in a gloo collective or in a store, which neither ``abort`` nor ``destroy_process_group``
-        does when another thread calls it. A descriptor that was closed and reused since is recognised by its inode and
-        left alone; so is a listening socket.
+        This unblocks threads in a gloo collective or a store; torch's ``abort`` and ``destroy_process_group`` do not if
+        another thread calls them. Listening sockets stay open, and so do descriptors that were closed and reused since,
+        which have another inode.
         """
         opened = self._opened_so_far() if self._opened is None else self._opened
         for descriptor, identity in opened.items():
@@ -59,13 +59,13 @@ def _end_connection(descriptor: int) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind and listen on a plain TCP socket.
+    """Return a TCP socket that listens at a port.
 
     Args:
-        host: the name or address by which others will reach it. For a loopback address or ``localhost``, the socket
-            only takes connections of this host; for any other one it listens on all interfaces, since an address may
-            belong to a router in front of this host, and a host's own name often resolves to 127.0.1.1.
-            Empty for all interfaces as well.
+        host: the name or address by which others reach it. For ``localhost`` or a loopback address, the socket only
+            accepts connections from this host. For any other one, or an empty one, it listens on all interfaces, since
+            an address may belong to a router in front of this host, and a host's own name often resolves to
+            127.0.1.1.
 
     Raises:
         OSError: the port cannot be bound.
@@ -77,12 +77,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address means this host only."""
+    """Whether a host name or address is only reachable from this host."""
     return host in ("::1", "localhost") or host.startswith(("127.", "::ffff:127."))
 
 
 def own_addresses() -> list[str]:
-    """Return numeric addresses of this host's interfaces: first those that others can reach, IPv4 before IPv6."""
+    """Return the numeric addresses of this host: those that other hosts can reach first, and IPv4 before IPv6."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = [
         entry.address
@@ -95,7 +95,7 @@ def own_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of this host's interface that has the numeric ``address``; ``None`` if none does."""
+    """Return the name of this host's interface with the numeric ``address``; ``None`` without one."""
     for name, entries in _interfaces().items():
         if any(entry.address == address for entry in entries):
             return str(name)
@@ -103,13 +103,13 @@ def interface_of(address: str) -> str | None:
 
 
 def _interfaces() -> dict[str, Any]:
-    import psutil  # takes 6 ms, and a process without other ranks does not need it
+    import psutil  # takes 6 ms, and a single process does not need it
 
     return dict(psutil.net_if_addrs())
 
 
 def network_identity() -> str:
-    """Return a text that two processes share if, and only if, they can reach each other by loopback."""
+    """Return a string that is the same for two processes if they can reach each other by loopback, and only then."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     try:
         return f"{boot.read_text().strip()} {namespace.readlink()}"

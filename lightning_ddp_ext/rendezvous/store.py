@@ -17,10 +17,10 @@ _OPERATION = timedelta(seconds=10)
 
 
 def host_store(bound_to: str) -> TCPStore:
-    """Open a store's server; it runs a thread, so the process should not fork afterwards.
+    """Open the server of a store. It starts a thread, so the process should not fork afterwards.
 
     Args:
-        bound_to: the address of rank 0's other listener: a loopback address, or all interfaces.
+        bound_to: the address of rank 0's control listener: a loopback address, or that of all interfaces.
     """
     listener = listen(bound_to, 0)
     port = int(listener.getsockname()[1])
@@ -33,8 +33,8 @@ def host_store(bound_to: str) -> TCPStore:
 def connect_store(host: str, port: int, deadline: Deadline, check: Callable[[], None] = lambda: None) -> TCPStore:
     """Open a client of the store at ``host`` and ``port``.
 
-    A client's constructor ignores its timeout when the server is silent, and continues when it is missing. So a thread
-    runs the constructor, and ``check`` may raise in the meantime.
+    The constructor of a client may ignore its timeout, for example if the server does not reply. It therefore runs in a
+    thread, and ``check`` may raise in the meantime.
 
     Raises:
         RendezvousError: the store did not answer before the deadline.

@@ -21,7 +21,7 @@ Message = dict[str, Any]
 
 
 class Connection:
-    """A connection. Any thread may send; only the thread that owns the socket receives and closes it.
+    """A connection. Any thread may send; only the thread that owns the socket may receive from it or close it.
 
     Attributes:
         rank: the peer's rank; ``None`` until it is known.
@@ -48,15 +48,15 @@ class Connection:
 
     def flush(self) -> None:
         """Send as much of ``unsent`` as the kernel accepts."""
-        with self._lock, suppress(OSError):  # the owner of the socket gets the reason when it reads
+        with self._lock, suppress(OSError):  # the owner of the socket finds the reason when it reads
             while self.unsent and not self.close_reason:
                 sent = self.socket.send(self.unsent)
                 self.unsent = self.unsent[sent:]
 
     def receive(self) -> list[tuple[str, Message]]:
-        """Return the complete messages that have arrived; set ``close_reason`` if the connection was closed.
+        """Return the complete messages that have arrived; set ``close_reason`` if the connection has closed.
 
-        Until ``rank`` is known the peer is not trusted, and may send no more than a hello.
+        Until ``rank`` is set, the peer is not trusted, and its messages may only be as long as a hello.
         """
         try:
             received = self.socket.recv(1 << 16)
@@ -108,7 +108,7 @@ def decode(line: bytes) -> tuple[str, Message] | None:
 
 
 def keep_alive(connected: socket.socket, heartbeat: float) -> None:
-    """Send without delay, and have the kernel close the connection after ``heartbeat`` seconds of silence."""
+    """Disable delays, and have the kernel close the connection after ``heartbeat`` seconds of silence."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(1, round(heartbeat / 6))

@@ -1,1 +1,1 @@
-"""Report the failure of one rank to the others: exceptions, signals, hangs, and processes without a launcher."""
+"""Report one rank's failure to the other ranks: exceptions, signals, hangs, and the death of the launcher."""

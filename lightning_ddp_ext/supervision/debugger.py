@@ -1,4 +1,4 @@
-"""Have a rank wait for a debugger, without time limits for the other ranks."""
+"""Make a rank wait for a debugger, and remove the time limits of the other ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.request import Request
 
 NO_LIMIT = timedelta(days=365)
-_HOST = "127.0.0.1"  # a client of the port can run any code
+_HOST = "127.0.0.1"  # local, since any client of the port can run code
 
 
 def without_limits(request: Request) -> Request:
-    """Return the request without limits for waits and silence, for a run with a debugged rank."""
-    timeouts = replace(request.timeouts, heartbeat=12 * 3600.0)  # the kernel accepts hardly more
+    """Return the request without limits for waits and silence, for a run in which a rank is debugged."""
+    timeouts = replace(request.timeouts, heartbeat=12 * 3600.0)  # close to the maximum of the kernel
     return replace(request, timeout=NO_LIMIT, timeouts=timeouts)
 
 
@@ -28,17 +28,17 @@ def wait_for_debugger(rank: int, port: int) -> None:
     Raises:
         ConfigurationError: debugpy is not installed, or the port cannot be used.
     """
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # else it warns of the interpreter's own modules
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # else it warns about the interpreter's own modules
     try:
         import debugpy
     except ImportError:
-        raise ConfigurationError("a debugged rank needs debugpy: pip install debugpy") from None
-    if debugpy.is_client_connected():  # an editor has started the script and follows its processes
+        raise ConfigurationError("RankDebugger needs debugpy (not installed); run pip install debugpy") from None
+    if debugpy.is_client_connected():  # an editor started the script and debugs its processes
         return
     debugpy.configure(subProcess=False)  # loader workers need no debugger
     try:
         debugpy.listen((_HOST, port))
     except (OSError, RuntimeError) as error:
-        raise ConfigurationError(f"rank {rank} cannot listen at port {port}: {error}; pass another port=") from error
-    print(f"[rank {rank}] waits for a debugger at {_HOST}:{port} without a time limit", file=sys.stderr, flush=True)
+        raise ConfigurationError(f"rank {rank} cannot listen on port {port}: {error}; pass another port=") from error
+    print(f"[rank {rank}] waiting for a debugger at {_HOST}:{port}, without a time limit", file=sys.stderr, flush=True)
     debugpy.wait_for_client()

@@ -1,4 +1,4 @@
-"""Summarise the reports of all ranks in one sentence: which rank is stuck, and where the others wait for it."""
+"""Summarise the reports of all ranks in one sentence: which rank is stuck, and where the other ranks wait."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_ddp_ext.supervision.flight import Flight
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a rank on itself."""
+    """A rank's report about itself."""
 
     who: RankInfo
     idle: float = 0.0
-    """Seconds since it last made progress."""
+    """Seconds since its last progress."""
     is_still: bool = False
-    """Whether that is longer than the timeout."""
+    """Whether these exceed the timeout, or the rank left the watched code."""
     doing: str = ""
     """The activity of its main thread, such as ``train_dataloader_next``."""
     place: str = ""
@@ -29,7 +29,7 @@ class Report:
     is_waiting: bool = False
     """Whether its main thread waits for other ranks, in a collective or elsewhere."""
     is_outside: bool = False
-    """Whether it left the watched code, and may no longer need the others."""
+    """Whether it left the watched code, so it may no longer need the other ranks."""
     progress: str = ""
     """Its progress: epoch, step, batch."""
     flights: list[Flight] = field(default_factory=list)
@@ -43,12 +43,12 @@ class Report:
 
     @property
     def waits(self) -> bool:
-        """Whether another rank may be the reason why it does not move."""
+        """Whether another rank may be the reason that it makes no progress."""
         return self.is_waiting or any(flight.pending is not None for flight in self.flights)
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Report:
-        """Restore a report from ``dataclasses.asdict``."""
+        """Restore a report from the result of ``dataclasses.asdict``."""
         flights = [Flight(**flight) for flight in values["flights"]]
         return cls(**{**values, "who": RankInfo(**values["who"]), "flights": flights})
 
@@ -62,7 +62,7 @@ class Silence:
     is_stopped: bool = False
 
     def __str__(self) -> str:
-        stopped = " and its process is stopped (SIGSTOP)" if self.is_stopped else ""
+        stopped = ", and its process is stopped (SIGSTOP)" if self.is_stopped else ""
         return f"{self.who} has not answered for {self.seconds:.0f} s{stopped}"
 
 
@@ -80,13 +80,13 @@ class Findings:
 
     @property
     def diagnosis(self) -> PeerEvent | None:
-        """The rank that the others wait for; ``None`` if it moves, or no rank waits."""
+        """The event of the rank that the others wait for; ``None`` if it makes progress, or none waits."""
         still = [report for report in self.reports if report.is_still]
         moving = [report for report in self.reports if not report.is_still]
         if not still:
             return None
         longest = max(report.idle for report in still)
-        # The ranks start to wait at different moments: one whose timeout is almost over counts as still.
+        # Ranks start to wait at different times, so a rank past half of the longest wait also counts as still.
         if self.silences and all(2 * report.idle > longest for report in moving):
             sentence = listed([*self.silences, *_activities(still)], separator="; ")
             return event_of("hung", self.silences[0].who, sentence)
@@ -95,25 +95,25 @@ class Findings:
         return _in_collectives(self.reports) or _stuck(still)
 
     def __str__(self) -> str:
-        """Return all findings, rank by rank."""
+        """Return all findings as text, rank by rank."""
         parts = [_section(report) for report in sorted(self.reports, key=lambda report: report.who.rank)]
         return "\n\n".join([*map(str, self.silences), *parts])
 
 
 def _in_collectives(reports: Sequence[Report]) -> PeerEvent | None:
-    """Return the finding from the first unfinished collective of each group, the default group first."""
+    """Return the event found from the first unfinished collective of a group; the default group comes first."""
     first: dict[tuple[bool, str], int] = {}
     for report in reports:
         for flight in report.flights:
             if flight.pending is not None:
-                group = (bool(flight.label), flight.group)  # labelled ones are of some ranks
+                group = (bool(flight.label), flight.group)  # labelled groups contain some ranks only
                 first[group] = min(flight.pending, first.get(group, flight.pending))
     found = (_in_collective(*group, number, reports) for group, number in sorted(first.items()))
     return next((diagnosis for diagnosis in found if diagnosis is not None), None)
 
 
 def _in_collective(is_for_some: bool, group: str, number: int, reports: Sequence[Report]) -> PeerEvent | None:
-    """Return the rank that is not in a collective that others wait in, or is in another one of the same number."""
+    """Return the event of a rank that did not enter a collective, or entered another one with the same number."""
     inside, absent = [], []
     for report in reports:
         flight = next((each for each in report.flights if each.group == group), None)
@@ -129,10 +129,10 @@ def _in_collective(is_for_some: bool, group: str, number: int, reports: Sequence
 
 
 def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]) -> PeerEvent:
-    # A rank that does not wait for others is nearer to the cause.
+    # A rank that does not wait for others is closer to the cause.
     first = min(absent, key=lambda report: (report.waits, report.who.rank))
     others = [report.who.rank for report in absent if report is not first]
-    also = f" ({ranks_in_words(others)} did not, either)" if others else ""
+    also = f" (nor did {ranks_in_words(others)})" if others else ""
     seconds = max(report.idle for report in waiting)
     who = ranks_in_words(report.who.rank for report in waiting)
     wait = f"{who} {'has' if len(waiting) == 1 else 'have'} waited for it"
@@ -148,15 +148,16 @@ def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> PeerEve
     frequency = Counter(calls.values())
     odd = min(calls, key=lambda who: (frequency[calls[who]], -who.rank))
     places = activities_in_words({report.who: f"{calls[report.who]}, {report.where}" for report, _ in inside}, "in")
-    return event_of("hung", odd, f"ranks are in different collectives: {places}; let every rank make the same calls")
+    remedy = "make sure that every rank makes the same calls"
+    return event_of("hung", odd, f"ranks are in different collectives: {places}; {remedy}")
 
 
 def _stuck(still: Sequence[Report]) -> PeerEvent:
-    """Assume, without collectives, that the others wait for the rank that does not wait."""
+    """Assume, without recorded collectives, that the others wait for a rank that does not wait itself."""
     inside = [report for report in still if not report.is_outside] or list(still)
     culprits = [report for report in inside if not report.waits] or inside
     first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))
-    finding = f"{first.who} has not moved for {first.idle:.0f} s; it is in {_activity(first)}"
+    finding = f"{first.who} has made no progress for {first.idle:.0f} s; it is in {_activity(first)}"
     others = [report for report in still if report is not first]
     return event_of("hung", first.who, listed([finding, *_activities(others)], separator="; "))
 
@@ -172,8 +173,8 @@ def _activity(report: Report) -> str:
 
 
 def _section(report: Report) -> str:
-    state = f"has not moved for {report.idle:.1f} s" if report.is_still else f"last moved {report.idle:.1f} s ago"
-    lines = [f"{report.who} {state}, in {report.where}", report.progress]
+    state = f"no progress for {report.idle:.1f} s" if report.is_still else f"last progress {report.idle:.1f} s ago"
+    lines = [f"{report.who}: {state}, in {report.where}", report.progress]
     for flight in report.flights:
         pending = "" if flight.pending is None else f", waits in {flight.describe(flight.pending)}"
         lines.append(f"group {flight.label or 'default'}: entered #{flight.entered}{pending}")

@@ -1,4 +1,4 @@
-"""Print a rank's exception: its traceback, or one line if another rank is the cause."""
+"""Print a rank's exception: with its traceback, or as one line if another rank caused it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lightning_ddp_ext.supervision.failure import explain
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_behind: Hook | None = None  # the hook that ours calls
+_behind: Hook | None = None  # the hook that ours replaced and calls
 
 
 def install_excepthook() -> None:
-    """Put our ``sys.excepthook`` in front of the current one; for use after each group is formed.
+    """Put our ``sys.excepthook`` in front of the current one; to be called after each group is formed.
 
-    torch then installs another hook, which delays output until everything is printed. A hook that a user
+    Forming a group makes torch install a hook that delays output; ours then moves in front of it. A hook that the user
     put in front of ours since the first call stays there.
     """
     global _behind
@@ -45,7 +45,7 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
         print_as_before(kind, exception, trace)
         return
     if not context.peers.has_raised:
-        # Raised outside of any Trainer call; it still ends this rank, and others may wait for it.
+        # Raised outside of Trainer calls, but it ends this rank, for which other ranks may wait.
         explanation: BaseException = explain(exception)
         if explanation is not exception:
             explanation.__cause__ = exception
@@ -59,15 +59,15 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
         _write_for_torchrun(exception)
         print_as_before(kind, exception, trace)
         sys.stderr.flush()
-    if not (hasattr(sys, "ps1") or sys.flags.inspect):  # otherwise a prompt follows
+    if not (hasattr(sys, "ps1") or sys.flags.inspect):  # otherwise the interpreter shows a prompt
         context.component(GracefulStop).limit_exit()
 
 
 def _write_for_torchrun(exception: BaseException) -> None:
-    """Write the file from which torchrun prints the cause, unless ``@record`` wrote it."""
+    """Write the file from which torchrun reports the cause, unless ``@record`` has written it."""
     message = {
         "message": reason_of(exception),
-        # HACK: a second early, since torchrun compares whole seconds and names the lowest of equal ranks as the cause.
+        # HACK: a second early, since torchrun compares whole seconds and blames the lowest of ranks with equal times.
         "extraInfo": {
             "py_callstack": "".join(traceback.format_exception(exception)),
             "timestamp": str(int(time.time()) - 1),
@@ -78,7 +78,7 @@ def _write_for_torchrun(exception: BaseException) -> None:
 
 
 def print_line(exception: BaseException, remark: str = "") -> None:
-    """Print type and first line of an exception as one line that names this rank."""
+    """Print the type and the first line of an exception on one line, after this rank's number."""
     context = current()
     who = "" if context is None else f"[rank {context.world.rank}] "
     line = reason_of(exception).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Classify an exception: this rank's own failure, or the echo of another rank's."""
+"""Determine whether an exception is this rank's own failure, or a consequence of another rank's failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rescue = Callable[[BaseException], object]
 _BROKEN_CONNECTION = re.compile(
     r"\bgloo\b|nccl|by peer|broken pipe|process group|pair closure|\bsockets?\b", re.IGNORECASE
 )
-_CLOSED_GROUP = re.compile("process group", re.IGNORECASE)  # a collective after the group was closed: a ValueError
+_CLOSED_GROUP = re.compile("process group", re.IGNORECASE)  # a collective in a closed group: a ValueError
 
 
 def supervised(
@@ -37,15 +37,14 @@ def supervised(
     rescue: Rescue = lambda exception: None,
     **kwargs: Any,
 ) -> T:
-    """Call ``function``; if it raises, report to the other ranks, or find the rank that caused it.
+    """Call ``function``; if it raises, report this to the other ranks, or find the rank that caused it.
 
-    Every rank runs its part of a job through this. A rank's own exception is announced and raised unchanged,
-    immediately, also if the process continues. One that only echoes another rank's exit is replaced by that
-    cause. ``harmless`` ones, which all ranks raise as a signal to their caller, pass unchanged.
-    ``rescue`` is called with an exception that another rank caused, before this rank's groups are closed.
+    Every rank runs its part of a job through this function. A rank's own exception is announced immediately and raised
+    unchanged, even if the process continues. An exception that only follows from another rank's exit is replaced by an
+    error that names that rank. ``harmless`` exceptions, which all ranks raise as a signal to their caller, pass
+    unchanged. ``rescue`` is called with an exception that another rank caused, before this rank's groups are closed.
 
-    After an exception the process must exit in time, unless the call ``handler`` returns or raises before; then the
-    script may continue.
+    After an exception the process must exit in time, unless the call ``handler`` ends first and the script continues.
 
     Raises:
         RankFailedError: another rank failed, died or left.
@@ -69,9 +68,9 @@ def supervised(
 
 
 def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False) -> Any:
-    """Return the exception, after announcing it to the other ranks; or the error of the rank that caused it.
+    """Announce the exception to the other ranks and return it, or return the error of the rank that caused it.
 
-    One that the caller may catch is not announced if every rank raises one: then their groups stay intact.
+    If the caller may catch it and every rank raises, it is not announced, so the groups stay intact.
     """
     context = current()
     if context is None or isinstance(exception, RendezvousError):
@@ -83,11 +82,11 @@ def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *
     if echoes_another_rank(exception):
         event = context.component(Survey).cause_of(" ".join(map(reason_of, chain_of(exception))))
         if event is not None:
-            rescue(exception)  # groups are already aborted; closing them takes longer
+            rescue(exception)  # the groups are already aborted; closing them takes longer
             context.close_group()
             error = event.to_error()
             if event.kind == "left":
-                error.__cause__ = exception  # a guess: it may be this rank's own error that mentions a store
+                error.__cause__ = exception  # a guess: this rank's own error may mention a store
             return error
     if is_caught and context.component(CommonEnd).is_reached():
         return exception
@@ -96,9 +95,9 @@ def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *
 
 
 def echoes_another_rank(exception: BaseException) -> bool:
-    """Whether ``exception`` comes from a broken collective or store, directly or as the cause of another one.
+    """Whether ``exception`` or one of its causes comes from a broken collective or store.
 
-    Ctrl-C reaches all ranks, possibly while this one handles another rank's exit: it counts as this rank's own.
+    Ctrl-C reaches all ranks, perhaps while this one handles another rank's exit, so it counts as this rank's own.
     """
     return not isinstance(exception, KeyboardInterrupt) and any(
         _is_broken_connection(link) for link in chain_of(exception)

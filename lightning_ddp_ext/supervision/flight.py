@@ -1,7 +1,7 @@
-"""Read from torch's Flight Recorders which collectives this rank entered and which of them are finished.
+"""Read from torch's Flight Recorders which collectives this rank entered, and which of them are finished.
 
-torch has a ring of the latest collectives of every NCCL group, and another one of all other groups. A
-variable that torch reads at a process's first collective enables them.
+torch keeps the latest collectives of all NCCL groups in one ring buffer, and those of other groups in another. An
+environment variable enables both; torch reads it at the first collective of a process.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 
 import torch
 
-_SIZE = "2000"  # torch's own default, where it has one
+_SIZE = "2000"  # torch's default, in versions that have one
 _VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-# The latest collectives of each group: ranks that wait for each other are only a few apart.
+# Collectives to keep for each group: ranks that wait for each other are only a few apart.
 _RECENT = 32
 _DEFAULT_GROUP = "default_pg"
-# For gloo and other backends, and for NCCL, which is missing in builds without CUDA.
+# For gloo and other backends, and for NCCL; builds without CUDA lack the latter.
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-_DUMPED_WITHIN = 2.0  # seconds; less than the time that a rank has to reply to a survey
+_DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must reply to a survey
 
 
 @dataclass(frozen=True)
 class Flight:
     """The progress of a rank in one process group.
 
-    Collectives of a group are numbered from 1 on, equally on all of its ranks.
+    A group's collectives are numbered from 1, in the same way on all its ranks.
     """
 
     group: str
@@ -40,22 +40,22 @@ class Flight:
     entered: int
     """The number of the last collective that this rank entered."""
     pending: int | None = None
-    """The number of the first one that it entered and that is not finished."""
+    """The number of the first collective that it entered and has not finished."""
     recent: dict[str, str] = field(default_factory=dict)
-    """By number: the name and the shapes of the latest ones."""
+    """The names and shapes of the latest collectives, by number."""
 
     def describe(self, number: int) -> str:
-        """Return the collective for a message."""
+        """Return the text for a collective in messages."""
         name, _, shapes = self.recent.get(str(number), "a collective").partition(" ")
         within = f" of group {self.label}" if self.label else ""
         return f"{name} #{number}{f' {shapes}' if shapes else ''}{within}"
 
 
 def enable() -> dict[str, str]:
-    """Have torch record the collectives of groups that this process forms from now on, unless the user has set it.
+    """Have torch record the collectives of groups formed from now on, unless the user has set a size.
 
     Returns:
-        The variables that were set; torch reads them when it forms the first group.
+        The variables that were set.
     """
     added = {} if any(name in os.environ for name in _VARIABLES) else {_VARIABLES[0]: _SIZE}
     os.environ.update(added)
@@ -66,7 +66,7 @@ def flights() -> list[Flight]:
     """Return this rank's progress in each process group, as far as torch records it and replies in time."""
     found: dict[str, list[Flight]] = {}
     for recorder in _RECORDERS:
-        # NCCL's asks CUDA for the state of events, which may not return.
+        # NCCL's recorder queries CUDA for the state of events, which may block.
         if not any(thread.name == recorder for thread in threading.enumerate()):
             reader = threading.Thread(target=_read, args=[recorder, found], name=recorder, daemon=True)
             reader.start()
@@ -81,7 +81,7 @@ def _read(recorder: str, found: dict[str, list[Flight]]) -> None:
 
 
 def flights_in(trace: Mapping[str, Any]) -> list[Flight]:
-    """Return the progress from a recorder's trace, whose entries are in order.
+    """Return the progress in each group from a recorder's trace, whose entries are in order.
 
     >>> entry = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce", "input_sizes": [[4]]}
     >>> entries = [{**entry, "collective_seq_id": n, "retired": n < 2, "state": "scheduled"} for n in (1, 2, 3)]
@@ -92,7 +92,7 @@ def flights_in(trace: Mapping[str, Any]) -> list[Flight]:
     by_group: dict[str, dict[int, Mapping[str, Any]]] = {}
     for entry in trace.get("entries", []):
         if not entry.get("is_p2p"):
-            backend = str(entry.get("profiling_name", "")).partition(":")[0]  # one group may have several
+            backend = str(entry.get("profiling_name", "")).partition(":")[0]  # a group may have several backends
             known = by_group.setdefault(f"{backend}:{entry['process_group'][0]}", {})
             number = int(entry["collective_seq_id"])
             same = known.get(number)

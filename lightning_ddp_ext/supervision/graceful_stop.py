@@ -1,12 +1,12 @@
 """Stop all ranks at the same point of the program after one of them received a signal.
 
-A stop point is passed by every rank in the same order: the end of a training step, a step of an evaluation, the end
-of training. Each rank counts those that it has passed. A request goes to rank 0 over the control channel, and rank 0
-pauses all ranks: the main thread of each waits at its next stop point, and the channel's thread of each replies with
-the number that it has passed. So the ranks agree on the first one that none of them has passed.
+Every rank passes the same stop points in the same order: the end of each training step, each step of an evaluation, and
+the end of training. Each rank counts those that it has passed. A rank that receives a signal sends a request to rank 0
+over the control channel, and rank 0 pauses all ranks: each main thread waits at its next stop point, and each channel
+thread replies with the rank's count. The ranks thus agree on the first stop point that none of them has passed.
 
-Only these threads have to reply, so ranks that are in a collective meanwhile always complete it. Until a signal
-arrives, a stop point costs an addition and a look at a bool.
+Only the channel threads reply, so ranks that are in a collective meanwhile always complete it. Until a signal arrives,
+a stop point costs one addition and one check of a bool.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AFTER_SAVES = 3.0  # seconds from a finished save to the exit, after the deadli
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A request to stop: the rank that got a signal, the signal, and the ``job``, the ordinal of the ranks' work."""
+    """A request to stop: the signal, the rank that received it, and the ordinal of the ranks' current ``job``."""
 
     signum: int
     rank: int
@@ -42,20 +42,20 @@ class StopRequest:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
 
 
-# Stop points that a rank passed, steps of an evaluation that it started since then, and the number of its steps.
+# The stop points that a rank passed, the evaluation steps that it started since then, and the steps of that evaluation.
 Position = tuple[int, int, int]
 
 
 def next_common(positions: Sequence[Position]) -> tuple[int, int]:
-    """Return the first stop point that no rank has passed, except a step that an evaluation lacks on some rank.
+    """Return the first stop point that no rank has passed, and that every rank reaches.
 
-    Ranks that reach none of the steps stop at the next point outside of steps.
+    If the evaluation is shorter on some rank, this is the next point outside of evaluation steps.
 
     >>> next_common([(4, 17, 100), (4, 18, 99)])
     (4, 19)
     >>> next_common([(4, 99, 100), (4, 99, 99)])
     (5, 0)
-    >>> next_common([(4, 0, 0), (5, 0, 0)])  # in an evaluation, if one begins next
+    >>> next_common([(4, 0, 0), (5, 0, 0)])  # in an evaluation, if one starts next
     (5, 1)
     """
     points, steps, _ = max(positions)
@@ -64,7 +64,7 @@ def next_common(positions: Sequence[Position]) -> tuple[int, int]:
 
 
 class GracefulStop:
-    """This rank's part in stopping together; one per process, since the ranks count over all Trainers.
+    """This rank's part in stopping together; one per process, since counts continue over all Trainers.
 
     Attributes:
         is_active: whether a Trainer of this process handles requests.
@@ -81,7 +81,7 @@ class GracefulStop:
         self._request: StopRequest | None = None
         self._target: tuple[int, int] | None = None
         self._replies = Replies()
-        self._seconds = 0.0  # the ranks' time from the first signal
+        self._seconds = 0.0  # from the first signal to the deadline
         self._on_request: Callable[[StopRequest], object] = lambda request: None
         self._limit = Limit("ddpx-stop-deadline")
         self._everyone = range(len(context.table))
@@ -90,22 +90,22 @@ class GracefulStop:
         )
 
     def request_stop(self, signum: int) -> None:
-        """Have all ranks stop; for any thread, but not within a signal handler. Further requests have no effect."""
+        """Have all ranks stop; for any thread, but not for a signal handler. Further requests have no effect."""
         request = StopRequest(signum, self._rank, self._context.table[self._rank].host, self._job)
         self._limit_stop(request)
         self._remote.call([0], "accept", asdict(request))
 
     def start(self, deadline: timedelta, on_request: Callable[[StopRequest], object] = lambda request: None) -> None:
-        """Handle requests from now on: the ranks have begun a job, which has stop points.
+        """Handle requests from now on, since the ranks have begun a job that has stop points.
 
         Args:
-            deadline: the time from the first signal, or from an exception, until ranks that did not stop are killed.
-            on_request: called on rank 0 with the first request, by a thread.
+            deadline: the time from the first signal or an exception until ranks that did not stop are forced to exit.
+            on_request: called on rank 0 with the first request, in a thread.
         """
-        self._limit.lift()  # set by a run whose ``on_exception`` raised, so that Lightning skipped its teardown
+        self._limit.lift()  # from a run without teardown, since its ``on_exception`` raised
         with self._peers.arrived:
             self._job += 1
-            self._position = (self._job << 32, 0, 0)  # after an exception ranks have passed different points
+            self._position = (self._job << 32, 0, 0)  # after an exception, the ranks' counts differ
             self.is_active = True
             self._seconds = deadline.total_seconds()
             self._on_request = on_request
@@ -114,7 +114,7 @@ class GracefulStop:
                 self._start_agreement(self._request)
 
     def end(self) -> None:
-        """Ignore requests from now on: the ranks have stopped, or passed the last stop point."""
+        """Ignore requests from now on, since the ranks have stopped or passed the last stop point."""
         with self._peers.arrived:
             self.is_active = False
             if self._request is None or self._is_over(self._request.job):
@@ -127,7 +127,7 @@ class GracefulStop:
         """Return the request if all ranks stop here. Every rank must call it at the same points.
 
         Raises:
-            RankFailedError: one of its kinds; that a rank died or failed overrules every request.
+            RankFailedError: a rank died or failed, which takes precedence over a request; it may be a subclass.
         """
         self._position = (self._position[0] + 1, 0, 0)
         return self._decide() if self._is_pausing else None
@@ -140,8 +140,8 @@ class GracefulStop:
         Args:
             count_steps: returns the number of steps of this evaluation on this rank, or 1 if unknown; called in the
                 first step.
-            may_stop: called where all ranks would stop, with the same result on all of them. If it is False, they stop
-                at the next point outside of steps.
+            may_stop: called where all ranks would stop, with the same result on each. If it returns False, they stop at
+                the next point outside of evaluation steps.
         """
         points, steps, of_steps = self._position
         self._position = (points, steps + 1, of_steps if steps else count_steps())
@@ -150,15 +150,15 @@ class GracefulStop:
     def at_last_point(self) -> StopRequest | None:
         """Return the request if all ranks stop at their last stop point. Collective.
 
-        A rank sends its request before its part in the barrier, so all ranks pause before the barrier opens.
-        Callbacks may take long before it; their rank still replies.
+        A rank sends its request before it enters the barrier, so all ranks pause before the barrier opens. Ranks whose
+        callbacks take long before that still reply.
         """
         check = self._context.component(Survey).check_that_all_answer
-        self._context.barriers.enter("the end of its work", check=check, is_patient=True)
+        self._context.barriers.enter("the final stop check", check=check, is_patient=True)
         return self.at_point()
 
     def _decide(self, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
-        """Wait until the ranks agree where to stop; return the request if it is here."""
+        """Wait until the ranks agree where to stop; return the request if they stop here."""
         if self._is_agreed_on() and not may_stop():
             self._target = (self._position[0] + 1, 0)
         with self._peers.arrived:
@@ -177,14 +177,14 @@ class GracefulStop:
                 raise self._peers.cause.to_error()
             return self._target is not None and self._position[:2] >= self._target
 
-    # The agreement, in threads.
+    # The agreement, in other threads.
 
     def _is_over(self, job: int) -> bool:
-        """Whether this rank finished that job: a late message must not stop the next one."""
+        """Whether this rank finished that job; a late message must not stop the next job."""
         return job < self._job or (job == self._job and not self.is_active)
 
     def _accept(self, values: dict[str, Any]) -> None:
-        """Handle requests on rank 0: the first one pauses all ranks, once rank 0 has also started that job."""
+        """Handle a request on rank 0. The first one pauses all ranks, once rank 0 has also started that job."""
         request = StopRequest(**values)
         if self._request is None and not self._is_over(request.job):
             self._request = request
@@ -192,7 +192,7 @@ class GracefulStop:
                 self._start_agreement(request)
 
     def _start_agreement(self, request: StopRequest) -> None:
-        """Pause all ranks now, before another barrier opens, and wait for their replies in a thread; for rank 0."""
+        """Pause all ranks before another barrier opens, and wait for their replies in a thread; for rank 0."""
         if self._rank == 0:
             self._replies = self._remote.call(self._everyone, "pause", asdict(request))
             threading.Thread(target=self._agree, args=[request], name="ddpx-stop", daemon=True).start()
@@ -209,7 +209,7 @@ class GracefulStop:
         if not self._is_over(request.job):
             self._request, self._is_pausing, self._target = request, True, None
             self._limit_stop(request)
-        return self._position  # after the flag: the main thread sets them the other way round
+        return self._position  # read after the flag is set; the main thread uses the opposite order
 
     def _set_target(self, target: Sequence[int], job: int) -> None:
         if not self._is_over(job):
@@ -218,7 +218,7 @@ class GracefulStop:
     # The deadline.
 
     def limit_exit(self, *, is_void: Callable[[], bool] = lambda: False) -> None:
-        """Have a rank that raises exit in time, even if hooks or teardown block; :meth:`end` lifts the limit."""
+        """Have a rank that raised exit in time, even if hooks or teardown block; :meth:`end` lifts the limit."""
         if self._seconds:  # otherwise no Trainer ran
             finding = "the process raised an exception and has not exited"
             self._start_limit(1, finding, is_void=is_void, after_saves=_AFTER_SAVES)
@@ -231,11 +231,11 @@ class GracefulStop:
         def sentence() -> str:
             is_agreeing = self._rank == 0 and self._is_pausing
             silent = [info for info in self._context.table if is_agreeing and info.rank not in self._replies]
-            who = f" ({listed(silent)} did not answer)" if silent else ""
+            who = f", and {listed(silent)} did not answer" if silent else ""
             return (
-                f"[rank {self._rank}] {finding} within save_deadline {self._seconds:g} s{who}, so rank {self._rank} "
-                f"exits at {call_site_of(main_frame())}; earlier checkpoints are intact. Give the ranks a longer "
-                "save_deadline if they only need more time"
+                f"[rank {self._rank}] {finding} within {self._seconds:g} s (save_deadline){who}, so rank {self._rank} "
+                f"exits at {call_site_of(main_frame())}; earlier checkpoints are intact. Pass a longer save_deadline "
+                "if the ranks only need more time"
             )
 
         self._limit.start(self._seconds, status, sentence, **options)

@@ -11,23 +11,23 @@ from contextlib import suppress
 from lightning_ddp_ext.at_exit import exit_now, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
 
-# The process that started a rank, in the environment of ranks that this package starts.
+# Names the process that started a rank, in the environment of ranks that this package starts.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
-# The file in which rank 0 of this host publishes its address, where the ranks were started without one.
+# Names the file to which rank 0 writes its address if this package chose the file.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
-# Seconds until the exit, and again after a save; more than after a rank's death, since the launcher may be a rank.
+# Seconds until the exit, also after a save; longer than after a rank's death, since the launcher may be a rank.
 _GRACE = 3.2
 _LOOK_EVERY = 0.25
-_PR_SET_PDEATHSIG = 1  # of prctl.h
+_PR_SET_PDEATHSIG = 1  # from prctl.h
 
-# A process whose parent exits gets another one, so only the first value counts.
+# A process gets another parent when its own exits, so only the first value counts.
 _parent = os.getppid()
 _watched: set[int] = set()
 
 
 def watch_launcher(pid: int) -> None:
-    """Exit some seconds after process ``pid``, or after the call if it does not run, such as process 0.
+    """Exit some seconds after process ``pid`` exits, or after this call if it is not running, as with ``pid`` 0.
 
     A second call for the same process does nothing.
     """
@@ -38,25 +38,25 @@ def watch_launcher(pid: int) -> None:
 
 
 def _refuse_parent_death_signal() -> None:
-    """Undo torch's SIGINT at the parent's death: each thread of the parent may cause one, and two prevent a save."""
+    """Undo torch's SIGINT at the parent's death: each thread of the parent may send one, and two prevent a save."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def watch_own_launcher() -> None:
-    """Exit soon after the process whose script started this one; do nothing if the environment names none."""
-    launcher = os.environ.pop(LAUNCHER_PID, None)  # it is for this process, and not for its children
+    """Exit soon after the process that started this rank; do nothing if the environment does not name it."""
+    launcher = os.environ.pop(LAUNCHER_PID, None)  # meant for this process, not for its children
     if launcher is not None:
         watch_launcher(int(launcher))
 
 
 def watch_parent() -> None:
-    """Exit soon after the parent process, for launchers that do not name themselves in the environment."""
+    """Exit soon after the parent process exits, for launchers that the environment does not name."""
     is_orphan = _parent == 1 and not _is_python(1)
     watch_launcher(0 if is_orphan else _parent)
 
 
 def _is_python(pid: int) -> bool:
-    """Whether a process may be a launcher, as process 1 of a container often is, which also adopts orphans."""
+    """Whether a process may be a launcher. In a container, process 1 may be one, but also adopts orphans."""
     import psutil
 
     try:
@@ -72,12 +72,12 @@ def _end_after(pid: int) -> None:
         launcher = psutil.Process(pid)
         while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
             time.sleep(_LOOK_EVERY)
-    with suppress(KeyError, OSError):  # rank 0 may have been killed with the launcher
+    with suppress(KeyError, OSError):  # a killed rank 0 leaves the file behind
         os.unlink(os.environ[PRIVATE_FILE])
     time.sleep(_GRACE)
     if wait_for_delays():
         time.sleep(_GRACE)
-    sentence = f"the process that launched this one{f' (pid {pid})' if pid else ''} exited, so this one exits"
+    sentence = f"the launcher of this process{f' (pid {pid})' if pid else ''} exited, so this process exits"
     context = current()
     if context is not None:
         event = context.peers.cause_or_departure

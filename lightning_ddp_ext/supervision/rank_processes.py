@@ -1,4 +1,4 @@
-"""Wait for the ranks that this process started, find the first that failed, and stop the others."""
+"""Wait for the ranks that this process started, find the first that failed, and stop the other ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import Any
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals, has_handler
 
-# Seconds that other ranks have to exit after the first failure, before those that do not save are stopped.
+# Seconds in which the other ranks may exit after the first failure, before those that do not save are stopped.
 _END_WITHIN = 5.0
 _NOTICE_AFTER = 10.0
-# sys.exit(1) of this process looks like success here, so a stuck child must not block it.
+# A sys.exit(1) of this process looks like success here, so a stuck child must not block it.
 _AT_MOST = 600.0
 
 
@@ -30,11 +30,11 @@ class ChildScripts:
     """The other ranks of this node, which local rank 0 started by running its script again.
 
     Args:
-        children: their processes, by local rank from 1 on.
-        variables: the variables that they need to connect.
-        at_most: seconds that this process waits for them at exit.
-        save_within: seconds after an exception until children that save are killed.
-        notice_after: seconds of the wait before a notice is printed.
+        children: their processes, in the order of their local ranks, which start at 1.
+        variables: the environment variables that they need to connect.
+        at_most: the seconds that this process waits for them at exit.
+        save_within: the seconds after an exception until children that save are killed.
+        notice_after: the seconds of waiting after which a notice is printed.
     """
 
     children: list[subprocess.Popen[bytes]]
@@ -44,7 +44,7 @@ class ChildScripts:
     notice_after: float = _NOTICE_AFTER
 
     def failure(self) -> str | None:
-        """Describe a child that exited, while this process waits for it to connect; ``None`` without one."""
+        """Describe a child that exited while this process waits for it to connect; ``None`` without one."""
         for local_rank, child in enumerate(self.children, start=1):
             status = child.poll()
             if status is not None:
@@ -55,13 +55,13 @@ class ChildScripts:
         return None
 
     def wait(self) -> None:
-        """Wait for the children for a limited time, a short one after an exception."""
+        """Wait for the children for a limited time, which is shorter after an exception."""
         failed = getattr(sys, "last_value", None) is not None
         with suppress(KeyboardInterrupt):
             alive = self._alive_after(_END_WITHIN if failed else self.notice_after)
             if alive and failed:
                 for child in self.children:
-                    child.terminate()  # those that save complete it
+                    child.terminate()  # those that are saving finish first
                 self._alive_after(self.save_within)
             elif alive:
                 sys.stderr.write(
@@ -95,20 +95,20 @@ def started_ranks() -> ChildScripts | None:
 
 
 def record_started(started: ChildScripts) -> None:
-    """Record the ranks that this process started, which it does once."""
+    """Record the ranks that this process started; called once."""
     global _started
     _started = started
 
 
 class RankProcesses:
-    """The ranks of this node, each a process that runs a function; joining them names the first that failed.
+    """The ranks of this node, as processes that run a function; joining them raises the first failure.
 
-    The others get some time to print why they exit.
+    The other ranks get some time to print why they exit.
 
     Args:
-        context: torch's result of starting them.
+        context: torch's object for the started processes.
         results_file: the file that local rank 0 writes if it succeeds.
-        stop_within: seconds that the ranks have to stop together after a signal, or to save after a failure.
+        stop_within: the seconds in which the ranks must stop together after a signal, or save after a failure.
     """
 
     def __init__(self, context: Any, results_file: str, stop_within: float) -> None:
@@ -121,7 +121,7 @@ class RankProcesses:
         """Wait for all processes; always return ``True``.
 
         Raises:
-            SystemExit: a signal stopped all of them.
+            SystemExit: a signal stopped all processes.
             Exception: the exception of the first process that failed.
         """
         signals = StopSignals(self._pass_on)
@@ -131,7 +131,7 @@ class RankProcesses:
             self._wait_for_an_end()
             if self._failed():
                 late = self._end_the_rest(self._stop_within if self._stopped_by() else _END_WITHIN)
-        except BaseException:  # Ctrl-C in a terminal reaches all processes, in a notebook only this one
+        except BaseException:  # Ctrl-C reaches all processes in a terminal, but only this one in a notebook
             self._end_the_rest(_END_WITHIN / 2)
             raise
         finally:
@@ -143,27 +143,27 @@ class RankProcesses:
         if failed:
             self._raise(min(failed, key=self._order_of_blame))
         if not os.path.exists(self._results_file):
-            what = "exited with status 0 in the middle of its work; look for the cause (sys.exit, an interrupt)"
-            raise self._error(RankFailedError, 0, what)  # Lightning would wait forever for its results
+            what = "exited with status 0 before it finished its work; look for sys.exit() or an interrupt"
+            raise self._error(RankFailedError, 0, what)  # Lightning would wait forever for the results
         return True
 
     def _wait_for_an_end(self) -> None:
-        """Wait until one has failed, or all have exited."""
+        """Wait until one process has failed, or all have exited."""
         running = {process.sentinel: process for process in self.processes}
         while running and not self._failed():
             for sentinel in wait(list(running)):
                 running.pop(sentinel).join()
 
     def _end_the_rest(self, seconds: float) -> list[int]:
-        """Wait, then send SIGTERM to running processes, on which those that do not save exit; return their numbers.
+        """Wait, then send SIGTERM to processes that still run, and return their numbers.
 
-        After another wait all of them are killed.
+        Those that do not save then exit. After another wait, the remaining ones are killed.
         """
         try:
             self._join_within(seconds)
             late = [index for index, process in enumerate(self.processes) if process.exitcode is None]
             for index in late:
-                os.kill(self.processes[index].pid, signal.SIGTERM)  # unlike a second SIGINT, it leaves a save alone
+                os.kill(self.processes[index].pid, signal.SIGTERM)  # a second SIGINT would interrupt a save
             self._join_within(self._stop_within)
         finally:
             for process in self.processes:
@@ -177,7 +177,7 @@ class RankProcesses:
             process.join(max(0.0, moment - time.monotonic()))
 
     def _pass_on(self, signum: int) -> None:
-        """Pass a signal on to one rank, which has all of them stop."""
+        """Pass a signal on to one rank, which makes all ranks stop."""
         for process in self.processes:
             if process.exitcode is None:
                 with suppress(ProcessLookupError):
@@ -185,7 +185,7 @@ class RankProcesses:
                 return
 
     def _stopped_by(self) -> int | None:
-        """Return the status of ranks that a signal stopped, unless one exited for another reason."""
+        """Return the common status of ranks that a signal stopped; ``None`` if one exited for another reason."""
         statuses = {self.processes[index].exitcode for index in self._failed()}
         is_stop = len(statuses) == 1 and statuses <= STOP_STATUSES
         return statuses.pop() if is_stop and not any(map(self._error_file, self._failed())) else None
@@ -194,9 +194,9 @@ class RankProcesses:
         return [index for index, process in enumerate(self.processes) if process.exitcode not in (None, 0)]
 
     def _order_of_blame(self, index: int) -> tuple[int, float]:
-        """Return a sort key: kills, then own exceptions by time, then exits without a report, then echoes."""
+        """Return a sort key: kills, own exceptions by time, exits without a report, failures due to other ranks."""
         path = self._error_file(index)
-        if path is None:  # no report: killed, sys.exit, or exited because its main thread was stuck
+        if path is None:  # no report: the process was killed, called sys.exit(), or was stuck
             return (0 if self.processes[index].exitcode < 0 else 2), 0.0
         with open(path, "rb") as file:
             text = str(pickle.load(file))

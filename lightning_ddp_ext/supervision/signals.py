@@ -1,4 +1,4 @@
-"""Handle signals that ask a process to stop, call the earlier handlers, and restore them."""
+"""Handle signals that request a stop, call the earlier handlers, and restore them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from typing import Any
 
 from lightning_ddp_ext.at_exit import Limit
 
-# Seconds in which a process that exits because of another rank prints the cause.
+# Seconds within which a process that exits because of another rank prints the cause.
 _PRINTS_CAUSE_WITHIN = 6.0
 
 
 class StopSignals:
     """Handlers for signals, in front of the existing ones.
 
-    Python calls a handler in the main thread, once that thread returns from C code. If it waits there for a missing
-    rank, it never returns. So a second thread also gets each signal: Python's own handler in C immediately writes the
+    Python calls a handler in the main thread after that thread returns from C code, but a thread that waits there for a
+    missing rank never returns. So a second thread also receives each signal: Python's C handler immediately writes the
     signal's number to a descriptor, which that thread reads.
 
-    A user's handler is called after ours. Python's own handler for Ctrl-C is not: it would raise in the middle of a
-    step. It handles a second Ctrl-C.
+    A user's handler is called after ours. Python's own handler for Ctrl-C would raise in the middle of a step, so only
+    a second Ctrl-C calls it.
 
     Args:
-        on_signal: called with the signal's number in the thread.
-        is_over: whether the earlier handlers get the signals; called in the main thread.
+        on_signal: called with the signal's number, in the second thread.
+        is_over: returns whether the earlier handlers take over; called in the main thread.
 
     Attributes:
         received: the last signal that the main thread received.
@@ -71,7 +71,7 @@ class StopSignals:
         if writer is None or listener is None:
             return
         self._restore(writer)
-        writer.shutdown(socket.SHUT_RDWR)  # also if a forked child has a copy of it
+        writer.shutdown(socket.SHUT_RDWR)  # also works if a forked child has a copy
         writer.close()
         listener.join()
 
@@ -79,7 +79,7 @@ class StopSignals:
         _installed.discard(self)
         while self._before:
             each, handler = self._before.popitem()
-            # Lightning ignores SIGINT after a KeyboardInterrupt, and forgets it if the run had hardly begun.
+            # After a KeyboardInterrupt, Lightning ignores SIGINT, and may not undo that early in a run.
             if signal.getsignal(each) in (self._handle, signal.SIG_IGN) and handler is not None:
                 signal.signal(each, handler)
         current = signal.set_wakeup_fd(self._former_descriptor)
@@ -98,7 +98,7 @@ class StopSignals:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         before = self._before.get(signum)
-        if before is not None and self._is_over():  # no teardown: a callback's ``on_exception`` raised
+        if before is not None and self._is_over():  # without teardown, since a callback's ``on_exception`` raised
             signal.signal(signum, before)
             signal.raise_signal(signum)
             return
@@ -127,9 +127,9 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def has_handler(signum: signal.Signals) -> bool:
-    """Whether a signal has a handler: a function, or C code such as ``faulthandler``'s.
+    """Whether a signal has a handler: a Python function, or C code such as ``faulthandler``'s.
 
-    Python cannot see the latter; the kernel lists it.
+    Python does not report handlers in C, but the kernel lists them.
     """
     if signal.getsignal(signum) is not signal.SIG_DFL:
         return True
@@ -141,16 +141,16 @@ def has_handler(signum: signal.Signals) -> bool:
 def defer_sigterm() -> None:
     """Have SIGTERM end this process after some seconds, unless another handler is set. For the main thread.
 
-    A launcher sends it to the other ranks as soon as one of them dies or fails, before these can print which one.
+    Launchers send it to the other ranks as soon as one of them dies or fails, before these can print which one.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _Deferral())
 
 
 class _Deferral:
-    """A handler that waits until the cause is printed, and then does what SIGTERM does by default.
+    """A handler that gives this process time to print the cause, and then exits with the status of SIGTERM.
 
-    Its thread starts before the signal: a handler that starts one may deadlock.
+    Its thread starts in advance, since a handler that starts a thread may deadlock.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class _Deferral:
         Limit("ddpx-sigterm").start(_PRINTS_CAUSE_WITHIN, status_of(signal.SIGTERM), lambda: "", is_void=self._is_void)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        self._is_requested = True  # before the check: the thread does both in the opposite order
+        self._is_requested = True  # set before the check; the thread uses the opposite order
         if self._is_over:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
@@ -177,5 +177,5 @@ def status_of(signum: int) -> int:
     return 128 + signum
 
 
-# Of processes that stopped in order after a request.
+# The statuses of processes that stopped in order after a signal.
 STOP_STATUSES = {status_of(signum) for signum in signal.valid_signals()}

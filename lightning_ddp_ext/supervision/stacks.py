@@ -9,11 +9,11 @@ from types import FrameType
 
 from lightning_ddp_ext.ranks import shortened
 
-# A report must fit into a line, and into the socket buffer of a rank that does not read.
+# A report must fit into one message, and into the socket buffer of a rank that does not read.
 _LONGEST = 1 << 15
 # A backward pass waits for the gradients of other ranks in C++.
 _WAITING = {"torch.autograd", "torch.distributed.distributed_c10d", "lightning_ddp_ext.rendezvous.named_barrier"}
-# These wait in C++, and also call the user's code.
+# These wait in C++, but also call user code.
 _WAITING_ITSELF = {
     "lightning_ddp_ext.batchnorm.sync_context",
     "lightning_ddp_ext.data.shortest",
@@ -23,7 +23,7 @@ _WAITING_ITSELF = {
 
 
 def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
-    """Whether a frame is in a call that waits, or may wait, for other ranks, according to Python."""
+    """Whether a frame is in a call that waits, or may wait, for other ranks, as far as Python shows."""
     if frame is not None and frame.f_globals.get("__name__") in _WAITING_ITSELF:
         return True
     while frame is not None and frame.f_globals.get("__name__") not in _WAITING:
@@ -32,9 +32,9 @@ def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
 
 
 def all_stacks() -> str:
-    """Return the stacks of all threads but the calling one, the main thread first, most recent call last.
+    """Return the stacks of all threads except the calling one: the main thread first, the most recent call last.
 
-    Without the source lines: the file system that they are on may be what hangs.
+    Source lines are left out, since the file system that contains them may be the cause of the hang.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()

@@ -1,8 +1,8 @@
-"""Collect a report from every rank: after a collective timed out, or when a watchdog finds that nothing moves.
+"""Collect a report from every rank after a collective timed out, or when a watchdog detects no progress.
 
-Rank 0 requests the reports, on behalf of any rank, in a thread; each rank replies from the channel's thread, even if
-its main thread is blocked. A rank that does not reply is named, or else one that does not wait for the others. Such a
-rank may just be returning from the collective that timed out on others, so a second request precedes the verdict.
+Rank 0 requests the reports in a thread, on behalf of any rank. Each rank replies from the channel's thread, even if its
+main thread is blocked. The survey names a rank that does not reply, or else one that does not wait for the others. Such
+a rank may just be returning from the collective that timed out elsewhere, so a second request precedes the verdict.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
 from lightning_ddp_ext.supervision.flight import flights
 from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
 
-# ``"collective"``: one timed out; ``"silence"``: only name a rank that does not reply; ``"hang"``: a
-# watchdog's request.
+# ``"collective"``: a collective timed out. ``"silence"``: only name a rank that does not reply. ``"hang"``: a watchdog
+# detected no progress.
 Kind = Literal["collective", "silence", "hang"]
 
-# Errors of gloo after a timeout: on the rank that had it, and on those whose connections it closed.
+# gloo's errors after a timeout: on the rank that timed out, and on the ranks whose connections it closed.
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure")
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|pair closure")
-# Seconds between ranks in which a collective finishes, and until a request after it.
+# Seconds within which all ranks finish a collective; the second request waits for this time.
 _FOLLOWS_WITHIN = 1.0
-_LOOKS_EVERY = 5.0  # seconds, for collectives that have timed out
-_REMEDY = "let every rank make the same calls, or give the strategy a longer timeout if one of them takes so long"
+_LOOKS_EVERY = 5.0  # seconds between checks for collectives that timed out
+_REMEDY = "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to the strategy"
 
 
 class Survey:
-    """This rank's part in surveys. Every rank must create its object before any rank sends a request.
+    """This rank's part in surveys. Every rank must create its instance before any rank sends a request.
 
     Attributes:
         describe: returns this rank's report.
-        publish: called with the findings of a watchdog's survey on the rank that has them; returns whether all
+        publish: called with the findings of a watchdog's survey, on the rank that collected them; returns whether all
             ranks stop.
     """
 
@@ -58,7 +58,7 @@ class Survey:
         self._rank = context.world.rank
         self._mine = context.table[self._rank]
         self._seconds = context.peers.timeouts.answer
-        self._had_broken_collective = False  # from its failed collective
+        self._had_broken_collective = False  # set after a failed collective
         self._limiter: threading.Thread | None = None
         self._over: set[Kind] = set()
         self._requested: set[Kind] = set()
@@ -67,13 +67,13 @@ class Survey:
             context.peers, "survey", start=self._start, report=lambda: asdict(self._report()), end=self._over.add
         )
 
-    # Called by any thread but the channel's; takes some seconds.
+    # For any thread except the channel's; these calls take some seconds.
 
     def cause_of(self, text: str) -> PeerEvent | None:
-        """Return the event that broke a collective or a store, the same on all ranks; ``None`` if no rank is to blame.
+        """Return the event that broke a collective or store, the same on all ranks; ``None`` if no rank caused it.
 
         Args:
-            text: the text of the error; another rank may have closed its connection after a timeout.
+            text: the text of the error, which shows a timeout, on this rank or on one that closed its connections.
         """
         has_timed_out, was_closed = bool(_TIMED_OUT.search(text)), bool(_CLOSED.search(text))
         self._had_broken_collective |= has_timed_out or was_closed
@@ -85,18 +85,18 @@ class Survey:
         return event
 
     def check_that_all_answer(self) -> None:
-        """Raise if a rank does not reply; a rank that only takes long is allowed to.
+        """Raise if a rank does not reply; a rank that replies may take as long as it needs.
 
         Raises:
             RankHungError: a rank does not reply.
-            RankFailedError: another of its kinds; a rank died, failed or left.
+            RankFailedError: a rank died, failed or left; it may be a subclass.
         """
         event = self._request("silence", f"rank {self._rank} has waited for {self._timeout}")
         if event is not None:
             raise event.to_error()
 
     def limit_collectives(self) -> None:
-        """Have an NCCL collective raise after its timeout and name the missing rank, as gloo's do."""
+        """Have NCCL collectives raise after their timeout and name the missing rank, as gloo's do."""
         if self._context.groups.uses_nccl and self._limiter is None:
             self._limiter = threading.Thread(target=self._limit_collectives, name="ddpx-timeout", daemon=True)
             self._limiter.start()
@@ -117,14 +117,14 @@ class Survey:
             time.sleep(min(seconds / 8, _LOOKS_EVERY))
 
     def after_standstill(self) -> None:
-        """Find the rank that hangs, and report it to all ranks if they are to stop."""
+        """Find the rank that hangs, and report it to all ranks if these should stop."""
         self._request("hang", "")
 
     def _request(self, kind: Kind, wait: str) -> PeerEvent | None:
         self._over.discard(kind)
         replies = self._remote.call([0], "start", kind, wait)
         if self._peers.wait_for(lambda: bool(replies), self._seconds):
-            # A survey of another kind may be first.
+            # A survey of another kind may run first.
             self._peers.wait_for(lambda: kind in self._over, 4 * self._seconds)
         if self._rank != 0 and kind not in self._over and self._peers.cause_or_departure is None:
             self._conclude(kind, wait, Findings([self._report()], [self._silence(0)]))
@@ -156,7 +156,7 @@ class Survey:
                 self._remote.call(self._everyone, "end", kind)
 
     def _collect(self) -> Findings:
-        """Request a report of each rank."""
+        """Request a report from each rank."""
         replies = self._remote.call(self._everyone, "report")
         self._peers.wait_for(lambda: len(replies) == len(self._everyone), self._seconds)
         with self._peers.arrived:
@@ -174,7 +174,7 @@ class Survey:
         for silence in findings.silences:
             if kind == "hang" and is_stopped(silence.who, seen_from=self._mine):
                 with suppress(OSError):
-                    os.kill(silence.who.pid, signal.SIGCONT)  # it receives the event, and exits as the others do
+                    os.kill(silence.who.pid, signal.SIGCONT)  # it then receives the event and exits as well
 
     def _silence(self, rank: int) -> Silence:
         who = self._peers.table[rank]
@@ -190,7 +190,7 @@ class Survey:
 
 
 def report_of(who: RankInfo, **more: Any) -> Report:
-    """Return the report of this rank, called by another thread than the main one."""
+    """Return the report of this rank; not for the main thread."""
     frame = main_frame()
     is_waiting = may_be_waiting_for_ranks(frame)
     return Report(who, place=call_site_of(frame), is_waiting=is_waiting, flights=flights(), **more)
@@ -204,12 +204,12 @@ def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
     if kind == "silence" or not elsewhere:
         return None
     places = listed((f"{each.who} is in {each.place or 'library code'}" for each in elsewhere), separator=" and ")
-    return event_of("absent", elsewhere[0].who, f"{wait}, and {places}; {_REMEDY}")
+    return event_of("absent", elsewhere[0].who, f"{wait}, but {places}; {_REMEDY}")
 
 
 def is_stopped(info: RankInfo, *, seen_from: RankInfo) -> bool:
-    """Whether the process of a rank is on the same host and was stopped (SIGSTOP)."""
-    import psutil  # takes 6 ms, and few ranks need it
+    """Whether the process of a rank is on the same host and stopped (SIGSTOP)."""
+    import psutil  # takes 6 ms, and is rarely needed
 
     if (info.host, info.network) != (seen_from.host, seen_from.network):
         return False

@@ -1,4 +1,4 @@
-"""Detect that this rank makes no progress, and find the rank that the others wait for."""
+"""Detect that this rank makes no progress, and find the rank for which the others wait."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from lightning_ddp_ext.supervision.survey import Survey, report_of
 
 OnHang = Literal["abort", "continue"]
 
-# Seconds; no thread waits longer for the processor, unless the whole process was stopped.
+# Seconds; a thread that overslept by more was in a process that was stopped.
 _OVERSLEPT = 1.0
 
 
 class Watchdog:
-    """A daemon thread that sleeps until nothing has moved for ``timeout`` seconds.
+    """A daemon thread that sleeps until this rank has made no progress for ``timeout`` seconds.
 
     Args:
         who: this process.
-        survey: requests reports of the other ranks; ``None`` without a channel: this rank only reports on itself.
-        timeout: seconds.
+        survey: requests reports from the other ranks; if ``None``, this rank only reports on itself.
+        timeout: the timeout in seconds.
         on_hang: whether all ranks stop after a diagnosis.
-        directory: the directory for diagnoses.
+        directory: the directory in which diagnoses are written.
         describe: returns the main thread's activity and progress, given its innermost frame.
 
     Attributes:
-        moved_at: the ``time.monotonic()`` of the last progress; set by the code that makes it.
+        moved_at: the ``time.monotonic()`` of the last progress; set by the code that is watched.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="ddpx-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start to watch."""
+        """Start watching."""
         if self._survey is not None:
             self._survey.describe, self._survey.publish = self._report, self._publish
         self._thread.start()
@@ -77,7 +77,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._is_stopping.wait(self._seconds_left()):
             late = -self._seconds_left()
-            if late > _OVERSLEPT:  # the process was stopped and continued: it gets another timeout
+            if late > _OVERSLEPT:  # the process was stopped and continued, so it gets another timeout
                 self._reported_at = time.monotonic()
             elif late >= 0:
                 self._diagnose()
@@ -90,7 +90,7 @@ class Watchdog:
         if self._survey is not None:
             self._survey.after_standstill()
         elif self._publish(Findings([self._report()])):
-            exit_now(1)  # nothing unblocks the main thread
+            exit_now(1)  # nothing would unblock the main thread
 
     def _publish(self, findings: Findings) -> bool:
         diagnosis = findings.diagnosis
@@ -104,14 +104,14 @@ class Watchdog:
         written = threading.Thread(target=_write, args=[path, text], name="ddpx-watchdog-file", daemon=True)
         written.start()
         print_in_time(
-            f"[rank {self._who.rank}] nothing has moved for {self._timeout:g} s: {diagnosis.reason}; {outcome}. "
+            f"[rank {self._who.rank}] no progress for {self._timeout:g} s: {diagnosis.reason}; {outcome}. "
             f"Stacks of all ranks: {path}\n"
         )
         written.join(2.0)
         return self._on_hang == "abort"
 
     def _report(self) -> Report:
-        self._reported_at = time.monotonic()  # a survey is under way: the next one is due after another timeout
+        self._reported_at = time.monotonic()  # a survey is running; the next one may follow after another timeout
         doing, progress = self._describe(main_frame())
         idle, is_outside = time.monotonic() - self.moved_at, self._is_stopping.is_set()
         is_still = is_outside or idle >= self._timeout

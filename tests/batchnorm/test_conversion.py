@@ -164,14 +164,14 @@ def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
         (Mixed(3), "1 (Mixed) overrides forward; "),
         (replaced(), "2 (BatchNorm2d) had its forward replaced on the object; "),
         (parametrised(), "3 (ParametrizedBatchNorm2d) is parametrised (remove the parametrisation first); "),
-        (nn.LazyBatchNorm2d(), "4 (LazyBatchNorm2d) is lazy (run a first batch before the conversion). A layer that "),
+        (nn.LazyBatchNorm2d(), "4 (LazyBatchNorm2d) is lazy (run a first batch before the conversion). To convert a "),
     ]
     model = nn.ModuleList([*(layer for layer, _ in layers), nn.BatchNorm2d(3)])
     types = [type(layer) for layer in model]
     (message,) = warnings_of(model)
     assert [told for _, told in layers if told not in message] == []
     assert message.endswith(
-        "include= or predicate= of SyncBatchNormConversion chooses it; exclude= leaves a layer out without this warning"
+        "include= or predicate= of SyncBatchNormConversion; to leave a layer out without this warning, use exclude="
     )
     assert [isinstance(layer, SyncBatchNorm) for layer in model] == [False] * 5 + [True]
     assert [type(layer) for layer in restore_batchnorm(model)] == types

@@ -20,7 +20,7 @@ from tests.harness.training import stock_group
 @pytest.mark.parametrize("ranks", [0, True, "nodes", 2.5, [0, 1], "node", 2])
 def test_what_cannot_be_a_group_is_refused(ranks: Any) -> None:
     """The error has the value and the allowed ones; "node" and numbers need a process group."""
-    told = "process_group must be None, 'node', a number of ranks from 1 on, or a ProcessGroup (got {!r}); leave it out"
+    told = "process_group must be None, 'node', a positive number of ranks, or a ProcessGroup (got {!r}); omit it"
     told = "process_group={!r} needs a process group, which is not initialised yet" if ranks in ("node", 2) else told
     with pytest.raises(ConfigurationError) as raised:
         convert_sync_batchnorm(torch.nn.BatchNorm1d(3), process_group=ranks)

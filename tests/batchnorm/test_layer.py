@@ -45,9 +45,9 @@ def refuses_inputs_that_cannot_be(share: Tensor) -> None:
     with pytest.raises(ValueError, match=r"expected 2D to 5D input \(got 1D input\)"):
         SyncBatchNorm(3)(torch.ones(3))
     for channels in (1, 5):
-        with pytest.raises(BatchNormError, match=rf"takes inputs of 3 channels \(got one of shape \(2, {channels}\)"):
+        with pytest.raises(BatchNormError, match=rf"expects inputs with 3 channels \(got shape \(2, {channels}\)"):
             SyncBatchNorm(3, affine=False)(torch.ones(2, channels))
-    with pytest.raises(BatchNormError, match=r"a BatchNorm layer takes inputs on cpu or cuda \(got one on meta\)"):
+    with pytest.raises(BatchNormError, match=r"a BatchNorm layer supports inputs on cpu and cuda \(got one on meta\)"):
         SyncBatchNorm(3)(share.to("meta"))
 
 

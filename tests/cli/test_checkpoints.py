@@ -30,7 +30,7 @@ def test_files_are_verified(path: Path, tmp_path: Path) -> None:
         save(unknown)
     ended = run("checkpoint", "verify", good, bad, unknown)
     assert ended.status == 1
-    assert f"{good} is whole: " in ended.stdout
+    assert f"{good} is intact: " in ended.stdout
     assert f"checkpoint {bad} is damaged: data.pkl, data/1 do not match the recorded CRC-32" in ended.stderr
     assert f"{unknown} has no checksums, so damage" in ended.stdout
     assert [run("checkpoint", "verify", *files).status for files in ([good], [good, unknown])] == [0, 3]
@@ -46,7 +46,7 @@ def test_objects_of_a_store_are_verified(path: Path) -> None:
     store.pipe_file("/cli/good.ckpt", save(path).read_bytes())
     store.pipe_file("/cli/bad.ckpt", flip(path, "data/0").read_bytes())
     ended = run("checkpoint", "verify", "memory://cli/good.ckpt", "memory://cli/bad.ckpt")
-    assert "memory://cli/good.ckpt is whole" in ended.stdout
+    assert "memory://cli/good.ckpt is intact" in ended.stdout
     assert "checkpoint memory://cli/bad.ckpt is damaged" in ended.stderr
     store.rm("/cli", recursive=True)
 
@@ -66,7 +66,7 @@ def whole(path: Path) -> None:
         ("verify", lambda path: os.truncate(path, 9000), "it.ckpt", "was probably truncated"),
         ("verify", archive, "it.ckpt", "is not a checkpoint: it is a zip archive without data.pkl"),
         ("verify", os.unlink, "it.ckpt", "it.ckpt does not exist"),
-        ("clean", whole, "missing", "cannot clean missing: No such file or directory; give the local directory"),
+        ("clean", whole, "missing", "cannot clean missing: No such file or directory; pass the local directory"),
         ("clean", whole, "it.ckpt", "cannot clean it.ckpt: Not a directory"),
     ],
 )
@@ -127,7 +127,7 @@ def test_leftovers_are_listed_and_removed_on_request(leftover: Path) -> None:
     assert f"{leftover} (2.0 KiB) was left by a killed save; --yes removes it\n" in ended.stdout
     assert str(link) in ended.stdout
     assert leftover.exists()
-    assert f"{leftover} (2.0 KiB) is removed\n" in run("checkpoint", "clean", leftover.parent, "--yes").stdout
+    assert f"{leftover} (2.0 KiB) was removed\n" in run("checkpoint", "clean", leftover.parent, "--yes").stdout
     assert sorted(leftover.parent.iterdir()) == sorted([directory, trap, *others])
 
 
@@ -135,8 +135,8 @@ def test_what_may_still_be_written_is_left_alone(leftover: Path) -> None:
     """This covers a file of the last hour, which another host may be writing, and one that this host is writing."""
     with atomic_write(leftover.with_name("it.ckpt")):
         ended = run("checkpoint", "clean", leftover.parent, "--yes")
-        assert (ended.status, ended.stdout.count(" is not an hour old: kept\n")) == (0, 2)
-        assert f"{leftover} (2.0 KiB) is not an hour old: kept\n" in ended.stdout
+        assert (ended.status, ended.stdout.count(" is less than an hour old\n")) == (0, 2)
+        assert f"{leftover} (2.0 KiB) is less than an hour old\n" in ended.stdout
     assert leftover.with_name("it.ckpt").exists()
     leftover.unlink()
     assert run("checkpoint", "clean", leftover.parent).stdout.startswith("nothing to clean in ")

@@ -225,7 +225,7 @@ def causes(strike: Strike) -> Iterator[str]:
     elif strike.what == "cut":
         yield "no sign of life from its host"
     elif strike.whom is None:
-        yield r"the process that launched this one \(pid \d+\)"
+        yield r"the launcher of this process \(pid \d+\)"
     else:
         yield rf"Rank\w+Error: .*\brank {strike.whom} \(host"
 

@@ -208,7 +208,7 @@ FAULTS: dict[str, tuple[Callable[[], None], type[RankFailedError], str]] = {
     "raises": (raise_boom, RankFailedError, "failed, so this rank stops: Boom: no such layer"),
     "dies": (die, RankDiedError, "died: its process ended unexpectedly"),
     "hangs": (wait_for_ever, RankHungError, r"never entered \w+ #\d+ .*; it is in training_step, .*test_gpu.py:"),
-    "is late": (wait_for_ever, RankAbsentError, "has waited in a collective for its timeout of 2 s, and rank 1 .*:"),
+    "is late": (wait_for_ever, RankAbsentError, "has waited in a collective for its timeout of 2 s, but rank 1 .*:"),
 }
 
 

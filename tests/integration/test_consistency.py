@@ -131,7 +131,7 @@ def test_the_error_names_the_first_tensor_and_the_ranks(tmp_path: Path) -> None:
     """All three ranks raise it at the next check, with the rank that differs from the other two, and its tensors."""
     names = ("parameter layers.0.weight", "parameter layers.0.bias")
     for error in on_ranks("stock", diverge, tmp_path, world_size=3):
-        assert str(error).startswith(f"the ranks differ after step 2: rank 0 in {names[0]} (tensors that differ: 2); ")
+        assert str(error).startswith(f"the ranks differ after step 2: rank 0 in {names[0]} (differing tensors: 2); ")
         assert (error.ranks, error.names) == ((0,), names)
 
 

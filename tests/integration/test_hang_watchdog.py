@@ -122,7 +122,7 @@ def fit(rank: int, world_size: int, directory: Path, model: Stuck, *, kind: Kind
 
 
 def lines_of(outcomes: list[Outcome]) -> list[str]:
-    return [line for each in outcomes for line in each.output.splitlines() if "nothing has moved for 3 s:" in line]
+    return [line for each in outcomes for line in each.output.splitlines() if "no progress for 3 s:" in line]
 
 
 def expect_report(outcomes: list[Outcome], culprit: int, sentence: str, directory: Path, reports: int = 1) -> str:
@@ -160,7 +160,7 @@ def test_calls_that_differ_are_named(tmp_path: Path) -> None:
     outcomes = launch_ranks(fit, 2, tmp_path, Stuck("step", call_what_differs, -1), env=by_hand_env(2))
     sentence = (
         rf"ranks are in different collectives: rank 0 .* in barrier #\d+, training_step, {HERE}:\d+; "
-        rf"WHO in broadcast #\d+ \[\[2\]\], training_step, {HERE}:\d+; let every rank make the same calls"
+        rf"WHO in broadcast #\d+ \[\[2\]\], training_step, {HERE}:\d+; make sure that every rank makes the same calls"
     )
     expect_report(outcomes, 1, sentence, tmp_path)
 
@@ -187,7 +187,7 @@ def test_a_stopped_process_is_named(tmp_path: Path) -> None:
             ranks.wait_for("in step", rank)
         ranks.kill(0, signal.SIGSTOP)
         outcomes = ranks.wait()
-    sentence = r"WHO has not answered for \d+ s and its process is stopped \(SIGSTOP\); rank \d has been in "
+    sentence = r"WHO has not answered for \d+ s, and its process is stopped \(SIGSTOP\); rank \d has been in "
     expect_report(outcomes, 0, sentence, tmp_path, reports=2)
 
 
@@ -196,7 +196,7 @@ def test_a_rank_continues(tmp_path: Path) -> None:
     model = Stuck("dataset", hold_in_step)
     with RankProcesses(fit, 2, tmp_path, model, on_hang="continue", env=by_hand_env(2)) as ranks:
         ranks.wait_for("stuck", 1)
-        ranks.wait_for_output("nothing has moved", 0)
+        ranks.wait_for_output("no progress for", 0)
         ranks.release(1)
         outcomes = ranks.wait()
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
@@ -207,7 +207,7 @@ def test_ranks_without_a_channel_report_on_themselves(tmp_path: Path) -> None:
     """Each rank reports on itself with a stock strategy, which has no channel, and with one rank."""
     (tmp_path / "one").mkdir()
     alone = launch_ranks(fit, 1, tmp_path / "one", Stuck("dataset", rank=0), env=by_hand_env(1))
-    place = rf"has not moved for 3 s; it is in train_dataloader_next, {MODEL}:\d+"
+    place = rf"has made no progress for 3 s; it is in train_dataloader_next, {MODEL}:\d+"
     expect_report(alone, 0, f"WHO {place}", tmp_path / "one")
     outcomes = launch_ranks(fit, 2, tmp_path, Stuck("dataset"), kind="stock", env=by_hand_env(2))
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]

@@ -48,7 +48,7 @@ def test_a_save_on_some_ranks_names_one_that_did_not_make_it(ranks: list[int], a
     for outcome in endings(save_on, 3, tmp_path, ranks):
         assert outcome.error is not None
         assert "RankAbsentError" in outcome.story()
-        assert re.search(rf"began saving {tmp_path}/it.ckpt .*rank {absent} \(host .*call it on every", outcome.story())
+        assert re.search(rf"began saving {tmp_path}/it.ckpt .*rank {absent} \(host .*make this call", outcome.story())
 
 
 def test_a_save_after_the_last_step_names_the_rank_that_finished(tmp_path: Path) -> None:
@@ -104,5 +104,5 @@ def test_a_rank_that_is_late_for_a_barrier_is_named(late: int, tmp_path: Path) -
     with RankProcesses(late_at_a_barrier, 2, tmp_path, late, env=by_hand_env(2)) as ranks:
         (outcome,) = ranks.wait(1 - late)
     assert outcome.error is not None
-    sentence = rf"rank {1 - late} began barrier 'end' .*, and rank {late} \(host .*did not call it in time"
+    sentence = rf"rank {1 - late} began barrier 'end' .*, but rank {late} \(host .*did not do so in time"
     assert re.search(sentence, outcome.story())

@@ -185,7 +185,7 @@ def test_a_rank_that_logs_nothing_where_another_one_does_is_named_immediately(tm
     """All ranks raise, even if no rank has logged before, so that none expects a value."""
     for message in on_ranks("ours", log_alone, tmp_path):
         assert "rank 1 began the reduction of training_step.a (mean)" in message
-        assert "and rank 0 (host" in message
+        assert "but rank 0 (host" in message
 
 
 class Reads(Net):

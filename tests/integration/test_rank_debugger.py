@@ -115,7 +115,7 @@ def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> No
     """The editor reads that rank's variable, and training ends with the weights that it has at torch's prompt."""
     port = free_port()
     with RankProcesses(train, 2, tmp_path, port, env=by_hand_env(2)) as ranks:
-        ranks.wait_for_output(f"[rank 1] waits for a debugger at 127.0.0.1:{port} ", 1)
+        ranks.wait_for_output(f"[rank 1] waiting for a debugger at 127.0.0.1:{port},", 1)
         with attached(port) as editor:
             assert read_secret(editor) == "1010"
         debugged = ranks.wait()

@@ -82,13 +82,13 @@ def expect(outcomes: list[Outcome], culprit: int, error: type[Exception], senten
 
 
 SILENT = (
-    r"^rank \d \(host .*, pid \d+\) has not answered for 3 s and its process is stopped \(SIGSTOP\); "
+    r"^rank \d \(host .*, pid \d+\) has not answered for 3 s, and its process is stopped \(SIGSTOP\); "
     r"(rank \d has waited .*2 s|the connections of rank \d were closed in a collective); every rank stops$"
 )
 
 
 def elsewhere(rank: int) -> str:
-    return rf"in a collective.*, and rank {rank} \(host .*, pid \d+\) is in .*rank_process.py:\d+; let every rank"
+    return rf"in a collective.*, but rank {rank} \(host .*, pid \d+\) is in .*rank_process.py:\d+; make sure that"
 
 
 def test_a_stopped_process_is_named() -> None:

@@ -39,7 +39,7 @@ def test_messages_are_passed_on_in_their_order_whatever_is_wrong_with_some(caplo
     other.send("weather", {"number": 1})
     assert [received.get(timeout=WITHIN) for _ in range(2)] == [{"number": number, "from": 1} for number in range(2)]
     assert "the control channel continues after an error" in caplog.text
-    assert "a message on 'weather' is not sent, as it has 1048602 bytes" in caplog.text
+    assert "a message on 'weather' was not sent: it has 1048602 bytes" in caplog.text
     other.close()
     zero.close()
 

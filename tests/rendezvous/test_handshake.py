@@ -22,7 +22,7 @@ from tests.harness.ranks import RankProcesses, free_port
 from tests.rendezvous.servers import Answer, place, server, silent, url, web
 from tests.rendezvous.test_start_up import HOST, LONG, connect, endings, process, same_sentence, sentence, started
 
-CLAIMED = r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; give each process its own RANK, or rank="
+CLAIMED = r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; set a different RANK .* for each process"
 DIFFERENT = r"{} must be the same on all ranks: .+; start every rank with the same settings and the same installation"
 SOON = Timeouts(after_refusal=1.0, answer=3.0, connect=2.0)
 
@@ -77,8 +77,8 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
     for (rank, world_size), outcome in zip(late, refused, strict=True):
         assert sentence(outcome, RendezvousError) == (
             f"another run of 2 ranks is active at {url(where)} with {process(0, running[0].pid)}, and "
-            f"{process(rank, outcome.pid)} of {world_size} is late; stop that run, or choose another init_method for "
-            "this one"
+            f"{process(rank, outcome.pid)} of {world_size} cannot join it; stop that run, or choose another "
+            "init_method for this one"
         )
     assert [outcome.exit_code for outcome in running] == [0, 0]
 
@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (outcome,) = endings(str(path), [{"world_size": 2, "timeouts": SOON}])
     assert sentence(outcome, RendezvousError) == (
         f"init_method 'file://{path}': rank 0 on {HOST} (pid {outcome.pid}) cannot write its address there: No such "
-        "file or directory; make the directory, free space on its disk, or choose another file"
+        "file or directory; create the directory, free disk space, or choose another file"
     )
 
 

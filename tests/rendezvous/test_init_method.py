@@ -18,7 +18,7 @@ from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp,
 FORMS = "env://, tcp://host:29500 or file:///shared/run42"
 TCP_FORM = "must be tcp://HOST:PORT, with brackets around an IPv6 address"
 TCP_FORMS = "tcp://10.0.0.1:29500 or tcp://[::1]:29500"
-PATH_FORM = "needs the absolute path of a file, without '?' and NUL"
+PATH_FORM = "needs the absolute path of a file, without '?' or NUL"
 PATH_REMEDY = "write file:///shared/run42"
 
 names = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
@@ -94,7 +94,7 @@ def test_malformed_urls_are_refused(url: str, expected: str) -> None:
         (lambda: File("/a?b"), f"File('/a?b') {PATH_FORM} (got '/a?b'); {PATH_REMEDY}"),
         (
             lambda: choose("file:///a", {"DDPX_INIT_METHOD": "tcp://h:1"}),
-            "init_method must agree with DDPX_INIT_METHOD (got 'file:///a' and 'tcp://h:1'); drop one of the two",
+            "init_method must agree with DDPX_INIT_METHOD (got 'file:///a' and 'tcp://h:1'); remove one of them",
         ),
     ],
 )
@@ -109,8 +109,8 @@ def test_a_missing_directory_is_refused(tmp_path: Path, path: str, missing: str)
     (tmp_path / "file").touch()
     directory = f"{tmp_path}/{missing}"
     assert refusal(check_file, File(f"{tmp_path}/{path}"), num_nodes=1) == (
-        f"init_method 'file://{tmp_path}/{path}' needs an existing directory that this user can write (got "
-        f"'{directory}'); create it (mkdir -p {directory}), make it writable (chmod u+wx {directory}), or write "
+        f"init_method 'file://{tmp_path}/{path}' needs an existing directory that this user can write to (got "
+        f"'{directory}'); create it (mkdir -p {directory}), make it writable (chmod u+wx {directory}), or use "
         "another path"
     )
 
@@ -124,10 +124,10 @@ def test_what_this_user_cannot_write_is_refused(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "directory").mkdir()
     for name in ("pipe", "file", "directory"):
         assert refusal(check_file, File(f"{tmp_path}/{name}"), num_nodes=1) == (
-            f"init_method 'file://{tmp_path}/{name}' needs a new file, or a regular one that this user can read and "
-            f"write (got '{tmp_path}/{name}'); remove it, or write another path"
+            f"init_method 'file://{tmp_path}/{name}' needs a new file, or a regular file that this user can read and "
+            f"write (got '{tmp_path}/{name}'); remove it, or use another path"
         )
-    assert "directory that this user can write (got '/')" in refusal(check_file, File("/run42"), num_nodes=1)
+    assert "directory that this user can write to (got '/')" in refusal(check_file, File("/run42"), num_nodes=1)
 
 
 def test_several_nodes_do_not_share_a_temporary_directory(shared_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_several_nodes_do_not_share_a_temporary_directory(shared_dir: Path, monk
         found = refusal(check_file, File(f"{directory}/run42"), num_nodes=2)
         begins = f"init_method 'file://{directory}/run42' needs a directory that all 2 nodes share (got '"
         assert found.startswith(begins)
-        assert found.endswith("is local to each node); write a path on a shared file system, or tcp://host:29500")
+        assert found.endswith("is local to each node); use a path on a shared file system, or tcp://host:29500")
     (shared_dir / "existing").touch()
     for name in ("run", "existing", "localised/run"):
         check_file(File(f"{shared_dir}/{name}"), num_nodes=1)

@@ -25,7 +25,7 @@ VARIABLES = {"NCCL_P2P_LEVEL": "NVL", "NCCL_IB_DISABLE": "0", "NCCL_P2P_DISABLE"
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"p2p_level": "NVLINK"}, r"NCCLOptions.p2p_level must be one of LOC, .*SYS \(got 'NVLINK'\); leave it"),
+        ({"p2p_level": "NVLINK"}, r"NCCLOptions.p2p_level must be one of LOC, .*SYS \(got 'NVLINK'\); omit it"),
         ({"socket_nthreads": "4"}, r"NCCLOptions.socket_nthreads must be of type int \(got '4'\)"),
         ({"ib_disable": 1}, r"NCCLOptions.ib_disable must be of type bool \(got 1\)"),
     ],
@@ -63,7 +63,7 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
     assert not os.environ.keys() & set(NAMES)
     os.environ["NCCL_DEBUG"] = "INFO"
     with pytest.raises(
-        ConfigurationError, match=r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; leave"
+        ConfigurationError, match=r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; remove"
     ):
         fit(NCCLOptions(debug="WARN"))
     assert fit(NCCLOptions(debug="INFO")).values == ["INFO", "lo", "lo"]

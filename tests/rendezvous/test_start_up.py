@@ -143,7 +143,7 @@ def test_a_rank_that_never_starts(tmp_path: Path) -> None:
     present = ", ".join(process(outcome.rank, outcome.pid) for outcome in outcomes)
     assert same_sentence(outcomes, MissingRanksError) == (
         f"rank 2 of 3 did not connect to {where} within {LONG:g} s (init_timeout); present: {present}; "
-        "check that every rank is started and can reach it, or raise init_timeout"
+        "check that every rank is started and can reach rank 0, or raise init_timeout"
     )
 
 
@@ -172,7 +172,7 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
     looked = f"127.0.0.1:{where.port}" if isinstance(where, Tcp) else url(where)
     found, remedy = "Connection refused", "that its host has this address"
     if kind == "file":
-        found, remedy = "rank 0 has not published its address there", "that it uses the same file"
+        found, remedy = "rank 0 has not published its address there", "that it uses the same init_method"
     assert sentence(outcome, RendezvousError) == (
         f"{process(1, outcome.pid)} did not find rank 0 at {looked} within 4 s ({found}); check that rank 0 is "
         f"started, {remedy}, and that no firewall blocks the connection"
@@ -229,7 +229,7 @@ def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts:
         return
     reason, name = sentence(second, RendezvousError), process(1, second.pid, "host-b")
     assert reason.startswith(f"{name} reached rank 0 at 127.0.0.1:{port}, but not its store at port ")
-    assert reason.endswith("; let all hosts reach each other at every port, which collectives also need")
+    assert reason.endswith("; allow connections between all hosts on every port, which collectives also need")
     assert sentence(first, RankFailedError) == f"{name} failed, so this rank stops: RendezvousError: {reason}"
 
 
@@ -267,7 +267,7 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
         first, second = endings(where, [{}, {}], init_timeout=4.0)
     assert sentence(first, RendezvousError) == (
         f"init_method '{where}': rank 0 on {HOST} (pid {first.pid}) cannot bind port {where.port}: Address already in "
-        "use; stop the program that holds it or choose another port"
+        "use; stop the program that uses the port, or choose another port"
     )
     assert sentence(second, RendezvousError) == (
         f"{process(1, second.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it accepted the "
@@ -275,7 +275,7 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
         "firewall blocks the connection"
         if answer is silent
         else f"another program, not rank 0, listens at 127.0.0.1:{where.port}; choose a port that no "
-        "other program uses, or give the address of rank 0's host"
+        "other program uses, or correct the address of rank 0's host"
     )
 
 
@@ -294,7 +294,7 @@ def test_a_host_name_that_does_not_resolve() -> None:
     outcomes = endings(Tcp("no-such-host.invalid", 29500), [{}, {}], init_timeout=1.0)
     message = same_sentence(outcomes, RendezvousError)
     assert message.startswith("init_method 'tcp://no-such-host.invalid:29500': host 'no-such-host.invalid' does not")
-    assert message.endswith("give the address of rank 0's host, or a name that every host resolves")
+    assert message.endswith("use the address of rank 0's host, or a name that every host can resolve")
 
 
 def test_a_file_that_is_empty_or_left_by_a_killed_run_will_do(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_file_with_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("learning_rate: 0.1\n")
     assert same_sentence(endings(str(path), [{}, {}]), RendezvousError) == (
-        f"init_method 'file://{path}': the file does not hold the address of a rank 0 (it "
-        "begins with b'learning_rate'); name a file that does not exist yet"
+        f"init_method 'file://{path}': the file does not contain the address of a rank 0 (it "
+        "begins with b'learning_rate'); choose a file that does not exist yet"
     )
     assert path.read_text() == "learning_rate: 0.1\n"

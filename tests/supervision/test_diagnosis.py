@@ -29,12 +29,12 @@ MOVING = {"is_still": False, "idle": 0.5}
 CASES: dict[str, tuple[Findings, str | None]] = {
     "several never came": (
         Findings([report(0, [flight(5, 5)]), report(1, [flight(4)]), report(2)]),
-        "rank 1 (host host1, pid 101) never entered all_reduce #5 (rank 2 did not, either); it is in "
+        "rank 1 (host host1, pid 101) never entered all_reduce #5 (nor did rank 2); it is in "
         "train_dataloader_next, dataset.py:41; rank 0 has waited for it for 61 s",
     ),
     "all are in it": (
         Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),
-        "rank 1 (host host1, pid 101) has not moved for 62 s; it is in all_reduce #5, train_dataloader_next, "
+        "rank 1 (host host1, pid 101) has made no progress for 62 s; it is in all_reduce #5, train_dataloader_next, "
         "dataset.py:41; rank 0 has been in all_reduce #5, train_dataloader_next, dataset.py:41 for 61 s",
     ),
     "one does not answer while others move": (
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Findings, str | None]] = {
     "waiting for one that moves": (Findings([report(0, [flight(5, 5)]), report(1, [flight(4)], **MOVING)]), None),
     "stuck while another moves": (
         Findings([report(0), report(1, [flight(4)], **MOVING)]),
-        "rank 0 (host host0, pid 100) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41",
+        "rank 0 (host host0, pid 100) has made no progress for 61 s; it is in train_dataloader_next, dataset.py:41",
     ),
 }
 

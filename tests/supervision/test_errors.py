@@ -35,7 +35,7 @@ from tests.supervision.model import (
 )
 
 BOOM = "BoomError: no such layer"
-STUCK = r"the process raised an exception and has not exited within save_deadline 0\.3 s, so rank \d exits at \S+:\d+"
+STUCK = r"process raised an exception and has not exited within 0\.3 s \(save_deadline\), so rank \d exits at \S+:\d+"
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ ENDS = {
     "left": (
         [in_step(leave)],
         "",
-        "lightning_ddp_ext.errors.RankFailedError: local {rank_0} exited with status 0 in the middle of its work; look",
+        "lightning_ddp_ext.errors.RankFailedError: local {rank_0} exited with status 0 before it finished its work;",
     ),
 }
 
