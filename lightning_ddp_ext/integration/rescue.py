@@ -141,7 +141,7 @@ class Rescue:
             io = self._strategy.checkpoint_io
             if isinstance(io, RankZeroCheckpointIO):
                 io.saver.deadline = seconds
-                io.saver.finish()  # else an error of an earlier save would prevent this one
+                io.saver.finish()  # otherwise an earlier save error would prevent this save
             io.save_checkpoint(checkpoint, self._path)
             io.teardown()  # waits for a save in the background
 

@@ -119,7 +119,7 @@ def test_a_lock_file_with_other_content_does_not_prevent_a_save(tmp_path: Path) 
         assert save_if_furthest(path, "a", 1, lambda: None, 1)
 
 
-def test_a_full_disk_after_the_save_is_no_error(disk: Path) -> None:
+def test_a_full_disk_after_the_save_is_ignored(disk: Path) -> None:
     """Another survivor saves the same step again."""
     path = str(disk / "it.ckpt")
     for _ in range(2):

@@ -232,7 +232,7 @@ def test_a_batch_that_is_not_trained_on_costs_no_step(tmp_path: Path) -> None:
     assert "step 4 is saved" in survivor.output, survivor.story()
 
 
-def test_an_error_of_an_earlier_save_does_not_prevent_the_rescue(tmp_path: Path) -> None:
+def test_an_earlier_save_error_does_not_prevent_the_rescue(tmp_path: Path) -> None:
     """A save in the background failed, and its error was not raised before the other rank died."""
     survivor, _ = launch_ranks(train, 2, Plan(Kill("on_before_backward", 15), rescue="only"), tmp_path)
     assert "step 15 is saved" in survivor.output, survivor.story()
