@@ -91,7 +91,7 @@ class RankProcesses:
         function: Callable[..., Any],
         world_size: int = 2,
         *args: Any,
-        time_limit: float = 120.0,
+        time_limit: float = 240.0,
         env: Environment | None = None,
         namespaces: Sequence[Host | None] | None = None,
         **kwargs: Any,
