@@ -34,7 +34,7 @@ if __name__ == "__main__":
         callbacks=[ModelCheckpoint("checkpoints", save_last=True, every_n_train_steps=50), Report()],
         logger=False,
     )
-    # "last" is the newest undamaged checkpoint, including `last-preempted.ckpt`. At the first start there is none.
+    # "last" loads the newest undamaged checkpoint, including `last-preempted.ckpt`; the first run has no checkpoint.
     trainer.fit(Model(), ckpt_path="last")
     if trainer.is_global_zero:
         saved = trainer.checkpoint_callback.last_model_path

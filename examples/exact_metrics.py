@@ -4,7 +4,7 @@ Run it: python examples/exact_metrics.py
 
 Four ranks cannot share 41 test images evenly. With stock Lightning each rank evaluates 11, so three images count twice.
 With a sampler that does not repeat images, its sums are correct, but the mean of `self.log(sync_dist=True)` is divided
-by 40, because 41 / 4 is rounded down. With `ddp_ext` each image counts once, and the results equal those of one process.
+by 40, because 41 / 4 is rounded down. With `ddp_ext` each image counts once, and results equal those of one process.
 """
 
 import warnings
