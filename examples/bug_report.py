@@ -1,6 +1,6 @@
-"""Show a problem in the smallest script: change the model until it fails, and send the script with its whole output.
+"""Reproduce a problem: change the model until the script fails, and report the script with its complete output.
 
-Run it: python examples/bug_report.py, or with "ddp" behind it for stock Lightning's strategy.
+Run python examples/bug_report.py. To use stock Lightning's strategy, append the argument "ddp".
 """
 
 import subprocess
@@ -34,5 +34,5 @@ if __name__ == "__main__":
     trainer.fit(model)
     if trainer.is_global_zero:
         print(f"after {trainer.global_step} steps the weights sum to {model.layer.weight.sum().item():.6f}", flush=True)
-        # Versions, devices, launcher.
+        # Print versions, devices and the launcher.
         subprocess.run([sys.executable, "-m", "lightning_ddp_ext", "env"], check=False)

@@ -1,10 +1,10 @@
-"""Configure everything from a file, with LightningCLI.
+"""Configure a whole run from a file with LightningCLI.
 
     python examples/cli.py fit --config examples/config.yaml
     python examples/cli.py fit --config examples/config.yaml --trainer.strategy.init_args.find_unused_parameters true
     python examples/cli.py fit --config examples/config.yaml --print_config > all_options.yaml
 
-It needs `pip install 'jsonargparse[signatures]'`.
+Requires `pip install 'jsonargparse[signatures]'`.
 """
 
 import lightning as L
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Sums(L.LightningDataModule):
-    """Rows of numbers and their sums, the same on every rank."""
+    """Provides rows of numbers and their sums, which are the same on every rank."""
 
     def __init__(self, samples: int = 512, batch_size: int = 32) -> None:
         super().__init__()

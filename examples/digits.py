@@ -1,9 +1,9 @@
-"""Train a small convolutional network on the UCI digits with two ranks, test, save, and resume for one epoch more.
+"""Train a small convolutional network on the UCI digits with two ranks, test and save it, and train another epoch.
 
 python examples/digits.py                                    # starts its own ranks, which connect by file://
 python examples/digits.py --init-method tcp://127.0.0.1:29500
 torchrun --nproc-per-node 2 examples/digits.py               # uses the ranks that torchrun started
-python examples/digits.py --strategy ddp                     # the same file with stock Lightning's strategy
+python examples/digits.py --strategy ddp                     # uses stock Lightning's strategy
 """
 
 import argparse
@@ -20,13 +20,13 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ddp_ext import SyncBatchNormConversion  # importing it registers the strategy "ddp_ext"
 
-DIGITS = Path(__file__).with_name("digits.npz")  # 1797 grey images of 8 x 8 pixels, from 0 to 16, and their labels
+DIGITS = Path(__file__).with_name("digits.npz")  # 1797 grey images of 8 x 8 pixels with values from 0 to 16, and labels
 
 Batch = tuple[Tensor, Tensor]
 
 
 class ConvNet(L.LightningModule):
-    """Two convolutions, each with BatchNorm, and a linear layer. Nothing in it depends on the number of ranks."""
+    """Two convolutions with BatchNorm and a linear layer. The code does not depend on the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ConvNet(L.LightningModule):
 
 
 def loaders() -> tuple[DataLoader[Batch], DataLoader[Batch]]:
-    """1597 images to train on and 200 to test; the same ones on every rank."""
+    """Provides 1597 training images and 200 test images, which are the same on every rank."""
     with np.load(DIGITS) as file:
         pixels, labels = torch.tensor(file["images"]).unsqueeze(1) / 16, torch.tensor(file["labels"]).long()
     dataset, generator = TensorDataset(pixels, labels), torch.Generator().manual_seed(0)

@@ -1,10 +1,10 @@
-"""Measure one model's accuracy in one process, and on four ranks with stock Lightning and with this package.
+"""Measure a model's accuracy in one process, on four ranks with stock Lightning, and on four ranks with `ddp_ext`.
 
 Run it: python examples/exact_metrics.py
 
-Four ranks cannot share 41 test images evenly. Stock Lightning has each rank evaluate 11, and so counts three images
-twice. With a sampler that repeats nothing its sums are right, but the mean by `self.log(sync_dist=True)` divides by 40,
-because it rounds 41 / 4 down. With `ddp_ext` each image counts once and every number is that of one process.
+Four ranks cannot share 41 test images evenly. With stock Lightning each rank evaluates 11, so three images count twice.
+With a sampler that does not repeat images, its sums are correct, but the mean of `self.log(sync_dist=True)` is divided
+by 40, because 41 / 4 is rounded down. With `ddp_ext` each image counts once, and results equal those of one process.
 """
 
 import warnings
@@ -22,7 +22,7 @@ import lightning_ddp_ext as ddpx  # importing it registers the strategies whose 
 
 
 class Classifier(L.LightningModule):
-    """A small network that measures its accuracy in both of Lightning's ways."""
+    """A small network that measures accuracy with `self.log` and with torchmetrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ def trainer(strategy: str = "auto", devices: int = 1, **options: Any) -> L.Train
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # stock's own recommendation is to test on one device
-    torch.set_num_threads(1)  # forked processes do not have the threads of this one
+    warnings.simplefilter("ignore")  # Lightning recommends testing on one device
+    torch.set_num_threads(1)  # forked processes do not inherit this process's threads
     L.seed_everything(1)
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         pixels, digits = torch.tensor(file["images"]).flatten(1) / 16, torch.tensor(file["labels"]).long()

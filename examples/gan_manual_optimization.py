@@ -1,4 +1,4 @@
-"""Train a GAN with two optimisers and manual optimisation on two ranks.
+"""Train a GAN on two ranks with two optimisers and manual optimisation.
 
 Run it: python examples/gan_manual_optimization.py
 """
@@ -12,7 +12,7 @@ import lightning_ddp_ext  # noqa: F401 - registers the strategy's names
 
 
 class GAN(L.LightningModule):
-    """Learns to draw from a normal distribution with mean 4 and deviation 0.5."""
+    """Learns to sample from a normal distribution with mean 4 and standard deviation 0.5."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,8 +24,8 @@ class GAN(L.LightningModule):
         for_generator, for_critic = self.optimizers()
         fake = self.generator(torch.randn(len(real), 4))
 
-        # toggle_optimizer freezes the other network, so each step leaves parameters without a gradient. That is why
-        # the strategy's name ends in find_unused_parameters_true.
+        # toggle_optimizer freezes the other network, so each step has parameters without gradients. Therefore the
+        # strategy's name ends with find_unused_parameters_true.
         self.toggle_optimizer(for_generator)
         scores = self.critic(fake)
         self.minimize(for_generator, scores, wanted=torch.ones_like(scores))
@@ -39,7 +39,7 @@ class GAN(L.LightningModule):
     def minimize(self, optimizer: torch.optim.Optimizer, scores: Tensor, *, wanted: Tensor) -> None:
         loss = nn.functional.binary_cross_entropy_with_logits(scores, wanted)
         optimizer.zero_grad()
-        self.manual_backward(loss)  # averages the gradients over the ranks
+        self.manual_backward(loss)  # averages the gradients over all ranks
         optimizer.step()
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:

@@ -1,4 +1,4 @@
-"""Accumulate 4 batches of 8 on 2 ranks, and compare the weights with those of one process with batches of 64.
+"""Accumulate 4 batches of 8 on 2 ranks, and compare the weights with those of one process that uses batches of 64.
 
 Run it: python examples/gradient_accumulation.py
 """
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.sum(1, keepdim=True).sin())
     alone = train(data, strategy="auto", devices=1, batch_size=64, accumulate=1)
-    # Forked ranks give their weights back to this process. Gradients travel once an optimiser step, not once a batch.
+    # Forked ranks return their weights to this process. Gradients are exchanged once per optimiser step.
     ranks = train(data, strategy="ddp_ext_fork", devices=2, batch_size=8, accumulate=4)
     largest = max((p - q).abs().max().item() for p, q in zip(alone.parameters(), ranks.parameters(), strict=True))
     print(f"largest difference of a weight: {largest:.0e}")

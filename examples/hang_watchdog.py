@@ -1,4 +1,4 @@
-"""Make rank 1 get stuck on purpose: the watchdog names the rank and its line, and stops both ranks.
+"""Simulate a stuck rank: the watchdog names rank 1 and its line of code, and stops both ranks.
 
 Run it: python examples/hang_watchdog.py
 """
@@ -15,7 +15,7 @@ import lightning_ddp_ext as ddpx
 class Stuck(BoringModel):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, torch.Tensor]:
         if batch_idx == 5 and self.global_rank == 1:
-            read_from_a_dead_disk()  # leave this out of your own script
+            read_from_a_dead_disk()  # simulates the hang
         return super().training_step(batch, batch_idx)
 
 
@@ -29,7 +29,7 @@ if __name__ == "__main__":
         accelerator="cpu",
         devices=2,
         max_epochs=1,
-        # In real runs choose more than the longest step plus a save, such as 600 s. The report has all stacks.
+        # In real runs, choose a timeout above the longest step plus a save, such as 600 s. The report has all stacks.
         callbacks=[ddpx.HangWatchdog(timeout=5, directory="hang_reports")],
         logger=False,
     )

@@ -1,4 +1,4 @@
-"""Train on streams of different lengths, without padding and without a hang.
+"""Train on streams of different lengths, without padding and without hanging.
 
 Run it: python examples/iterable_uneven.py
 """
@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_ddp_ext import DDPExtStrategy
 
-FILES = [40, 24, 40, 16]  # the samples in each file
+FILES = [40, 24, 40, 16]  # the number of samples in each file
 
 
 class Files(IterableDataset[Tensor]):
-    """Reads every file on exactly one rank and in one of its workers."""
+    """Reads each file on exactly one rank, in one of its workers."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.files = range(rank, len(FILES), world_size)
@@ -31,7 +31,7 @@ class Files(IterableDataset[Tensor]):
 
 class Stream(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Tensor]:
-        # The process group exists by now, so the rank is known.
+        # The rank is known, because the process group already exists.
         dataset = Files(self.trainer.global_rank, self.trainer.world_size)
         return DataLoader(dataset, batch_size=4)
 

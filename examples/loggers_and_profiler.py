@@ -1,4 +1,4 @@
-"""Log metrics from rank 0, lines from some ranks only, and a profile from each rank.
+"""Write metrics from rank 0, log lines from selected ranks, and a profile from each rank.
 
 Run it: python examples/loggers_and_profiler.py
 """
@@ -21,7 +21,7 @@ only_rank_1 = ddpx.rank_logger(__name__, ranks=1)
 class Model(BoringModel):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = self.step(batch)
-        self.log("loss", loss, sync_dist=True)  # the mean over the ranks; a logger writes on rank 0 alone
+        self.log("loss", loss, sync_dist=True)  # the mean over all ranks, which rank 0 writes
         return loss
 
     def on_train_epoch_end(self) -> None:

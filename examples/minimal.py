@@ -1,4 +1,4 @@
-"""Fit a line on two CPU ranks: the smallest script to start your own from.
+"""Fit a line on two CPU ranks, as a starting point for your own script.
 
 Run it: python examples/minimal.py
 """
@@ -12,7 +12,7 @@ import lightning_ddp_ext  # noqa: F401 - registers the strategy "ddp_ext"
 
 
 class Line(L.LightningModule):
-    """Learns y = 3 x - 1."""
+    """Learns the line y = 3 x - 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ if __name__ == "__main__":
     x = torch.linspace(-1, 1, 256).unsqueeze(1)
     loader = DataLoader(TensorDataset(x, 3 * x - 1), batch_size=16, shuffle=True)
 
-    # With GPUs: accelerator="gpu", devices=torch.cuda.device_count().
+    # On GPUs, use accelerator="gpu" and devices=torch.cuda.device_count().
     trainer = L.Trainer(strategy="ddp_ext", accelerator="cpu", devices=2, max_epochs=5, logger=False)
     model = Line()
     trainer.fit(model, loader)

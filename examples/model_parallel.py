@@ -1,9 +1,9 @@
-"""Spread one network over two devices in each rank, and compute its parts at the same time on micro-batches.
+"""Split one network across two devices per rank, and run its parts at the same time on micro-batches.
 
-Run it: python examples/model_parallel.py (2 ranks of 2 devices: four GPUs if available, else the CPU)
+Run it: python examples/model_parallel.py (2 ranks with 2 devices each: four GPUs if available, otherwise the CPU)
 
-While the second part computes one micro-batch, the first part computes the next one: on two GPUs that takes up to a
-third off a step. On the CPU both parts share the same cores, so nothing is gained, as the table shows.
+While the second part computes one micro-batch, the first part computes the next one. On two GPUs, this makes a step up
+to a third shorter. On the CPU, both parts share the same cores, so steps do not get faster, as the table shows.
 """
 
 import time
@@ -20,7 +20,7 @@ HAS_GPUS = torch.cuda.device_count() >= 4
 
 
 class TwoParts(L.LightningModule):
-    """``micro_batches=1`` computes the parts one after the other."""
+    """With ``micro_batches=1``, the parts run one after the other."""
 
     def __init__(self, micro_batches: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class TwoParts(L.LightningModule):
         x, y = batch
         halves = (self.first(part).to(self.second_device, non_blocking=True) for part in x.chunk(self.micro_batches))
         waiting, results = next(halves), []
-        for following in halves:  # is computed on the first device while the second one computes `waiting`
+        for following in halves:  # the first device computes this while the second one computes `waiting`
             results.append(self.second(waiting))
             waiting = following
         results.append(self.second(waiting))
@@ -58,7 +58,7 @@ def seconds_per_step(micro_batches: int) -> float:
 
 
 if __name__ == "__main__":
-    seconds_per_step(1)  # warms up
+    seconds_per_step(1)  # warm-up
     times = {number: seconds_per_step(number) for number in (1, 2, 4)}
     if torch.distributed.get_rank() == 0:
         print(f"micro-batches  a step  on {'two GPUs' if HAS_GPUS else 'the CPU, without four GPUs'}")

@@ -1,4 +1,4 @@
-"""Predict on two ranks and write all predictions, in the dataset's order, from rank 0.
+"""Predict on two ranks, and write all predictions on rank 0 in the dataset's order.
 
 Run it: python examples/predict_and_gather.py
 """
@@ -14,10 +14,10 @@ import lightning_ddp_ext as ddpx
 
 
 class Doubler(L.LightningModule):
-    """Stands for a trained model: load yours with `load_from_checkpoint`."""
+    """Takes the place of a trained model; load your own with `load_from_checkpoint`."""
 
     def predict_step(self, batch: list[Tensor], _: int) -> dict[str, Tensor]:
-        # One row for each sample; tuples, dicts and lists of these can also be gathered.
+        # Return one row per sample. Tuples, dicts and lists of such tensors also work.
         ids, x = batch
         return {"id": ids, "prediction": 2 * x}
 
@@ -30,7 +30,7 @@ if __name__ == "__main__":
     share = trainer.predict(Doubler(), loader)
     print(f"rank {trainer.global_rank} predicted {sum(len(batch['id']) for batch in share)} samples", flush=True)
 
-    everything = ddpx.gather_predictions(trainer)  # collective: every rank calls it
+    everything = ddpx.gather_predictions(trainer)  # collective: every rank must call it
     if trainer.is_global_zero:
         rows = zip(everything["id"].tolist(), everything["prediction"].tolist(), strict=True)
         with open("predictions.csv", "w", newline="") as file:

@@ -1,9 +1,9 @@
-"""Train on two ranks, kill them at any moment, check the checkpoint that is left, and resume on three ranks.
+"""Train on two ranks, kill them at any time, verify the remaining checkpoint, and resume on three ranks.
 
 Run it: python examples/resume_elsewhere.py
 
-The first run saves after every epoch, in the background, until it gets SIGKILL. Whatever it was doing, its last
-checkpoint is whole, as `checkpoint verify` finds. The second run needs that one file and nothing else.
+The first run saves in the background after every epoch until it receives SIGKILL. Regardless of what it was doing, its
+last checkpoint is undamaged, as `checkpoint verify` confirms. The second run needs only this file.
 """
 
 import os
@@ -34,7 +34,7 @@ class Model(BoringModel):
 
 
 def train(checkpoint: Path, *, devices: int, epochs: int) -> None:
-    """Train, and resume if the checkpoint is there. The file may be from GPUs that this machine lacks."""
+    """Train, and resume if the checkpoint exists. It may have been saved on GPUs that this machine does not have."""
     trainer = L.Trainer(
         strategy="ddp_ext_fork",
         accelerator="cpu",
@@ -56,7 +56,7 @@ def main(checkpoint: Path) -> None:
         if first.poll() is not None:
             sys.exit("the first run ended by itself")
         time.sleep(0.05)
-    time.sleep(0.5)  # some steps and saves later
+    time.sleep(0.5)  # lets some steps and saves finish
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
 

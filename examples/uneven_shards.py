@@ -1,9 +1,9 @@
-"""Two ranks read shards of 40 and 24 samples: how many of the 64 are trained on?
+"""Train on shards of 40 and 24 samples on two ranks, and count how many of the 64 samples are used.
 
-    python examples/uneven_shards.py
+Run it: python examples/uneven_shards.py
 
-With "stop_at_shortest" the epoch ends with the shorter shard. With "join" its rank takes part in the remaining steps
-without counting, so that every sample is trained on once.
+With "stop_at_shortest", the epoch ends when the shorter shard ends. With "join", the rank with the shorter shard takes
+part in the remaining steps without affecting the gradients, so every sample is used exactly once.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ SHARDS = [40, 24]
 
 
 class Shard(IterableDataset[Tensor]):
-    """What one rank has on its disk."""
+    """The samples on one rank's disk."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples

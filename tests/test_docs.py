@@ -234,7 +234,7 @@ def test_a_traceback_ends_with_the_address_of_its_error() -> None:
 
 def test_every_argument_of_the_strategy_is_described_with_its_default() -> None:
     """DDP's own are those of the installed torch, and not all of them are described."""
-    own, _, of_ddp = page_of("reference/strategy.md").partition("## Of DDP")
+    own, _, of_ddp = page_of("reference/strategy.md").partition("## DDP arguments")
     parameters = inspect.signature(lightning_ddp_ext.DDPExtStrategy).parameters
     shown = described(own)
     assert sorted(shown) == sorted(parameters.keys() - {"ddp_kwargs"})

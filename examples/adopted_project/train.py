@@ -1,6 +1,6 @@
 """Train an autoencoder with stock Lightning; `git apply adopt.diff` changes two lines.
 
-Run it before and after: cd examples/adopted_project; python train.py
+Run it before and after the change: cd examples/adopted_project; python train.py
 """
 
 import argparse
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 
 class Data(L.LightningDataModule):
-    """Vectors of 64 numbers that 8 numbers decide."""
+    """Provides vectors of 64 numbers that are computed from 8 random numbers."""
 
     def setup(self, stage: str) -> None:
         generator = torch.Generator().manual_seed(0)
