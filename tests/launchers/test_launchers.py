@@ -183,13 +183,17 @@ def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[
     assert output.count(results) == len(methods) * ("test" in calls)
 
 
-def test_torchrun(tmp_path: Path) -> None:
-    """Ranks connect by the init method, again after rank 0 was killed, which the other rank reports first."""
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_torchrun(forks: bool, tmp_path: Path) -> None:
+    """Ranks connect by the init method, again after rank 0 was killed, which the other rank reports first.
+
+    Forked ranks do not import torch anew; torchrun then keeps their exceptions to itself.
+    """
     runs = Runs(tmp_path, "env", "tcp", "file")
-    words = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT, runs.argument(deaths=[(0, 0, 1)]))
-    output = run_launcher("torch.distributed.run", *words)
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", *["--run-path", "--start-method=fork"] * forks]
+    output = run_launcher("torch.distributed.run", *words, SCRIPT, runs.argument(deaths=[(0, 0, 1)]))
     runs.expect_trained(output, returns=8, launches=[2, 2, 1])
-    assert ranks_that_name(0, output) == [1], output
+    assert forks or ranks_that_name(0, output) == [1], output
 
 
 PORT = 29500  # free on every host, as each has its own network
