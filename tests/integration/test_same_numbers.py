@@ -104,18 +104,19 @@ FLAGS = {
 }
 Options = Callable[[], dict[str, Any]]  # made in the rank
 # The model, and options of the Trainer and of the strategy.
+SHORT = {"max_epochs": 1}
 CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
     "plain": (Net, {}, dict),
     "accumulation": (Net, {"accumulate_grad_batches": 3}, dict),
-    "clipping by value": (Net, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, dict),
-    "bf16-mixed": (Net, {"precision": "bf16-mixed"}, dict),
-    "64-true": (Net, {"precision": "64-true"}, dict),
+    "clipping by value": (Net, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value", **SHORT}, dict),
+    "bf16-mixed": (Net, {"precision": "bf16-mixed", **SHORT}, dict),
+    "64-true": (Net, {"precision": "64-true", **SHORT}, dict),
     "manual optimisation": (Manual, {}, dict),
-    "several optimisers": (TwoOptimizers, {}, lambda: {"find_unused_parameters": True}),
-    "unused parameters": (HalfUsed, {}, lambda: {"find_unused_parameters": True}),
+    "several optimisers": (TwoOptimizers, SHORT, lambda: {"find_unused_parameters": True}),
+    "unused parameters": (HalfUsed, SHORT, lambda: {"find_unused_parameters": True}),
     "static graph": (Manual, {}, lambda: {"static_graph": True}),
-    "bucket views": (Net, {}, lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
-    "own buffers": (Net, {}, lambda: {"broadcast_buffers": False, "init_sync": False}),
+    "bucket views": (Net, SHORT, lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
+    "own buffers": (Net, SHORT, lambda: {"broadcast_buffers": False, "init_sync": False}),
     "model averaging": (
         Net,
         {},
