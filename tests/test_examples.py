@@ -61,7 +61,7 @@ def test_make_demo(argv: tuple[str, ...], tmp_path: Path) -> None:
     It starts its second rank itself.
     """
     done = run_script(EXAMPLES / "digits.py", *argv, cwd=tmp_path)
-    assert done.returncode == 0, done.output
+    assert done.exit_code == 0, done.output
     assert done.output.count("test_accuracy 9") == 2, done.output
     assert "resumed from" in done.output
 

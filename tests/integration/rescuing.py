@@ -87,7 +87,7 @@ class Net(L.LightningModule):
         torch.manual_seed(torch.initial_seed() + 10 * self.global_rank)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        noise = torch.from_numpy(np.random.randn(len(batch[0]), 4)).float() + random.gauss(0, 1)
+        noise = torch.from_numpy(np.random.randn(len(batch[0]), 4) + np.random.randn()).float() + random.gauss(0, 1)
         loss: Tensor = (self.layers(batch[0] + 0.01 * noise) - batch[1]).square().mean()
         return loss
 

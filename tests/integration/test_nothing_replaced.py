@@ -38,8 +38,8 @@ from tests.harness.training import (
     on_ranks,
     weights,
 )
+from tests.integration.continuing import signalled
 from tests.integration.definitions import changed_in_process, of_process
-from tests.integration.stopping import signalled
 from tests.supervision.model import BoomError, Fault, boom, interrupt
 
 FAMILIES = ("lightning.", "torch.utils.data")
