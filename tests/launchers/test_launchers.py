@@ -1,14 +1,5 @@
 """Each launcher, on one node and on two, and each init method: weights are those of stock.
 
-========  ==================================
-method    where the ranks connect
-========  ==================================
-``none``  without a choice: as ``env``
-``env``   at ``MASTER_ADDR`` and ``MASTER_PORT``
-``tcp``   at a port of 127.0.0.1
-``file``  in a file
-========  ==================================
-
 Processes of the harness are the script, or the launcher that starts it: they have imported torch and Lightning already.
 """
 
@@ -45,7 +36,7 @@ class Runs:
 
     Args:
         directory: for files of init methods; a fresh one.
-        methods: see above.
+        methods: "env", "tcp", "file", or "none" for no choice, which is as "env".
         urls: others than those of the methods.
     """
 
