@@ -12,7 +12,7 @@ import pickle
 import random
 import tracemalloc
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from math import isqrt
 from typing import Any
@@ -31,9 +31,31 @@ from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDis
 from lightning_ddp_ext.data.seeding import mix
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
 from lightning_ddp_ext.errors import ConfigurationError
-from tests.data.data import Make, dealt, in_turn, p_of
 
 law = settings(max_examples=100, derandomize=True, deadline=None)
+Make = Callable[[int, int], Any]  # (ranks, rank) to a sampler
+
+
+def dealt(make: Make, world_size: int, epoch: int = 0) -> list[list[Any]]:
+    """Return the samples of each rank in an epoch."""
+    samplers = [make(world_size, rank) for rank in range(world_size)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return [list(sampler) for sampler in samplers]
+
+
+def in_turn(parts: list[list[Any]]) -> list[Any]:
+    """Return the ranks' samples in the global order."""
+    longest = max(map(len, parts))
+    return [part[number] for number in range(longest) for part in parts if number < len(part)]
+
+
+def p_of(counts: Any, expected: Any = None) -> float:
+    """Return the probability of counts at least as far from the expected ones, by default equal (Pearson's test)."""
+    observed = np.asarray(counts, dtype=np.float64).ravel()
+    means = np.full_like(observed, observed.mean()) if expected is None else np.asarray(expected)
+    statistic, freedom = ((observed - means) ** 2 / means).sum(), len(observed) - 1
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(statistic / 2)))
 
 
 class Lazy(list[int]):
