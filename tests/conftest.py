@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; scripts would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin while they wait would take time from other tests
     _use_own_temporary_directory()
     measuring = measured_coverage()
     if measuring is not None:

@@ -29,9 +29,9 @@ RIDDLE = r"(The|A|An|What|Which|Those|How|Whatever|Who|Whoever|Where|Why|When|If
 ALLOWED = {"tests/test_prose.py": "", "tests/checkpoint/test_save.py": "let user nobody write"}
 
 
-def python_texts(source: str) -> Iterator[tuple[int, str]]:
+def python_texts(nodes: list[ast.AST], source: str) -> Iterator[tuple[int, str]]:
     """Yield line and text of each string, name of a function or class, and block of comments."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
             yield node.lineno, "".join(map(str, parts))
@@ -54,9 +54,9 @@ def page_texts(text: str) -> Iterator[tuple[int, str]]:
         yield text.count("\n", 0, paragraph.start()) + 1, paragraph[0]
 
 
-def riddles(source: str) -> Iterator[tuple[int, str]]:
+def riddles(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield line and opening of docstrings that do not begin with an imperative; properties and fixtures have nouns."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("test_"):
             opening = re.match(RIDDLE, ast.get_docstring(node) or "")
             if opening and not re.search("property|fixture", " ".join(map(ast.unparse, node.decorator_list))):
@@ -66,13 +66,13 @@ def riddles(source: str) -> Iterator[tuple[int, str]]:
 def findings(path: Path) -> Iterator[str]:
     """Yield place, words and remedy of each violation in a file."""
     name, source = path.relative_to(ROOT).as_posix(), path.read_text()
-    for line, text in python_texts(source) if path.suffix == ".py" else page_texts(source):
+    nodes = list(ast.walk(ast.parse(source))) if path.suffix == ".py" else []
+    for line, text in python_texts(nodes, source) if nodes else page_texts(source):
         plain = " ".join(text.split())
         if name not in ALLOWED or ALLOWED[name] not in plain:
             for rule, remedy in RULES.items():
                 yield from (f"{name}:{line}: {each[0]!r}: {remedy}" for each in re.finditer(rule, plain, re.IGNORECASE))
-    if path.suffix == ".py":
-        yield from (f"{name}:{line}: {opening!r}: an imperative verb" for line, opening in riddles(source))
+    yield from (f"{name}:{line}: {opening!r}: an imperative verb" for line, opening in riddles(nodes))
 
 
 @pytest.mark.unit

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
@@ -32,6 +31,9 @@ WORKS: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: throw(Growing("layer3")), "Growing: no layer layer3", "RuntimeError: Growing: no layer layer3"),
     (threading.Lock, LOCK, LOCK),  # rank 0 does not continue alone with a result that the others cannot have
 ]
+
+
+LENGTHS = {10: 2, 600: 3, 2000: 4}  # of texts; collectives for two exchanges
 
 
 def fit_and_catch(rank: int, world_size: int, directory: Path) -> list[tuple[str, str, list[str]]]:
@@ -63,29 +65,18 @@ def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
     assert "in boom\n" in other[1][1]
 
 
-def exchange(kind: Kind, directory: Path, length: int) -> tuple[list[str], str, int]:
+def exchange(kind: Kind, directory: Path) -> list[tuple[list[str], str, int]]:
     """Return what the ranks have exchanged, texts of which rank 1's is twice as long, and the number of collectives."""
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    own = str(ranks.rank) * length * (ranks.rank + 1)
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        values, first = ranks.gather(own), ranks.from_rank_zero(own)
-    return values, first, Counter(event.name.partition(":")[0] for event in recorded.events())["gloo"]
+    ranks, found = Ranks(dist.get_rank(), dist.get_world_size()), []
+    for length in LENGTHS:
+        own = str(ranks.rank) * length * (ranks.rank + 1)
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            values, first = ranks.gather(own), ranks.from_rank_zero(own)
+        found.append((values, first, Counter(event.name.partition(":")[0] for event in recorded.events())["gloo"]))
+    return found
 
 
 def test_a_small_value_takes_one_collective(tmp_path: Path) -> None:
     """A longer value takes two collectives, even if it is long on one rank only."""
-    for length, collectives in ((10, 2), (600, 3), (2000, 4)):
-        expected = (["0" * length, "1" * length * 2], "0" * length, collectives)
-        assert on_ranks("stock", exchange, tmp_path, length) == [expected] * 2
-
-
-def fill(kind: Kind, directory: Path) -> list[Any]:
-    """Fill buffers that are made one after another, the last of them empty."""
-    own = [torch.full((size,), dist.get_rank() + 5, dtype=torch.uint8) for size in (3, 1000, 0)]
-    Ranks(dist.get_rank(), dist.get_world_size()).broadcast(iter(own))
-    return [each.tolist() for each in own]
-
-
-def test_buffers_are_filled(tmp_path: Path) -> None:
-    """All ranks have rank 0's bytes."""
-    assert on_ranks("stock", fill, tmp_path) == [[[5] * 3, [5] * 1000, []]] * 2
+    expected = [(["0" * n, "1" * n * 2], "0" * n, collectives) for n, collectives in LENGTHS.items()]
+    assert on_ranks("stock", exchange, tmp_path) == [expected] * 2

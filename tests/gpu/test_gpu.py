@@ -42,6 +42,7 @@ from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
 from tests.harness.training import At, Net, backend, make_trainer, weights
 from tests.integration.continuing import Numbers, Training, generations
 from tests.integration.rescuing import NAME, Kill, Plan, survive
+from tests.supervision.model import boom, die, wait_for_ever
 
 pytestmark = pytest.mark.gpu
 
@@ -187,25 +188,9 @@ def test_a_resumed_run_draws_the_random_numbers_of_the_gpu_that_were_next(world_
     assert on_ranks(resume_dropout, world_size, tmp_path) == [{}] * world_size
 
 
-class Boom(Exception):
-    pass
-
-
-def raise_boom() -> None:
-    raise Boom("no such layer")
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def wait_for_ever() -> None:
-    threading.Event().wait()
-
-
 # What happens on rank 1, and what rank 0 raises because of it.
 FAULTS: dict[str, tuple[Callable[[], None], type[RankFailedError], str]] = {
-    "raises": (raise_boom, RankFailedError, "failed, so this rank stops: Boom: no such layer"),
+    "raises": (boom, RankFailedError, "failed, so this rank stops: BoomError: no such layer"),
     "dies": (die, RankDiedError, "died: its process ended unexpectedly"),
     "hangs": (wait_for_ever, RankHungError, r"never entered \w+ #\d+ .*; it is in training_step, .*test_gpu.py:"),
     "is late": (wait_for_ever, RankAbsentError, "has waited in a collective for its timeout of 2 s, but rank 1 .*:"),

@@ -3,13 +3,6 @@
 Each host has its own network, host name and ``/etc/hosts``; processes, files and the clock are shared. The
 hosts are connected to a switch in another namespace, so a cut cable looks as it does between machines: links stay
 up, packets vanish without a reset.
-
-::
-
-    def test_two_nodes(two_hosts: Network) -> None:
-        host_a, host_b = two_hosts
-        run_ranks(function, 4, namespaces=[host_a, host_a, host_b, host_b])
-        two_hosts.cut()
 """
 
 from __future__ import annotations

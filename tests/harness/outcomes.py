@@ -55,11 +55,6 @@ class Outcome:
     error: RankError | None = None
     output: str = ""
 
-    @property
-    def returncode(self) -> int | None:
-        """The exit status, by the name that ``subprocess`` has for it."""
-        return self.exit_code
-
     def story(self) -> str:
         """Return its end in one line, its traceback unless that was printed, and its output."""
         error = f"{self.error.type_name}: {self.error.message}, " if self.error else ""

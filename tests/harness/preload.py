@@ -1,4 +1,4 @@
-"""Import and look up, once in the server of rank processes, all that they need; import this before any of Lightning.
+"""Import, look up and run, once in the server of rank processes, what all of them need; import this before Lightning.
 
 Garbage collection is off meanwhile: it would take a tenth of the time and find nothing.
 """
@@ -9,6 +9,9 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import logging
+import warnings
+from typing import Any
 
 _IMPORTED = (
     *("torch.distributed", "lightning.pytorch", "torchmetrics", "pytest", "hypothesis", "tests.harness.ranks"),
@@ -17,9 +20,44 @@ _IMPORTED = (
     *("fsspec.implementations.chained", "encodings.idna"),
 )
 
+
+def train() -> None:
+    """Fill the caches that a first run fills, which takes twice as long; a backward pass would start threads."""
+    import lightning as L
+    import torch
+    from torch.utils.data import DataLoader
+
+    class Module(L.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> None:
+            self.log("loss", self.layer(batch).mean(), on_step=True, on_epoch=True, sync_dist=True)
+
+        validation_step = training_step
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters())
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    data: Any = torch.ones(4, 4)
+    with torch.random.fork_rng([]):
+        trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet)
+        trainer.fit(Module(), DataLoader(data), DataLoader(data))
+
+
 gc.disable()
 # Each Trainer reads the metadata of all installed packages, which takes longer than all else that its constructor does.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 for _name in _IMPORTED:
     importlib.import_module(_name)
+logging.disable()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    train()
+logging.disable(logging.NOTSET)
 gc.enable()

@@ -1,20 +1,8 @@
-"""Run a function on several real rank processes.
+"""Run a function on several real rank processes; CONTRIBUTING.md has an example.
 
-::
-
-    def all_reduce(rank: int, world_size: int, directory: Path) -> float: ...   # at module level: ranks import it
-
-    def test_all_reduce(tmp_path: Path) -> None:
-        assert run_ranks(all_reduce, 2, tmp_path) == [3.0, 3.0]
-
-``run_ranks`` returns results by rank; a rank that fails fails the test. ``launch_ranks`` returns how each rank ended.
-``RankProcesses`` is for faults: wait until a rank is "in step 3", kill it, see what the others do.
-
-Each calls ``function(rank, world_size, *args, **kwargs)`` on every rank; function, arguments and results travel by
-pickle. Ranks that still run at the time limit fail the test with their Python stacks.
-
-Ranks get a copy of the test's environment, changed by ``env``. But they are forked from a server that has imported
-torch, Lightning and this package: what these read from the environment on import is tested with ``scripts``.
+Each way calls ``function(rank, world_size, *args, **kwargs)`` on every rank; function, arguments and results travel by
+pickle. Ranks get a copy of the test's environment, changed by ``env``. But they are forked from a server that has
+imported torch, Lightning and this package: what these read from the environment on import is tested with ``scripts``.
 """
 
 from __future__ import annotations

@@ -1,16 +1,5 @@
 r"""Run a script as a user would, in separate processes.
 
-::
-
-    done = run_script(source, launcher=("torchrun", "--nproc-per-node=2"))     # to its end
-    assert done.exit_code == 0 and "epoch 3" in done.output
-
-    with start_script(source) as script:                                       # for faults; see ``RankProcesses``
-        script.wait_for_output("in step 3", 0)
-        script.kill(0)
-
-    printed = run_on_ranks(path, cwd=tmp_path)                                 # where start and end do not matter
-
 A script that tests wait for writes whole lines, ``sys.stdout.write("in step 3\n")``, and flushes them: torchrun starts
 Python with ``-u``, where ``print`` writes a text and its line break one by one.
 """

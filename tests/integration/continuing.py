@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,11 +13,12 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from tests.harness.training import Kind, make_strategy, make_trainer
+from tests.harness.training import At, Kind, make_strategy, make_trainer
 
 Point = str  # a hook of a callback without its "on_", and the steps of the whole run by then: "train_batch_end-4"
 Points = Collection[Point]
@@ -104,6 +107,15 @@ def stream(samples: int = 9, kind: Any = DataLoader, number: int = 0, **options:
     return lambda rank, world_size: kind(Stream(samples, rank + number), batch_size=2, **options)
 
 
+def shuffled(samples: int = 12, **options: Any) -> Callable[[], Any]:
+    return lambda: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
+
+
+def signalled(hook: str, earlier: int = 0, signum: int = signal.SIGTERM) -> At:
+    """Return a callback that signals its process at the n-th call of a hook."""
+    return At(hook, lambda trainer: os.kill(os.getpid(), signum), earlier=earlier)
+
+
 class Stopped(Exception):
     """The exception that stops a run."""
 
@@ -162,6 +174,22 @@ class Net(L.LightningModule):
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(Numbers(4), batch_size=1, **self.validation)
+
+
+class LongValidated(Net):
+    """Can be stopped in the middle of a validation: its ranks stay in step, or one might finish it before the stop."""
+
+    samples = 120
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Numbers(self.samples), batch_size=1)
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        dist.all_reduce(torch.zeros(1))
+        self.log("result", self.layers(batch).sum(), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.happens("result", float(self.trainer.callback_metrics["result"]))
 
 
 def steps_done(trainer: L.Trainer) -> int:

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ class Net(L.LightningModule):
         torch.manual_seed(torch.initial_seed() + 10 * self.global_rank)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        noise = torch.from_numpy(np.random.randn(len(batch[0]), 4)).float() + random.gauss(0, 1)
+        noise = torch.from_numpy(np.random.randn(len(batch[0]), 4) + np.random.randn()).float() + random.gauss(0, 1)
         loss: Tensor = (self.layers(batch[0] + 0.01 * noise) - batch[1]).square().mean()
         return loss
 
@@ -271,6 +272,7 @@ class Skipping(Net):
 
 
 THIRD = Kill("on_after_backward", 2)
+SANITY = ("no step finished since the start", Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2}))
 REFUSED = [
     ("several times a step", Plan(Kill("on_after_backward", 7), kind=Twice)),
     ("manual optimisation", Plan(Kill("on_after_backward", 5), kind=Manual)),
@@ -278,7 +280,7 @@ REFUSED = [
     ("weight averaging", Plan(Kill("on_validation_batch_start", 1), trainer={"callbacks": [Averaging()]})),
     ("Mersenne Twister", Plan(THIRD, kind=OtherGenerator)),
     ("no step finished since the start", Plan(Kill("on_before_backward"))),
-    ("no step finished since the start", Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2})),
+    pytest.param(*SANITY, marks=pytest.mark.nightly),
     ("model_averaging_period", Plan(THIRD, strategy={"model_averaging_period": 2})),
     ('resume_data="stock"', Plan(THIRD, strategy={"resume_data": "stock"})),
     ("not on a file system with locks", Plan(THIRD, strategy={"rescue_checkpoint": "memory://run/it.ckpt"})),

@@ -20,8 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness.training import At, make_strategy, make_trainer
-from tests.integration.continuing import Run, Training, difference
-from tests.integration.stopping import LongValidated, shuffled
+from tests.integration.continuing import LongValidated, Run, Training, difference, shuffled
 
 
 class Swapping(L.Callback):

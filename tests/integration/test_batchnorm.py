@@ -160,7 +160,8 @@ class Feature:
     def options(self) -> dict[str, Any]:
         """Return the loaders of the Trainer."""
         callbacks = [self.average()] if self.average is not None else []
-        return {"precision": "64-true", "callbacks": callbacks, **self.trainer}
+        epochs = 1 if self.average is None else 2
+        return {"precision": "64-true", "max_epochs": epochs, "callbacks": callbacks, **self.trainer}
 
 
 FEATURES = {

@@ -166,28 +166,6 @@ def test_a_step_makes_one_collective(tmp_path: Path) -> None:
     assert stock["epoch"] == {"barrier": 15, "all_reduce": 15}  # of a mean also the batch size
 
 
-class Alone(Net):
-    """Logs nothing, and then a value on one rank alone."""
-
-    def training_step(self, batch: Batch, index: int) -> Tensor:
-        if index == 2 and self.global_rank == 1:
-            self.log("a", 1.0, sync_dist=True)
-        return self.loss(batch)
-
-
-def log_alone(kind: Kind, directory: Path) -> str:
-    with pytest.raises(RankAbsentError) as error:
-        make_trainer(make_strategy(kind, directory), limit_val_batches=0).fit(Alone())
-    return str(error.value)
-
-
-def test_a_rank_that_logs_nothing_where_another_one_does_is_named_immediately(tmp_path: Path) -> None:
-    """All ranks raise, even if no rank has logged before, so that none expects a value."""
-    for message in on_ranks("ours", log_alone, tmp_path):
-        assert "rank 1 began the reduction of training_step.a (mean)" in message
-        assert "but rank 0 (host" in message
-
-
 class Reads(Net):
     """Reads what it has just logged, within the step."""
 
@@ -216,14 +194,14 @@ def test_a_value_that_is_read_in_the_step_that_logs_it_is_this_ranks_own(tmp_pat
 
 
 class Differs(Net):
-    """Logs ``a``, and on rank 1 other names from a step on."""
+    """Logs ``a``, or nothing (an empty ``common``), and on rank 1 other names from a step on."""
 
-    def __init__(self, others: list[str], step: int, **options: Any) -> None:
+    def __init__(self, others: list[str], step: int, common: str = "a", **options: Any) -> None:
         super().__init__()
-        self.others, self.step, self.options = others, step, options
+        self.others, self.step, self.common, self.options = others, step, common, options
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        for name in self.others if self.global_rank and index >= self.step else ["a"]:
+        for name in self.others if self.global_rank and index >= self.step else self.common:
             self.log(name, 1.0, sync_dist=True, **self.options)
         return self.loss(batch)
 
@@ -233,6 +211,7 @@ EPOCH = {"on_step": False, "on_epoch": True}
 CASES: list[tuple[list[str], int, dict[str, Any], type[DDPExtError], str]] = [
     (["a", "b"], 2, {}, DivergenceError, "rank 1 logged training_step.b (mean) (compared with rank 0); every rank"),
     ([], 0, {}, RankAbsentError, "rank 0 began the reduction of training_step.a (mean)"),
+    (["a"], 2, {"common": ""}, RankAbsentError, "rank 1 began the reduction of training_step.a (mean)"),
     ([f"{n}" for n in range(70)], 0, {}, DivergenceError, "training_step.7 (mean) and 62 more and did not log"),
     ([], 3, {}, DivergenceError, NOT_LOGGED),
     (["b"], 0, EPOCH, DivergenceError, "rank 1 logged training_step.b (mean) and did not log training_step.a"),

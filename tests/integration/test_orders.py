@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from tests.data.data import p_of
+from tests.data.test_samplers import p_of
 from tests.harness.training import Kind, make_strategy, make_trainer, on_both, on_ranks
 from tests.integration.continuing import Net, Numbers, Saver
 

@@ -274,7 +274,7 @@ def test_torchrun_starts_the_ranks_again_where_they_were(tmp_path: Path) -> None
     """With ``--max-restarts`` and ``"last"`` training continues; at the end no file is left."""
     launcher = ("torchrun", "--nproc-per-node=2", "--max-restarts=1")
     script = run_script(SCRIPT, launcher=launcher, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
-    assert script.returncode == 0, script.output
+    assert script.exit_code == 0, script.output
     starts = [int(step) for step in re.findall(r"starts at step (\d+)", script.output)]
     assert starts in ([0, 0, 5, 5], [0, 0, 6, 6])
     assert not list(tmp_path.glob("*rescued*"))

@@ -29,7 +29,7 @@ from tests.integration.checkpointing import (
     train_and_save,
     trainer_for,
 )
-from tests.integration.stopping import signalled
+from tests.integration.continuing import signalled
 
 BOTH = pytest.mark.parametrize("kind", KINDS)
 

@@ -19,7 +19,7 @@ from tests.integration.continuing import Step
 from tests.integration.sweeping import ENDING, FACTORS, INJECTED, SIGNALS, WITH_RANKS, Case, Half, Played, play_half
 
 # Levels that the daily cover leaves to the nightly sweep: they take long, or do nearly what others do.
-NIGHTLY = {"dict", "max_size_cycle", "first", "3", "fresh"}
+NIGHTLY = {"dict", "max_size", "max_size_cycle", "first", "validation", "3", "fresh", "shared"}
 FAMILIES = {**dict.fromkeys(INJECTED, "injected"), **dict.fromkeys(WITH_RANKS, "shares out"), "sized": "stream"}
 # What the nightly sweep found, and no pair of levels shows.
 FOUND = ("stop=before ranks=1 workers=fresh epoch=1 generator=own injected=no",)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-from torch import nn
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import make_strategy, make_trainer
-from tests.integration.continuing import KEPT, Loaders, Net, Numbers, Points, Training, difference, generations
+from tests.integration.continuing import (
+    KEPT,
+    Loaders,
+    Net,
+    Numbers,
+    Points,
+    Run,
+    Step,
+    Stream,
+    Training,
+    difference,
+    generations,
+)
 
 
 class Plans(Net):
@@ -96,3 +110,124 @@ def resume_ended_run(rank: int, world_size: int, directory: Path) -> str:
 def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
     """Its checkpoint is saved after ``validate``."""
     assert run_ranks(resume_ended_run, 2, tmp_path, env=by_hand_env(2)) == [""] * 2
+
+
+SAMPLES = 48
+DONE = 4  # batches of the first epoch, on each of the two ranks that save; each has twelve of two samples
+POINT = f"train_batch_end-{DONE}"
+
+
+def train(directory: Path, devices: int, batch_size: int, *points: str, **options: Any) -> Run:
+    def loaders() -> DataLoader[Any]:
+        return DataLoader(Numbers(SAMPLES), batch_size, shuffle=True)
+
+    training = Training(loaders, directory, devices, {"max_epochs": 2}, {"sampler": "scalable"})
+    return training.run(*points, **options)
+
+
+def save(rank: int, world_size: int, directory: Path) -> Run:
+    return train(directory, world_size, 2, POINT, limit_train_batches=8, max_epochs=1)
+
+
+def resume(rank: int, world_size: int, directory: Path, path: str) -> list[Step]:
+    return train(directory, world_size, 3, ckpt_path=path).steps
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_rest_of_an_epoch_is_read_once_in_other_batches(ranks: int, tmp_path: Path) -> None:
+    """The next epoch is a full epoch on the new ranks."""
+    saved = run_ranks(save, 2, tmp_path, env=by_hand_env(2))
+    path = saved[0].saved[POINT]
+    (tmp_path / "resumed").mkdir()
+    resumed = run_ranks(resume, ranks, tmp_path / "resumed", path, env=by_hand_env(ranks))
+    read = [sample for run in saved for step in run.steps[:DONE] for sample in step[2:]]
+    read += [sample for steps in resumed for epoch, _, *samples in steps if epoch == 0 for sample in samples]
+    assert set(read) == set(range(SAMPLES))
+    assert len(read) - SAMPLES < 3 * ranks, "more than what fills the last batches"
+    for steps in resumed:
+        assert [batch for epoch, batch, *_ in steps if epoch == 1] == list(range(-(-SAMPLES // (3 * ranks))))
+
+
+class Counted(Numbers):
+    """A dataset that counts how often its samples are read."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        Counted.reads += 1
+        return super().__getitem__(index)
+
+
+class Asked(StatefulDataLoader[Any]):
+    """Counts how often its state, or that of a copy, is read."""
+
+    asked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        Asked.asked += 1
+        state: dict[str, Any] = super().state_dict()
+        return state
+
+
+class ByHand(DataLoader[Any]):
+    """The same of a stream in a loader with only the methods that Lightning needs.
+
+    As torchdata's it counts batches as they are asked for, and its state is for the next iterator alone.
+    """
+
+    given = start = 0
+
+    def __iter__(self) -> Any:
+        self.given, self.start = self.start, 0
+        return self._batches(self.given)
+
+    def _batches(self, start: int) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number >= start:
+                self.given += 1
+                yield batch
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        Asked.asked += 1
+        return {"given": self.given, "first": self.dataset.numbers[0]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # As a reader of files continues at its place in the file.
+        self.dataset.numbers = range(state["first"], state["first"] + len(self.dataset.numbers))
+        self.start = state["given"]
+
+
+LOADERS: dict[str, Callable[[int], Any]] = {
+    "samples": lambda rank: Asked(Counted(18), batch_size=2, shuffle=True),
+    "samples without a state": lambda rank: DataLoader(Counted(18), 2, sampler=DistributedSampler(range(18), 2, rank)),
+    "stream, by hand": lambda rank: ByHand(Stream(9, rank), batch_size=2),
+}
+Counts = list[tuple[int, int]]  # samples read, and states asked for
+
+
+def read(rank: int, world_size: int, directory: Path) -> tuple[dict[str, Counts], dict[str, str]]:
+    """Return counts of runs without checkpoints, with some, and resumed; and differences of resumed runs."""
+    counts: dict[str, Counts] = {}
+    for name, make in LOADERS.items():
+        training = Training(lambda make=make: make(rank), directory, options={"max_epochs": 2}, name=name)  # type: ignore[misc]
+        path = None
+        for points in ((), ("train_batch_end-2", "train_batch_end-5"), ()):
+            Asked.asked = Counted.reads = 0
+            run = training.run(*points, ckpt_path=path)
+            assert len(run.steps) == (10 if path is None else 8)
+            counts.setdefault(name, []).append((Counted.reads, Asked.asked))
+            path = run.saved.get("train_batch_end-2")
+    training.options |= {"dropout": False, "accumulate_grad_batches": 2}
+    return counts, generations(training, ["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"])
+
+
+def test_each_rank_continues_with_its_own_next_batch_and_saves_its_state(tmp_path: Path) -> None:
+    """States can be large and are not read before each batch; finished batches are neither repeated nor lost."""
+    for counts, wrong in run_ranks(read, 2, tmp_path, env=by_hand_env(2)):
+        assert wrong == {}
+        for name, ((first, without), (again, with_two), (resumed, after)) in counts.items():
+            assert (without, after) == (0, 0), name
+            assert with_two == 0 if "without" in name else 2 <= with_two <= 4, name
+            if name != "stream, by hand":
+                assert (first, again, resumed) == (18, 18, 14)

@@ -17,8 +17,7 @@ from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import RankDiedError
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
 from tests.harness.training import At, make_strategy, make_trainer
-from tests.integration.continuing import Training
-from tests.integration.stopping import LongValidated, shuffled, signalled
+from tests.integration.continuing import LongValidated, Training, shuffled, signalled
 from tests.supervision.model import BoomError, Fault, boom
 
 STEP = "on_train_batch_start"

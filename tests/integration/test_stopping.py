@@ -16,8 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.integration.continuing import Run, Training
-from tests.integration.stopping import shuffled, signalled
+from tests.integration.continuing import Run, Training, shuffled, signalled
 
 Moment = tuple[str, int]  # a hook of a callback, and how often it has been called before
 

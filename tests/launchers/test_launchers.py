@@ -1,14 +1,5 @@
 """Each launcher, on one node and on two, and each init method: weights are those of stock.
 
-========  ==================================
-method    where the ranks connect
-========  ==================================
-``none``  without a choice: as ``env``
-``env``   at ``MASTER_ADDR`` and ``MASTER_PORT``
-``tcp``   at a port of 127.0.0.1
-``file``  in a file
-========  ==================================
-
 Processes of the harness are the script, or the launcher that starts it: they have imported torch and Lightning already.
 """
 
@@ -45,7 +36,7 @@ class Runs:
 
     Args:
         directory: for files of init methods; a fresh one.
-        methods: see above.
+        methods: "env", "tcp", "file", or "none" for no choice, which is as "env".
         urls: others than those of the methods.
     """
 
@@ -186,7 +177,7 @@ def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[
 def test_torchrun(tmp_path: Path) -> None:
     """Ranks connect by the init method, again after rank 0 was killed, which the other rank reports first."""
     runs = Runs(tmp_path, "env", "tcp", "file")
-    words = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT, runs.argument(deaths=[(0, 0, 1)]))
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT, runs.argument(deaths=[(0, 0, 1)])]
     output = run_launcher("torch.distributed.run", *words)
     runs.expect_trained(output, returns=8, launches=[2, 2, 1])
     assert ranks_that_name(0, output) == [1], output

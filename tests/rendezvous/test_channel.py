@@ -1,19 +1,23 @@
-"""The control channel between rank 0 and others, and what its connections take from strangers."""
+"""The control channel between rank 0 and others, what its connections take from strangers, and sockets in general."""
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import resource
+import select
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, suppress
 
 import pytest
 
 from lightning_ddp_ext.rendezvous.channel import Channel
-from lightning_ddp_ext.rendezvous.sockets import listen
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, is_loopback, listen
 from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, MAX_UNSENT, NOT_READING, Connection, Message, encode
+from tests.harness.environment import loopback
 from tests.harness.ranks import RankProcesses
 
 WITHIN = 10.0
@@ -89,3 +93,50 @@ def test_sending_never_waits() -> None:
         for _ in range(6):
             connection.send(line)
         assert connection.close_reason == NOT_READING
+
+
+class RawConnection:
+    """Open a connection, both ends, without Python's socket objects, as C++ code does."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        ours = socket.create_connection(listener.getsockname()[:2])
+        self.ends = ours.detach(), listener.accept()[0].detach()
+
+    def is_severed(self) -> bool:
+        """Whether a connection's other end is closed."""
+        is_readable = bool(select.select([self.ends[1]], [], [], 0.0)[0])
+        return is_readable and os.read(self.ends[1], 1) == b""
+
+    def close(self) -> None:
+        for end in self.ends:
+            os.close(end)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with listen("127.0.0.1", 0) as listener:
+        yield listener
+
+
+def test_a_descriptor_that_means_something_else_by_now_is_left_alone(listener: socket.socket) -> None:
+    """The inode shows that another connection has the number now."""
+    with OpenedSockets() as opened:
+        first = RawConnection(listener)
+    first.close()
+    with closing(RawConnection(listener)) as second:
+        assert set(second.ends) == set(first.ends)
+        opened.abort()
+        assert not second.is_severed()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::"])
+def test_ranks_reach_rank_0_by_either_family_or_on_this_host_only(host: str) -> None:
+    """A run on one machine is not reachable from the network; gloo's listeners stay open, since gloo needs them."""
+    with OpenedSockets() as opened:
+        listener = listen(host, 0)
+    opened.abort()
+    address, port = listener.getsockname()[:2]
+    assert is_loopback(address) == (host != "::")
+    with listener:
+        for reached in loopback() if host == "::" else (host,):
+            socket.create_connection((reached, port)).close()
