@@ -150,7 +150,7 @@ class Rescue:
             return ""
         unknown = f"; this host has no random states of {ranks_in_words(lost)}, so they are derived from the seed"
         return (
-            f"step {trainer.global_step} is saved to {self._path}; continue with trainer.fit(..., ckpt_path='last') "
+            f"saved step {trainer.global_step} to {self._path}; resume with trainer.fit(..., ckpt_path='last') "
             f"or ckpt_path={self._path!r}{unknown if lost else ''}"
         )
 

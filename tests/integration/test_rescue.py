@@ -229,13 +229,13 @@ def test_a_batch_that_is_not_trained_on_costs_no_step(tmp_path: Path) -> None:
     """The buffers are also recorded with such a batch."""
     plan = Plan(Kill("on_before_backward", 4), kind=Skipping)
     survivor, _ = launch_ranks(train, 2, plan, tmp_path)
-    assert "step 4 is saved" in survivor.output, survivor.story()
+    assert "saved step 4 to" in survivor.output, survivor.story()
 
 
 def test_an_earlier_save_error_does_not_prevent_the_rescue(tmp_path: Path) -> None:
     """A save in the background failed, and its error was not raised before the other rank died."""
     survivor, _ = launch_ranks(train, 2, Plan(Kill("on_before_backward", 15), rescue="only"), tmp_path)
-    assert "step 15 is saved" in survivor.output, survivor.story()
+    assert "saved step 15 to" in survivor.output, survivor.story()
     assert "cannot save checkpoint /dev/null/" in survivor.output
 
 
