@@ -150,6 +150,14 @@ class Stopped(LongValidated):
     predict_dataloader = test_dataloader
 
 
+sent: list[Case] = []  # cases whose signal this rank has sent
+
+
+def send_signal(case: Case) -> None:
+    sent.append(case)
+    os.kill(os.getpid(), signal.Signals[case.signal])
+
+
 class Signalled(Stopped):
     """Sends a signal in one of its methods."""
 
@@ -160,7 +168,7 @@ class Signalled(Stopped):
         @functools.wraps(method)
         def signalling(*args: Any, **kwargs: Any) -> Any:
             if next(calls, -1) == case.earlier:
-                os.kill(os.getpid(), signal.Signals[case.signal])
+                send_signal(case)
             return method(*args, **kwargs)
 
         setattr(self, method.__name__, signalling)
@@ -173,7 +181,7 @@ def signals_of(case: Case, rank: int) -> tuple[Any, list[L.Callback]]:
     owner, _, name = case.hook.partition(".")
     if owner == "module":
         return functools.partial(Signalled, case), []
-    return Stopped, [At(name, lambda _: os.kill(os.getpid(), signal.Signals[case.signal]), earlier=case.earlier)]
+    return Stopped, [At(name, lambda _: send_signal(case), earlier=case.earlier)]
 
 
 def made(case: Case, place: Path) -> Any:
@@ -221,8 +229,8 @@ def stop_and_resume(case: Case, rank: int, place: Path) -> str:
     if case.kind not in wholes:
         wholes[case.kind] = run(directory / f"whole {case.kind}")
     (whole, state), (stopped, _) = wholes[case.kind], run(place, module, signalling)
-    if stopped.status is None:
-        return difference(training, whole, 0, stopped)  # the hook was not called so often
+    if stopped.status is None and case not in sent:
+        return difference(training, whole, 0, stopped)  # the hook was not called that often
     if stopped.status != status or stopped.steps != whole.steps[: len(stopped.steps)]:
         return f"ends with {stopped.status}, after {stopped.steps} instead of {whole.steps}"
     resumed, resumed_state = run(place)
@@ -246,4 +254,5 @@ def evaluate(
         ended = end.code
     if case.ranks > 1:
         dist.barrier()
-    return "" if ended in (status, None) and not list(place.rglob("*preempted*")) else f"ends with {ended}"
+    is_right = ended == status or (ended is None and case not in sent)
+    return "" if is_right and not list(place.rglob("*preempted*")) else f"ends with {ended}"
