@@ -12,6 +12,7 @@ import importlib.metadata
 import logging
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 _IMPORTED = (
     *("torch.distributed", "lightning.pytorch", "torchmetrics", "pytest", "hypothesis", "tests.harness.ranks"),
@@ -45,7 +46,9 @@ def train() -> None:
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     data: Any = torch.ones(4, 4)
-    with torch.random.fork_rng([]):
+    # After a query of CUDA, forked processes count as unable to use it.
+    no_query = patch.multiple(torch.cuda, device_count=lambda: 0, is_available=lambda: False)
+    with torch.random.fork_rng([]), no_query:
         trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet)
         trainer.fit(Module(), DataLoader(data), DataLoader(data))
 
