@@ -140,7 +140,7 @@ class UnevenInputs(IdleSteps):
 
 
 def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
-    """Describe why these numbers of batches by rank cannot work; ``None`` if they can, as with few ``max_steps``."""
+    """Describe why ranks cannot train on these numbers of batches; ``None`` if they can, as with few ``max_steps``."""
     fewest, most_steps = min(lengths), trainer.max_steps
     if len(set(lengths)) == 1 or math.inf in lengths:
         return None
