@@ -81,10 +81,7 @@ class StartWorker:
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Make the next iterator start new workers.
-
-    With ``persistent_workers``, torch keeps the loader's first iterator, with its sampler.
-    """
+    """Make the next iterator start new workers, since torch keeps the first iterator of persistent workers."""
     object.__setattr__(loader, "_iterator", None)
 
 

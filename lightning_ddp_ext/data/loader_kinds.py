@@ -25,7 +25,7 @@ DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosition:
-    """Return a loader's position, in the class with the quickest way to start in the middle of an epoch.
+    """Return a loader's position, of the class that starts an iterator most quickly in the middle of an epoch.
 
     Args:
         loader: one of our loaders, whose index sampler may be replaced.
@@ -115,7 +115,7 @@ class IndexPosition(LoaderPosition):
         self._restore(start.random)
         order = iter(self._sampler.batch_sampler)
         self._drop(order, start.at)
-        ahead = list(islice(order, start.own or 0))  # drawn before the random states were saved; the rest is not
+        ahead = list(islice(order, start.own or 0))  # drawn before the random states were saved; the rest was not
         self._sampler.draw_next_by(lambda: chain(ahead, order))
         with workers_seeded_apart(self.loader, self.epoch, self.given):  # the sampler may draw more numbers later
             return iter(self.loader)

@@ -74,7 +74,7 @@ def _empty_lists(metric: Metric, before: dict[str, Any]) -> dict[str, list[Tenso
 
 
 def _restore_result(result: Any, before: dict[str, Any] | None) -> None:
-    """Restore the earlier value; if it is missing or was reset, make a value that ranks reduce neutral."""
+    """Restore the earlier value; if it is missing or was reset, set a neutral one where ranks reduce the value."""
     counted = None if before is None or before["has_reset"] else before
     is_joint = result.meta.sync.should and not result.meta.sync.rank_zero_only
     if not result.is_tensor:

@@ -92,7 +92,7 @@ def _none_found(trainer: Any, stop_checkpoint: str | None) -> str:
     """Describe where the next run of this command will look, and which files it will ignore."""
     parts = ["ckpt_path='last': no checkpoint yet"]
     if stop_checkpoint is not None:
-        parts.append(f"a stop saves {stop_checkpoint}, which the same command finds next time")
+        parts.append(f"if the ranks are stopped, they save {stop_checkpoint}, which the same command finds next time")
         name = os.path.basename(stop_checkpoint)
         others = map(str, Path(trainer.default_root_dir, "checkpoints").glob(f"*/{name}"))
         parts += [f"{other} belongs to another command; pass its path to resume from it" for other in others]

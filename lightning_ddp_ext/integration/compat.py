@@ -24,8 +24,7 @@ def combined_loader_of(loop: Any) -> Any:
 
 def mode_of(combined: Any) -> str:
     """Return the mode of a combined loader."""
-    mode: str = _read(combined, "_mode")
-    return mode
+    return str(_read(combined, "_mode"))
 
 
 def combined_iterator_of(loop: Any) -> Any:

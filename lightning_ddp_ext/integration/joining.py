@@ -90,7 +90,7 @@ class Rendezvous:
     def join(self, strategy: pl.strategies.DDPStrategy, debugged: RankDebugger | None) -> None:
         """Connect the ranks, create the process group and log it. Collective: every rank must call it.
 
-        If a rank is being debugged, time limits are in effect off, and that rank waits for a debugger.
+        If a rank is being debugged, time limits do not apply in practice, and that rank waits for a debugger.
         """
         if isinstance(strategy.cluster_environment, TorchElasticEnvironment):
             watch_parent()  # torchrun's agent; other launchers stop their ranks themselves

@@ -23,8 +23,7 @@ Stopped = Literal["batch", "validation"]
 
 def epoch_of(trainer: Any) -> int:
     """Return the current or next epoch; with ``max_steps``, ``trainer.current_epoch`` lags behind."""
-    epoch: int = trainer.fit_loop.epoch_progress.current.processed
-    return epoch
+    return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
 @dataclass(frozen=True)

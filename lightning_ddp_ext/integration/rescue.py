@@ -1,7 +1,7 @@
 """Save a surviving rank's state after another rank has died, failed or hung, so that training can continue.
 
 The parameters and the optimiser's state need no copy: with automatic optimisation, an aborted collective raises before
-they change. Random states and buffers are recorded in each step. A survivor writes an ordinary checkpoint.
+they change. Random states and buffers are recorded in each step. A survivor saves all this in an ordinary checkpoint.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Rescue:
         self._trainer, self.recorder = None, Recorder()
 
     def save(self, exception: BaseException) -> None:
-        """Save the last finished step after an exception caused by another rank, unless a survivor has saved it."""
+        """Save the last finished step after another rank has caused an exception, unless another survivor has."""
         cause = None if self._trainer is None else self._peers.cause
         if cause is None or cause.kind not in _SURVIVABLE or cause.rank == self._strategy.global_rank:
             return

@@ -47,7 +47,7 @@ class StopController:
 
     Attributes:
         run: the Trainer's current run, or its last one.
-        stopped: the stop point at which all ranks are stopping, for the checkpoint; otherwise ``None``.
+        stopped: the stop point at which all ranks are stopping, recorded in the checkpoint; otherwise ``None``.
         resumed_from: the stop checkpoint, if ``ckpt_path="last"`` was resolved to it.
     """
 

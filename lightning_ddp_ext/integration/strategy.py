@@ -393,7 +393,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         if self.checkpoints.is_handling_exception:
             return obj
         is_training = self.lightning_module is not None and self.lightning_module.trainer.training
-        if not (is_training and called_by_lightning()):  # max_time, for example, needs one in every batch
+        if not (is_training and called_by_lightning()):  # max_time, for example, requires one in every batch
             report_call(f"broadcast from rank {src}")
         return super().broadcast(obj, src)
 

@@ -102,8 +102,7 @@ class UnevenInputs(IdleSteps):
     @property
     @override
     def _number(self) -> int:
-        ready: int = self._strategy.current_trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return ready - 1
+        return int(self._strategy.current_trainer.fit_loop.epoch_loop.batch_progress.current.ready) - 1
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Scale the loss so that DDP's mean over all ranks equals the mean over the ranks that are not idle."""
