@@ -18,7 +18,7 @@ from lightning_ddp_ext.data.seeding import seed_generators
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
 _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearray, range, type)
-_SHORT = 32  # longer lists and dicts contain samples, unless the first element is a loader, sampler or dataset
+_SHORT = 32  # longer lists and dicts are taken for samples, unless the first element is a loader, sampler or dataset
 
 
 def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> bool:
@@ -55,11 +55,11 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
 class StartWorker:
     """A ``worker_init_fn`` that leaves the rank's process group, calls the loader's own function and seeds the worker.
 
-    torchrun, schedulers and terminals signal all processes of a group. Such a signal would kill the workers, which
-    the rank needs until it stops.
+    torchrun, schedulers and terminals send signals to all processes of a group. Such a signal would kill the workers,
+    which the rank needs until it stops.
 
     Attributes:
-        own: the loader's own function.
+        own: the loader's own function, or ``None``.
         epoch: from 0.
         rank: from 0.
         seed: for :func:`seed_generators`; ``None`` leaves the generators as torch and ``own`` seed them.
@@ -81,10 +81,7 @@ class StartWorker:
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Make the next iterator start new workers.
-
-    With ``persistent_workers``, torch keeps the loader's first iterator and its sampler.
-    """
+    """Make the next iterator start new workers, since torch keeps the first iterator of persistent workers."""
     object.__setattr__(loader, "_iterator", None)
 
 

@@ -63,7 +63,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         raise NotImplementedError
 
     def _set_wrapped_epoch(self) -> None:
-        """Set the epoch of wrapped objects."""
+        """Set the epoch of wrapped objects, if the subclass has any."""
 
     # The interface of a DistributedSampler.
 
@@ -89,7 +89,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]
-        """The length, under torch's name for it."""
+        """This rank's number of items in an epoch, under torch's name for it."""
         return len(self)
 
     @property
@@ -141,7 +141,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         """Set the epoch and the position from which its global order is read; pass the same values on every rank.
 
         Raises:
-            ConfigurationError: ``epoch`` is negative, or ``position`` is not between 0 and the length of the order.
+            ConfigurationError: ``epoch`` is not an integer of at least 0, or ``position`` not one from 0 to ``length``.
         """
         epoch = whole_number(epoch, "epoch", remedy="count epochs from 0")
         remedy = "a position is only valid for the length that it was saved with"
@@ -161,9 +161,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         }
 
     def _ranks(self) -> tuple[int, int]:
-        """Return the number of ranks and the rank; missing arguments are the process group's, or else 1 and 0.
+        """Return the number of ranks and this rank, by default those of the process group, or 1 and 0 without a group.
 
-        A sampler may therefore be created before the process group.
+        They are read at each use, so a sampler may be created before the process group.
         """
         num_replicas, rank = self._given_ranks
         grouped = dist.is_available() and dist.is_initialized()

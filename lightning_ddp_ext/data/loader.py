@@ -27,9 +27,9 @@ class DistributedLoader:
     Attributes:
         source: as given.
         loader: the loader to read: a copy of ``source`` if that is a ``DataLoader`` without a state.
-        length: the number of batches that replaces the loader's own length; ``None`` to keep that.
+        length: the number of batches that replaces the loader's own length; ``None`` to keep it.
         position: the training position in the loader; ``None`` for an evaluation loader.
-        balance: the number of batches to evaluate on each rank if these numbers differ; else ``None``.
+        balance: the number of batches to evaluate on each rank if these numbers differ; otherwise ``None``.
         on_iterator: called when an iterator is created.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
@@ -108,7 +108,7 @@ def index_sampler_of(loader: Any) -> Any:
 class PermanentBatchSampler:
     """Yields the items of another sampler, or of an order set for the next iterator, and pads them at the end.
 
-    A loader keeps the same one, because with persistent workers torch keeps the sampler of the first iterator.
+    A loader always keeps the same one, because with persistent workers torch keeps the sampler of the first iterator.
     The length is that of a whole epoch, because loops count batches from the beginning of the epoch.
 
     Args:
@@ -151,7 +151,7 @@ class PermanentBatchSampler:
 
 
 def make_permanent(loader: DataLoader[Any], **options: Any) -> PermanentBatchSampler:
-    """Wrap the index sampler of one of our loaders in a :class:`PermanentBatchSampler`, and return that."""
+    """Wrap the index sampler of one of our loaders in a :class:`PermanentBatchSampler`, and return the wrapper."""
     own = index_sampler_of(loader)
     permanent = PermanentBatchSampler(own, **options)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -184,7 +184,7 @@ def identity_of(sampler: object) -> str:
 
 
 def parameters_of(loader: Any) -> dict[str, Any]:
-    """Return the parameters that determine which samples a loader reads; workers only matter without indices."""
+    """Return the parameters that determine a loader's samples; workers only matter without indices or with a state."""
     sampler = index_sampler_of(loader)
     workers = getattr(loader, "num_workers", None) if sampler is None or is_stateful(loader) else None
     batch_size = getattr(loader, "batch_size", None)

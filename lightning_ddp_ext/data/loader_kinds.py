@@ -25,7 +25,7 @@ DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosition:
-    """Choose the quickest way to start an iterator over a loader in the middle of an epoch.
+    """Return a loader's position, of the class that starts an iterator most quickly in the middle of an epoch.
 
     Args:
         loader: one of our loaders, whose index sampler may be replaced.
@@ -42,7 +42,7 @@ def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosit
 
 
 def global_order_of(loader: Any) -> GlobalOrderSampler | None:
-    """Return the sampler that a loader reads if it is one of ours, else ``None``."""
+    """Return the sampler that a loader reads if it is one of ours, otherwise ``None``."""
     sampler = index_sampler_of(loader)
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
@@ -50,7 +50,7 @@ def global_order_of(loader: Any) -> GlobalOrderSampler | None:
 
 
 def rewind(loader: Any) -> None:
-    """Move our samplers to the beginning of the epoch, even if training is in the middle of it."""
+    """Move our samplers in a loader to the beginning of the epoch, even if training is in the middle of it."""
     for sampler in samplers_below(index_sampler_of(loader)):
         if isinstance(sampler, GlobalOrderSampler):
             sampler.resume_at(sampler.epoch, 0)
@@ -67,7 +67,7 @@ class OrderPosition(LoaderPosition):
         assert sampler is not None
         self._sampler = sampler
         index_sampler = index_sampler_of(loader)
-        self._batch_size = 1 if index_sampler is sampler else index_sampler.batch_size  # in items of the sampler
+        self._batch_size = 1 if index_sampler is sampler else index_sampler.batch_size  # counted in sampler items
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
@@ -115,7 +115,7 @@ class IndexPosition(LoaderPosition):
         self._restore(start.random)
         order = iter(self._sampler.batch_sampler)
         self._drop(order, start.at)
-        ahead = list(islice(order, start.own or 0))  # drawn before the random states were saved; the rest follows them
+        ahead = list(islice(order, start.own or 0))  # drawn before the random states were saved; the rest was not
         self._sampler.draw_next_by(lambda: chain(ahead, order))
         with workers_seeded_apart(self.loader, self.epoch, self.given):  # the sampler may draw more numbers later
             return iter(self.loader)
@@ -128,7 +128,7 @@ class IndexPosition(LoaderPosition):
 
 
 class StatePosition(LoaderPosition):
-    """Position in a loader with a state, which is read when a checkpoint is saved.
+    """Position in a loader with a state, which each save reads.
 
     By then the loader may have drawn more batches than training has used. A checkpoint therefore records an earlier
     state and the number of batches to drop after it, or from the beginning if it has no earlier state.
@@ -136,12 +136,12 @@ class StatePosition(LoaderPosition):
 
     kind = "state"
     is_by_rank = True
-    _drawn: int | None = None  # batches of the newest iterator; ``None`` after its end
+    _drawn: int | None = None  # number of batches drawn from the newest iterator; ``None`` after its end
 
     @override
     def state_dict(self, done: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
-        if self._starts and self._drawn is not None:  # after its end, some loaders start again
+        if self._starts and self._drawn is not None:  # some loaders start again after their end
             self._starts[-1].states.append((self._drawn, self.loader.state_dict()))
         known = [each for each in start.states if each[0] <= batches]
         drawn, state = known[-1] if known else (-start.at, None)
@@ -155,7 +155,7 @@ class StatePosition(LoaderPosition):
 
     @override
     def _resume(self, start: IteratorStart) -> Iterator[Any]:
-        # Without a saved state of this rank, Lightning has given the loader rank 0's state, or none.
+        # If no state of this rank was saved, Lightning has loaded rank 0's state, or none.
         state, dropped = (None, 0) if start.own is None else (start.own["state"], start.own["dropped"])
         if state is None:
             rewind(self.loader)

@@ -67,14 +67,14 @@ def _restore(metric: nn.Module, before: dict[str, Any]) -> None:
 
 
 def _empty_lists(metric: Metric, before: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """Return zero rows for each empty list, with the type and shape of the other ranks' rows."""
+    """Return an empty tensor for each list that was empty, with the type and shape of the rows that the step added."""
     lists = [name for name, join in metric._reductions.items() if join is dim_zero_cat and before[name] == []]
     states = {name: getattr(metric, name) for name in lists}
     return {name: [torch.atleast_1d(rows[0])[:0]] for name, rows in states.items() if rows}
 
 
 def _restore_result(result: Any, before: dict[str, Any] | None) -> None:
-    """Restore the value that was logged before; without such a value, or after a reset, set a neutral one."""
+    """Restore the earlier value; if it is missing or was reset, set a neutral one where ranks reduce the value."""
     counted = None if before is None or before["has_reset"] else before
     is_joint = result.meta.sync.should and not result.meta.sync.rank_zero_only
     if not result.is_tensor:
@@ -83,7 +83,7 @@ def _restore_result(result: Any, before: dict[str, Any] | None) -> None:
         of_step = result._forward_cache
         vars(result).update(counted)
         if is_joint:
-            result._forward_cache = of_step  # the value over the ranks that count
+            result._forward_cache = of_step  # the value reduced over the ranks that count
     elif is_joint:
         for state, neutral in result._defaults.items():
             setattr(result, state, neutral.clone().to(getattr(result, state).device))

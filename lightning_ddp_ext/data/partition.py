@@ -60,7 +60,7 @@ class Shard:
         return found % self.length if last - self.world_size >= self.length else found
 
     def position_after(self, consumed: int) -> int:
-        """Return the first position that no rank has read after each rank read ``consumed`` positions, or all it has.
+        """Return the first unread position once each rank has read ``consumed`` positions, or all of its positions.
 
         It is the same on every rank. After the whole epoch it is ``length``, even if ``"drop"`` left positions out.
         """

@@ -1,4 +1,4 @@
-"""Compute a random permutation of any length position by position, without storing it."""
+"""Compute a random permutation of any length position by position, without storing it unless it is short."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RoundKey = tuple[Halves, Halves, Halves]
 
 
 def _half(number: int) -> Halves:
-    """Return an array without dimensions, which is faster in NumPy than a scalar."""
+    """Return a zero-dimensional array, because NumPy computes faster with it than with a scalar."""
     return np.array(number, dtype=np.uint32)
 
 
@@ -32,7 +32,7 @@ class Permutation:
 
     A position is a pair from Z_a × Z_b with a = ⌈√length⌉ and b = ⌈length / a⌉. Ten Feistel rounds add a hash of one
     half to the other, modulo a and b in turn (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
-    The few results beyond ``length`` are permuted again until they fall below it. Lengths up to 65,536 use a table
+    The few results that are not below ``length`` are permuted again until they are. Lengths up to 65,536 use a table
     instead, because with few positions ten rounds do not make all orders equally likely, whatever the hash.
 
     Args:
@@ -55,7 +55,7 @@ class Permutation:
 
     @cached_property
     def _table(self) -> NDArray[np.int64]:
-        # NumPy guarantees that this stream stays the same in all versions, unlike Generator.permutation.
+        # NumPy guarantees that this stream stays the same in all versions, unlike that of Generator.permutation.
         draws = np.random.PCG64(self._key).random_raw(self._length)
         return np.argsort(draws, kind="stable").astype(np.int64)
 

@@ -30,7 +30,7 @@ class IteratorStart:
         after: the number of batches that the loader gave in the epoch before this iterator was created.
         at: the position at which it started; 0 at the beginning.
         random: the random states from which it drew numbers, recorded just before.
-        own: what the resumed run saved for this kind of loader only.
+        own: the data that the resumed run saved only for this kind of loader.
         states: states of the loader, each with the number of batches drawn by then.
     """
 
@@ -45,8 +45,8 @@ class IteratorStart:
 class LoaderPosition:
     """The Trainer's position in one training loader, which may be any iterable.
 
-    Here the position is a number of batches, which a resumed run reads and drops. ``loader_kinds`` has a subclass for
-    each quicker way.
+    In this class, the position is a number of batches, which a resumed run reads and drops. ``loader_kinds`` has a
+    subclass for each quicker way.
 
     Args:
         loader: the loader to read.
@@ -98,7 +98,7 @@ class LoaderPosition:
         Raises:
             ResumeError: the data ends before the position.
         """
-        if self._has_to_end:  # Lightning ends the epoch once it has seen the end of each loader, also of a cycled one
+        if self._has_to_end:  # Lightning ends the epoch once it has seen the end of each loader, even a cycled one
             self._has_to_end = False
             return iter(())
         state, self._resumed = self._resumed, None

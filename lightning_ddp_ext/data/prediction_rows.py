@@ -25,7 +25,7 @@ class PredictedBatch(NamedTuple):
 
 
 def join_batches(batches: list[PredictedBatch]) -> Any:
-    """Return the first prediction of each sample, in the order of the samples; ``None`` without batches.
+    """Return the first prediction of each sample, in the order of the samples; ``None`` if ``batches`` is empty.
 
     >>> join_batches([PredictedBatch([2, 0], ["c", "a"]), PredictedBatch([1, 2], ["b", "again"])])
     ['a', 'b', 'c']

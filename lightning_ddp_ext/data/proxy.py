@@ -29,7 +29,7 @@ class Proxy:
         return len(self._ddpx_iterable)
 
     def __bool__(self) -> bool:
-        return True  # without ``__len__``, which streams do not have
+        return True  # calls no ``__len__``, which streams do not have
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return copy.copy, (self._ddpx_own,)  # a copy is detached from the training run

@@ -45,7 +45,7 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
 
 
 def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:
-    """Restore what :func:`record_random_state` returned; skip a generator whose kind has changed since."""
+    """Restore what :func:`record_random_state` returned; skip a generator whose kind has changed since then."""
     for generator, (kind, state) in zip((*_GLOBAL, *generators), recorded, strict=False):
         if kind == _kind_of(generator):
             _set_state(generator, state)
@@ -62,7 +62,7 @@ def preserve_random_state(generators: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def random_state_bytes(generators: Sequence[Any] = ()) -> list[Any]:
-    """Return the states in pieces, which are joined for :func:`random_state_in`.
+    """Return the states of :func:`record_random_state` in pieces; :func:`random_state_in` takes them joined.
 
     HACK: this copies the memory of NumPy's and Python's objects, because ``record_random_state`` takes 60 µs.
     """
@@ -72,10 +72,10 @@ def random_state_bytes(generators: Sequence[Any] = ()) -> list[Any]:
 
 
 def random_state_in(content: bytes) -> list[Any]:
-    """Convert joined :func:`random_state_bytes` to the form of :func:`record_random_state`; assumes their layout."""
+    """Convert joined :func:`random_state_bytes`, of a known memory layout, to the form of ``record_random_state``."""
     own, file = torch.default_generator.get_state(), io.BytesIO(content)
     file.readinto(own.numpy().data)
-    numpy, bits, python = (file.read(each.__sizeof__()).ljust(4096) for each in _viewed())  # others may be shorter
+    numpy, bits, python = (file.read(each.__sizeof__()).ljust(4096) for each in _viewed())  # other kinds may be shorter
     following, further = pickle.load(file)
     # The spare normal number, and 624 words with the index of the next one; in Python the index comes first.
     has_gauss, gauss = struct.unpack_from("=i4xd", numpy, 80)

@@ -1,4 +1,4 @@
-"""Samplers that compute their order: shuffled without a list, in torch's order, or each sample exactly once."""
+"""Distributed samplers: one shuffles without a stored list, one follows torch's order, one reads each sample once."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from lightning_ddp_ext.data.seeding import mix
 
 
 class ScalableDistributedSampler(GlobalOrderSampler):
-    """A ``DistributedSampler`` that shuffles without a list, so start time and memory do not grow with the length.
+    """A ``DistributedSampler`` that shuffles without a list of indices, with constant start-up time and memory.
 
-    The order of an epoch is a keyed permutation, see ``data.permutation``. It depends only on ``seed`` and ``epoch``,
-    which are mixed rather than added. Each rank computes only the indices that it yields. Any number of ranks can
-    continue from any position in the order, which ``resume_at`` sets.
+    The order of an epoch is a keyed permutation, see ``data.permutation``. It depends only on the length, ``seed`` and
+    ``epoch``; seed and epoch are mixed rather than added. Each rank computes only the indices that it yields.
+    ``resume_at`` sets the position, and any number of ranks can continue from it.
 
     Args:
-        dataset: anything with a length, up to 2**62.
-        num_replicas: number of ranks; ``None``: that of the process group when the sampler is used, else 1.
-        rank: this rank; ``None``: that of the process group when the sampler is used, else 0.
+        dataset: anything with a length. A length over 2**62 is not supported, and this is not checked.
+        num_replicas: number of ranks; ``None``: the process group's, read when the sampler is used; 1 without a group.
+        rank: this rank; ``None``: the process group's, read when the sampler is used; 0 without a group.
         shuffle: whether the order is random; otherwise it is the dataset's.
         seed: a non-negative integer, the same on every rank.
-        drop_last: the same as ``uneven="drop"``; overrides ``uneven``.
+        drop_last: if true, the same as ``uneven="drop"``, regardless of ``uneven``.
         uneven: what happens if the length is not a multiple of the number of ranks: ``"pad"`` reads the epoch's first
             samples again, ``"drop"`` leaves the last samples out, ``"exact"`` gives some ranks one more sample.
 
     Raises:
-        ConfigurationError: the dataset has no length, or an argument is out of range.
+        ConfigurationError: the dataset has no length, or another argument is invalid.
 
     >>> two = [ScalableDistributedSampler(range(10), num_replicas=2, rank=rank, seed=3) for rank in range(2)]
     >>> read = [list(sampler)[:2] for sampler in two]
@@ -71,8 +71,9 @@ class ScalableDistributedSampler(GlobalOrderSampler):
 class ExactDistributedSampler(ScalableDistributedSampler):
     """A sampler for evaluation: exactly one rank reads each sample, without repeats or omissions.
 
-    Some ranks may get one sample more than others, or none at all, so the numbers of batches may differ. For arguments
-    and errors see ``ScalableDistributedSampler``.
+    Some ranks may get one sample more than others, or none at all, so the numbers of batches may differ. Arguments
+    and errors are those of ``ScalableDistributedSampler``, without ``drop_last`` and ``uneven``. By default, the order
+    is the dataset's.
 
     >>> [list(ExactDistributedSampler(range(5), num_replicas=2, rank=rank)) for rank in range(2)]
     [[0, 2, 4], [1, 3]]
@@ -90,9 +91,9 @@ class ExactDistributedSampler(ScalableDistributedSampler):
 
 
 class TorchOrderSampler(ScalableDistributedSampler):
-    """Yields exactly the order of ``torch.utils.data.DistributedSampler``, from any position, on any number of ranks.
+    """Yields samples in exactly the order of torch's ``DistributedSampler``, from any position, on any number of ranks.
 
-    An epoch's order takes 8 bytes per sample and the time to draw it.
+    Each epoch, the whole order is drawn and stored, at 8 bytes per sample.
     """
 
     kind: ClassVar[str] = "torch"
@@ -107,5 +108,5 @@ class TorchOrderSampler(ScalableDistributedSampler):
 
 
 def identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions unchanged, which is the dataset's own order."""
+    """Return the positions unchanged, for the dataset's own order."""
     return positions

@@ -46,7 +46,7 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
     process = 0 if worker is None else worker + 1
     for_python, for_numpy, for_torch = (mix(seed, epoch, rank, process, generator) for generator in range(3))
     random.seed(for_python)
-    np.random.seed([for_numpy % 2**32, for_numpy >> 32])  # it takes 32 bits at a time
+    np.random.seed([for_numpy % 2**32, for_numpy >> 32])  # NumPy takes 32 bits at a time
     torch.manual_seed(for_torch)
 
 

@@ -21,8 +21,8 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     """Splits the batches of any batch sampler among the ranks, for ``DataLoader(batch_sampler=...)``.
 
     When an epoch begins, every rank draws the batches of all ranks and yields its own: the k-th batch belongs to rank k
-    modulo the number of ranks. Meanwhile all generators that it can reach are seeded from ``seed`` and the epoch.
-    ``position`` counts the batches of all ranks.
+    modulo the number of ranks. During the draw, the global generators and those of the batch sampler are seeded from
+    ``seed`` and the epoch. ``position`` counts the batches of all ranks.
 
     Args:
         batch_sampler: anything that yields batches and has a length; ``set_epoch`` is called on it and on the samplers
@@ -32,7 +32,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
             gives some ranks one more batch.
 
     Raises:
-        ConfigurationError: the batch sampler has no length, or, during iteration, yields fewer batches than its length.
+        ConfigurationError: an argument is invalid; or, during iteration, fewer batches are drawn than the length.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> batches = BatchSampler(SequentialSampler(range(6)), batch_size=2, drop_last=False)
@@ -41,7 +41,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     """
 
     kind: ClassVar[str] = "batches"
-    _field: ClassVar[str] = "batch_sampler"  # its name in errors
+    _field: ClassVar[str] = "batch_sampler"  # name of the argument in errors
 
     def __init__(
         self,
@@ -63,7 +63,6 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
 
     @override
     def identity(self) -> dict[str, Any]:
-        """Return the parameters that must be equal for a position to have the same meaning."""
         return {**super().identity(), "sampler": identity_of(self.dataset)}
 
     @override

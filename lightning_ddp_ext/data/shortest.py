@@ -25,7 +25,7 @@ def end_together(
     on_item: Callable[[list[int]], object] = lambda idle_ranks: None,
     on_last: Callable[[], object] = lambda: None,
 ) -> Iterator[T]:
-    """Yield the same number of items on all ranks: that of the shortest iterator, or with ``"join"`` of the longest.
+    """Yield the same number of items on all ranks: that of the shortest iterator, or of the longest with ``"join"``.
 
     ``AHEAD`` items are drawn ahead. For each item the ranks exchange which of them have one, and the answer arrives
     while the previous item is in use. With ``"stop_at_shortest"`` an item is dropped if some rank has none. With
@@ -36,7 +36,7 @@ def end_together(
     collective until that rank's failure is detected.
 
     Args:
-        items: this rank's own iterator; not used after its end.
+        items: this rank's own iterator, which is not read after its end.
         mode: when to end.
         group: a group of all ranks whose backend reduces CPU tensors; ``None`` for the default group.
         on_item: called before each item is yielded, with the ranks that repeat an item, in ascending order.

@@ -20,7 +20,7 @@ from lightning_ddp_ext.ranks import Ranks
 from .lightning_tree import pl, rank_zero_info, rank_zero_warn
 from .options import check_choice
 
-# The file with which Lightning's launchers pass weights from a started rank to the process that started it.
+# The file in which Lightning's launchers pass weights from a started rank to the process that started it.
 _HANDED_OVER = ".temp.ckpt"
 
 
@@ -39,7 +39,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         map_location: the device for the file's tensors, in any form that ``torch.load`` accepts. ``None`` means the
             CPU, from which the model and its optimisers copy them to each rank's device.
         background: whether ``save_checkpoint`` returns as soon as the content is copied in memory. The file may not
-            exist yet, see :meth:`wait`. The next save or the end of ``fit`` raises a save error.
+            exist yet, see :meth:`wait`. A save error is raised in the next save or at the end of ``fit``.
         verify: whether to check checksums when loading. Files written by torch 1.6 or later have checksums unless these
             were switched off; a file without checksums is read with a warning.
         weights_only: whether only data may be read, and no objects of other classes; ``None`` uses torch's default.
@@ -74,6 +74,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         Raises:
             CheckpointSaveError: the file was not written, and an existing local file is left untouched; or an earlier
                 background save failed, and this save was not attempted.
+            TypeError: ``storage_options`` is not ``None``.
         """
         if storage_options is not None:
             raise TypeError(
@@ -143,7 +144,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         """Wait until all checkpoints are on disk. Only rank 0 has anything to wait for.
 
         Raises:
-            CheckpointSaveError: a save failed, and its error was not raised before.
+            CheckpointSaveError: a save failed, and its error has not been raised yet.
         """
         self.saver.wait()
 

@@ -65,7 +65,7 @@ def _command() -> str:
 def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: bool) -> tuple[Any, ...]:
     """Replace ``ckpt_path="last"`` among the arguments of a Trainer's function by a path.
 
-    Without an intact file the arguments stay unchanged: Lightning then warns, or reading raises the reason.
+    If no intact file is found, the arguments stay unchanged: Lightning then warns, or reading raises the reason.
     """
     if trainer is None:
         return args
@@ -78,7 +78,7 @@ def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: b
     stop_checkpoint = place_of(strategy.stop_checkpoint, trainer)
     candidates = _candidates(trainer, stop_checkpoint)
     newest_first = sorted(candidates, key=candidates.__getitem__, reverse=True)
-    found = _newest_whole(newest_first) if is_rank_zero else next(iter(newest_first), None)
+    found = _newest_intact(newest_first) if is_rank_zero else next(iter(newest_first), None)
     if is_rank_zero:  # rank_zero_info does not know a started rank's number yet, so all ranks would log
         rank_zero_info(f"ckpt_path='last' is {found}" if found else _none_found(trainer, stop_checkpoint))
     if found is None:
@@ -92,7 +92,7 @@ def _none_found(trainer: Any, stop_checkpoint: str | None) -> str:
     """Describe where the next run of this command will look, and which files it will ignore."""
     parts = ["ckpt_path='last': no checkpoint yet"]
     if stop_checkpoint is not None:
-        parts.append(f"a stop saves {stop_checkpoint}, which the same command finds next time")
+        parts.append(f"if the ranks are stopped, they save {stop_checkpoint}, which the same command finds next time")
         name = os.path.basename(stop_checkpoint)
         others = map(str, Path(trainer.default_root_dir, "checkpoints").glob(f"*/{name}"))
         parts += [f"{other} belongs to another command; pass its path to resume from it" for other in others]
@@ -103,7 +103,7 @@ def _none_found(trainer: Any, stop_checkpoint: str | None) -> str:
 
 
 def _candidates(trainer: Any, stop_checkpoint: str | None) -> dict[str, float]:
-    """Return the last checkpoints, and those saved at a stop or a failure, with their times of writing."""
+    """Return the last checkpoints, and those saved at a stop or a failure, with their modification times."""
     callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
     found: set[str | None] = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
     found |= {getattr(callback, "ckpt_path", None) for callback in trainer.callbacks}  # OnExceptionCheckpoint has one
@@ -114,7 +114,7 @@ def _candidates(trainer: Any, stop_checkpoint: str | None) -> dict[str, float]:
     return {path: when for path, when in times.items() if when is not None}
 
 
-def _newest_whole(newest_first: list[str]) -> str | None:
+def _newest_intact(newest_first: list[str]) -> str | None:
     """Return the first of these files that is not damaged. Only rank 0 calls this, and warns about damaged files.
 
     A file that cannot be read now may be intact, so no older file replaces it; reading it later raises the reason on
@@ -137,7 +137,7 @@ def _newest_whole(newest_first: list[str]) -> str | None:
 
 
 def modified(path: str) -> float | None:
-    """Return the time of writing; ``None`` if the file does not exist, infinity if the time is unknown."""
+    """Return a file's modification time; ``None`` if the file does not exist, infinity if the time is unknown."""
     location = locate(path)
     try:
         if location.local is not None:

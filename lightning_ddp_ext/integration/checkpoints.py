@@ -104,7 +104,7 @@ class Checkpoints:
 
     @contextmanager
     def _every_rank(self, what: str) -> Iterator[None]:
-        """Run a block that every rank must run, and name a rank that does not call it or that fails."""
+        """Run a block that every rank must run, and name a rank that does not reach it or that fails."""
         context = current()
         try:
             if context is not None and self._ranks.world_size > 1:
@@ -163,8 +163,8 @@ class Checkpoints:
     def _has_partial_sums(self) -> bool:
         """Whether NCCL was aborted, so that the weights may be wrong.
 
-        With NCCL this waits for the device, as copying the weights does, because an optimiser step that waits there
-        for a dead rank is aborted later.
+        With NCCL, this first waits for the device, as copying the weights does, because an optimiser step that is
+        waiting there for a dead rank is aborted only later.
         """
         context = current()
         if context is None or not context.groups.uses_nccl:

@@ -24,8 +24,7 @@ def combined_loader_of(loop: Any) -> Any:
 
 def mode_of(combined: Any) -> str:
     """Return the mode of a combined loader."""
-    mode: str = _read(combined, "_mode")
-    return mode
+    return str(_read(combined, "_mode"))
 
 
 def combined_iterator_of(loop: Any) -> Any:
@@ -41,7 +40,7 @@ def iterators_of(loop: Any) -> list[Any]:
 
 
 def fetcher_of(loop: Any) -> Any:
-    """Return the data fetcher of a loop, whose attribute ``length`` determines the last batch."""
+    """Return a loop's data fetcher, whose attribute ``length`` determines the last batch."""
     return _read(loop, "_data_fetcher")
 
 
@@ -138,7 +137,7 @@ def results_of(trainer: Any) -> dict[str, Any]:
 def calling_result() -> tuple[Any, bool]:
     """Return the result object that called ``Strategy.reduce``, if any, and whether that call updates it.
 
-    A user may call ``reduce`` with the same arguments and need the result immediately; only the calling frame tells.
+    A user may call ``reduce`` with the same arguments and need the result immediately; the calling frame decides.
     """
     frame: Any = sys._getframe(1)
     while frame.f_code.co_name == "reduce":  # also of a strategy that inherits from ours
@@ -164,7 +163,7 @@ def restore_handlers(trainer: Any) -> None:
 
 
 def current_hook(frame: FrameType | None, trainer: Any) -> str:
-    """Return a frame's innermost hook, batch fetch or call between ranks, such as ``train_dataloader_next``."""
+    """Return a frame's innermost hook, batch fetch or call between ranks; otherwise the stage, or ``user code``."""
     while frame is not None:
         module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
         if module.endswith(".loops.fetchers") and function in ("__next__", "__iter__", "setup"):
@@ -180,7 +179,7 @@ def current_hook(frame: FrameType | None, trainer: Any) -> str:
 
 
 def progress_of(trainer: Any) -> str:
-    """Return the Trainer's progress, such as ``train: epoch 3, step 512``."""
+    """Return the Trainer's progress, such as ``train: epoch 3, step 512``, or only its stage."""
     stage = _stage_of(trainer)
     if trainer.training or trainer.validating or trainer.sanity_checking:
         return f"{stage}: epoch {trainer.current_epoch}, step {trainer.global_step}"

@@ -34,7 +34,7 @@ Order = Literal["torch", "scalable"]
 
 
 class DataPath:
-    """The loaders of a strategy's ranks; for the arguments see ``DDPExtStrategy``, whose ``sampler`` is ``order``.
+    """The loaders of a strategy's ranks; for the arguments see ``DDPExtStrategy`` (``order`` is its ``sampler``).
 
     Attributes:
         worker_seed: the seed of ``SamplerEpochSeeding``.
@@ -92,7 +92,7 @@ class DataPath:
         loader = DistributedLoader(self._with_sampler(as_lightning, source, shuffle, stage), self.start_iterator)
         if stage in EVALUATED:
             self.evaluation.balance(loader, stage)
-            loader.on_iterator = self._strategy.stops.before_validation  # before any hook of a validation
+            loader.on_iterator = self._strategy.stops.before_validation  # before any validation hook
             return loader.shown()
         self.uneven.agree_on_length(loader)
         remembered = self._strategy.current_trainer.accumulate_grad_batches + 4
@@ -135,7 +135,7 @@ class DataPath:
     def start_iterator(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a loader, because its first batch was requested.
 
-        For the fit loop it starts at the training position, for an evaluation loop or the user at the beginning.
+        In the fit loop it starts at the training position; in an evaluation loop or user code, at the beginning.
         """
         trainer = self._strategy.current_trainer
         epoch = self.training.epoch

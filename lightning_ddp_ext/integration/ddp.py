@@ -15,7 +15,7 @@ from .lightning_tree import rank_zero_info
 
 CommHook = Callable[..., Any]
 
-_SHOWN = 10  # at most this many parameters are named
+_SHOWN = 10  # number of parameters that an error names at most
 
 
 class GradientAveraging:
@@ -40,9 +40,9 @@ class GradientAveraging:
             model.register_comm_hook(strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook))
 
     def on_train_start(self) -> None:
-        """Bypass DDP in the steps of a single CPU rank, unless the user changed what DDP does."""
+        """Bypass DDP in the steps of a single CPU rank, unless the user has changed what DDP does."""
         model, options = self._strategy.model, self._strategy._ddp_kwargs.keys() - {"find_unused_parameters"}
-        is_on_gpu = self._strategy.root_device.type != "cpu"  # there DDP also moves inputs to the device
+        is_on_gpu = self._strategy.root_device.type != "cpu"  # on a GPU, DDP also moves inputs to the device
         if self._strategy.world_size > 1 or is_on_gpu or type(model) is not DistributedDataParallel:
             return
         # If torch renames this, DDP is not bypassed, which is only slower.

@@ -53,10 +53,10 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
             super().model_to_device()
         else:
             assert self.model is not None
-            _check_parts(self.model, self.rank_devices)
+            _place_metrics_and_check_parameters(self.model, self.rank_devices)
 
 
-def _check_parts(model: nn.Module, devices: list[torch.device]) -> None:
+def _place_metrics_and_check_parameters(model: nn.Module, devices: list[torch.device]) -> None:
     """Move metrics to a rank's first device, and raise if a parameter is not on one of the rank's devices."""
     for module in model.modules():
         if isinstance(module, torchmetrics.Metric):

@@ -75,7 +75,7 @@ def world_of(strategy: Any) -> World:
     )
 
 
-def environment_beside(
+def choose_environment(
     environment: ClusterEnvironment | None, arguments: Mapping[str, int | None], *, devices: int, num_nodes: int
 ) -> ClusterEnvironment | None:
     """Return the environment that determines this process's rank: the given one, or one of ours.

@@ -1,4 +1,4 @@
-"""Evaluate each sample once; ranks without a batch for a step are idle in it."""
+"""Evaluate each sample once; a rank that has no batch for a step is idle during that step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Evaluation(IdleSteps):
             self._pad(loader)
 
     def _pad(self, loader: DistributedLoader) -> None:
-        """Make a loader repeat its last batch until it has as many as the rank with the most. Collective."""
+        """Make a loader repeat its last batch until it has as many as the rank with the most, or raise. Collective."""
         sampler = index_sampler_of(loader.loader)
         batches = self._by_rank(batches_of(loader.loader if sampler is None else sampler))
         has_length = math.inf not in batches

@@ -1,4 +1,4 @@
-"""Let a rank without a batch take part in a step without affecting any metric."""
+"""Let a rank that has no batch take part in a step, with no effect on any metric."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class IdleSteps:
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._batches: dict[int, int] = {}  # number of batches of each rank that has fewer than others
+        self._batches: dict[int, int] = {}  # number of batches by rank, if some ranks have fewer
         self._step = 0
         self._is_in_step = False
 

@@ -46,7 +46,7 @@ from .lightning_tree import (
 INIT_TIMEOUT = timedelta(minutes=5)
 HEARTBEAT_TIMEOUT = timedelta(seconds=30)
 
-# Set in the environment of ranks by Lightning's launcher or by a user's shell.
+# The variables that Lightning's launcher or a user's shell sets for ranks.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -76,7 +76,7 @@ class Rendezvous:
     def start_variables(self, environment: ClusterEnvironment, num_nodes: int) -> dict[str, str]:
         """Return the variables that started ranks need to connect, besides the init method.
 
-        On one node without an address, the kernel chooses a free port instead of this process guessing one.
+        On one node without an address, the kernel chooses a free port, so this process does not have to guess one.
         """
         method = self.init_method
         if isinstance(method, File):
@@ -90,7 +90,7 @@ class Rendezvous:
     def join(self, strategy: pl.strategies.DDPStrategy, debugged: RankDebugger | None) -> None:
         """Connect the ranks, create the process group and log it. Collective: every rank must call it.
 
-        If a rank is being debugged, time limits are off and that rank waits for a debugger.
+        If a rank is being debugged, time limits do not apply in practice, and that rank waits for a debugger.
         """
         if isinstance(strategy.cluster_environment, TorchElasticEnvironment):
             watch_parent()  # torchrun's agent; other launchers stop their ranks themselves
@@ -142,7 +142,7 @@ class Rendezvous:
         assert environment is not None
         where = _address_in(environment, environ)
         if isinstance(environment, TorchElasticEnvironment) and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun's agent listens at that address, so rank 0 cannot.
+            # torchrun's agent is listening at that address, so rank 0 cannot.
             return StoreEndpoint(where, f"lightning_ddp_ext/{environ['TORCHELASTIC_RUN_ID']}")
         return TcpEndpoint(where, is_local=strategy.num_nodes == 1)
 
@@ -164,7 +164,7 @@ def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]
 
 
 def temporary_path() -> str:
-    """Return an unused path, and remove at exit a file that killed ranks may leave there."""
+    """Return an unused path, and at exit remove the file that killed ranks may have left there."""
     path = Path(tempfile.gettempdir(), f"lightning_ddp_ext-{secrets.token_hex(16)}")
     atexit.register(path.unlink, missing_ok=True)
     return str(path)

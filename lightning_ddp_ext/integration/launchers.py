@@ -30,7 +30,7 @@ from lightning_ddp_ext.supervision.rank_processes import (
     started_ranks,
 )
 
-from .callbacks.rank_debugger import debugged_rank
+from .callbacks.rank_debugger import rank_debugger_of
 from .checkpoint_paths import with_last_checkpoint
 from .environment import source_of
 from .joining import environment_of_started_ranks, temporary_path
@@ -56,7 +56,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     A process starts ranks only once; later Trainers in the script use the same ranks. Of the ranks' variables, only
     ``LOCAL_RANK`` remains in this process's environment, as with Lightning, because it tells a stock strategy later in
-    the script that the ranks exist. Unlike Lightning's launcher, this one does not kill ranks that are still working.
+    the script that the ranks exist. Unlike Lightning's launcher, this one does not kill ranks that are still running.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -83,7 +83,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._call_children_scripts()
         if self.procs:
             os.environ["LOCAL_RANK"] = "0"
-        limit: dict[str, Any] = {} if debugged_rank(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
+        limit: dict[str, Any] = {} if rank_debugger_of(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
         deadline = self._strategy.stops.deadline.total_seconds()
         scripts = ChildScripts(list(self.procs), variables, save_within=deadline, **limit)
         record_started(scripts)
@@ -99,7 +99,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         super().__init__(strategy, start_method=start_method)
         self._environment: ClusterEnvironment = strategy.cluster_environment
         if start_method == "forkserver" and not self._environment.creates_processes_externally:
-            # The server starts now, so that it imports modules while the user's code builds model and data.
+            # The server starts now, so that it imports modules while the user's code is building model and data.
             check_missing_main_guard()
             preloaded = ["__main__", "torch.distributed", lightning_name, "lightning_ddp_ext"]
             multiprocessing.set_forkserver_preload(preloaded)
@@ -186,7 +186,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
 class _Results:
     """A file with rank 0's results, which replaces the queue of Lightning's launcher.
 
-    Lightning reads that queue after all processes exited. The queue is a pipe of 64 KiB, so with about 300 logged
+    Lightning reads that queue after all processes have exited. The queue is a pipe of 64 KiB, so with about 300 logged
     metrics, rank 0 would wait forever for a reader.
     """
 

@@ -27,8 +27,8 @@ class RanksLayerSync(pl.plugins.LayerSync):
         self._ranks, self._choice = process_group, choice or Choice()
         self._converted: Module | None = None
 
-    def refuse_beside(self, other: pl.plugins.LayerSync | None) -> None:
-        """Raise if layers are chosen in addition to the Trainer's own layer synchronisation."""
+    def refuse_alongside(self, other: pl.plugins.LayerSync | None) -> None:
+        """Raise if layers or ranks are selected in addition to the Trainer's own layer synchronisation."""
         if other is not None and (self._ranks is not None or self._choice != Choice()):
             raise ConfigurationError(
                 "sync_batchnorm=True synchronises all layers across all ranks, but SyncBatchNormConversion "

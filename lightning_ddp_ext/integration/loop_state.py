@@ -23,8 +23,7 @@ Stopped = Literal["batch", "validation"]
 
 def epoch_of(trainer: Any) -> int:
     """Return the current or next epoch; with ``max_steps``, ``trainer.current_epoch`` lags behind."""
-    epoch: int = trainer.fit_loop.epoch_progress.current.processed
-    return epoch
+    return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def find_restart(
     Args:
         fit_loop: the state.
         accumulated: the number of batches per optimiser step.
-        stopped: where all ranks stopped and saved the state, between two batches or in a validation; else ``None``.
+        stopped: where all ranks stopped and saved the state, between batches or during validation; otherwise ``None``.
         has_ended: whether the last epoch's data was exhausted. Lightning does not flag the last batch if it expected
             another one: with ``dataloader_iter``, and if a loader without a length ends before the others.
     """
@@ -74,7 +73,7 @@ def find_restart(
             return Restart("epoch_start", epoch["processed"])
         return _after_last_step(epoch["processed"] - 1, done, accumulated)  # ended early by max_steps
     if is_last and batch["current"]["ready"] == done:
-        if batch["current"]["completed"] < done:  # in on_train_batch_end
+        if batch["current"]["completed"] < done:  # saved in on_train_batch_end
             return Restart("epoch_start", epoch["processed"] + 1)
         at: Literal["validation", "epoch_end"] = "validation" if stopped == "validation" else "epoch_end"
         return Restart(at, epoch["processed"], done, is_last=True)

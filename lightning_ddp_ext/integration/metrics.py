@@ -63,7 +63,7 @@ class BatchedMetrics:
             report_step()  # so that a rank without values is named when the others reduce theirs
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        """Reduce a tensor immediately, or queue a step's value, which is reduced in place later. Collective."""
+        """Reduce a tensor now or, for a step's value, in place later; return other objects unchanged. Collective."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         logged, is_update = calling_result()

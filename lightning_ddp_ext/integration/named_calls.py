@@ -25,7 +25,7 @@ def report_call(what: str, *, is_waiting: bool = False) -> bool:
 
 
 def report_step() -> None:
-    """Advance this rank's step counter: this rank skipped any call that the other ranks made before that step."""
+    """Advance this rank's step counter, so that a call that it did not make before counts as skipped."""
     context = current()
     if context is not None:
         context.barriers.advance()
@@ -41,7 +41,7 @@ def ranks_of(strategy: Any) -> Ranks:
 
 
 def refuse(strategy: Any, error: Exception) -> NoReturn:
-    """Raise an error that every rank found, after a barrier. Otherwise slower ranks may report another rank's failure.
+    """Raise an error that every rank has found, after a barrier; without it, slower ranks may report another failure.
 
     Collective: every rank must call it.
     """

@@ -36,7 +36,7 @@ def gather_predictions(trainer: Any) -> Any:
     Returns:
         On rank 0, the outputs of ``predict_step`` for all samples in the dataset's order: tensors and arrays joined
         along their first dimension, lists with one item per sample joined, dicts and tuples item by item. With
-        several loaders, a list with one entry each, which is ``None`` if nothing was read. On other ranks, ``None``.
+        several loaders, a list with one entry per loader, or ``None`` where nothing was read. On other ranks, ``None``.
 
     Raises:
         SamplingError: on every rank: predictions are missing, a loader does not record which samples they belong to,
@@ -61,7 +61,7 @@ def gather_predictions(trainer: Any) -> Any:
 
 
 def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
-    """Join the predictions of all ranks on rank 0; raise an error on any rank on all of them. Collective."""
+    """Join the predictions of all ranks on rank 0; raise an error of any rank on all ranks. Collective."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=group)
     own = ranks.on_every_rank(lambda: pickle.dumps(_predicted_here(trainer)), "gather_predictions")
     found = ranks.to_rank_zero(own)

@@ -21,17 +21,17 @@ from .resume import positions_of, training_generators
 class Recorder:
     """Records random states on each rank, and buffers on one rank of each host; nothing before :meth:`start`."""
 
-    notes: dict[int, RankNotes] = field(default_factory=dict)  # of each rank on this host
+    notes: dict[int, RankNotes] = field(default_factory=dict)  # by rank, for the ranks on this host
     error: str | None = None  # why states are no longer recorded
-    has_new_iterator: bool = False  # over training data; its start is not noted yet
-    weights: Any = None  # their versions after the last optimiser step; `None` before the first one
-    evaluations: int = 0  # of the closure in this batch
+    has_new_iterator: bool = False  # whether an iterator over training data is new and its start not noted yet
+    weight_versions: Any = None  # the versions after the last optimiser step; `None` before the first one
+    forward_passes: int = 0  # number of passes since this batch started
     stepped: int = 0  # optimiser steps before this batch, as Lightning's loggers count them
     _buffers_at: int = -1  # the number of batches when the buffers were last noted
     _own: RankNotes | None = None
 
     def start(self, strategy: Any, notes: dict[int, RankNotes], peers: Any) -> None:
-        """Start to record a run; ``peers`` has the cause if another rank fails."""
+        """Start recording a run; if another rank fails, ``peers.cause`` tells why."""
         self._strategy, self._peers, self.notes = strategy, peers, notes
         self._own, self.first = notes[strategy.global_rank], min(notes)
         self._generators: list[Any] = []
@@ -58,16 +58,16 @@ class Recorder:
                 positions = positions_of(self._strategy.current_trainer)
                 self._own.write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
         except OSError as error:  # training continues
-            self._own, self.error = None, f"the ranks' states are no longer recorded ({error})"
+            self._own, self.error = None, f"this rank's state is no longer recorded ({error})"
 
     def on_train_batch_start(self) -> None:
-        """Start a batch."""
+        """Reset the counts for a new batch."""
         if self._own is not None:
-            self.evaluations, self.stepped = 0, self._loop._batches_that_stepped
+            self.forward_passes, self.stepped = 0, self._loop._batches_that_stepped
 
     def on_step(self) -> None:
-        """Count a forward pass; raise a ``RankFailedError`` if a rank failed, before the next collective does."""
-        self.evaluations += 1
+        """Count a forward pass; raise a ``RankFailedError`` if a rank has failed, before the next collective does."""
+        self.forward_passes += 1
         self._raise_cause()
 
     def _raise_cause(self) -> None:
@@ -76,10 +76,10 @@ class Recorder:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Note this rank's state during a backward pass that averages gradients.
+        """Note this rank's state around a backward pass that averages gradients: on CPU before it, on a GPU after it.
 
-        On a GPU, it first waits until they are averaged, and raises a ``RankFailedError`` if a rank failed. Without the
-        wait, the optimiser step would be queued behind an all-reduce, and use partial sums after its abort.
+        On a GPU, this first waits for the averages, and raises a ``RankFailedError`` if a rank has failed. Otherwise
+        the optimiser step would be queued behind an all-reduce, and would use partial sums after its abort.
         """
         is_noted = self._own is not None and getattr(self._strategy.model, "require_backward_grad_sync", True)
         is_on_gpu = is_noted and self._strategy.root_device.type != "cpu"
@@ -94,8 +94,8 @@ class Recorder:
     def after_optimizer_step(self) -> None:
         """Record the weights' versions after an optimiser step."""
         if self._own is not None:
-            self.weights = self.versions()
+            self.weight_versions = self.versions()
 
     def versions(self) -> tuple[int, int]:
-        """Return values that change with the weights, unless something copies into their attribute ``data``."""
+        """Return values that change with the first trainable parameter, unless something copies into its ``data``."""
         return self._parameter._version, self._parameter.data_ptr()

@@ -1,4 +1,4 @@
-"""Replace at most four methods of Lightning objects during a run; the strategy's ``teardown`` restores them.
+"""Replace methods of single Lightning objects during a run; the strategy's ``teardown`` restores them.
 
 Classes and modules are not changed. If the Trainer's profiler measures nothing, a faster one replaces it.
 """
@@ -19,7 +19,7 @@ Prepare = Callable[[Any, bool, RunningStage], Any]
 
 
 class IdleProfiler(pl.profilers.PassThroughProfiler):
-    """Lightning's profiler that measures nothing, without the generators that it creates, about thirty per step.
+    """Lightning's profiler that measures nothing, without the roughly thirty generators that it creates per step.
 
     It shares the state of ``original``.
     """
@@ -82,16 +82,13 @@ class ReplacedMethods:
         self.replace(connector, "_prepare_dataloader", prepare)
 
     def restore_by(self, trainer: Any, restore: Callable[..., None]) -> None:
-        """Make Lightning call ``restore`` for model and callbacks, with its own method and that method's arguments."""
+        """Make Lightning call ``restore`` for model and callbacks, with Lightning's own method and its arguments."""
         connector = trainer._checkpoint_connector
         own = partial(type(connector)._restore_modules_and_callbacks, connector)
         self.replace(connector, "_restore_modules_and_callbacks", partial(restore, own))
 
     def leave_signals_to_us(self, trainer: Any) -> None:
-        """Keep Lightning from making collective calls in its signal handler and before each batch.
-
-        Our own handlers receive the signals.
-        """
+        """Keep Lightning from making collective calls on a signal and before each batch; our own handlers take over."""
         self.replace(trainer._signal_connector, "_sigterm_notifier_fn", lambda *args: None)
         if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0
             self.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda *args: None)

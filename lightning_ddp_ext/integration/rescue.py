@@ -1,7 +1,7 @@
-"""Save a surviving rank's state after another rank died or failed, so that training continues with the next step.
+"""Save a surviving rank's state after another rank has died, failed or hung, so that training can continue.
 
-Parameters and optimiser need no copy: with automatic optimisation an aborted collective raises before they change.
-Random states and buffers were recorded in each step; a survivor writes all of them to an ordinary checkpoint.
+The parameters and the optimiser's state need no copy: with automatic optimisation, an aborted collective raises before
+they change. Random states and buffers are recorded in each step. A survivor saves all this in an ordinary checkpoint.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from .recorder import Recorder
 from .resume import KEY, positions_of, shared_state
 
 # Events of a rank that leave the others in a state from which training can continue.
-_SURVIVED = ("died", "failed", "hung")
-# The latest moment that may precede a restart after the same batches; for other restarts, a finished validation.
+_SURVIVABLE = ("died", "failed", "hung")
+# By a restart's ``at``: the last kind of note whose random state it may use. Otherwise ``EPOCH`` if the epoch's start
+# hooks have run, else ``VALIDATED``.
 _LATEST = {"batch_end": Kind.WINDOW, "validation": Kind.BATCH}
 
 
@@ -41,23 +42,23 @@ class Refused(Exception):
 
 
 class Rescue:
-    """Saves the last optimiser step of a strategy after another rank died or failed.
+    """Saves the last optimiser step of a strategy after another rank has died, failed or hung.
 
     Args:
-        strategy: the strategy, which calls the attribute ``recorder`` in training hooks.
-        name: name of the file beside the other checkpoints, or a path; ``None`` to save nothing.
+        strategy: the strategy, whose training hooks call ``recorder``.
+        name: the name of a file next to the other checkpoints, or a path; ``None`` saves nothing.
     """
 
     def __init__(self, strategy: Any, name: PathLike | None) -> None:
         self._strategy, self.name = strategy, name
-        self._trainer: Any = None  # of the run that may be saved
+        self._trainer: Any = None  # the Trainer, while its run may be saved
         self.recorder = Recorder()
 
     def __reduce__(self) -> Any:
         return Rescue, (self._strategy, self.name)  # for spawned ranks, without the state of this process
 
     def start(self) -> None:
-        """Start to record states, if the Trainer runs ``fit`` on several ranks. Collective: every rank must call it."""
+        """Start recording states, if the Trainer runs ``fit`` on several ranks. Collective: every rank must call it."""
         self._close()
         strategy, trainer, context = self._strategy, self._strategy.current_trainer, current()
         is_fit = trainer.state.fn == "fit" and not trainer.fast_dev_run
@@ -65,11 +66,11 @@ class Rescue:
             return
         self._trainer, self._peers, ranks = trainer, context.peers, ranks_of(strategy)
         place = locate(str(place_of(self.name, trainer)))
-        # Loggers name their directories on rank 0.
+        # Loggers choose their directories on rank 0.
         self._path, self._run = ranks.from_rank_zero((str(place.local or place.url), secrets.token_hex(8)))
         written = modified(self._path)
         resumed = modified(trainer.ckpt_path) if written and trainer.ckpt_path else None
-        self._is_superseded = bool(written and resumed and written <= resumed)  # resumed from it, or from a newer one
+        self._is_superseded = bool(written and resumed and written <= resumed)  # resumed from it or a newer file
         self._refusal = self._why_never()
         if self._refusal is None:
             try:
@@ -83,13 +84,13 @@ class Rescue:
         strategy = self._strategy
         if strategy._model_averaging_period is not None:
             return "model_averaging_period lets the ranks have different weights"
-        kinds = {base.__name__ for each in strategy.optimizers for base in type(each).__mro__}  # importing it is slow
-        if "ZeroRedundancyOptimizer" in kinds:
+        kinds = {base.__name__ for each in strategy.optimizers for base in type(each).__mro__}
+        if "ZeroRedundancyOptimizer" in kinds:  # by name: importing ZeroRedundancyOptimizer is slow
             return "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
         if locate(self._path).local is None:
-            return f"{self._path} is not on a file system with locks"
+            return f"{self._path} is not a local path, and the ranks need a file system that supports locks"
         if strategy.data.training.resume_data == "stock":
-            return 'with resume_data="stock" training would not continue with the next step'
+            return 'with resume_data="stock", training would not continue with the next step'
         return None
 
     def end(self) -> None:
@@ -108,9 +109,9 @@ class Rescue:
         self._trainer, self.recorder = None, Recorder()
 
     def save(self, exception: BaseException) -> None:
-        """Save the last finished step after an exception that another rank caused, unless another survivor saved it."""
+        """Save the last finished step after another rank has caused an exception, unless another survivor has."""
         cause = None if self._trainer is None else self._peers.cause
-        if cause is None or cause.kind not in _SURVIVED or cause.rank == self._strategy.global_rank:
+        if cause is None or cause.kind not in _SURVIVABLE or cause.rank == self._strategy.global_rank:
             return
         seconds = self._strategy.stops.deadline.total_seconds()
         try:
@@ -148,7 +149,8 @@ class Rescue:
         Path(self._path).parent.mkdir(parents=True, exist_ok=True)
         if not save_if_furthest(self._path, self._run, batches, write, seconds):
             return ""
-        unknown = f"; this host has no random states of {ranks_in_words(lost)}, so they are derived from the seed"
+        missing = f"this host has no record of the random states of {ranks_in_words(lost)}"
+        unknown = f"; {missing}, so those states are derived from the seed"
         return (
             f"saved step {trainer.global_step} to {self._path}; resume with trainer.fit(..., ckpt_path='last') "
             f"or ckpt_path={self._path!r}{unknown if lost else ''}"
@@ -156,22 +158,22 @@ class Rescue:
 
     def _why_not(self, exception: BaseException) -> str | None:
         trainer, recorder = self._trainer, self.recorder
-        if recorder.weights is None:
-            return "no step finished since the start"
+        if recorder.weight_versions is None:
+            return "no step has finished since the start"
         current = trainer.fit_loop.epoch_loop.batch_progress.current
         if current.ready > current.processed:
             if not trainer.lightning_module.automatic_optimization:
                 return "the failure happened in the middle of a batch with manual optimisation"
-            if is_in_optimizer_step(trainer) and recorder.evaluations > 1:
-                return "the optimiser calls its closure several times a step"
+            if is_in_optimizer_step(trainer) and recorder.forward_passes > 1:
+                return "the optimiser calls its closure several times per step"
             if is_in_optimizer_step(trainer) and not is_in_closure(exception):
                 return "the next step had started to change the weights"
-        elif recorder.versions() != recorder.weights or not self._strategy.stops.has_training_weights():
-            return "the weights changed after the last optimiser step, as when weight averaging swaps them"
+        elif recorder.versions() != recorder.weight_versions or not self._strategy.stops.has_training_weights():
+            return "the weights changed after the last step, for example because weight averaging swapped them"
         return None
 
     def _correct(self, loops: dict[str, Any]) -> Stopped | None:
-        """Change the loops' state to one between two batches, or before a due validation."""
+        """Change the loops' state to one between two batches or before a due validation; return which, or ``None``."""
         batch, loop = loops["epoch_loop.batch_progress"], loops["epoch_loop.state_dict"]
         epoch, counts, total = loops["epoch_progress"]["current"], batch["current"], batch["total"]
         done, is_last = counts["processed"], batch["is_last_batch"]
@@ -185,16 +187,17 @@ class Rescue:
             if validates and own_notes.find(total["ready"], Kind.VALIDATED) is None:
                 return "validation"
             if validates and is_last:
-                return None  # Lightning would skip the validation, and count the step after it
+                return None  # Lightning would skip this validation and then count the step itself
         if is_last or done % self._trainer.accumulate_grad_batches == 0:
             loop["_batches_that_stepped"] += 1
         return "batch"
 
     def _checkpoint(self, loops: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return the Trainer's checkpoint with other loops, and with the buffers as noted."""
+        """Restore the noted buffers or raise, and return the Trainer's checkpoint with the given state of the loops."""
         recorder = self.recorder
         if not recorder.buffers.restore(recorder.notes[recorder.first].find(batches, Kind.BUFFERS) or b""):
-            raise Refused("a buffer changed that was not recorded (too large, None at the start, or no memory left)")
+            other = "an unrecorded buffer has changed (too large, None at the start, or no memory left)"
+            raise Refused(f"the buffers of this step are not recorded, or {other}")
         checkpoint = dump_checkpoint(self._trainer)
         checkpoint["loops"]["fit_loop"] = loops
         for callback in self._trainer.checkpoint_callbacks:
@@ -203,7 +206,7 @@ class Rescue:
         return checkpoint
 
     def _states_of_ranks(self, restart: Restart, batches: int) -> tuple[list[Any], list[int]]:
-        """Return the state of each rank, and the ranks without notes, whose random states follow from the seed."""
+        """Return the state of each rank, and the ranks without notes, whose random states are derived from the seed."""
         positions = positions_of(self._trainer) if restart.is_within else []
         if any(position.kind == "state" for position in positions):
             raise Refused("the training loaders have states that only their own ranks can save")
@@ -240,7 +243,7 @@ class Rescue:
 
 
 def forget_missing_files(state: dict[str, Any], mode: str) -> None:
-    """Drop from a ``ModelCheckpoint``'s state the files that rank 0 was writing when it died."""
+    """Drop missing files from a ``ModelCheckpoint``'s state, such as those that rank 0 was writing when it died."""
 
     def is_missing(path: str) -> bool:
         return Path(path).parent.is_dir() and not Path(path).exists()

@@ -82,7 +82,7 @@ class Resume:
             restart, self._ranks = Restart("epoch_start", restart.epoch, has_started=True), ()
         changed = change_to(loops, restart, stopped=section.get("stopped"))
         if self._has_own_states or restart.has_started or (section and restart.at == "epoch_start"):
-            changed["state_dict"].pop("combined_loader", None)  # rank 0's states, but each rank has its own
+            changed["state_dict"].pop("combined_loader", None)  # has rank 0's states, but each rank has its own
         checkpoint["loops"]["fit_loop"] = changed
         self.restart = restart
 
@@ -113,7 +113,7 @@ class Resume:
     # Lightning's loops.
 
     def on_train_start(self) -> None:
-        """Set random state and counters to those with which training continues, before Lightning uses them."""
+        """Set the random state and counters with which training continues, before Lightning uses them."""
         if self.restart is _NO_RESTART:
             return
         if self.restart.at == "epoch_start":

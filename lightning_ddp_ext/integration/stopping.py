@@ -32,7 +32,7 @@ _ELSEWHERE = timedelta(minutes=10)
 
 
 class StoppedException(pl.utilities.exceptions.SIGTERMException):
-    """Raised on all ranks after they stopped together; the process exits with the signal's usual status."""
+    """Raised on all ranks after they have stopped together; the process exits with the signal's usual status."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(status_of(signum))
@@ -42,14 +42,13 @@ class StopController:
     """Stops a strategy's Trainer on all ranks after a signal to any rank.
 
     Args:
-        checkpoints: the strategy's checkpoints; its ``stop_checkpoint`` is the path to save to.
-        deadline: time for all ranks to exit after the first signal; ``None`` for 25 s under torchrun and else 10
-            minutes.
+        checkpoints: the strategy's checkpoints. The strategy's ``stop_checkpoint`` is the path to save to.
+        deadline: time for all ranks to exit after a signal; ``None`` means 25 s under torchrun, otherwise 10 minutes.
 
     Attributes:
         run: the Trainer's current run, or its last one.
-        stopped: the stop point for the checkpoint, while all ranks stop there; else ``None``.
-        resumed_from: the stop checkpoint, if ``ckpt_path="last"`` stands for it.
+        stopped: the stop point at which all ranks are stopping, recorded in the checkpoint; otherwise ``None``.
+        resumed_from: the stop checkpoint, if ``ckpt_path="last"`` was resolved to it.
     """
 
     def __init__(self, checkpoints: Checkpoints, deadline: timedelta | None) -> None:
@@ -73,7 +72,7 @@ class StopController:
         self.__init__(**state)  # type: ignore[misc]
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Handle signals for a run of this Trainer; in a foreign process group Lightning handles them."""
+        """Handle signals for a run of this Trainer; in a process group that we did not create, Lightning does."""
         context, self.stopped, self._trainer = current(), None, trainer
         self.run = current_run() or Run(is_outermost=False)
         if context is None:
@@ -81,15 +80,15 @@ class StopController:
         self._has_trained, self._weights = False, None
         replaced.leave_signals_to_us(trainer)
         if not self.run.is_outermost:
-            return  # set up by hand, or inside a hook of another Trainer, which handles stops
-        self.detach()  # from a run that was not torn down
+            return  # the group was set up by hand, or this Trainer runs in a hook of another one, which handles stops
+        self.detach()  # an earlier run may not have been torn down
         self._stopping = context.component(GracefulStop)
         self._stopping.start(self.deadline, self._acknowledge)
-        self._signals.install(signal.SIGTERM, signal.SIGINT, *self._warnings)
+        self._signals.install(signal.SIGTERM, signal.SIGINT, *self._time_limit_signals)
 
     @property
-    def _warnings(self) -> list[signal.Signals]:
-        """The signal of a job's time limit: that of SLURM's requeue, else SIGUSR1 unless the user handles it."""
+    def _time_limit_signals(self) -> list[signal.Signals]:
+        """Signals that announce a time limit: SLURM's requeue signal if set, or SIGUSR1 unless the user handles it."""
         requeue_signal = None if self._slurm is None else self._slurm.requeue_signal
         if requeue_signal is None and has_handler(signal.SIGUSR1):
             return []
@@ -105,7 +104,7 @@ class StopController:
         """Restore the signal handlers after the Trainer's run."""
         if self._trainer is None:
             return
-        restore_handlers(self._trainer)  # those of Lightning were installed after ours
+        restore_handlers(self._trainer)  # Lightning installed its handlers after ours
         has_failed, self.run.has_failed = self.run.has_failed, False
         if self._stopping is None:
             return
@@ -124,44 +123,45 @@ class StopController:
             self._stopping.request_stop(signum)
 
     def _acknowledge(self, request: StopRequest) -> None:
-        """Log the signal immediately: the current step may take long, and users would press Ctrl-C again."""
-        saved = "without saving" if self._trainer.strategy.stop_checkpoint is None else "and save"
+        """Log the signal immediately: a step may take a long time, and users might otherwise press Ctrl-C again."""
+        saves = self._trainer.strategy.stop_checkpoint is not None or self._requeues(request)
+        stop = ", save and stop" if saves else " and stop without saving"
         again = "; press Ctrl-C again to exit immediately without saving" if request.signum == signal.SIGINT else ""
-        rank_zero_info(f"{request}: the ranks will stop after the current step {saved}{again}")
+        rank_zero_info(f"{request}: the ranks will finish the current step{stop}{again}")
 
     # Stop points.
 
     def before_batch(self) -> None:
-        """Stop between two training batches, if the ranks agreed on it."""
+        """Stop between two training batches, if the ranks have agreed to."""
         self._stop_if_agreed(GracefulStop.at_point, "batch")
 
     def on_training_step(self) -> None:
-        """Record that training has made progress to save."""
+        """Record that training has made progress to save, and that the weights are those of training."""
         self._has_trained, self._weights = True, None
 
     def before_validation(self) -> None:
-        """Record the training weights, if a hook may swap the model's weights for a validation."""
+        """Record the training weights, if a hook may swap other weights in during validation."""
         if self._has_trained and self._weights is None and _may_swap(self._trainer):
             self._weights = _checksums(_saved_by(self._trainer.lightning_module))
 
     def has_training_weights(self) -> bool:
-        """Whether the parameters are those of training rather than those swapped for a validation, on this rank."""
+        """Whether this rank's parameters are those of training rather than others swapped in for validation."""
         if self._weights is None:
             return True
         weights = _checksums(self._trainer.lightning_module.parameters())
         return self._weights[: len(weights)] == weights
 
     def _may_stop(self) -> bool:
-        """Whether a checkpoint would get the training weights, according to rank 0. Collective."""
+        """Whether a checkpoint would contain the training weights, according to rank 0. Collective."""
         trainer = self._trainer
         is_own = self._weights is None or self._weights == _checksums(_saved_by(trainer.lightning_module))
         may_stop: bool = trainer.strategy.broadcast(is_own)
         if not may_stop:
-            rank_zero_info("the ranks finish this validation before they stop: a callback has swapped the weights")
+            rank_zero_info("the ranks will finish this validation before they stop: a hook has swapped the weights")
         return may_stop
 
     def at_step(self) -> None:
-        """Stop before a step of an evaluation, if the ranks agreed on it."""
+        """Stop before a step of an evaluation, if the ranks have agreed to."""
         if self._stopping is not None:
             self._stop_if_agreed(self._decide_at_step, "validation")
 
@@ -169,18 +169,18 @@ class StopController:
         return stopping.at_step(partial(_steps_of, self._trainer), self._may_stop)
 
     def at_end_of_evaluation(self) -> None:
-        """Stop after an evaluation outside of training, if the ranks agreed on it."""
+        """Stop after an evaluation outside of training, if the ranks have agreed to."""
         if self._trainer is not None and self._trainer.state.fn != "fit":
             self.at_end()
 
     def at_end(self) -> None:
-        """Stop at the end of the Trainer's run, if the ranks agreed on it."""
+        """Stop at the end of the Trainer's run, if the ranks have agreed to."""
         self._stop_if_agreed(GracefulStop.at_last_point)
 
     def _stop_if_agreed(
         self, decide: Callable[[GracefulStop], StopRequest | None], where: Stopped | None = None
     ) -> None:
-        """Save and stop, if the ranks agreed on this stop point."""
+        """Save and stop, if the ranks have agreed to stop at this point."""
         if self._stopping is None:
             return
         if self._signals.received is not None:
@@ -197,11 +197,14 @@ class StopController:
 
     def _where(self) -> str:
         if self._trainer.state.fn != "fit":
-            return f"in {self._trainer.state.fn.value}"
+            return f"during trainer.{self._trainer.state.fn.value}"
         return f"after step {self._trainer.global_step}" if self._has_trained else "before the first step"
 
+    def _requeues(self, request: StopRequest) -> bool:
+        return self._slurm is not None and request.signum in self._time_limit_signals
+
     def _save(self, request: StopRequest) -> str:
-        if self._slurm is not None and request.signum in self._warnings:
+        if self._requeues(request):
             self._trainer._signal_connector._slurm_sigusr_handler_fn(request.signum, None)
             return "saved for the requeued job"
         strategy = self._trainer.strategy
@@ -210,10 +213,11 @@ class StopController:
             return "nothing is saved (stop_checkpoint=None)"
         self._trainer.save_checkpoint(path)
         self._checkpoints.finish()
-        return f"saved to {path}; resume with the same command and trainer.fit(..., ckpt_path='last'), or this path"
+        remedy = "resume with the same command and trainer.fit(..., ckpt_path='last'), or pass this path as ckpt_path"
+        return f"saved to {path}; {remedy}"
 
     def remove_resumed(self) -> None:
-        """Remove the stop checkpoint that ``ckpt_path="last"`` found, once that fit reached its end.
+        """Remove the stop checkpoint found by ``ckpt_path="last"``, once the fit resumed from it has reached its end.
 
         Otherwise the same command would resume from it every time. A fit that a callback stopped may be continued.
         """
@@ -226,7 +230,7 @@ class StopController:
 
 
 def _may_swap(trainer: Any) -> bool:
-    """Whether a hook may swap the weights for a validation, as ``EMAWeightAveraging`` does."""
+    """Whether a hook may swap other weights in during validation, as ``EMAWeightAveraging`` does."""
     callbacks = [each for each in trainer.callbacks if not isinstance(each, pl.callbacks.ProgressBar)]
     hooks = ("on_validation_start", "on_validation_epoch_start")
     is_overridden = pl.utilities.model_helpers.is_overridden
@@ -242,7 +246,7 @@ def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def _steps_of(trainer: Any) -> int:
-    """Return the number of steps of the evaluation that runs, or 1 if unknown."""
+    """Return the number of steps of the running evaluation, or 1 if unknown."""
     loop = active_loop_of(trainer)
     if mode_of(combined_loader_of(loop)) != "sequential":
         return 1

@@ -20,13 +20,13 @@ from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.call_site import called_by_lightning
 from lightning_ddp_ext.world import World, read_world
 
-from .callbacks.rank_debugger import debugged_rank
+from .callbacks.rank_debugger import rank_debugger_of
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
 from .ddp import CommHook, GradientAveraging, name_unused
 from .devices import RankDevicesStrategy
-from .environment import environment_beside, world_of
+from .environment import choose_environment, world_of
 from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
 from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
@@ -78,7 +78,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name,
             which is placed next to the other checkpoints, or below ``default_root_dir`` if a logger decides where these
             are; ``None`` saves nothing. ``ckpt_path="last"`` finds the file in the next run of the same command.
-        rescue_checkpoint: where a survivor saves the last step after another rank died or failed, such as
+        rescue_checkpoint: where a survivor saves the last step after another rank has died, failed or hung, such as
             ``"last-rescued.ckpt"``: a path or file name as for ``stop_checkpoint``; ``None`` saves nothing. The file is
             removed when a run that resumed from it finishes.
         save_deadline: seconds or ``timedelta`` between a signal or exception and the moment when ranks are killed
@@ -184,7 +184,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def set_world_ranks(self) -> None:
-        self.cluster_environment = environment_beside(
+        self.cluster_environment = choose_environment(
             self.cluster_environment, self._rank_arguments, devices=self.num_processes, num_nodes=self.num_nodes
         )
         super().set_world_ranks()
@@ -199,7 +199,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        self.rendezvous.join(self, debugged_rank(getattr(self.lightning_module, "_trainer", None)))
+        self.rendezvous.join(self, rank_debugger_of(getattr(self.lightning_module, "_trainer", None)))
         super().setup_distributed()  # keeps the existing group
 
     # Checkpoints.
@@ -393,7 +393,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         if self.checkpoints.is_handling_exception:
             return obj
         is_training = self.lightning_module is not None and self.lightning_module.trainer.training
-        if not (is_training and called_by_lightning()):  # options such as max_time broadcast in every batch
+        if not (is_training and called_by_lightning()):  # max_time, for example, requires one in every batch
             report_call(f"broadcast from rank {src}")
         return super().broadcast(obj, src)
 

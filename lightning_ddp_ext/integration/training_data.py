@@ -35,7 +35,7 @@ class TrainingData:
 
     def attach(self, trainer: Any = None) -> None:
         """Reset the state for a Trainer that has not loaded a checkpoint."""
-        if trainer is None or trainer.state.fn == "fit":  # otherwise a checkpoint describes the training before
+        if trainer is None or trainer.state.fn == "fit":  # otherwise a checkpoint still describes the earlier training
             self._seed: int | None = None
             self._has_ended = False  # whether the last epoch's data was exhausted when training ended
         self.resume = Resume(self._strategy)
@@ -52,7 +52,7 @@ class TrainingData:
 
     @property
     def seed(self) -> int:
-        """The seed for the order of samples: that of the resumed run, else rank 0's. Collective the first time."""
+        """The seed for the order of samples: that of the resumed run, otherwise rank 0's. Collective the first time."""
         if self._seed is None:
             own = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
             self._seed = own if self.resume.seed is None else self.resume.seed
@@ -107,7 +107,7 @@ class TrainingData:
         if epoch > self.resume.restart.epoch:
             self.resume = Resume(self._strategy)
         resume = self.resume
-        # Without a length, Lightning reads the first batch before it starts training and before it restores the state.
+        # If no length is known, Lightning reads the first batch before it starts training and restores the state.
         if resume.restart.has_started or (resume.restart.at == "epoch_start" and not resume.has_restored_random):
             resume.restore_random_state()
         if resume.restart.is_within:
@@ -126,7 +126,7 @@ class TrainingData:
         return self._announce(batches) if is_first else batches
 
     def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Stop before a batch if the ranks agreed to, and record the random state before each optimiser step."""
+        """Yield batches; before each, stop if the ranks have agreed to; at a step's start, record the random state."""
         trainer = self._strategy.current_trainer
         accumulated = trainer.accumulate_grad_batches
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -171,16 +171,11 @@ class TrainingData:
 
     def section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
         """Return the section for a checkpoint; ``ranks`` contains the state of each rank."""
-        return {
-            "version": VERSION,
-            "seed": self._seed,
-            "restart": vars(restart),
-            "stopped": stopped,
-            "ranks": ranks,
-        }
+        own = {"version": VERSION, "seed": self._seed, "restart": vars(restart)}
+        return {**own, "stopped": stopped, "ranks": ranks}
 
     def _random_state_of(self, restart: Restart, loops: Mapping[str, Any]) -> list[Any]:
-        """Return the recorded random state for a restart, or else the current one."""
+        """Return the recorded random state for a restart, or the current one."""
         moment: Recorded | None = None
         if restart.has_started:
             moment = "epoch"

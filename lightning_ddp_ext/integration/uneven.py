@@ -102,8 +102,7 @@ class UnevenInputs(IdleSteps):
     @property
     @override
     def _number(self) -> int:
-        ready: int = self._strategy.current_trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return ready - 1
+        return int(self._strategy.current_trainer.fit_loop.epoch_loop.batch_progress.current.ready) - 1
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Scale the loss so that DDP's mean over all ranks equals the mean over the ranks that are not idle."""
@@ -140,7 +139,7 @@ class UnevenInputs(IdleSteps):
 
 
 def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
-    """Describe why these numbers of batches by rank cannot work; ``None`` if they can, as with few ``max_steps``."""
+    """Describe why ranks cannot train on these numbers of batches; ``None`` if they can, as with few ``max_steps``."""
     fewest, most_steps = min(lengths), trainer.max_steps
     if len(set(lengths)) == 1 or math.inf in lengths:
         return None

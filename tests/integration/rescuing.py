@@ -272,16 +272,17 @@ class Skipping(Net):
 
 
 THIRD = Kill("on_after_backward", 2)
-SANITY = ("no step finished since the start", Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2}))
+NO_STEP = "no step has finished since the start"
+SANITY = (NO_STEP, Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2}))
 REFUSED = [
-    ("several times a step", Plan(Kill("on_after_backward", 7), kind=Twice)),
+    ("several times per step", Plan(Kill("on_after_backward", 7), kind=Twice)),
     ("manual optimisation", Plan(Kill("on_after_backward", 5), kind=Manual)),
     ("shard of the optimiser's state", Plan(THIRD, kind=Sharded)),
     ("weight averaging", Plan(Kill("on_validation_batch_start", 1), trainer={"callbacks": [Averaging()]})),
     ("Mersenne Twister", Plan(THIRD, kind=OtherGenerator)),
-    ("no step finished since the start", Plan(Kill("on_before_backward"))),
+    (NO_STEP, Plan(Kill("on_before_backward"))),
     pytest.param(*SANITY, marks=pytest.mark.nightly),
     ("model_averaging_period", Plan(THIRD, strategy={"model_averaging_period": 2})),
     ('resume_data="stock"', Plan(THIRD, strategy={"resume_data": "stock"})),
-    ("not on a file system with locks", Plan(THIRD, strategy={"rescue_checkpoint": "memory://run/it.ckpt"})),
+    ("a file system that supports locks", Plan(THIRD, strategy={"rescue_checkpoint": "memory://run/it.ckpt"})),
 ]

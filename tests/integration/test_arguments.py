@@ -129,7 +129,7 @@ def test_devices_that_disagree_with_arguments_or_variables(monkeypatch: pytest.M
         make_trainer(DDPExtStrategy(TCP), devices=3)
 
 
-NO_STEPS = "every_n_steps must be an integer, at least 1"
+NO_STEPS = "every_n_steps must be an integer of at least 1"
 OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (HangWatchdog, {"timeout": 0}, "timeout must be a positive number of seconds"),
     (HangWatchdog, {"timeout": 9, "on_hang": "stop"}, "on_hang must be 'abort' or 'continue' (got 'stop')"),

@@ -18,6 +18,7 @@ from lightning_ddp_ext.errors import RankDiedError
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
 from tests.harness.training import At, make_strategy, make_trainer
 from tests.integration.continuing import LongValidated, Training, shuffled, signalled
+from tests.launchers.environments import by_srun
 from tests.supervision.model import BoomError, Fault, boom
 
 STEP = "on_train_batch_start"
@@ -131,6 +132,18 @@ def test_a_save_is_finished_before_the_one_of_the_stop(tmp_path: Path) -> None:
         assert nothing == []
     for path in tmp_path.rglob("*.ckpt"):
         assert torch.load(path, weights_only=False)["state_dict"]
+
+
+def requeued(rank: int, world_size: int, directory: Path) -> None:
+    callbacks = on_rank_one(rank, "on_train_batch_end", 1, signal.SIGUSR1)
+    fit(directory, "requeued", *callbacks, strategy={"stop_checkpoint": None})
+
+
+def test_a_job_that_slurm_requeues_announces_its_save(tmp_path: Path) -> None:
+    """Lightning's checkpoint for a requeued job does not depend on ``stop_checkpoint``."""
+    first, _ = launch_ranks(requeued, 2, tmp_path, env=by_srun())
+    assert "the ranks will finish the current step, save and stop" in first.output, first.story()
+    assert list(tmp_path.rglob("hpc_ckpt_*.ckpt"))
 
 
 IN_GROUPS = {"fork": (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), "spawn": (signal.SIGTERM,)}

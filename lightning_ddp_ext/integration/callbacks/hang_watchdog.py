@@ -24,16 +24,16 @@ from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
 from ..compat import current_hook, progress_of
 from ..lightning_tree import pl, rank_zero_info
 from ..options import check_choice
-from .rank_debugger import debugged_rank
+from .rank_debugger import rank_debugger_of
 
 
 class HangWatchdog(pl.Callback):
     """Reports which rank is stuck, and where, when no rank has made progress for ``timeout``.
 
-    A rank makes progress when it starts or ends a batch, an epoch, training, the sanity check or an evaluation, has
-    restored a checkpoint, or starts a save. After ``timeout`` without progress, rank 0 collects the Python stacks, the
-    running hook, the last step and the collectives in torch's Flight Recorder (NCCL and gloo) from every rank. It
-    prints one sentence, and writes this sentence and all stacks to a file::
+    A rank makes progress when it starts or ends a batch, an epoch, training, the sanity check or an evaluation, or
+    when it has restored a checkpoint or starts a save. After ``timeout`` without progress, rank 0 collects the Python
+    stacks, the running hook, the last step and the collectives in torch's Flight Recorder (NCCL and gloo) from every
+    rank. It prints one sentence, and writes this sentence and all stacks to a file::
 
         rank 3 (host b, pid 17) never entered all_reduce #512 [[4096]]; it is in train_dataloader_next, dataset.py:41;
         ranks 0, 1, 2 have waited for it for 61 s
@@ -86,7 +86,7 @@ class HangWatchdog(pl.Callback):
         for name in self._variables:
             os.environ.pop(name, None)
         self._variables = {}
-        if debugged_rank(trainer) is not None:
+        if rank_debugger_of(trainer) is not None:
             rank_zero_info("HangWatchdog is off while a rank is being debugged")
             return
         context = current()

@@ -26,7 +26,7 @@ class RankConsistency(pl.Callback):
     ``ZeroRedundancyOptimizer``. With one rank it does nothing.
 
     Args:
-        every_n_steps: the number of optimiser steps between checks; with manual optimisation, of training batches.
+        every_n_steps: the number of optimiser steps between checks, or of training batches with manual optimisation.
 
     Raises:
         ConfigurationError: ``every_n_steps`` is not positive, or, in ``fit``, the strategy has no replicas to compare.
@@ -39,7 +39,7 @@ class RankConsistency(pl.Callback):
 
     def __init__(self, every_n_steps: int = 100) -> None:
         if type(every_n_steps) is not int or every_n_steps < 1:
-            raise ConfigurationError(f"every_n_steps must be an integer, at least 1 (got {every_n_steps!r})")
+            raise ConfigurationError(f"every_n_steps must be an integer of at least 1 (got {every_n_steps!r})")
         self.every_n_steps = every_n_steps
         self._last_step = 0
 

@@ -13,16 +13,17 @@ from ..lightning_tree import pl
 
 
 class RankDebugger(pl.Callback):
-    """Makes one rank wait until VS Code, PyCharm or another debugger for the Debug Adapter Protocol attaches.
+    """Makes one rank wait until VS Code, PyCharm or another debugger that speaks the Debug Adapter Protocol attaches.
 
-    The rank prints where it waits, before any hook of the module. This needs debugpy: ``pip install debugpy``. With
-    ``DDPExtStrategy``, no time limit applies: ``timeout``, the limits of named barriers, ``heartbeat_timeout`` and
-    ``HangWatchdog`` are off. If a rank exits, all ranks still stop. With another strategy, the other ranks wait for at
-    most its ``timeout``.
+    The rank prints the address at which a debugger can attach, and waits before the module's ``setup``, unless an
+    editor is already connected. This needs debugpy: ``pip install debugpy``. With ``DDPExtStrategy``, ``timeout``, the
+    limits of named barriers and ``heartbeat_timeout`` do not apply in practice, and ``HangWatchdog`` is off, but
+    ``save_deadline`` still applies. If a rank exits, all ranks still stop. With another strategy, the other ranks wait
+    for at most its ``timeout``.
 
     Args:
         rank: the rank that waits, counted from 0.
-        port: the port at which it waits, reachable only from its own host.
+        port: the port it listens on, reachable only from its own host.
 
     Raises:
         ConfigurationError: in a Trainer's run: the rank does not exist, debugpy is missing, or the port is taken.
@@ -38,13 +39,13 @@ class RankDebugger(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        debugged_rank(trainer)  # raises if the rank does not exist
+        rank_debugger_of(trainer)  # raises if the rank does not exist
         if self.rank == trainer.global_rank:
-            wait_for_debugger(self.rank, self.port)  # returns immediately if our strategy already waited
+            wait_for_debugger(self.rank, self.port)  # returns immediately if our strategy has already waited
 
 
-def debugged_rank(trainer: Any) -> RankDebugger | None:
-    """Return a Trainer's callback that debugs a rank, if it has one; raise if that rank does not exist."""
+def rank_debugger_of(trainer: Any) -> RankDebugger | None:
+    """Return the Trainer's ``RankDebugger``, or ``None``; raise if its rank does not exist."""
     for callback in getattr(trainer, "callbacks", ()):
         if isinstance(callback, RankDebugger):
             if not 0 <= callback.rank < trainer.world_size:

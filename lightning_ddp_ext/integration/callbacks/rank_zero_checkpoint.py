@@ -1,4 +1,4 @@
-"""A ``ModelCheckpoint`` whose ranks act together, with any data-parallel strategy."""
+"""A ``ModelCheckpoint`` that makes all ranks act together, with any data-parallel strategy."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ refuse_missing(pl.callbacks.ModelCheckpoint, "_monitor_candidates", "_link_check
 class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, with ranks that save, fail and resume together.
 
-    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO` unless the user gave the Trainer a checkpoint IO.
+    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO` unless the user has set another checkpoint IO.
     With a stock ``ddp`` strategy, all ranks save, remove and restore together: every rank raises rank 0's error,
-    ``ckpt_path="last"`` and ``"best"`` mean the file that rank 0 finds, and a file that only rank 0 sees restores every
-    rank. All ranks use rank 0's scores and the file names made from them.
+    ``ckpt_path="last"`` and ``"best"`` mean the file that rank 0 finds, and every rank is restored even if only rank 0
+    sees that file. All ranks use rank 0's scores and the file names made from them.
 
     Its state in a checkpoint is the same as ``ModelCheckpoint``'s, so each can read the other's checkpoints.
 
@@ -78,7 +78,7 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 def _checkpoints_of(
     trainer: pl.Trainer, io: RankZeroCheckpointIO | None, replaced: ReplacedMethods
 ) -> Checkpoints | None:
-    """Return the object through which the ranks save and restore together; install it in a stock strategy."""
+    """Return the object that makes ranks save and restore together, or ``None``; install it in a stock strategy."""
     strategy = trainer.strategy
     has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
     if has_own_save and not isinstance(strategy, DDPExtStrategy):
@@ -87,14 +87,14 @@ def _checkpoints_of(
             "behaves like an ordinary ModelCheckpoint"
         )
         return None
-    _bring_along(strategy, io)
+    _install_io(strategy, io)
     if isinstance(strategy, DDPExtStrategy):
         return strategy.checkpoints
-    installed = getattr(strategy.save_checkpoint, "__self__", None)  # if another callback installed it
+    installed = getattr(strategy.save_checkpoint, "__self__", None)  # if another callback has installed it
     return installed if isinstance(installed, Checkpoints) else _install(trainer, replaced)
 
 
-def _bring_along(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | None) -> None:
+def _install_io(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | None) -> None:
     present = strategy.checkpoint_io
     is_default = type(present) is pl.plugins.TorchCheckpointIO or getattr(present, "is_default", False)
     if is_default:

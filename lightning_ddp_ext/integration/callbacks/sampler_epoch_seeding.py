@@ -22,9 +22,9 @@ class SamplerEpochSeeding(pl.Callback):
     """Calls ``set_epoch`` on all objects inside the loaders, so each epoch has a new order, and can seed each epoch.
 
     Before a loader is iterated over, in training, in evaluation and after a resume, the callback passes the current
-    training epoch to every object inside it that has a method ``set_epoch``: samplers and batch samplers, the objects
-    that they wrap, datasets and the objects that they wrap, loaders that are not a ``DataLoader``, and datasets in
-    persistent workers.
+    training epoch to every object in the loader that has a method ``set_epoch``: samplers and batch samplers, the
+    objects that they wrap, datasets and the objects that they wrap, loaders that are not a ``DataLoader``, and datasets
+    in persistent workers.
 
     ``DDPExtStrategy`` does this itself, so with it the callback is only needed for ``seed``.
 

@@ -14,16 +14,17 @@ from ..lightning_tree import pl
 
 
 class SyncBatchNormConversion(pl.Callback):
-    """Give BatchNorm layers the statistics of all ranks' batches during training.
+    """Gives BatchNorm layers the statistics of all ranks' batches during training.
 
-    When ``fit`` begins, layers are converted to synchronised ones, on CPU and CUDA. When training ends, they are
-    restored, so ``on_train_end`` of the module and of later callbacks, and exports, see plain BatchNorm. State dicts
-    keep the same keys. Copies of layers made during training stay synchronised until ``restore_batchnorm`` restores
-    them. Layers that are added later are not converted. Rank 0 logs the conversion. With one rank nothing is done.
+    When ``fit`` begins, layers are converted to synchronised ones, on both CPU and CUDA. When training ends, they are
+    restored, so exports, and the ``on_train_end`` hooks of the module and of later callbacks, see plain BatchNorm.
+    State dicts keep the same keys. Copies of layers made during training stay synchronised until ``restore_batchnorm``
+    restores them. Layers that are added later are not converted. Rank 0 logs the conversion. With one rank nothing is
+    done.
 
     A subclass of BatchNorm that overrides ``forward`` is not converted, and rank 0 names it in a warning, unless
     ``include`` or ``predicate`` selects it; ``include="*"`` selects all layers. Its ``forward`` then runs unchanged and
-    synchronises when it calls ``super().forward(input)``. Without this call, the first training step raises a
+    synchronises when it calls ``super().forward(input)``. If this call is missing, the first training step raises a
     ``ConfigurationError`` that names the layer.
 
     DDP sends rank 0's running statistics to all ranks before each step, which changes nothing if all ranks have the
@@ -33,8 +34,8 @@ class SyncBatchNormConversion(pl.Callback):
     ``on_fit_end``.
 
     Args:
-        include, exclude: a pattern for names of layers such as ``"backbone.*"``, a class of layers, or several of
-            these; one that matches a module applies to all layers in it.
+        include, exclude: convert only, or do not convert, layers that match a pattern of layer names, such as
+            ``"backbone.*"``, a class of layers, or one of several of these. If a module matches, so do all its layers.
         predicate: convert only layers for which ``predicate(name, layer)`` is true.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on the same machine, a
             number ``n`` for groups of ``n`` consecutive ranks, or a ``torch.distributed.ProcessGroup`` that was
@@ -61,7 +62,7 @@ class SyncBatchNormConversion(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._layers.refuse_beside(getattr(trainer.strategy, "_layer_sync", None))
+            self._layers.refuse_alongside(getattr(trainer.strategy, "_layer_sync", None))
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -70,5 +71,5 @@ class SyncBatchNormConversion(pl.Callback):
     def _revert(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         self._layers.revert(pl_module)
 
-    # The later hooks are for a run without anything left to train, and for one that Lightning's Tuner leaves early.
+    # The later hooks are for a run with nothing left to train, and for one that Lightning's Tuner ends early.
     on_train_end = on_fit_end = teardown = on_exception = _revert
