@@ -28,7 +28,7 @@ _DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must repl
 
 @dataclass(frozen=True)
 class Flight:
-    """The progress of a rank in a process group, whose collectives are numbered from 1, in the same way on all ranks."""
+    """The progress of a rank in a process group; its collectives are numbered from 1, in the same way on all ranks."""
 
     group: str
     """The key of the group, the same on all ranks."""
