@@ -20,7 +20,7 @@ def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
     """Return a logger whose lines appear on these ranks only.
 
     The rank is looked up for each line: in the default process group, otherwise in the launcher's variables. A process
-    without either is rank 0. While the rank is unknown, as on a second node, only loggers for ``"all"`` log.
+    without either counts as rank 0. While the rank is unknown, as on a second node, only loggers for ``"all"`` log.
 
     Args:
         name: the name of the ``logging.Logger`` that logs the lines, with its level, handlers and filters.

@@ -16,7 +16,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 _LONGEST_REASON = 2000
-# Bytes in one broadcast: close to the fastest size, and few enough to limit the device memory that is needed.
+# Bytes in one broadcast: close to the fastest size, and small enough to limit the device memory that is needed.
 _PIECE = 64 << 20
 # Bytes of a pickle, and of its length, that fit into the first collective; a longer pickle needs a second collective.
 _ROOM, _LENGTH = 1 << 10, 8

@@ -28,7 +28,7 @@ class World:
         source: the origin of the numbers, for messages: ``"torchrun"``, ``"SLURM"``, ``"arguments"`` ...
 
     Raises:
-        ConfigurationError: a number is not an integer, or the numbers contradict each other.
+        ConfigurationError: a value is not an integer, or the numbers contradict each other.
     """
 
     rank: int
@@ -102,7 +102,7 @@ def read_world(
     world_size: int | None = None,
     devices: int | None = None,
 ) -> World | None:
-    """Return the world from the arguments, otherwise from a launcher's variables; ``None`` if neither are given.
+    """Return the world from the arguments, otherwise from a launcher's variables; ``None`` if both are missing.
 
     Args:
         environ: environment variables, usually ``os.environ``; not changed.
@@ -226,7 +226,7 @@ def is_slurm(environ: Environ) -> bool:
 
 
 def _slurm_tasks_on_node(environ: Environ) -> int | None:
-    """Return the tasks per node if spread evenly, at least one more than the local rank; ``None`` if unknown."""
+    """Return the number of tasks per node, assumed to be even but above the local rank; ``None`` if unknown."""
     nodes = _known(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     tasks = -(-_integer(environ, "SLURM_NTASKS") // nodes) if nodes else _known(environ, "SLURM_NTASKS_PER_NODE")
     return None if tasks is None else max(tasks, _integer(environ, "SLURM_LOCALID") + 1)

@@ -71,7 +71,7 @@ def convert_sync_batchnorm(
     """Make the BatchNorm layers of a model synchronise; ``restore_batchnorm`` undoes this exactly.
 
     Each layer remains the same object, with its parameters, buffers, hooks, mode, device and dtype. Its new class is
-    made from its own class and :class:`SyncBatchNorm`, so a subclass keeps its methods. Convert on every rank, before
+    made from its own class and :class:`SyncBatchNorm`, so a subclass keeps its methods. Call this on every rank, before
     or after DDP wraps the model. InstanceNorm, GroupNorm and layers that already synchronise do not change.
 
     A subclass that overrides ``forward`` is converted only if ``include`` or ``predicate`` chooses it. Its ``forward``

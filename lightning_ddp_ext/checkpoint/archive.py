@@ -118,7 +118,7 @@ class Archive:
 
 @contextmanager
 def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
-    """Convert system errors while reading a file into checkpoint errors; only a directory counts as damaged.
+    """Convert errors in the block, which reads a file, to checkpoint errors; only a directory is called damaged.
 
     Args:
         name: the user's name for the file.

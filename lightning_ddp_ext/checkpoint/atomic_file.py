@@ -51,7 +51,7 @@ class Sink:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Sink]:
-    """Replace the file at ``path`` with the data that the block writes and flush it; an exception changes nothing.
+    """Replace the file at ``path`` with the data that the block writes; if the block raises, nothing changes.
 
     Raises:
         NotDurableError: the file is in place, but its directory could not be flushed to disk.

@@ -133,7 +133,7 @@ def save_if_furthest(path: str, run: str, batches: int, save: Callable[[], objec
 
     A lock decides which one is first. The kernel releases it when its holder exits, so a rank that is killed during its
     save does not block the others. The lock file, next to the checkpoint at ``path``, records the token of this ``run``
-    and the number of ``batches`` that the saving rank has finished. After ``seconds``, the wait raises a TimeoutError.
+    and the number of ``batches`` that the saving rank has finished. After ``seconds``, TimeoutError is raised.
     """
     with open(lock_of(path), "a+b", buffering=0) as file:
         _lock(file, time.monotonic() + seconds)

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
     one = _add(commands, "clean", clean, "list temporary files left behind by saves that were killed")
     one.add_argument("directory", metavar="DIR", help="local directory that contains the checkpoints")
-    one.add_argument("--yes", action="store_true", dest="remove", help="delete those not written to for an hour")
+    one.add_argument("--yes", action="store_true", dest="remove", help="remove those not written to for an hour")
     return parser
 
 

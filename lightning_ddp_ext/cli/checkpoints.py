@@ -54,7 +54,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def clean(directory: str, *, remove: bool) -> int:
-    """List this user's temporary files; with ``remove``, first delete those an hour old. Return the exit status."""
+    """List this user's temporary files; with ``remove``, first delete those over an hour old. Return the status."""
     try:
         removed = remove_leftovers(Path(directory)) if remove else []
         left = find_leftovers(Path(directory))

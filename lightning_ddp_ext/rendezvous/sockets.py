@@ -28,8 +28,8 @@ class OpenedSockets:
         """Shut down these connections; threads that wait on one get an error.
 
         This unblocks threads in a gloo collective or a store; torch's ``abort`` and ``destroy_process_group`` do not if
-        another thread calls them. Listening sockets stay open. Descriptors that have been closed and reused since, and
-        so have another inode, also do.
+        another thread calls them. Listening sockets stay open, as do descriptors that were closed and have been reused:
+        these have another inode.
         """
         opened = self._opened_so_far() if self._opened is None else self._opened
         for descriptor, identity in opened.items():

@@ -26,7 +26,7 @@ Rescue = Callable[[BaseException], object]
 _BROKEN_CONNECTION = re.compile(
     r"\bgloo\b|nccl|by peer|broken pipe|process group|pair closure|\bsockets?\b", re.IGNORECASE
 )
-_CLOSED_GROUP = re.compile("process group", re.IGNORECASE)  # in the ValueError of a collective
+_CLOSED_GROUP = re.compile("process group", re.IGNORECASE)  # the ValueError of a collective in a closed group
 
 
 def supervised(

@@ -175,7 +175,7 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
         found, remedy = "rank 0 has not published its address there", "that it uses the same init_method"
     assert sentence(outcome, RendezvousError) == (
         f"{process(1, outcome.pid)} did not find rank 0 at {looked} within 4 s ({found}); check that rank 0 is "
-        f"started, {remedy}, and that no firewall blocks the connection"
+        f"running, {remedy}, and that no firewall blocks the connection"
     )
 
 
