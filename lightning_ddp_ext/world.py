@@ -64,11 +64,11 @@ class World:
         value = getattr(self, field)
         if low <= value <= high:
             return
-        beside = f"world_size {self.world_size}"
+        given = f"world_size {self.world_size}"
         if field in ("local_rank", "node_rank"):
-            beside += f" and local_world_size {self.local_world_size}"
+            given += f" and local_world_size {self.local_world_size}"
         raise ConfigurationError(
-            f"{field} must be in {low}..{high} for {beside} (got {value}); {remedy} (source: {self.source})"
+            f"{field} must be in {low}..{high} for {given} (got {value}); {remedy} (source: {self.source})"
         )
 
 

@@ -66,7 +66,7 @@ class SyncContext:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that join their batches; 1 without a process group, or on a rank outside of it."""
+        """The number of ranks that join their batches; 1 if no process group exists, or on a rank outside of it."""
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return max(1, dist.get_world_size(self.process_group))

@@ -33,7 +33,7 @@ class Connections:
         table: all ranks, in order.
         store: rank 0's store.
         store_sockets: the sockets of the connection to the store.
-        route: the address at which ranks on other hosts can reach this host; empty if all ranks are on it.
+        route: the address at which ranks on other hosts can reach this host; empty if all ranks are on this host.
         withdraw: removes the published address, on rank 0.
     """
 

@@ -198,5 +198,5 @@ class NamedBarriers:
         table = self._peers.table
         places = activities_in_words({table[call.rank]: str(call) for call in calls}, "began")
         remedy = "make sure that every rank makes the same calls in the same order"
-        sentence = f"ranks wait for each other in different calls: {places}; {remedy}"
+        sentence = f"ranks are waiting for each other in different calls: {places}; {remedy}"
         self._peers.report(event_of("absent", table[odd.rank], sentence))

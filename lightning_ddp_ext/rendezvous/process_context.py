@@ -159,7 +159,7 @@ class ProcessContext:
         self.close_group()
 
     def close_group(self) -> None:
-        """Abort this rank's part in all groups, which unblocks ranks that wait for it in a collective."""
+        """Abort this rank's part in all groups, which unblocks ranks that are waiting for it in a collective."""
         self.peers.record_raised()
         # A traceback's frames may keep the group's C++ objects alive, so destroying the group might close nothing.
         self.groups.abort_connections()

@@ -145,7 +145,7 @@ class ProcessGroups:
                 del os.environ[_INTERFACE]
 
     def abort(self) -> None:
-        """Unblock the main thread if it waits for other ranks; for the channel's thread."""
+        """Unblock the main thread if it is waiting for other ranks; for the channel's thread."""
         self.abort_connections()
         self.abort_nccl()
 

@@ -1,4 +1,4 @@
-"""Make a rank wait for a debugger, and remove the time limits of the other ranks."""
+"""Make a rank wait for a debugger, and extend the time limits of the other ranks."""
 
 from __future__ import annotations
 
