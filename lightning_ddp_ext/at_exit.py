@@ -28,8 +28,8 @@ def at_exit(action: Callable[[], None]) -> None:
 def exclude_imports_from_collections() -> None:
     """Exclude all existing objects from garbage collection if a launcher started this process as a rank.
 
-    By then a script has usually only imported libraries. Traversing their objects takes 0.2 s in each collection, and
-    one second at exit, which delays the other ranks or a restart of all ranks.
+    By then a script has usually only imported libraries. Traversing their objects would take 0.2 s in each collection,
+    and would delay the exit by one second, for which other ranks or a restart of all ranks may be waiting.
     """
     if not os.environ.keys().isdisjoint(("LOCAL_RANK", "SLURM_LOCALID")):
         gc.freeze()
@@ -57,7 +57,7 @@ def wait_for_delays() -> bool:
 
 
 class Limit:
-    """A countdown, in a thread called ``name``, that exits this process unless it is lifted in time."""
+    """A countdown in a thread called ``name``, after which this process exits unless the countdown is lifted."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -80,14 +80,14 @@ class Limit:
             status: the exit status of the process.
             sentence: returns the text to print before the exit.
             is_void: called when the time is up; if it returns True, the process continues.
-            after_saves: seconds between the completion of an unfinished save and the exit; ``None`` to interrupt it.
+            after_saves: seconds from the completion of an unfinished save to the exit; ``None`` to interrupt the save.
         """
 
         def end() -> None:
             if lifted.wait(seconds) or is_void():
                 return
             if _delays and after_saves is not None:
-                print_in_time(f"{sentence()}. This rank finishes writing its checkpoint before it exits\n")
+                print_in_time(f"{sentence()}. This rank will finish writing its checkpoint before it exits\n")
                 wait_for_delays()
                 if lifted.wait(after_saves):
                     return

@@ -1,4 +1,4 @@
-"""Parse a duration into a timedelta."""
+"""Convert a duration to a timedelta."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import overload
 from lightning_ddp_ext.errors import ConfigurationError
 
 SHORTEST = timedelta(milliseconds=1)
-# Sockets and polls count milliseconds in 32 bits, at most 24.8 days.
+# Sockets and polls count milliseconds as signed 32-bit integers, at most 24.8 days.
 LONGEST = timedelta(days=24)
 
 
@@ -18,7 +18,7 @@ def to_timedelta(value: float | timedelta, *, field: str) -> timedelta: ...
 @overload
 def to_timedelta(value: None, *, field: str) -> None: ...
 def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | None:
-    """Return a duration as a ``timedelta`` of at most 24 days; ``None`` stays ``None``.
+    """Convert a duration to a ``timedelta``, shortened to 24 days if longer; ``None`` stays ``None``.
 
     Args:
         value: seconds (a number), a ``timedelta``, or ``None``.

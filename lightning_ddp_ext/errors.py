@@ -55,7 +55,7 @@ __all__ = [
 class DDPExtError(Exception):
     """The base class of all errors of this package: ``except DDPExtError`` catches any of them.
 
-    Keyword arguments become attributes of the error, which pickle keeps.
+    Keyword arguments become attributes of the error; pickling keeps these attributes.
     """
 
     def __init__(self, *args: object, **attributes: object) -> None:
@@ -63,7 +63,7 @@ class DDPExtError(Exception):
         vars(self).update(attributes)
         ours = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)  # the user may have a subclass
         page = f"docs/reference/errors.md#{ours.__name__.lower()}"
-        # Python prints notes below the message, from 3.11 on.
+        # Since version 3.11, Python prints notes below the message.
         self.__notes__ = [f"See {page} in the repository of lightning-ddp-ext."]
 
 
@@ -72,7 +72,7 @@ class ConfigurationError(DDPExtError, ValueError):
 
 
 class RendezvousError(DDPExtError, RuntimeError):
-    """The ranks could not connect, or their settings differ; raised on every rank that connected."""
+    """The ranks could not connect, or their settings differ; raised on every rank that connected or tried to."""
 
 
 class MissingRanksError(RendezvousError):

@@ -1,3 +1,3 @@
-"""The strategy and callbacks for ``lightning``, also where ``lightning_ddp_ext`` has those of ``pytorch_lightning``."""
+"""The strategy and callbacks for ``lightning``, even if ``lightning_ddp_ext`` has those for ``pytorch_lightning``."""
 
 from lightning_ddp_ext.integration.public import *  # noqa: F403

@@ -19,8 +19,8 @@ Ranks = Literal["all"] | int | Iterable[int]
 def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
     """Return a logger whose lines appear on these ranks only.
 
-    Each call looks up the rank: in the default process group, or else in the launcher's variables. A process without
-    such variables counts as rank 0. While the rank is unknown, as on a second node, only loggers for ``"all"`` log.
+    The rank is looked up for each line: in the default process group, otherwise in the launcher's variables. A process
+    without either counts as rank 0. While the rank is unknown, as on a second node, only loggers for ``"all"`` log.
 
     Args:
         name: the name of the ``logging.Logger`` that logs the lines, with its level, handlers and filters.

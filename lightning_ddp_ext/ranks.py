@@ -16,15 +16,15 @@ from torch import Tensor
 T = TypeVar("T")
 
 _LONGEST_REASON = 2000
-# Bytes in one broadcast: about the fastest size, and a limit on the device memory that it needs.
+# Bytes in one broadcast: close to the fastest size, and small enough to limit the device memory that is needed.
 _PIECE = 64 << 20
-# Bytes of a pickle that the first collective carries, with its length; a longer pickle needs a second collective.
+# Bytes of a pickle, and of its length, that fit into the first collective; a longer pickle needs a second collective.
 _ROOM, _LENGTH = 1 << 10, 8
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A set of ranks, from the view of one of them. Each method is collective: every rank must call it.
+    """A set of ranks, as seen from one of them. Each method is collective: every rank must call it.
 
     Args:
         rank: this rank.
@@ -83,7 +83,7 @@ class Ranks:
         return [pickle.loads(head[_LENGTH:] + tail) for head, tail in zip(heads, tails, strict=True)]
 
     def broadcast(self, buffers: Iterable[Tensor]) -> None:
-        """Fill byte buffers in CPU memory with rank 0's; the next piece is prepared while the last one is sent."""
+        """Fill byte buffers in CPU memory with rank 0's content; a piece is prepared while the previous one is sent."""
         finish: Callable[[], None] = lambda: None  # noqa: E731
         for piece in (piece for buffer in buffers for piece in buffer.split(_PIECE)):
             sent = piece.to(self._wire)
@@ -156,7 +156,7 @@ class Ranks:
 
 
 def is_gloo(device: str | torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether gloo communicates tensors on this device; a group may have one backend for each type of device.
+    """Whether the group uses gloo for tensors on this device; it may have one backend for each type of device.
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> is_gloo("cpu"), is_gloo(torch.device("cuda", 1))
@@ -186,9 +186,9 @@ class _Failure:
         return _Failure(portable, "".join(traceback.format_exception(error)))
 
     def to_error(self, what: str, *, rank: int) -> Exception:
-        """Return the error for other ranks."""
+        """Return the error that other ranks raise, with its origin as a note and the remote traceback as its cause."""
         # `add_note` does not exist in Python 3.10.
-        vars(self.error).setdefault("__notes__", []).append(f"raised on rank {rank} during {what}")
+        vars(self.error).setdefault("__notes__", []).append(f"raised on rank {rank} (operation: {what})")
         self.error.__cause__ = RemoteTraceback(self.traceback_text)
         return self.error
 

@@ -33,7 +33,7 @@ def adapter(name: str) -> Any:
 
 
 def register_names() -> None:
-    """Register the strategy names with each tree that the program has imported, or imports later."""
+    """Register the strategy names with each tree that the program has imported or will import."""
     for tree in _ADAPTERS:
         if tree in sys.modules:
             _register(tree)
@@ -41,14 +41,14 @@ def register_names() -> None:
 
 
 def _choose() -> str:
-    """Return the tree that is already imported, else an installed one; ``lightning`` takes precedence."""
+    """Return a tree that is already imported, otherwise an installed one; ``lightning`` takes precedence."""
     imported = [tree for tree in _ADAPTERS if tree in sys.modules]
     installed = [tree for tree in _ADAPTERS if importlib.util.find_spec(tree.partition(".")[0]) is not None]
     return (imported or installed or ["lightning.pytorch"])[0]
 
 
 def _import_quickly(tree: str) -> None:
-    """Import a tree and torch without garbage collection, which would add a fifth of the time and free nothing."""
+    """Import a tree and torch without garbage collection, which would take a fifth longer and free nothing."""
     if tree in sys.modules or not gc.isenabled() or gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         return
     gc.disable()
@@ -74,19 +74,19 @@ def _register(tree: str) -> None:
 class _RegisterOnImport(MetaPathFinder):
     """Leaves finding modules to the other finders, and registers our strategy names once a tree is imported."""
 
-    _is_asking = False
+    _is_delegating = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _ADAPTERS or self._is_asking:
+        if name not in _ADAPTERS or self._is_delegating:
             return None
-        self._is_asking = True
+        self._is_delegating = True
         try:
             found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
             spec = next((spec for spec in found if spec is not None), None)
         finally:
-            self._is_asking = False
+            self._is_delegating = False
         if spec is not None and spec.loader is not None:
             _call_after_import(spec.loader, lambda: _register(name))
         return spec

@@ -28,7 +28,7 @@ class World:
         source: the origin of the numbers, for messages: ``"torchrun"``, ``"SLURM"``, ``"arguments"`` ...
 
     Raises:
-        ConfigurationError: the numbers contradict each other.
+        ConfigurationError: a value is not an integer, or the numbers contradict each other.
     """
 
     rank: int
@@ -64,11 +64,11 @@ class World:
         value = getattr(self, field)
         if low <= value <= high:
             return
-        beside = f"world_size {self.world_size}"
+        given = f"world_size {self.world_size}"
         if field in ("local_rank", "node_rank"):
-            beside += f" and local_world_size {self.local_world_size}"
+            given += f" and local_world_size {self.local_world_size}"
         raise ConfigurationError(
-            f"{field} must be in {low}..{high} for {beside} (got {value}); {remedy} (source: {self.source})"
+            f"{field} must be in {low}..{high} for {given} (got {value}); {remedy} (source: {self.source})"
         )
 
 
@@ -102,17 +102,16 @@ def read_world(
     world_size: int | None = None,
     devices: int | None = None,
 ) -> World | None:
-    """Return the world from the arguments, or else from a launcher's variables; ``None`` if there are neither.
+    """Return the world from the arguments, otherwise from a launcher's variables; ``None`` if both are missing.
 
     Args:
         environ: environment variables, usually ``os.environ``; not changed.
         rank: the number of this process; needs ``world_size``.
         world_size: the number of all processes; needs ``rank``.
-        devices: the Trainer's processes per node, used if no variable has this number; by default ``world_size``.
+        devices: the Trainer's processes per node, used if no variable sets this number; by default ``world_size``.
 
     Raises:
-        ConfigurationError: an argument is missing or wrong, or a variable is missing, not an integer, or out of
-            range.
+        ConfigurationError: an argument or a variable is missing, not an integer, or out of range.
 
     >>> read_world({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).node_rank
     1
@@ -169,10 +168,10 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
 
 
 def launcher_of(environ: Environ) -> Launcher | None:
-    """Return the innermost launcher whose variables are set.
+    """Return the innermost launcher whose variables are set; ``None`` if no launcher has set any.
 
     Raises:
-        ConfigurationError: one of its variables is not an integer.
+        ConfigurationError: the world size of Open MPI or PMI is not an integer.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         return TORCHRUN
@@ -222,12 +221,12 @@ def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
 
 
 def is_slurm(environ: Environ) -> bool:
-    """Apply Lightning's rule: an interactive job is a shell in which users start processes by other means."""
+    """Whether SLURM starts the ranks; by Lightning's rule, users start those of an interactive job by other means."""
     return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
 def _slurm_tasks_on_node(environ: Environ) -> int | None:
-    """Return the tasks per node, assuming that they are spread evenly, but enough for this task's local rank."""
+    """Return the number of tasks per node, assumed to be even but above the local rank; ``None`` if unknown."""
     nodes = _known(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     tasks = -(-_integer(environ, "SLURM_NTASKS") // nodes) if nodes else _known(environ, "SLURM_NTASKS_PER_NODE")
     return None if tasks is None else max(tasks, _integer(environ, "SLURM_LOCALID") + 1)
@@ -252,5 +251,5 @@ def _integer(environ: Environ, name: str) -> int:
 
 
 def _known(environ: Environ, *names: str) -> int | None:
-    """Return the value of the first variable that is set."""
+    """Return the value of the first variable that is set; ``None`` if all are unset."""
     return next((_integer(environ, name) for name in names if name in environ), None)

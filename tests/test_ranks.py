@@ -60,7 +60,7 @@ def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
     assert first[0] == other[0] == ("[1, 2]", "", [])
     assert [said for said, *_ in first[1:]] == [said for _, said, _ in WORKS]
     assert [said for said, *_ in other[1:]] == [said for *_, said in WORKS]
-    assert all(notes == ["raised on rank 0 during a test"] for *_, notes in other[1:])
+    assert all(notes == ["raised on rank 0 (operation: a test)"] for *_, notes in other[1:])
     assert all(not notes for *_, notes in first[1:])
     assert "in boom\n" in other[1][1]
 

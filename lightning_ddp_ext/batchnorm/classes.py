@@ -14,8 +14,8 @@ from lightning_ddp_ext.batchnorm.layer import CONTEXT, SyncBatchNorm
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import ConfigurationError
 
-_OWN = "_ddpx_own_class"  # in a made class: the layer's own class
-_REACHED = "_ddpx_reached"  # in a layer whose own forward runs: whether this has called SyncBatchNorm.forward
+_OWN = "_ddpx_own_class"  # attribute of a made class: the layer's own class
+_REACHED = "_ddpx_reached"  # attribute of a layer: whether its own forward has called SyncBatchNorm.forward
 
 
 class _CalledByOwnForward(SyncBatchNorm):
@@ -73,7 +73,7 @@ def synchronise(layer: Module, context: SyncContext) -> None:
 
 
 def restore(layer: Module) -> None:
-    """Restore the class of a converted layer; other layers are unchanged."""
+    """Restore the class of a converted layer; leave other layers unchanged."""
     own = vars(type(layer)).get(_OWN)
     if own is not None:
         object.__setattr__(layer, "__class__", own)

@@ -30,8 +30,8 @@ class Conversion:
 
     Args:
         converted: the names of the layers that now synchronise.
-        left_alone: for other layers, by name, why they were not chosen, or "synchronises already".
-        unsupported: for the remaining layers, by name and class, why they cannot be converted.
+        left_alone: the reasons why other layers were not chosen, or "synchronises already", by layer name.
+        unsupported: the reasons why the remaining layers cannot be converted, by layer name and class.
         world_size: the number of ranks that join their batches.
     """
 
@@ -50,7 +50,7 @@ class Conversion:
         return f"{line}; not converted: {others}" if others else line
 
     def warning(self) -> str | None:
-        """Return a warning that names the unsupported layers; ``None`` without any."""
+        """Return a warning that names the unsupported layers, if any."""
         if not self.unsupported:
             return None
         named = "; ".join(f"{layer} {reason}" for layer, reason in self.unsupported.items())
@@ -71,7 +71,7 @@ def convert_sync_batchnorm(
     """Make the BatchNorm layers of a model synchronise; ``restore_batchnorm`` undoes this exactly.
 
     Each layer remains the same object, with its parameters, buffers, hooks, mode, device and dtype. Its new class is
-    made from its own class and :class:`SyncBatchNorm`, so a subclass keeps its methods. Call it on every rank, before
+    made from its own class and :class:`SyncBatchNorm`, so a subclass keeps its methods. Call this on every rank, before
     or after DDP wraps the model. InstanceNorm, GroupNorm and layers that already synchronise do not change.
 
     A subclass that overrides ``forward`` is converted only if ``include`` or ``predicate`` chooses it. Its ``forward``
@@ -137,7 +137,7 @@ def convert(module: Module, choice: Choice, process_group: dist.ProcessGroup | N
 def restore_batchnorm(module: ModuleT) -> ModuleT:
     """Undo ``convert_sync_batchnorm``: each layer gets its former class back and keeps its current weights.
 
-    Layers that the model's own code synchronises do not change. Copies of converted layers are also converted, and
+    Layers that the model created as ``SyncBatchNorm`` do not change. Copies of converted layers are also converted, and
     must be restored separately. Not collective.
 
     Returns:

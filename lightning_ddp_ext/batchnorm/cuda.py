@@ -1,4 +1,4 @@
-"""Compute synchronised BatchNorm on CUDA with torch's function, also for empty batches and any memory format."""
+"""Compute synchronised BatchNorm on CUDA with torch's function, including empty batches and any memory format."""
 
 from __future__ import annotations
 

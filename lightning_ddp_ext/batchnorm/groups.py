@@ -46,7 +46,7 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
 
 
 def batchnorm_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks only for BatchNorm, or ``None`` for the default group. Collective.
+    """Return a group of all ranks used only for BatchNorm, or ``None`` for the default group. Collective.
 
     With gloo, DDP's gradients and the layers' statistics then do not wait for each other, and a rank in another layer
     cannot mix them up.

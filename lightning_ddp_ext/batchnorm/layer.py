@@ -21,9 +21,10 @@ CONTEXT = "_ddpx_context"  # the attribute that conversion adds to layers
 class SyncBatchNorm(_BatchNorm):
     r"""BatchNorm over the batches of all ranks, for inputs (N, C) to (N, C, D, H, W), on CPU and CUDA.
 
-    In training, mean and variance are those of all ranks' batches together, which may differ in size or be empty, and
-    running statistics are the same on all ranks. Each pass runs one collective, so every rank must run the same layers
-    in the same order. In evaluation and in a single process, the layer behaves like torch's BatchNorm.
+    In training, mean and variance are those of all ranks' batches together, which may differ in size or be empty.
+    Running statistics are the same on all ranks. Each forward pass runs one collective, and so does each backward pass
+    whose input needs a gradient, so every rank must run the same layers in the same order. In evaluation and in a
+    single process, the layer behaves like torch's BatchNorm.
 
     Gradients are those of the *sum* of the ranks' losses. DDP divides them by the number of ranks, so that a parameter
     gets the gradient of the mean of the ranks' losses. If all ranks have the same number of samples, this equals the
@@ -34,11 +35,12 @@ class SyncBatchNorm(_BatchNorm):
         num_features: C.
         eps, momentum, affine, track_running_stats, device, dtype: as in ``torch.nn.BatchNorm2d``.
         process_group: the ranks whose batches are joined; ``None`` for all ranks.
-        bias: as in ``torch.nn.BatchNorm2d``, which has it since torch 2.13.
+        bias: as in ``torch.nn.BatchNorm2d``, which has had it since torch 2.13.
 
     Raises:
         BatchNormError: an input has a different number of channels than the layer, or is neither on CPU nor on CUDA.
             On CPU, also if all batches together have one value per channel, or another rank is in a different layer.
+        ValueError: an input does not have 2 to 5 dimensions.
 
     >>> layer = SyncBatchNorm(3)
     >>> layer(torch.randn(4, 3, 8, 8)).mean().abs().item() < 1e-6
@@ -74,7 +76,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected 2D to 5D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise a batch (N, C, ...). Collective in training: every rank must call it, and its backward pass."""
+        """Normalise a batch (N, C, ...). Collective in training: every rank must call it and run its backward pass."""
         if not self.training or self._ddpx_context.world_size == 1:
             return super().forward(input)
         output: Tensor = self._normalise(input)
@@ -88,14 +90,15 @@ class SyncBatchNorm(_BatchNorm):
         function: Any = SyncBatchNormOnCPU.apply if input.is_cpu else cuda.batch_norm
         arguments = self.weight, self.bias, self._count_batch(), self.eps, self._ddpx_context
         output: Tensor = function(input[:0] if is_idle() else input, *arguments)
-        if is_idle():  # it joins the collectives of both passes with an empty batch; its output is not used
+        if is_idle():
+            # An idle rank joins both passes' collectives with an empty batch; its output needs only the right shape.
             is_cudnn = torch.backends.cudnn.enabled
             own = torch.batch_norm(input, self.weight, self.bias, None, None, True, 0.0, self.eps, is_cudnn)
             output = own + output.sum()
         return output
 
     def _check_channels_and_device(self, input: Tensor) -> None:
-        # The kernels for given statistics would read out of bounds, since they do not check sizes.
+        # The kernels that take statistics as arguments do not check sizes, and would read out of bounds.
         if input.size(1) != self.num_features:
             raise BatchNormError(
                 f"{self._ddpx_context.name} expects inputs with {self.num_features} channels "

@@ -16,14 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 from lightning_ddp_ext.errors import BatchNormError
 
 _PASSES = ("forward", "backward")
-_HEADER = 2  # the index of the layer, and that of the pass
+_HEADER = 2  # numbers at the beginning of a message: the indices of the layer and of the pass
 _POLL_FOR = 0.002  # seconds; a small exchange between ranks that start together takes half of it
 
 _is_idle = False
 
 
 def is_idle() -> bool:
-    """Return whether this rank's current batch does not count."""
+    """Whether this rank's current batch does not count."""
     return _is_idle
 
 
@@ -48,15 +48,15 @@ def _wait_for(work: dist.Work) -> None:
 class SyncContext:
     """The ranks that share a layer's statistics, and the layer's index in the model.
 
-    On CPU, all layers of a model send messages of the same length that begin with the layer and the pass, so ranks in
-    different layers detect it. Messages of different lengths would cause an abort or an endless wait. A layer's few
-    numbers are NumPy arrays, since a call on a small array takes a third of the time of a call on a tensor.
+    On CPU, all layers of a model send messages of the same length that begin with the layer and the pass, so ranks can
+    detect that their layers differ. Messages of different lengths would cause an abort or an endless wait. A layer's
+    few numbers are NumPy arrays, since a call on a small array takes a third of the time of a call on a tensor.
 
     Args:
         process_group: the ranks whose batches are joined; ``None`` for all.
         names: the model's synchronised layers, in the same order on every rank.
         index: the layer's position in ``names``.
-        num_features: the channels of the widest of these layers.
+        num_features: the number of channels of the widest of these layers.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -66,7 +66,7 @@ class SyncContext:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that join their batches; 1 without a process group, or on a rank outside of it."""
+        """The number of ranks that join their batches; 1 if no process group exists, or on a rank outside of it."""
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return max(1, dist.get_world_size(self.process_group))

@@ -29,7 +29,7 @@ _READ_SIZE = 256 << 10
 _ANOTHER = "use an earlier checkpoint"
 # The text of the RuntimeErrors that torch raises for system errors.
 _SYSTEMS = re.compile(r"^unable to (open|stat|mmap) |annot allocate memory")
-# What zipfile raises for damaged files; RuntimeError: a record claims to be encrypted, or to need a newer version.
+# zipfile's errors for damaged files; RuntimeError: a record claims to be encrypted, or to need a newer version.
 _DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, ValueError, OverflowError, RuntimeError)
 
 
@@ -40,8 +40,8 @@ class Archive:
     Attributes:
         path: its path on this machine.
         name: the user's name for it.
-        size: bytes.
-        records: in the order of the file; empty if the file was written before torch 1.6, without checksums.
+        size: its size in bytes.
+        records: its records, in their order; empty if the file was written before torch 1.6, without checksums.
     """
 
     path: str
@@ -79,7 +79,7 @@ class Archive:
 
     @property
     def fingerprint(self) -> str | None:
-        """A value that is equal for files with the same content on any host; ``None`` without checksums."""
+        """A value that is equal for files with the same content on any host; ``None`` if checksums are missing."""
         if not self.has_checksums:
             return None
         facts = [(_name(record), record.header_offset, record.file_size, record.CRC) for record in self.records]
@@ -88,10 +88,10 @@ class Archive:
     def check(self, tensors: Iterable[ZipInfo] | None = None) -> None:
         """Check all records that have a checksum; of the tensors only those in ``tensors``, if given.
 
-        The file is read instead of mapped, because SIGBUS would kill the process if a mapped file was truncated.
+        The file is read instead of mapped, because truncating a mapped file would kill the process with SIGBUS.
 
         Raises:
-            DamagedCheckpointError: records were altered, and the error names them; or the file became shorter.
+            DamagedCheckpointError: records were altered (the error names them), or the file was truncated.
             CheckpointNotFoundError: the file was removed after it was opened.
             CheckpointError: the system does not allow this process to read it.
         """
@@ -105,7 +105,7 @@ class Archive:
             except _DAMAGE:
                 message = f"checkpoint {self.name} was truncated while it was being read; {_ANOTHER}"
                 raise DamagedCheckpointError(message) from None
-            names = tuple(_name(record) for record in chosen if not _is_whole(archive, record))
+            names = tuple(_name(record) for record in chosen if not _is_intact(archive, record))
         if names:
             listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
             raise DamagedCheckpointError(
@@ -118,11 +118,11 @@ class Archive:
 
 @contextmanager
 def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
-    """Convert system errors on the file ``name`` into checkpoint errors that do not call the file damaged.
+    """Convert errors in the block, which reads a file, to checkpoint errors; only a directory is called damaged.
 
     Args:
         name: the user's name for the file.
-        was_there: whether the file was opened before.
+        was_there: whether the file has been opened before.
     """
     try:
         yield
@@ -212,8 +212,8 @@ def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
         raise zipfile.BadZipFile(str(error)) from None
 
 
-def _is_whole(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
-    """Whether the content matches its checksum, which zipfile compares at the end."""
+def _is_intact(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
+    """Whether the content matches its checksum, which zipfile compares at the end of reading."""
     try:
         with archive.open(record) as content:
             while content.read(_READ_SIZE):

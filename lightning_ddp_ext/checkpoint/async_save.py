@@ -44,7 +44,7 @@ class Saver:
         return Saver, ()  # started ranks get a new one, because threads and the buffer belong to this process
 
     def save(self, path: str, job: Callable[[], None]) -> None:
-        """Write a checkpoint now by calling ``job``, then do the removals that waited for a successful save."""
+        """Write a checkpoint now by calling ``job``, then run the removals that were waiting for a successful save."""
         self._last_save_failed = True  # until it succeeds
         with delaying_forced_end(self.deadline):
             job()
@@ -93,7 +93,7 @@ class Saver:
         if self._last_thread is None:
             at_exit(partial(_finish, weakref.ref(self)))
         jobs: list[Callable[[], None]] = []
-        with self._starting:  # the thread waits for the end of this block; if that is interrupted, it has no job
+        with self._starting:  # the thread waits for the end of this block; if interrupted, the thread has no job
             thread = threading.Thread(target=self._run, args=(jobs, self._last_thread), name="ddpx-checkpoints")
             thread.start()
             self._last_thread = thread
@@ -123,7 +123,7 @@ class Saver:
             self._last_thread.join()
 
     def release(self) -> None:
-        """Wait for all jobs, then release the memory."""
+        """Release the memory; only after all jobs have finished."""
         self._buffer.release()
 
     def finish(self) -> None:

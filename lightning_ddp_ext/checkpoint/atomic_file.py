@@ -1,4 +1,4 @@
-"""Write files atomically, and find the temporary files that killed processes left behind.
+"""Write files atomically, and find the temporary files left behind by killed processes.
 
 A file is written under a temporary name in the same directory, flushed to disk and then renamed. A temporary file
 counts as left behind after an hour without a write, because on some file systems locks only work within one host.
@@ -51,7 +51,7 @@ class Sink:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Sink]:
-    """Replace the file at ``path`` by the data that the block writes, flushed to disk; if it raises, nothing changes.
+    """Replace the file at ``path`` with the data that the block writes; if the block raises, nothing changes.
 
     Raises:
         NotDurableError: the file is in place, but its directory could not be flushed to disk.
@@ -118,7 +118,7 @@ class Leftover:
 
     Attributes:
         path: its path.
-        size: bytes.
+        size: its size in bytes.
         age: seconds since it was last written to.
     """
 

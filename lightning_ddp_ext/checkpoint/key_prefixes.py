@@ -36,7 +36,7 @@ def canonical(name: str) -> str:
 
 
 def names_in_model(file_names: Iterable[str], model_names: Iterable[str]) -> dict[str, str]:
-    """Map names that only the file has to names that only the model has and that differ only in prefixes.
+    """Map names found only in the file to names found only in the model, if they differ only in prefixes.
 
     Names with more than one candidate are left out.
 

@@ -104,7 +104,7 @@ def _device(name: Any) -> str:
 
 
 def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -> Any:
-    """Unpickle a checkpoint whose checksums were already checked.
+    """Unpickle a checkpoint whose checksums have already been checked.
 
     Args:
         archive: the file.
@@ -152,7 +152,7 @@ def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap:
         CheckpointError: a class in the file cannot be imported or raises, or this process cannot read the file.
     """
     options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
-    options["map_location"] = place  # torch's annotation lacks untyped storages, which it passes
+    options["map_location"] = place  # torch passes untyped storages, which its annotation lacks
     try:
         return torch.load(archive.path, mmap=mmap and bool(archive.records), **options)
     except CheckpointError:
@@ -163,7 +163,7 @@ def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap:
 
 
 def _explained(archive: Archive, error: Exception, weights_only: bool | None) -> CheckpointError:
-    """Return the checkpoint error, which calls the file damaged if a checksum differs or checksums are missing."""
+    """Return the checkpoint error; the file counts as damaged unless checksums or the kind of error show otherwise."""
     if is_of_system(error):
         return unreadable(archive.name, error)
     archive.check(())

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_MOST = 1 << 20  # bytes of all noted buffers: to note big ones, such as masks and queues, would take too long
+_MOST = 1 << 20  # bytes of all noted buffers: noting big ones, such as masks and queues, would take too long
 
 
 class NotedBuffers:
@@ -28,10 +28,10 @@ class NotedBuffers:
         noted = sum(total <= _MOST for total in accumulate(size for size, *_ in saved))
         self._noted, self._others = saved[:noted], saved[noted:]
         self._others_at_first = _versions(self._others)
-        self._versions: list[Any] = []  # of the noted ones when they were last read
+        self._versions: list[Any] = []  # versions of the noted buffers at the last read
 
     def read(self, *, even_if_same: bool) -> bytes:
-        """Return the noted buffers as bytes; empty if none changed since the last call.
+        """Return the noted buffers as bytes; empty if none has changed since the last call.
 
         A forward pass may change running statistics undetected, so use ``even_if_same`` after one.
         """
@@ -43,7 +43,7 @@ class NotedBuffers:
         return torch.cat(views).numpy().tobytes() if views else b""
 
     def restore(self, content: bytes) -> bool:
-        """Restore the noted buffers; return whether no other buffer changed."""
+        """Restore the noted buffers; return ``False`` if the bytes do not fit or another buffer has changed."""
         buffers = _tensors(self._noted)
         sizes = [each.nbytes for each in buffers]
         if sum(sizes) != len(content):

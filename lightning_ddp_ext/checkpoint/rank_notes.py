@@ -19,7 +19,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import IO, Any
 
-_SLOTS = 4  # of each kind; ranks are at most one optimiser step apart
+_SLOTS = 4  # slots for notes of each kind; ranks are at most one optimiser step apart
 _SLOT = 1 << 36  # bytes from one slot to the next: the file has holes
 _HEADER = struct.Struct("=QqQ")  # number of the note, batches, length
 _TRAILER = struct.Struct("=Q")  # the number again
@@ -33,10 +33,10 @@ class Kind(IntEnum):
     A new note overwrites the oldest one of its kind.
     """
 
-    BATCH = 0  # in its backward pass, after which random numbers are rarely drawn, and before a validation
-    VALIDATING = 1  # after a step of a validation
+    BATCH = 0  # in a batch's backward pass, after which random numbers are rarely drawn, and before validation
+    VALIDATING = 1  # after a validation step
     VALIDATED = 2
-    EPOCH = 3  # before iterators over training data are made
+    EPOCH = 3  # before iterators over training data are created
     WINDOW = 4  # before the first batch of an optimiser step is fetched
     BUFFERS = 5
     LOADERS = 6  # the random states from which iterators over training data have drawn
@@ -45,17 +45,17 @@ class Kind(IntEnum):
 class RankNotes:
     """The notes of one rank, in an open file that it writes and others read.
 
-    Each note carries the count of batches that the rank had started in all epochs; one on loaders carries the epoch.
+    Each note carries the count of batches that the rank had started in all epochs; a note on loaders carries the epoch.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._mapped: list[Any] = [b""] * (_SLOTS * len(Kind))  # by slot
+        self._mapped: list[Any] = [b""] * (_SLOTS * len(Kind))  # the mapped memory of each slot
         self._number = 0
         self._written = [0] * len(Kind)
 
     def write(self, kind: Kind, batches: int, *parts: Any) -> None:
-        """Write a note made of ``parts`` over the oldest of its kind; one that a kill interrupts is ignored.
+        """Write a note made of ``parts`` over the oldest of its kind; a note interrupted by a kill is ignored.
 
         Raises:
             OSError: no space is left for it.
@@ -73,7 +73,7 @@ class RankNotes:
         self._mapped[slot][end : end + _TRAILER.size] = _TRAILER.pack(self._number)
 
     def find(self, batches: int, *kinds: int) -> bytes | None:
-        """Return the newest whole note of some kinds after a number of batches; ``None`` if none has that count."""
+        """Return the newest complete note of these kinds with this count of batches, if any."""
         notes = [self._read(kind * _SLOTS + slot) for kind in kinds for slot in range(_SLOTS)]
         found = [(number, content) for number, noted, content in notes if number and noted == batches]
         return max(found)[1] if found else None
@@ -86,17 +86,17 @@ class RankNotes:
         return (number if rest[length:] == _TRAILER.pack(number) else 0), batches, rest[:length]
 
     def close(self) -> None:
-        """Close the file, which is freed after its last reader."""
+        """Close the file; the kernel frees it after its last reader has closed it."""
         os.close(self._descriptor)
 
 
 def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankNotes]:
-    """Make this rank's notes and open those of the other ranks on its host; return them by rank. Collective.
+    """Create this rank's notes and open those of the other ranks on its host; return them by rank. Collective.
 
     ``gather`` returns the values of all ranks, by rank.
 
     Raises:
-        OSError: a rank cannot create its file; on all ranks.
+        OSError: a rank cannot create its file; raised on all ranks.
     """
     path, own, error = "", -1, ""
     try:
@@ -108,7 +108,7 @@ def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankN
     try:
         paths, errors = zip(*gather((path, error)), strict=True)
         files = {other: own if other == rank else _open(each) for other, each in enumerate(paths)}
-        gather(None)  # all ranks have opened their files
+        gather(None)  # wait until all ranks have opened the files
     finally:
         if not error:
             os.unlink(path)
@@ -129,11 +129,11 @@ def _open(path: str) -> int:
 
 
 def save_if_furthest(path: str, run: str, batches: int, save: Callable[[], object], seconds: float) -> bool:
-    """Save, unless another survivor has saved the same or a later state; return whether this rank did.
+    """Save, unless another survivor has saved the same or a later state; return whether this rank has saved.
 
     A lock decides which one is first. The kernel releases it when its holder exits, so a rank that is killed during its
-    save does not block the others. The lock file, beside the checkpoint at ``path``, records the token of this ``run``
-    and the number of ``batches`` that the saving rank has finished. ``seconds`` limits the wait for the lock.
+    save does not block the others. The lock file, next to the checkpoint at ``path``, records the token of this ``run``
+    and the number of ``batches`` that the saving rank has finished. After ``seconds``, TimeoutError is raised.
     """
     with open(lock_of(path), "a+b", buffering=0) as file:
         _lock(file, time.monotonic() + seconds)
@@ -142,7 +142,7 @@ def save_if_furthest(path: str, run: str, batches: int, save: Callable[[], objec
         if saved_by == run.encode() and saved.isdigit() and int(saved) >= batches:
             return False
         save()
-        with suppress(OSError):  # without a record another survivor saves again
+        with suppress(OSError):  # if nothing is recorded, another survivor saves again
             file.truncate(0)
             file.write(f"{run} {batches}".encode())
         return True

@@ -42,8 +42,7 @@ def restore(
             a model and drop them. Everything else is copied into this process's own memory.
 
     Returns:
-        The checkpoint; a description of how it was read, for the log; and whether all of it was checked (true if
-        ``verify`` is off).
+        The checkpoint; how it was read, for the log; and whether all was checked (also true if ``verify`` is off).
 
     Raises:
         CheckpointError: the checkpoint cannot be read; the same error on every rank.
@@ -75,10 +74,10 @@ class _View:
     """The file that one rank sees at the path.
 
     Attributes:
-        host: name of the rank's host.
+        host: the name of the rank's host.
         file: equal for ranks of the same host that see the same file.
         content: equal for files with the same content, as far as that is known.
-        size: bytes.
+        size: the size of the file in bytes.
         has_checksums: whether every record has a checksum.
         error: the reason why the rank cannot read the file.
     """
@@ -100,7 +99,7 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks, options: LoadOptio
         with reading(location.url):
             archive = Archive.open(stack.enter_context(on_local_disk(location)), location.url)
             status = os.stat(archive.path)
-    except CheckpointError as error:  # the other ranks wait for the view
+    except CheckpointError as error:  # the other ranks are waiting for the view
         return "", _View(host, error=error)
     file = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     view = _View(host, file, archive.fingerprint or (host, file), archive.size, archive.has_checksums)
@@ -129,7 +128,7 @@ def _send(stack: ExitStack, path: str, ranks: Ranks, options: LoadOptions, name:
     what, threads = f"reading {name}", ThreadPoolExecutor(1)
     stack.callback(threads.shutdown, wait=False)  # after an error, do not wait for the check
     storages: list[UntypedStorage] = []
-    devices: dict[object, str] = {}  # from which tensors were saved; a generator's state has none
+    devices: dict[object, str] = {}  # the devices of the saved tensors; a generator's state has none
 
     def note_device(storage: UntypedStorage, device: str) -> UntypedStorage:
         devices[identity_of(storage)] = device

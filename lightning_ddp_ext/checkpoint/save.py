@@ -32,10 +32,10 @@ _REMEDIES = {
 
 
 def write(checkpoint: Any, path: PathLike) -> None:
-    """Write ``checkpoint`` to ``path`` in torch's format, or raise and leave ``path`` unchanged.
+    """Write ``checkpoint`` to ``path`` in torch's format; if this fails, an existing local file is unchanged.
 
-    A local file is streamed, flushed to disk and then renamed in one step; temporary files that killed saves left in
-    its directory are removed. In a store behind fsspec the checkpoint is written within a transaction. Stores with
+    A local file is streamed, flushed to disk and then renamed in one step; temporary files left behind in its directory
+    by killed saves are removed. In a store behind fsspec, the checkpoint is written within a transaction. Stores with
     atomic uploads (S3, GCS, Azure, memory) give the same guarantee, except that durability is up to the store.
 
     Args:

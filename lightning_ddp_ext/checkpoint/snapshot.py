@@ -121,7 +121,7 @@ class Buffer:
         copies = slices_of(self._bytes.untyped_storage(), [storage.nbytes() for storage in storages])
         for copied, storage in zip(copies, storages, strict=True):
             setattr(copied, _LOCATION, location_tag(storage))
-            with torch.cuda.stream(sides.get(storage.device)):  # None for the CPU, which does nothing
+            with torch.cuda.stream(sides.get(storage.device)):  # for the CPU: None, which does nothing
                 bytes_of(copied).copy_(bytes_of(storage), non_blocking=True)
         for gpu, side in sides.items():
             torch.cuda.current_stream(gpu).wait_stream(side)
@@ -129,7 +129,7 @@ class Buffer:
 
     def _make_room(self, size: int, *, pinned: bool) -> None:
         if size > self.size or pinned > self._is_pinned:
-            self.release()  # before allocating a new one
+            self.release()  # frees the old memory before new memory is allocated
             self._bytes = pinned_memory(size) if pinned else torch.empty(size, dtype=torch.uint8)
             self._is_pinned = pinned
 

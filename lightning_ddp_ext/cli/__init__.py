@@ -17,8 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with ``arguments``, by default those of this process, and exit.
 
     Raises:
-        SystemExit: status 0: success; 1: a damaged file, an unusable directory, or failed ranks; 2: wrong usage;
-            3: ``checkpoint verify`` found a file without checksums; 4: it could not read a file.
+        SystemExit: status 0: success; 1: a damaged or missing file, an unusable directory, invalid variables, or failed
+            ranks; 2: wrong usage; 3: ``checkpoint verify`` found a file without checksums; 4: it could not read a file.
     """
     options = vars(_parser().parse_args(arguments))
     run = options.pop("run")
@@ -32,14 +32,14 @@ def _parser() -> argparse.ArgumentParser:
     json: dict[str, Any] = {
         "action": "store_true",
         "dest": "as_json",
-        "help": "print one JSON document; sizes are bytes",
+        "help": "print one JSON document, with sizes in bytes",
     }
 
-    one = _add(commands, "env", env, "show versions, devices, interfaces, and what the launcher's variables mean")
+    one = _add(commands, "env", env, "show versions, devices, interfaces, and the rank from the launcher's variables")
     one.add_argument("--json", **json)
 
-    one = _add(commands, "test", test, "test that this launcher's ranks connect, reduce, save, verify and restore")
-    one.add_argument("--devices", type=int, default=2, help="ranks to start, if no launcher starts them (default: 2)")
+    one = _add(commands, "test", test, "test that ranks can connect, reduce, save, verify and restore")
+    one.add_argument("--devices", type=int, default=2, help="ranks to start, unless a launcher does (default: 2)")
     one.add_argument("--accelerator", default="cpu", help="auto, cpu or gpu (default: cpu)")
     one.add_argument("--init-method", help="init_method of the strategy")
 
@@ -50,9 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("paths", nargs="+", metavar="PATH", help="file or URL")
     one.add_argument("--json", **json)
 
-    one = _add(commands, "clean", clean, "list temporary files that killed saves left in a directory")
-    one.add_argument("directory", metavar="DIR", help="directory of the checkpoints")
-    one.add_argument("--yes", action="store_true", dest="remove", help="remove those older than an hour")
+    one = _add(commands, "clean", clean, "list temporary files left behind by saves that were killed")
+    one.add_argument("directory", metavar="DIR", help="local directory that contains the checkpoints")
+    one.add_argument("--yes", action="store_true", dest="remove", help="remove those not written to for an hour")
     return parser
 
 

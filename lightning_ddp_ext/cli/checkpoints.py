@@ -1,4 +1,4 @@
-"""Verify checkpoint files without running code from them, and remove temporary files that killed saves left."""
+"""Verify checkpoint files without running their code; remove temporary files left behind by saves that were killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, D
 
 
 def verify(paths: Sequence[str], *, as_json: bool) -> int:
-    """Check all records that have a checksum, in files or at URLs, without unpickling anything."""
+    """Check all records that have a checksum, in files or at URLs, without unpickling; return the exit status."""
     found = [check(path) for path in paths]
     if as_json:
         print(json.dumps(found[0] if len(found) == 1 else {"files": found}))
@@ -30,7 +30,7 @@ def verify(paths: Sequence[str], *, as_json: bool) -> int:
 
 
 def check(path: str) -> dict[str, Any]:
-    """Return facts about a file: ``whole`` is ``None`` if unknown; ``error`` is a sentence or ``None``."""
+    """Return facts about a file: ``whole`` is ``None`` if unknown; ``error`` is a message or ``None``."""
     facts: dict[str, Any] = {"path": path, "whole": None, "damaged": [], "error": None}
     try:
         with on_local_disk(locate(path)) as local:
@@ -50,21 +50,24 @@ def _show(facts: dict[str, Any]) -> None:
     elif facts["whole"]:
         print_line(f"{facts['path']} is intact: {facts['records']} records match their checksums")
     else:
-        print_line(f"{facts['path']} has no checksums, so damage cannot be detected")
+        print_line(f"{facts['path']} lacks checksums for some or all records, so not all damage can be detected")
 
 
 def clean(directory: str, *, remove: bool) -> int:
-    """List this user's temporary files, and ``remove`` those older than an hour."""
+    """List this user's temporary files; with ``remove``, first delete those over an hour old. Return the status."""
     try:
         removed = remove_leftovers(Path(directory)) if remove else []
         left = find_leftovers(Path(directory))
     except OSError as error:
-        return fail(f"cannot clean {directory}: {error.strerror or error}; pass the local directory of the checkpoints")
+        reason = error.strerror or error
+        return fail(f"cannot clean {directory}: {reason}; pass the local directory that contains the checkpoints")
     for each in removed:
         print_line(f"{each.path} ({size_text(each.size)}) was removed")
     for each in left:
-        why = "was left by a killed save; --yes removes it" if each.is_left_behind else "is less than an hour old"
+        why = "was written less than an hour ago, so it is kept"
+        if each.is_left_behind:
+            why = "was left behind by a killed save; pass --yes to remove it"
         print_line(f"{each.path} ({size_text(each.size)}) {why}")
     if not removed and not left:
-        print_line(f"nothing to clean in {directory}: no killed save left files there")
+        print_line(f"nothing to clean in {directory}: it has no files left by killed saves")
     return 0

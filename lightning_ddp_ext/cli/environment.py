@@ -1,4 +1,4 @@
-"""Describe this machine: versions, devices, interfaces, and the meaning of the launcher's variables."""
+"""Describe this machine: versions, devices, interfaces, and the rank that the launcher's variables give."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def env(*, as_json: bool) -> int:
-    """Print the facts that a bug report needs; fail if the launcher's variables contradict each other."""
+    """Print the facts that a bug report needs; return the exit status, 1 if an environment variable is invalid."""
     facts: dict[str, Any] = {
         "versions": {name: _version(name) for name in _PACKAGES},
         "python": platform.python_version(),

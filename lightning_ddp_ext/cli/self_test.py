@@ -1,4 +1,4 @@
-"""Test that the ranks of a launcher can connect, reduce, save, verify and restore."""
+"""Test that ranks, started by a launcher or by this command, can connect, reduce, save, verify and restore."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _STEPS = 4
 
 
 def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
-    """Train, save, verify and restore on all ranks; rank 0 prints the time of each part."""
-    logging.disable(logging.INFO)  # lines of Lightning and of our strategy
+    """Train, reduce, save, verify and restore; after each part, rank 0 prints the time since the start."""
+    logging.disable(logging.INFO)  # hide the log lines of Lightning and of our strategy
     warnings.simplefilter("ignore")
     model_class = importlib.import_module(f"{pl.__name__}.demos.boring_classes").BoringModel
     world = read_world(os.environ)
@@ -63,13 +63,13 @@ def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
         path = trainer.strategy.broadcast(os.path.join(directory, "test.ckpt"))
         trainer.save_checkpoint(path)
         report("saved")
-        error = trainer.strategy.on_rank_zero(lambda: check(path)["error"], what="verifying")
+        error = trainer.strategy.on_rank_zero(lambda: check(path)["error"], what="verification")
         if error is not None:
             return fail(error)
         report("verified")
         trainer = train(2 * _STEPS, path)
         if trainer.global_step != 2 * _STEPS:
-            raise DDPExtError(f"a resumed run stopped after step {trainer.global_step}, not {2 * _STEPS}")
+            raise DDPExtError(f"the resumed run stopped after step {trainer.global_step}, not {2 * _STEPS}")
         trainer.strategy.barrier("the end of the test")  # rank 0 keeps its file until all ranks have read it
         report("restored")
     report(f"all tests passed (ranks: {trainer.world_size}, nodes: {trainer.num_nodes})")

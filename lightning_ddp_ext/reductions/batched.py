@@ -1,7 +1,7 @@
 """Reduce many scalars over the ranks in one all-gather; each rank computes the results itself.
 
-All messages have the same length and contain a digest of each value's name, so ranks can detect that they logged
-different values. Messages of different lengths would abort a process.
+All messages have the same length, since a process would otherwise abort, and contain a digest of each value's name, op
+and dtype, so ranks can detect that they logged different values.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Value:
 def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: Collection[int] = ()) -> list[Tensor]:
     """Reduce values over all ranks; the results are bit-identical on every rank.
 
-    Collective: every rank must call it, including ranks without any value.
+    Collective: every rank must call it, including a rank that has no values.
 
     Args:
         values: values with the same names, ops and dtypes on every rank, in the same order.
@@ -68,7 +68,7 @@ def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: C
 
 
 def reduce_common(values: Sequence[Value], *, device: torch.device, idle_ranks: Collection[int] = ()) -> list[Tensor]:
-    """Reduce the first values, as many as all ranks have, and return their results.
+    """Reduce the first values, as many as all ranks have, and return their results. Collective.
 
     Args:
         values: 1 to ``PER_MESSAGE`` values, in the same order on every rank; some ranks may have more than others.
@@ -100,7 +100,7 @@ def _dtype_of(value: Value) -> torch.dtype:
 
 
 def _exchange(values: Sequence[Value], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the digests and numbers of all ranks, one row for each rank; digests of missing values are 0."""
+    """Return the digests and values of all ranks, a row for each rank; digests of missing values are 0. Collective."""
     own = torch.zeros(2, PER_MESSAGE, dtype=torch.float64, device=device)
     if values:
         own[0, : len(values)] = own.new_tensor([_digest(value) for value in values])

@@ -35,7 +35,7 @@ _LEAVING = "leaving"
 
 
 class Channel:
-    """The connections of this process: rank 0 is connected to every other rank, and each of them to rank 0.
+    """The connections of this process: rank 0 is connected to every other rank, and every other rank to rank 0.
 
     Attributes:
         ended: the ranks whose connections closed, with the reasons; a reason is empty if the rank left in order.
@@ -63,7 +63,7 @@ class Channel:
     # During the handshake.
 
     def connect(self, rank: int, connected: socket.socket) -> None:
-        """Serve a connection to a rank, and close an earlier one to it."""
+        """Serve a connection to a rank, and close an earlier one to the same rank."""
         if rank in self._peers:
             self._close(self._peers[rank])
         keep_alive(connected, self._heartbeat)
@@ -87,7 +87,7 @@ class Channel:
     def poll(self, seconds: float | None = None) -> None:
         """Wait up to ``seconds`` for events, and handle those that are ready."""
         for key, events in self._selector.select(seconds):
-            if self._selector.get_map().get(key.fd) is not key:  # an event of the same poll closed it
+            if self._selector.get_map().get(key.fd) is not key:  # an earlier event of this poll closed it
                 continue
             try:
                 key.data(events)
@@ -129,7 +129,7 @@ class Channel:
         self._watch(connection)
 
     def listen(self, topic: str, listener: Listener) -> None:
-        """Pass a topic's messages to ``listener`` on the serving thread; earlier messages are passed immediately."""
+        """Pass a topic's messages to ``listener`` on the serving thread, earlier ones immediately on this thread."""
         while True:
             with self._lock:
                 waiting = self._unclaimed.pop(topic, [])
@@ -188,7 +188,7 @@ class Channel:
             self._watch(connection)
 
     def _watch(self, connection: Connection) -> None:
-        """Watch a connection for received messages and, if any are unsent, for room to send them."""
+        """Watch a connection for incoming messages and, if it has unsent ones, for room to send them."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         serve = partial(self._serve_connection, connection)
         with suppress(OSError, ValueError):  # the connection is closed
@@ -259,7 +259,7 @@ class Channel:
         self._watch(Connection(connected))
 
     def _finish(self) -> None:
-        """Wait until the peers also close: closing a socket with unread data discards undelivered messages."""
+        """Close the connections after the peers: closing a socket with unread data discards undelivered messages."""
         deadline = Deadline(_FLUSH_WITHIN)
         connections = list(self._peers.values())
         for connection in connections:

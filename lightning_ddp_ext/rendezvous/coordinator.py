@@ -14,7 +14,7 @@ from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address
-from lightning_ddp_ext.rendezvous.handshake import Connections, error_in, gave_up, refusal_of
+from lightning_ddp_ext.rendezvous.handshake import Connections, error_in, gave_up_error, refusal_of
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, difference_between
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, is_loopback, own_addresses
@@ -64,12 +64,12 @@ class Coordinator:
                     raise self._error
                 self._channel.poll(min(_POLL, self._deadline.remaining))
         except BaseException as error:
-            self._refuse(gave_up(self._hello.info, error))
+            self._refuse(gave_up_error(self._hello.info, error))
             if isinstance(error, RendezvousError):
                 self._stay()
             withdraw()
             raise
-        if self._endpoint.is_local:  # every rank is connected, and a later kill cannot leave the address behind
+        if self._endpoint.is_local:  # so that a later kill cannot leave the address behind
             withdraw()
         return Connections(self._channel, self._table, self._store, self._store_sockets, self._route, withdraw)
 
@@ -102,7 +102,7 @@ class Coordinator:
             raise
 
     def _check_rank_zero_at(self, address: Address) -> None:
-        """Raise if a rank 0 answers at this address, with the refusal that it sends."""
+        """Raise the refusal of another rank 0 if one is answering at this address."""
         line = encode("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         seconds = min(self._timeouts.connect, max(0.1, self._deadline.remaining))
         for host in address.candidates(self._hello.info.network):
@@ -118,7 +118,7 @@ class Coordinator:
     # Messages from other ranks, even after the start.
 
     def _admit(self, connection: Connection, topic: str, body: Message) -> None:
-        with suppress(KeyError, TypeError, ValueError):  # not a rank; it may stay connected
+        with suppress(KeyError, TypeError, ValueError):  # the sender is not a rank; it may stay connected
             if topic == "hello" and body["nonce"] != self._address.nonce:
                 self._channel.reply(connection, "handshake", {"stranger": True})
             elif topic == "hello":
@@ -127,7 +127,7 @@ class Coordinator:
     def _handle_hello(self, connection: Connection, hello: Hello) -> None:
         info = hello.info
         if info in self._table:
-            # This process is already a rank, and starts a new handshake before rank 0 does.
+            # The sender is already a rank, and has started a new handshake before rank 0.
             self._channel.reply(connection, "handshake", {"stranger": True})
             return
         error = self._objection_to(hello)
@@ -190,7 +190,7 @@ class Coordinator:
             sentence = (
                 f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to {self._hello.init_method} "
                 f"within {self._deadline.seconds:g} s (init_timeout); present: {present}; check that every rank is "
-                "started and can reach rank 0, or raise init_timeout"
+                "running and can reach rank 0, or raise init_timeout"
             )
             obstacle = self._endpoint.obstacle() if len(self._present) == 1 else None
             self._refuse(obstacle or MissingRanksError(sentence, missing=tuple(missing)))

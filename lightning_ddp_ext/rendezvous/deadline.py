@@ -52,7 +52,7 @@ class Deadline:
 
         Args:
             work: the function to call.
-            check: called repeatedly meanwhile; it may raise if waiting is pointless.
+            check: called repeatedly while waiting; it may raise if waiting is pointless.
 
         Raises:
             TimeoutError: ``work`` is still running some time after the deadline; its thread is abandoned.

@@ -1,12 +1,12 @@
 """Find rank 0's control listener.
 
 ===================  ==================================================================================================
-``TcpEndpoint``      rank 0 listens at a host and port that every rank has
+``TcpEndpoint``      rank 0 listens at a host and port that every rank is given
 ``FileEndpoint``     rank 0 listens on a port that the kernel chooses, and writes its address into a file
-``StoreEndpoint``    the same, but under a key in the store of a launcher such as torchrun
+``StoreEndpoint``    as above, but rank 0 writes its address under a key in the store of a launcher such as torchrun
 ===================  ==================================================================================================
 
-An address that an earlier run left in a file is harmless: it contains a nonce, which rank 0 of another run refuses.
+An address left behind in a file by an earlier run is harmless: rank 0 of another run refuses the nonce in it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class TcpEndpoint(Endpoint):
-    """Rank 0 listens at ``where``: on loopback if ``is_local`` and it is a loopback address, else on all interfaces."""
+    """Rank 0 listens at ``where``, on all interfaces unless ``is_local`` is set and ``where`` is a loopback address."""
 
     where: Tcp
     is_local: bool = True
@@ -101,7 +101,7 @@ class TcpEndpoint(Endpoint):
             ) from None
         obstacle = self.obstacle()
         if obstacle is not None:
-            _logger.warning("%s (rank 0 waits, since the name may still become resolvable)", obstacle)
+            _logger.warning("%s (rank 0 is waiting, since the name may still become resolvable)", obstacle)
         return listener, self.look_up(Deadline(0.0))
 
     @override
@@ -133,7 +133,7 @@ class FileEndpoint(Endpoint):
             with open(self.path, "rb") as file:
                 content = file.read(_LONGEST_ADDRESS)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: replaced during the read, on NFS
+            if error.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: on NFS, a file replaced while being read
                 return None
             raise RendezvousError(f"init_method 'file://{self.path}': {error.strerror}; use another file") from None
         address = _address_in(content)

@@ -26,14 +26,14 @@ from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
 @dataclass(frozen=True)
 class Connections:
-    """The results of the handshake; the connections stay open until this process leaves the other ranks.
+    """The results of the handshake; the connections stay open until this process leaves the group.
 
     Attributes:
         channel: the channel to rank 0, or on rank 0 to all other ranks.
         table: all ranks, in order.
         store: rank 0's store.
         store_sockets: the sockets of the connection to the store.
-        route: the address at which ranks on other hosts can reach this host; empty without other hosts.
+        route: the address at which ranks on other hosts can reach this host; empty if all ranks are on this host.
         withdraw: removes the published address, on rank 0.
     """
 
@@ -57,10 +57,11 @@ class Handshake:
         self._host = self._where = self._own_address = ""
 
     def run(self) -> Connections:
-        """Wait until all ranks are connected.
+        """Connect to rank 0, and wait until all ranks are connected.
 
         Raises:
-            RendezvousError: rank 0 was not found, or refused the start.
+            RendezvousError: rank 0 was not found, refused the start, or can no longer be reached.
+            RankDiedError: rank 0 died after all ranks had connected.
         """
         self._channel.listen("handshake", self._answers.update)
         try:
@@ -72,7 +73,7 @@ class Handshake:
             if "welcome" in self._answers:
                 self._channel.send("event", asdict(event_of("failed", self._hello.info, reason_of(error))))
             elif "refused" not in self._answers:
-                self._channel.send("handshake", {"gave_up": str(gave_up(self._hello.info, error))})
+                self._channel.send("handshake", {"gave_up": str(gave_up_error(self._hello.info, error))})
             raise
         route = self._own_address
         if self._hello.info.network == table[0].network:
@@ -123,17 +124,17 @@ class Handshake:
     def _no_answer(self) -> str:
         closed = self._channel.ended.get(0)
         if closed == MALFORMED and not isinstance(self._endpoint, TcpEndpoint):
-            return "another program answers there"
+            return "another program is answering there"
         if closed == MALFORMED:
             raise RendezvousError(
-                f"another program, not rank 0, listens at {self._where}; choose a port that no other "
+                f"a program other than rank 0 is listening at {self._where}; choose a port that no other "
                 "program uses, or correct the address of rank 0's host"
             )
         if "stranger" in self._answers:
-            return "another run answers there"
+            return "another run is answering there"
         if closed is None:
             return "it accepted the connection, but did not reply"
-        return "it closed the connection without a reply"
+        return "it closed the connection without replying"
 
     def _not_found(self) -> RendezvousError:
         found, obstacle = self._obstacle, self._endpoint.obstacle()
@@ -151,24 +152,24 @@ class Handshake:
             found = f"{found}; pid {self._published.pid} on host {self._published.host} published its address there"
         return RendezvousError(
             f"{self._hello.info} did not find rank 0 at {where} within {self._deadline.seconds:g} s ({found}); "
-            f"check that rank 0 is started, {remedy}, and that no firewall blocks the connection"
+            f"check that rank 0 is running, {remedy}, and that no firewall blocks the connection"
         )
 
-    # Wait for the other ranks.
+    # Waiting for the other ranks.
 
     def _open_store(self) -> TCPStore:
-        """Open the store as soon as rank 0 has replied: the store cannot accept hundreds of ranks simultaneously."""
+        """Open the store before the welcome: after it, hundreds of ranks would connect to the store simultaneously."""
         port, hosts = self._answers["accepted"]
         try:
             if self._host != hosts[0]:
                 self._find_store(sorted(dict.fromkeys([*hosts, self._host]), key=is_loopback), port)
             return connect_store(self._host, port, self._deadline, self._check)
         except RendezvousError:
-            self._await_welcome()  # raises a better error if rank 0 refused, or does not reply
+            self._await_welcome()  # raises a better error if rank 0 has refused, or is not replying
             raise
 
     def _find_store(self, hosts: list[str], port: int) -> None:
-        """Find rank 0's host behind a service or a tunnel, which may only forward the port of rank 0's listener."""
+        """Find rank 0's host behind a service or a tunnel that may forward only the port of rank 0's listener."""
         for _ in self._deadline.ticks():
             self._check()
             for host in hosts:
@@ -207,11 +208,11 @@ class Handshake:
 
     def _lost(self, what: str) -> RendezvousError:
         return RendezvousError(
-            f"rank 0 at {self._where} {what} after it accepted {self._hello.info}; look at rank 0's output"
+            f"rank 0 at {self._where} {what} after accepting {self._hello.info}; look at rank 0's output"
         )
 
     def _wait_for(self, answer: str, seconds: float) -> bool:
-        """Whether this answer or a refusal arrives, or the connection closes, within ``seconds``."""
+        """Return whether this answer or a refusal arrives, or the connection closes, within ``seconds``."""
         ends, deadline = {answer, "refused", "stranger"}, Deadline(seconds)
         while ends.isdisjoint(self._answers) and 0 not in self._channel.ended:
             if deadline.expired:
@@ -220,11 +221,11 @@ class Handshake:
         return True
 
 
-# Errors in messages between rank 0 and the other ranks.
+# Errors sent as messages between rank 0 and the other ranks.
 
 
-def gave_up(info: RankInfo, error: BaseException) -> RendezvousError:
-    """Return the error for the ranks that wait for this one, which raises ``error``."""
+def gave_up_error(info: RankInfo, error: BaseException) -> RendezvousError:
+    """Return the error for the ranks that are waiting for this one, when ``error`` ends its handshake."""
     if isinstance(error, RendezvousError):
         return error
     return RendezvousError(f"{info} gave up before all ranks had connected: {reason_of(error)}")
@@ -236,7 +237,7 @@ def refusal_of(error: RendezvousError) -> Message:
 
 
 def error_in(refused: list[Any]) -> RendezvousError:
-    """Return the error that such a message contains."""
+    """Return the error from the content of a refusal."""
     kind, sentence, *missing = refused
     if kind == MissingRanksError.__name__:
         return MissingRanksError(sentence, missing=tuple(missing))

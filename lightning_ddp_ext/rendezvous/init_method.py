@@ -138,7 +138,7 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
 
 
 def check_file(method: File, *, num_nodes: int) -> None:
-    """Raise if the file cannot be created, or is not visible to all nodes; call it before opening the file.
+    """Raise if the file cannot be created, or is not visible to all nodes; must be called before opening the file.
 
     Raises:
         ConfigurationError: the directory is missing, not writable, or local to each of several nodes, or the path is

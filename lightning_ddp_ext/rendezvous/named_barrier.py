@@ -84,7 +84,7 @@ class NamedBarriers:
         Every rank must call it at the same points, such as the beginning of a training step.
 
         Raises:
-            RankAbsentError: another rank waits in a call that this rank should already have made.
+            RankAbsentError: another rank is waiting in a call that this rank should already have made.
         """
         self._steps += 1
         call = self._missed()
@@ -92,7 +92,7 @@ class NamedBarriers:
             raise self._report_absence(call, [self._peers.rank]).to_error()
 
     def _missed(self) -> Call | None:
-        """Return a call in which another rank waits, but which this rank skipped."""
+        """Return a call in which another rank is waiting and which this rank has skipped, if any."""
         waiting = self._waiting.get(self._made + 1, [])
         earliest = min(waiting, key=lambda call: call.steps, default=None)
         return earliest if earliest is not None and self._steps > earliest.steps else None
@@ -130,7 +130,7 @@ class NamedBarriers:
         Args:
             call: the result of :meth:`start_call`.
             check: called after each collective timeout; it may raise a better error.
-            is_patient: whether to continue waiting after that; otherwise a rank that did not start the call is absent.
+            is_patient: whether to continue waiting after that; otherwise ranks that have not started it are absent.
 
         Raises:
             RankAbsentError: a rank skipped this call, started another one, or did not start it in time.
@@ -160,7 +160,7 @@ class NamedBarriers:
     # Called by other ranks.
 
     def _record(self, values: dict[str, Any]) -> None:
-        """Record a call. On rank 0, open the barrier after the last rank's call, or name a rank that differs."""
+        """Record a call, and report it if this rank skipped it. Rank 0 opens the barrier, or names a differing rank."""
         call = Call(**values)
         calls = self._waiting.setdefault(call.number, [])
         calls.append(call)
@@ -198,5 +198,5 @@ class NamedBarriers:
         table = self._peers.table
         places = activities_in_words({table[call.rank]: str(call) for call in calls}, "began")
         remedy = "make sure that every rank makes the same calls in the same order"
-        sentence = f"ranks wait for each other in different calls: {places}; {remedy}"
+        sentence = f"ranks are waiting for each other in different calls: {places}; {remedy}"
         self._peers.report(event_of("absent", table[odd.rank], sentence))

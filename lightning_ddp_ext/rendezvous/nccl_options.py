@@ -34,7 +34,7 @@ class NCCLOptions:
     p2p_level: Level | None = None
     """The largest distance at which GPUs access each other's memory: ``"NVL"`` is NVLink, ``"SYS"`` any distance."""
     ib_disable: bool | None = None
-    """Whether hosts exchange data over TCP even where they have InfiniBand or RoCE."""
+    """Whether hosts exchange data over TCP even if they have InfiniBand or RoCE."""
     ib_hca: str | None = None
     """InfiniBand adapters, ``"mlx5_0:1,mlx5_1:1"``; a leading ``"^"`` excludes them, ``"="`` matches exact names."""
     net_gdr_level: Level | None = None

@@ -26,7 +26,7 @@ class PeerEvent:
     traceback_text: str = ""
 
     def to_error(self) -> RankFailedError:
-        """Return the exception that other ranks raise because of it, with the traceback, if any, as the cause."""
+        """Return the exception that other ranks raise because of this event; its traceback, if any, is the cause."""
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         died = (
             f"{who} died: {self.reason}; every rank stops. Look for the reason in its own output, "

@@ -33,9 +33,9 @@ class PeerFailure:
         channel: the channel to rank 0, or on rank 0 to all other ranks.
         timeouts: the timeouts of the control channel.
         arrived: notified at each event; other waits for the channel's messages also use it.
-        cause: the first event after which the ranks cannot continue together: a death, a failure, even this rank's own,
-            a hang, or a missed call.
-        has_raised: whether the main thread raises because of the cause.
+        cause: the first event after which the ranks cannot continue together: a death, a failure (even this rank's
+            own), a hang, or a missed call.
+        has_raised: whether the main thread has raised an error because of the cause.
     """
 
     def __init__(self, rank: int, connections: Connections, timeouts: Timeouts, abort: Callable[[], None]) -> None:
@@ -56,7 +56,7 @@ class PeerFailure:
 
     @property
     def cause_or_departure(self) -> PeerEvent | None:
-        """The cause, or else the first orderly departure of a rank."""
+        """The cause, otherwise the first orderly departure of a rank."""
         return self.cause or self._departed
 
     def wait(self, seconds: float) -> PeerEvent | None:
@@ -86,7 +86,7 @@ class PeerFailure:
         return self._record(event)
 
     def record_raised(self) -> None:
-        """Record that the main thread raises because of the event, so the process need not be forced to exit."""
+        """Record that the main thread is raising because of the event, so the process need not be forced to exit."""
         with self.arrived:
             self.has_raised = True
             self.arrived.notify_all()

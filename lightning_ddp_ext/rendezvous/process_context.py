@@ -1,7 +1,7 @@
 """Connect this process to the other ranks with :func:`join`; all its Trainers share the connections until exit.
 
 To turn a request into a process group, :func:`join` calls ``Coordinator.run`` on rank 0 and ``Handshake.run`` on every
-other rank, both of which return the table of all ranks, and then ``ProcessGroups.form_default``.
+other rank, which both return the ``Connections``, and then ``ProcessGroups.form_default``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ProcessContext:
     def new_group(
         self, ranks: Sequence[int] | None = None, *, backend: str | None = None, purpose: str = ""
     ) -> dist.ProcessGroup:
-        """Return a group of some ranks, closed with the default group. The first call is collective over all ranks.
+        """Return a group of some ranks that closes with the default group. The first call is collective over all ranks.
 
         Args:
             ranks: its members, by default all ranks; other ranks get a group that they cannot use.
@@ -101,7 +101,7 @@ class ProcessContext:
 
         Raises:
             GroupInUseError: the request has another rank, world size or init method.
-            RankFailedError: a rank died, or failed and this rank has not raised the error yet.
+            RankFailedError: a rank died, or a rank failed and this rank has not raised the error yet.
         """
         if len(self.table) == 1:
             return request
@@ -159,7 +159,7 @@ class ProcessContext:
         self.close_group()
 
     def close_group(self) -> None:
-        """Abort this rank's part in all groups, which unblocks ranks that wait for it in a collective."""
+        """Abort this rank's part in all groups, which unblocks ranks that are waiting for it in a collective."""
         self.peers.record_raised()
         # A traceback's frames may keep the group's C++ objects alive, so destroying the group might close nothing.
         self.groups.abort_connections()
@@ -200,7 +200,7 @@ def join(request: Request) -> ProcessContext | None:
         ConfigurationError: the environment has a different value for a variable of the request.
         RendezvousError: the ranks did not connect within ``init_timeout``.
         GroupInUseError: this process already has a group that does not match.
-        RankFailedError: a rank died or failed earlier.
+        RankFailedError: a rank died or failed, earlier or during this call.
     """
     global _context
     if _context is not None:
@@ -253,7 +253,7 @@ def _cause_of_broken_start(context: ProcessContext, error: BaseException) -> Bas
 def leave() -> None:
     """Close the groups, the channel and the store; every process does so at exit.
 
-    A strategy's ``teardown`` must not: hooks and a second ``fit`` still need the group.
+    A strategy's ``teardown`` must not call this function: hooks and a second ``fit`` still need the group.
     """
     global _context
     if _context is not None:

@@ -67,8 +67,8 @@ class ProcessGroups:
         self._formed = 0
         self._variables: dict[str, str] = {}
         # Dropping the last reference to a group waits for gloo's threads, which may wait for the GIL. A reference from
-        # Python releases the GIL meanwhile, but DDP's does not, so these must outlive the model's references:
-        # https://github.com/pytorch/pytorch/issues/56297. Without them, 2 of 69 failing runs hung in teardown.
+        # Python releases the GIL meanwhile, but DDP's does not, so those in this list must outlive the model's:
+        # https://github.com/pytorch/pytorch/issues/56297. Without the list, 2 of 69 failing runs hung in teardown.
         self._kept: list[object] = []
         self._sockets: list[OpenedSockets] = []
 
@@ -145,7 +145,7 @@ class ProcessGroups:
                 del os.environ[_INTERFACE]
 
     def abort(self) -> None:
-        """Unblock the main thread if it waits for other ranks; for the channel's thread."""
+        """Unblock the main thread if it is waiting for other ranks; for the channel's thread."""
         self.abort_connections()
         self.abort_nccl()
 
@@ -160,7 +160,7 @@ class ProcessGroups:
         """Abort NCCL's groups, and return whether any existed; destroying them would wait for their kernels."""
         if not self.uses_nccl or not (dist.is_initialized() or self.has_aborted_nccl):
             return False
-        self.has_aborted_nccl = True  # set before waits for the device return
+        self.has_aborted_nccl = True  # set before any wait for the device returns
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
         with self._aborting, suppress(Exception):  # the channel's thread aborts while the main thread closes
             abort()

@@ -1,4 +1,4 @@
-"""Call functions over the control channel: rank 0 calls them on any rank, and every other rank on rank 0.
+"""Call functions over the control channel: rank 0 calls them on any rank, every other rank only on rank 0.
 
 Barriers, stops and surveys use these calls. A call never waits; the caller may wait for replies.
 """

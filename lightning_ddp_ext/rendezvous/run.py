@@ -28,7 +28,7 @@ _under_way: list[Run] = []
 def start_run() -> Iterator[Run]:
     """Mark the block as a run: another rank's death then ends this process if its main thread stays blocked.
 
-    Outside of runs, for example in the user's code after ``fit``, a death is only recorded, and signals stop no ranks.
+    Outside of runs, such as in the user's code after ``fit``, a death is only recorded, and signals do not stop ranks.
     """
     run = Run(is_outermost=not _under_way)
     _under_way.append(run)
@@ -39,5 +39,5 @@ def start_run() -> Iterator[Run]:
 
 
 def current_run() -> Run | None:
-    """Return the innermost run that is under way in the main thread."""
+    """Return the innermost run that is under way in the main thread, if any."""
     return _under_way[-1] if _under_way else None

@@ -28,8 +28,8 @@ class OpenedSockets:
         """Shut down these connections; threads that wait on one get an error.
 
         This unblocks threads in a gloo collective or a store; torch's ``abort`` and ``destroy_process_group`` do not if
-        another thread calls them. Listening sockets stay open, and so do descriptors that were closed and reused since,
-        which have another inode.
+        another thread calls them. Listening sockets stay open, as do descriptors that were closed and have been reused:
+        these have another inode.
         """
         opened = self._opened_so_far() if self._opened is None else self._opened
         for descriptor, identity in opened.items():
@@ -63,9 +63,8 @@ def listen(host: str, port: int) -> socket.socket:
 
     Args:
         host: the name or address by which others reach it. For ``localhost`` or a loopback address, the socket only
-            accepts connections from this host. For any other one, or an empty one, it listens on all interfaces, since
-            an address may belong to a router in front of this host, and a host's own name often resolves to
-            127.0.1.1.
+            accepts connections from this host. For any other host, or an empty one, it listens on all interfaces: an
+            address may belong to a router in front of this host, and a host's own name often resolves to 127.0.1.1.
 
     Raises:
         OSError: the port cannot be bound.
@@ -82,7 +81,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """Return the numeric addresses of this host: those that other hosts can reach first, and IPv4 before IPv6."""
+    """Return the numeric addresses of this host: first those that other hosts can reach, and IPv4 before IPv6."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = [
         entry.address
@@ -95,7 +94,7 @@ def own_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of this host's interface with the numeric ``address``; ``None`` without one."""
+    """Return the name of this host's interface with the numeric ``address``, if any."""
     for name, entries in _interfaces().items():
         if any(entry.address == address for entry in entries):
             return str(name)
@@ -103,7 +102,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _interfaces() -> dict[str, Any]:
-    import psutil  # takes 6 ms, and a single process does not need it
+    import psutil  # importing it takes 6 ms, and a single process does not need it
 
     return dict(psutil.net_if_addrs())
 

@@ -37,7 +37,7 @@ def connect_store(host: str, port: int, deadline: Deadline, check: Callable[[], 
     thread, and ``check`` may raise in the meantime.
 
     Raises:
-        RendezvousError: the store did not answer before the deadline.
+        RendezvousError: the store could not be opened before the deadline.
     """
     client = partial(TCPStore, host, port, wait_for_workers=False, timeout=deadline.as_timedelta())
     try:

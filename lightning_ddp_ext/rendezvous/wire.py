@@ -54,7 +54,7 @@ class Connection:
                 self.unsent = self.unsent[sent:]
 
     def receive(self) -> list[tuple[str, Message]]:
-        """Return the complete messages that have arrived; set ``close_reason`` if the connection has closed.
+        """Return the complete messages that have arrived; set ``close_reason`` if the connection is closed or must be.
 
         Until ``rank`` is set, the peer is not trusted, and its messages may only be as long as a hello.
         """

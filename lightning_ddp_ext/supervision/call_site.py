@@ -21,7 +21,7 @@ _BETWEEN = sys.stdlib_module_names | {
 
 
 def call_site() -> str:
-    """Return file and line of the innermost call outside of this package, Lightning and torch; empty if none."""
+    """Return file and line of the innermost call in the user's code; empty if not found."""
     return call_site_of(sys._getframe(1))
 
 
@@ -31,14 +31,14 @@ def called_by_lightning() -> bool:
 
 
 def call_site_of(frame: FrameType | None) -> str:
-    """Return file and line of the innermost such call, starting at ``frame``."""
+    """Return file and line of the innermost call in the user's code, starting at ``frame``; empty if not found."""
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def is_main_thread_in(call: FrameType) -> bool:
-    """Whether a call on the main thread is still running; to be called on another thread."""
+    """Whether a call on the main thread is still running; must be called on another thread."""
     frame = main_frame()
     while frame is not None and frame is not call:
         frame = frame.f_back
@@ -46,5 +46,5 @@ def is_main_thread_in(call: FrameType) -> bool:
 
 
 def main_frame() -> FrameType | None:
-    """Return the innermost frame of the main thread; to be called on another thread."""
+    """Return the innermost frame of the main thread; must be called on another thread."""
     return sys._current_frames().get(threading.main_thread().ident or 0)

@@ -21,13 +21,13 @@ _WORDS = {1: torch.uint8, 2: torch.int16}  # by element size in bytes; wider ele
 def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str) -> None:
     """Compare named tensors of all ranks bit by bit. Collective: every rank must call it.
 
-    The ranks exchange one number in one collective. They exchange all checksums only if it differs.
+    The ranks first compare one number in one collective. They exchange all checksums only if this number differs.
 
     Raises:
         DivergenceError: tensors differ; the message names the first of them.
     """
     found = {name: checksum(tensor) for name, tensor in tensors.items()}
-    own = {name: int(value) for name, value in found.items()}  # waits for the device
+    own = {name: int(value) for name, value in found.items()}  # int() waits for the device
     summary = int(checksum(torch.tensor([own[name] for name in sorted(own)])))
     extremes = torch.tensor([summary, ~summary], device=ranks.device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)

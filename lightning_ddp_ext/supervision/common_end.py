@@ -1,4 +1,4 @@
-"""Determine whether every rank raised an exception; if so, no rank waits for another, and all may continue."""
+"""Determine whether every rank raised an exception; if so, all may continue, as no rank is waiting for another."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from lightning_ddp_ext.supervision.call_site import main_frame
 from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
 
 _SECONDS_BETWEEN = 0.1
-_LOOKS = 3  # checks that must find a rank waiting, since it may just be returning from a collective
+_LOOKS = 3  # a rank must be found waiting in this many checks, since it may just be returning from a collective
 
 
 class CommonEnd:
-    """Determines whether every rank raises. Every rank must create its instance before any rank raises."""
+    """Determines whether every rank is raising. Every rank must create its instance before any rank raises."""
 
     def __init__(self, context: ProcessContext) -> None:
         self._context, self._peers = context, context.peers
         self._most_looks = round(self._peers.timeouts.first_cause / _SECONDS_BETWEEN)
         self._is_raising = False
         self._is_common: bool | None = None
-        # On rank 0: the ranks that raise, in order; the number of checks; and how often each rank was found waiting.
+        # On rank 0: the raising ranks, in order; the number of checks; and how often each rank was found waiting.
         self._raised: list[int] = []
         self._looks, self._seen, self._replies = 0, dict[int, int](), Replies()
         self._remote = RemoteCalls(
@@ -27,7 +27,7 @@ class CommonEnd:
         )
 
     def is_reached(self) -> bool:
-        """Whether every rank raises; ``False`` as soon as one waits for the others, or is late. For the main thread."""
+        """Whether every rank is raising; ``False`` if one is waiting for others, or is late. For the main thread."""
         self._is_raising, self._is_common = True, None
         self._remote.call([0], "record", self._peers.rank)
         for _ in range(2 * self._most_looks):  # rank 0 may not reply
@@ -44,7 +44,7 @@ class CommonEnd:
             self._decide(is_common=True)
 
     def _look(self, rank: int) -> None:
-        """Check whether a rank waits for the others, or is late; on rank 0, at the request of the first that raises."""
+        """Check on rank 0 whether a rank is waiting for the others or is late; only for the first rank that raised."""
         if self._raised[:1] != [rank]:
             return
         self._looks += 1

@@ -1,4 +1,4 @@
-"""Make a rank wait for a debugger, and remove the time limits of the other ranks."""
+"""Make a rank wait for a debugger, and extend the time limits of the other ranks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _HOST = "127.0.0.1"  # local, since any client of the port can run code
 
 
 def without_limits(request: Request) -> Request:
-    """Return the request without limits for waits and silence, for a run in which a rank is debugged."""
-    timeouts = replace(request.timeouts, heartbeat=12 * 3600.0)  # close to the maximum of the kernel
+    """Return the request with time limits too long to apply in practice, for a run in which a rank is debugged."""
+    timeouts = replace(request.timeouts, heartbeat=12 * 3600.0)  # close to the kernel's maximum
     return replace(request, timeout=NO_LIMIT, timeouts=timeouts)
 
 
 @functools.cache
 def wait_for_debugger(rank: int, port: int) -> None:
-    """Wait until a debugger has attached to this rank; a second call does nothing.
+    """Wait until a debugger has attached to this rank, unless one is connected; a second call does nothing.
 
     Raises:
         ConfigurationError: debugpy is not installed, or the port cannot be used.
     """
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # else it warns about the interpreter's own modules
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # prevents warnings about Python's own modules
     try:
         import debugpy
     except ImportError:
         raise ConfigurationError("RankDebugger needs debugpy (not installed); run pip install debugpy") from None
-    if debugpy.is_client_connected():  # an editor started the script and debugs its processes
+    if debugpy.is_client_connected():  # an editor started the script and is debugging its processes
         return
     debugpy.configure(subProcess=False)  # loader workers need no debugger
     try:

@@ -1,4 +1,4 @@
-"""Summarise the reports of all ranks in one sentence: which rank is stuck, and where the other ranks wait."""
+"""Summarise the reports of all ranks in one sentence: which rank is stuck, and where the other ranks are waiting."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Report:
     idle: float = 0.0
     """Seconds since its last progress."""
     is_still: bool = False
-    """Whether these exceed the timeout, or the rank left the watched code."""
+    """Whether ``idle`` exceeds the timeout, or the rank has left the watched code."""
     doing: str = ""
     """The activity of its main thread, such as ``train_dataloader_next``."""
     place: str = ""
     """File and line in the user's code."""
     is_waiting: bool = False
-    """Whether its main thread waits for other ranks, in a collective or elsewhere."""
+    """Whether its main thread is waiting for other ranks, in a collective or elsewhere."""
     is_outside: bool = False
-    """Whether it left the watched code, so it may no longer need the other ranks."""
+    """Whether it has left the watched code, so it may no longer need the other ranks."""
     progress: str = ""
     """Its progress: epoch, step, batch."""
     flights: list[Flight] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Report:
 
     @property
     def waits(self) -> bool:
-        """Whether another rank may be the reason that it makes no progress."""
+        """Whether another rank may be the reason why it is making no progress."""
         return self.is_waiting or any(flight.pending is not None for flight in self.flights)
 
     @classmethod
@@ -75,12 +75,12 @@ class Findings:
 
     @property
     def elsewhere(self) -> list[Report]:
-        """The reports of ranks that do not wait for others."""
+        """The reports of ranks that are not waiting for others."""
         return [report for report in self.reports if not report.waits]
 
     @property
     def diagnosis(self) -> PeerEvent | None:
-        """The event of the rank that the others wait for; ``None`` if it makes progress, or none waits."""
+        """The event of the rank that the others are waiting for; ``None`` if it, or every rank, is making progress."""
         still = [report for report in self.reports if report.is_still]
         moving = [report for report in self.reports if not report.is_still]
         if not still:
@@ -106,7 +106,7 @@ def _in_collectives(reports: Sequence[Report]) -> PeerEvent | None:
     for report in reports:
         for flight in report.flights:
             if flight.pending is not None:
-                group = (bool(flight.label), flight.group)  # labelled groups contain some ranks only
+                group = (bool(flight.label), flight.group)  # labelled groups contain only some ranks
                 first[group] = min(flight.pending, first.get(group, flight.pending))
     found = (_in_collective(*group, number, reports) for group, number in sorted(first.items()))
     return next((diagnosis for diagnosis in found if diagnosis is not None), None)
@@ -129,7 +129,7 @@ def _in_collective(is_for_some: bool, group: str, number: int, reports: Sequence
 
 
 def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]) -> PeerEvent:
-    # A rank that does not wait for others is closer to the cause.
+    # A rank that is not waiting for others is closer to the cause.
     first = min(absent, key=lambda report: (report.waits, report.who.rank))
     others = [report.who.rank for report in absent if report is not first]
     also = f" (nor did {ranks_in_words(others)})" if others else ""
@@ -153,7 +153,7 @@ def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> PeerEve
 
 
 def _stuck(still: Sequence[Report]) -> PeerEvent:
-    """Assume, without recorded collectives, that the others wait for a rank that does not wait itself."""
+    """Return the event of the rank that the others are assumed to wait for: one that is not waiting itself, if any."""
     inside = [report for report in still if not report.is_outside] or list(still)
     culprits = [report for report in inside if not report.waits] or inside
     first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))
@@ -176,6 +176,6 @@ def _section(report: Report) -> str:
     state = f"no progress for {report.idle:.1f} s" if report.is_still else f"last progress {report.idle:.1f} s ago"
     lines = [f"{report.who}: {state}, in {report.where}", report.progress]
     for flight in report.flights:
-        pending = "" if flight.pending is None else f", waits in {flight.describe(flight.pending)}"
+        pending = "" if flight.pending is None else f", waiting in {flight.describe(flight.pending)}"
         lines.append(f"group {flight.label or 'default'}: entered #{flight.entered}{pending}")
     return "\n".join(line for line in [*lines, report.stacks.rstrip()] if line)

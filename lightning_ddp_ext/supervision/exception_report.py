@@ -24,10 +24,10 @@ _behind: Hook | None = None  # the hook that ours replaced and calls
 
 
 def install_excepthook() -> None:
-    """Put our ``sys.excepthook`` in front of the current one; to be called after each group is formed.
+    """Put our ``sys.excepthook`` in front of the current one; must be called after each group is formed.
 
-    Forming a group makes torch install a hook that delays output; ours then moves in front of it. A hook that the user
-    put in front of ours since the first call stays there.
+    When a group is formed, torch installs a hook that delays output; ours then moves in front of it. A hook that the
+    user has put in front of ours since the first call stays there.
     """
     global _behind
     hook = sys.excepthook
@@ -45,7 +45,7 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
         print_as_before(kind, exception, trace)
         return
     if not context.peers.has_raised:
-        # Raised outside of Trainer calls, but it ends this rank, for which other ranks may wait.
+        # An exception outside of Trainer calls also ends this rank, for which other ranks may be waiting.
         explanation: BaseException = explain(exception)
         if explanation is not exception:
             explanation.__cause__ = exception
@@ -59,7 +59,7 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
         _write_for_torchrun(exception)
         print_as_before(kind, exception, trace)
         sys.stderr.flush()
-    if not (hasattr(sys, "ps1") or sys.flags.inspect):  # otherwise the interpreter shows a prompt
+    if not (hasattr(sys, "ps1") or sys.flags.inspect):  # an interpreter with a prompt does not exit
         context.component(GracefulStop).limit_exit()
 
 

@@ -22,11 +22,11 @@ from lightning_ddp_ext.supervision.survey import Survey
 T = TypeVar("T")
 Rescue = Callable[[BaseException], object]
 
-# gloo and NCCL raise plain RuntimeErrors, stores raise DistErrors.
+# gloo and NCCL raise plain RuntimeErrors; stores raise DistErrors.
 _BROKEN_CONNECTION = re.compile(
     r"\bgloo\b|nccl|by peer|broken pipe|process group|pair closure|\bsockets?\b", re.IGNORECASE
 )
-_CLOSED_GROUP = re.compile("process group", re.IGNORECASE)  # a collective in a closed group: a ValueError
+_CLOSED_GROUP = re.compile("process group", re.IGNORECASE)  # the ValueError of a collective in a closed group
 
 
 def supervised(
@@ -39,12 +39,12 @@ def supervised(
 ) -> T:
     """Call ``function``; if it raises, report this to the other ranks, or find the rank that caused it.
 
-    Every rank runs its part of a job through this function. A rank's own exception is announced immediately and raised
-    unchanged, even if the process continues. An exception that only follows from another rank's exit is replaced by an
+    Every rank runs its part of a job through this function. A rank's own exception is raised unchanged; it is also
+    announced, unless every rank raises one. An exception that only follows from another rank's exit is replaced by an
     error that names that rank. ``harmless`` exceptions, which all ranks raise as a signal to their caller, pass
     unchanged. ``rescue`` is called with an exception that another rank caused, before this rank's groups are closed.
 
-    After an exception the process must exit in time, unless the call ``handler`` ends first and the script continues.
+    After an exception the process must exit in time, unless the call with the frame ``handler`` returns first.
 
     Raises:
         RankFailedError: another rank failed, died or left.

@@ -21,17 +21,14 @@ _VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # Collectives to keep for each group: ranks that wait for each other are only a few apart.
 _RECENT = 32
 _DEFAULT_GROUP = "default_pg"
-# For gloo and other backends, and for NCCL; builds without CUDA lack the latter.
+# The recorder of gloo and other backends, and that of NCCL, which builds without CUDA lack.
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must reply to a survey
 
 
 @dataclass(frozen=True)
 class Flight:
-    """The progress of a rank in one process group.
-
-    A group's collectives are numbered from 1, in the same way on all its ranks.
-    """
+    """The progress of a rank in a process group; its collectives are numbered from 1, in the same way on all ranks."""
 
     group: str
     """The key of the group, the same on all ranks."""
@@ -40,12 +37,12 @@ class Flight:
     entered: int
     """The number of the last collective that this rank entered."""
     pending: int | None = None
-    """The number of the first collective that it entered and has not finished."""
+    """The number of the first collective that this rank has entered and not finished."""
     recent: dict[str, str] = field(default_factory=dict)
     """The names and shapes of the latest collectives, by number."""
 
     def describe(self, number: int) -> str:
-        """Return the text for a collective in messages."""
+        """Describe a collective for messages."""
         name, _, shapes = self.recent.get(str(number), "a collective").partition(" ")
         within = f" of group {self.label}" if self.label else ""
         return f"{name} #{number}{f' {shapes}' if shapes else ''}{within}"

@@ -5,8 +5,8 @@ the end of training. Each rank counts those that it has passed. A rank that rece
 over the control channel, and rank 0 pauses all ranks: each main thread waits at its next stop point, and each channel
 thread replies with the rank's count. The ranks thus agree on the first stop point that none of them has passed.
 
-Only the channel threads reply, so ranks that are in a collective meanwhile always complete it. Until a signal arrives,
-a stop point costs one addition and one check of a bool.
+Only the channel threads reply, so ranks that are in a collective at that time always complete it. Until a signal
+arrives, a stop point costs one addition and one check of a bool.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class StopRequest:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
 
 
-# The stop points that a rank passed, the evaluation steps that it started since then, and the steps of that evaluation.
+# The numbers of stop points that a rank has passed, of evaluation steps started since, and of steps in that evaluation.
 Position = tuple[int, int, int]
 
 
 def next_common(positions: Sequence[Position]) -> tuple[int, int]:
-    """Return the first stop point that no rank has passed, and that every rank reaches.
+    """Return the first stop point that no rank has passed yet and that every rank will reach.
 
     If the evaluation is shorter on some rank, this is the next point outside of evaluation steps.
 
@@ -64,7 +64,7 @@ def next_common(positions: Sequence[Position]) -> tuple[int, int]:
 
 
 class GracefulStop:
-    """This rank's part in stopping together; one per process, since counts continue over all Trainers.
+    """This rank's part in stopping together; one per process, since counts continue across Trainers.
 
     Attributes:
         is_active: whether a Trainer of this process handles requests.
@@ -99,17 +99,17 @@ class GracefulStop:
         """Handle requests from now on, since the ranks have begun a job that has stop points.
 
         Args:
-            deadline: the time from the first signal or an exception until ranks that did not stop are forced to exit.
+            deadline: the time from the first signal or an exception until ranks that are still running must exit.
             on_request: called on rank 0 with the first request, in a thread.
         """
-        self._limit.lift()  # from a run without teardown, since its ``on_exception`` raised
+        self._limit.lift()  # a run whose ``on_exception`` raised has skipped teardown
         with self._peers.arrived:
             self._job += 1
-            self._position = (self._job << 32, 0, 0)  # after an exception, the ranks' counts differ
+            self._position = (self._job << 32, 0, 0)  # after an exception, the ranks' counts may differ
             self.is_active = True
             self._seconds = deadline.total_seconds()
             self._on_request = on_request
-            if self._request is not None:  # from a rank that started before this one
+            if self._request is not None:  # a rank that started before this one sent it
                 self._limit_stop(self._request)
                 self._start_agreement(self._request)
 
@@ -138,8 +138,7 @@ class GracefulStop:
         """Return the request if all ranks stop here; called before each step of an evaluation.
 
         Args:
-            count_steps: returns the number of steps of this evaluation on this rank, or 1 if unknown; called in the
-                first step.
+            count_steps: returns this rank's number of evaluation steps, or 1 if unknown; called in the first step.
             may_stop: called where all ranks would stop, with the same result on each. If it returns False, they stop at
                 the next point outside of evaluation steps.
         """
@@ -150,15 +149,15 @@ class GracefulStop:
     def at_last_point(self) -> StopRequest | None:
         """Return the request if all ranks stop at their last stop point. Collective.
 
-        A rank sends its request before it enters the barrier, so all ranks pause before the barrier opens. Ranks whose
-        callbacks take long before that still reply.
+        A rank sends its request before it enters the barrier, so all ranks pause before the barrier opens. A rank that
+        is still in slow callbacks may be late, as long as it replies.
         """
         check = self._context.component(Survey).check_that_all_answer
         self._context.barriers.enter("the final stop check", check=check, is_patient=True)
         return self.at_point()
 
     def _decide(self, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
-        """Wait until the ranks agree where to stop; return the request if they stop here."""
+        """Wait until the ranks have agreed where to stop; return the request if they stop here."""
         if self._is_agreed_on() and not may_stop():
             self._target = (self._position[0] + 1, 0)
         with self._peers.arrived:
@@ -180,11 +179,11 @@ class GracefulStop:
     # The agreement, in other threads.
 
     def _is_over(self, job: int) -> bool:
-        """Whether this rank finished that job; a late message must not stop the next job."""
+        """Whether this rank has finished that job; a late message must not stop the next job."""
         return job < self._job or (job == self._job and not self.is_active)
 
     def _accept(self, values: dict[str, Any]) -> None:
-        """Handle a request on rank 0. The first one pauses all ranks, once rank 0 has also started that job."""
+        """Handle a request on rank 0: after the first one, pause all ranks as soon as rank 0 has started that job."""
         request = StopRequest(**values)
         if self._request is None and not self._is_over(request.job):
             self._request = request
@@ -192,7 +191,7 @@ class GracefulStop:
                 self._start_agreement(request)
 
     def _start_agreement(self, request: StopRequest) -> None:
-        """Pause all ranks before another barrier opens, and wait for their replies in a thread; for rank 0."""
+        """Pause all ranks before another barrier opens, and wait for their replies in a thread; on rank 0."""
         if self._rank == 0:
             self._replies = self._remote.call(self._everyone, "pause", asdict(request))
             threading.Thread(target=self._agree, args=[request], name="ddpx-stop", daemon=True).start()
@@ -218,8 +217,8 @@ class GracefulStop:
     # The deadline.
 
     def limit_exit(self, *, is_void: Callable[[], bool] = lambda: False) -> None:
-        """Have a rank that raised exit in time, even if hooks or teardown block; :meth:`end` lifts the limit."""
-        if self._seconds:  # otherwise no Trainer ran
+        """Have a rank that has raised exit in time, even if hooks or teardown block; :meth:`end` lifts the limit."""
+        if self._seconds:  # otherwise no Trainer has run
             finding = "the process raised an exception and has not exited"
             self._start_limit(1, finding, is_void=is_void, after_saves=_AFTER_SAVES)
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 from lightning_ddp_ext.at_exit import exit_now, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
 
-# Names the process that started a rank, in the environment of ranks that this package starts.
+# The variable with the id of the process that started a rank, for ranks that this package starts.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
-# Names the file to which rank 0 writes its address if this package chose the file.
+# The variable with the file to which rank 0 writes its address, if this package chose the file.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
 # Seconds until the exit, also after a save; longer than after a rank's death, since the launcher may be a rank.
@@ -38,12 +38,12 @@ def watch_launcher(pid: int) -> None:
 
 
 def _refuse_parent_death_signal() -> None:
-    """Undo torch's SIGINT at the parent's death: each thread of the parent may send one, and two prevent a save."""
+    """Undo torch's request for SIGINT at the parent's death: one may arrive for each thread, and two prevent a save."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def watch_own_launcher() -> None:
-    """Exit soon after the process that started this rank; do nothing if the environment does not name it."""
+    """Exit soon after the process that started this rank exits; do nothing if the environment does not name it."""
     launcher = os.environ.pop(LAUNCHER_PID, None)  # meant for this process, not for its children
     if launcher is not None:
         watch_launcher(int(launcher))
@@ -66,7 +66,7 @@ def _is_python(pid: int) -> bool:
 
 
 def _end_after(pid: int) -> None:
-    import psutil  # takes 6 ms, and only started ranks need it
+    import psutil  # importing it takes 6 ms, and only ranks with a launcher need it
 
     with suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(pid)

@@ -18,10 +18,10 @@ from typing import Any
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals, has_handler
 
-# Seconds in which the other ranks may exit after the first failure, before those that do not save are stopped.
+# Seconds in which the other ranks may exit after the first failure, before those that are not saving are stopped.
 _END_WITHIN = 5.0
 _NOTICE_AFTER = 10.0
-# A sys.exit(1) of this process looks like success here, so a stuck child must not block it.
+# After sys.exit(1), this process seems to have succeeded, so a stuck child must not block its exit for longer.
 _AT_MOST = 600.0
 
 
@@ -33,7 +33,7 @@ class ChildScripts:
         children: their processes, in the order of their local ranks, which start at 1.
         variables: the environment variables that they need to connect.
         at_most: the seconds that this process waits for them at exit.
-        save_within: the seconds after an exception until children that save are killed.
+        save_within: the seconds after an exception until children that are still saving are killed.
         notice_after: the seconds of waiting after which a notice is printed.
     """
 
@@ -44,7 +44,7 @@ class ChildScripts:
     notice_after: float = _NOTICE_AFTER
 
     def failure(self) -> str | None:
-        """Describe a child that exited while this process waits for it to connect; ``None`` without one."""
+        """Describe a child that has exited while this process is waiting for it; ``None`` if all are running."""
         for local_rank, child in enumerate(self.children, start=1):
             status = child.poll()
             if status is not None:
@@ -65,7 +65,7 @@ class ChildScripts:
                 self._alive_after(self.save_within)
             elif alive:
                 sys.stderr.write(
-                    f"this script finished; waiting for {', '.join(alive)} to exit, for at most "
+                    f"this script has finished; waiting for {', '.join(alive)} to exit, for at most "
                     f"{self.at_most:.0f} s (Ctrl-C kills them now)\n"
                 )
                 self._alive_after(self.at_most)
@@ -122,7 +122,7 @@ class RankProcesses:
 
         Raises:
             SystemExit: a signal stopped all processes.
-            Exception: the exception of the first process that failed.
+            Exception: the exception of the first process that failed; a ``RankFailedError`` if it left none.
         """
         signals = StopSignals(self._pass_on)
         signals.install(signal.SIGTERM, *([] if has_handler(signal.SIGUSR1) else [signal.SIGUSR1]))
@@ -155,9 +155,9 @@ class RankProcesses:
                 running.pop(sentinel).join()
 
     def _end_the_rest(self, seconds: float) -> list[int]:
-        """Wait, then send SIGTERM to processes that still run, and return their numbers.
+        """Wait, then send SIGTERM to processes that are still running, and return their numbers.
 
-        Those that do not save then exit. After another wait, the remaining ones are killed.
+        Those that are not saving then exit. After another wait, the remaining ones are killed.
         """
         try:
             self._join_within(seconds)
@@ -177,7 +177,7 @@ class RankProcesses:
             process.join(max(0.0, moment - time.monotonic()))
 
     def _pass_on(self, signum: int) -> None:
-        """Pass a signal on to one rank, which makes all ranks stop."""
+        """Pass a signal on to the first running rank, which makes all ranks stop."""
         for process in self.processes:
             if process.exitcode is None:
                 with suppress(ProcessLookupError):

@@ -26,12 +26,12 @@ class StopSignals:
     missing rank never returns. So a second thread also receives each signal: Python's C handler immediately writes the
     signal's number to a descriptor, which that thread reads.
 
-    A user's handler is called after ours. Python's own handler for Ctrl-C would raise in the middle of a step, so only
-    a second Ctrl-C calls it.
+    A user's handler is called after ours. Python's own handler for Ctrl-C would raise in the middle of a step, so it is
+    called only after a second Ctrl-C.
 
     Args:
         on_signal: called with the signal's number, in the second thread.
-        is_over: returns whether the earlier handlers take over; called in the main thread.
+        is_over: returns whether the earlier handlers should take over; called in the main thread.
 
     Attributes:
         received: the last signal that the main thread received.
@@ -49,7 +49,7 @@ class StopSignals:
         self._former_descriptor = -1
 
     def install(self, *signals: signal.Signals) -> None:
-        """Install handlers for these signals, except ignored ones. Does nothing outside of the main thread."""
+        """Install handlers for these signals, except ignored ones; do nothing outside of the main thread."""
         self.received, self.has_passed_on, self._is_interrupted = None, False, False
         if threading.current_thread() is not threading.main_thread():
             return
@@ -66,7 +66,7 @@ class StopSignals:
         _installed.add(self)
 
     def restore(self) -> None:
-        """Restore the earlier handlers, except where ours was replaced since."""
+        """Restore the earlier handlers, except where ours has been replaced since."""
         writer, listener = self._writer, self._listener
         if writer is None or listener is None:
             return
@@ -79,7 +79,7 @@ class StopSignals:
         _installed.discard(self)
         while self._before:
             each, handler = self._before.popitem()
-            # After a KeyboardInterrupt, Lightning ignores SIGINT, and may not undo that early in a run.
+            # After a KeyboardInterrupt, Lightning ignores SIGINT; early in a run, it may not undo this.
             if signal.getsignal(each) in (self._handle, signal.SIG_IGN) and handler is not None:
                 signal.signal(each, handler)
         current = signal.set_wakeup_fd(self._former_descriptor)
@@ -98,7 +98,7 @@ class StopSignals:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         before = self._before.get(signum)
-        if before is not None and self._is_over():  # without teardown, since a callback's ``on_exception`` raised
+        if before is not None and self._is_over():  # teardown was skipped, as an ``on_exception`` raised
             signal.signal(signum, before)
             signal.raise_signal(signum)
             return
@@ -115,7 +115,7 @@ _installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
 
 def _drop_in_child() -> None:
-    """Drop the handlers in a forked child, such as a loader worker: its signals are not its parent's."""
+    """Drop the handlers in a forked child, such as a loader worker: signals to it are not for its parent."""
     for signals in list(_installed):
         if signals._writer is not None:
             signals._restore(signals._writer)
@@ -127,21 +127,19 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def has_handler(signum: signal.Signals) -> bool:
-    """Whether a signal has a handler: a Python function, or C code such as ``faulthandler``'s.
-
-    Python does not report handlers in C, but the kernel lists them.
-    """
+    """Whether a signal has a handler: a Python function, or C code such as ``faulthandler``'s."""
     if signal.getsignal(signum) is not signal.SIG_DFL:
         return True
+    # Python does not report handlers in C, but the kernel lists them.
     status = Path("/proc/self/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
 
 
 def defer_sigterm() -> None:
-    """Have SIGTERM end this process after some seconds, unless another handler is set. For the main thread.
+    """Delay the exit of this process after SIGTERM by some seconds, unless a handler is set. For the main thread.
 
-    Launchers send it to the other ranks as soon as one of them dies or fails, before these can print which one.
+    Launchers send SIGTERM to the other ranks as soon as one rank dies or fails, before they can print the cause.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _Deferral())

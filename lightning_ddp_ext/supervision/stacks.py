@@ -9,12 +9,12 @@ from types import FrameType
 
 from lightning_ddp_ext.ranks import shortened
 
-# A report must fit into one message, and into the socket buffer of a rank that does not read.
+# A report must fit into one message, and into the socket buffer of a rank that has stopped reading.
 _LONGEST = 1 << 15
 # A backward pass waits for the gradients of other ranks in C++.
 _WAITING = {"torch.autograd", "torch.distributed.distributed_c10d", "lightning_ddp_ext.rendezvous.named_barrier"}
-# These wait in C++, but also call user code.
-_WAITING_ITSELF = {
+# These wait too, but they also call user code, so they count only as the innermost frame.
+_WAITING_IF_INNERMOST = {
     "lightning_ddp_ext.batchnorm.sync_context",
     "lightning_ddp_ext.data.shortest",
     "torch.distributed.utils",
@@ -23,8 +23,8 @@ _WAITING_ITSELF = {
 
 
 def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
-    """Whether a frame is in a call that waits, or may wait, for other ranks, as far as Python shows."""
-    if frame is not None and frame.f_globals.get("__name__") in _WAITING_ITSELF:
+    """Whether a frame is in a call that is or may be waiting for other ranks, as far as its Python stack shows."""
+    if frame is not None and frame.f_globals.get("__name__") in _WAITING_IF_INNERMOST:
         return True
     while frame is not None and frame.f_globals.get("__name__") not in _WAITING:
         frame = frame.f_back
@@ -32,9 +32,9 @@ def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
 
 
 def all_stacks() -> str:
-    """Return the stacks of all threads except the calling one: the main thread first, the most recent call last.
+    """Return the stacks of all other threads, shortened if too long: the main thread first, the most recent call last.
 
-    Source lines are left out, since the file system that contains them may be the cause of the hang.
+    Source lines are left out, since the file system that contains them may be the cause of a hang.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()

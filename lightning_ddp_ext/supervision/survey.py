@@ -1,8 +1,8 @@
-"""Collect a report from every rank after a collective timed out, or when a watchdog detects no progress.
+"""Collect a report from every rank after a collective has timed out, or a watchdog has detected no progress.
 
 Rank 0 requests the reports in a thread, on behalf of any rank. Each rank replies from the channel's thread, even if its
-main thread is blocked. The survey names a rank that does not reply, or else one that does not wait for the others. Such
-a rank may just be returning from the collective that timed out elsewhere, so a second request precedes the verdict.
+main thread is blocked. The survey names a rank that does not reply, otherwise one that is not waiting for the others.
+The latter may just be returning from the collective that timed out elsewhere, so rank 0 first sends a second request.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
 from lightning_ddp_ext.supervision.flight import flights
 from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
 
-# ``"collective"``: a collective timed out. ``"silence"``: only name a rank that does not reply. ``"hang"``: a watchdog
-# detected no progress.
+# ``"collective"``: a collective has timed out. ``"silence"``: only a rank that does not reply is named. ``"hang"``: a
+# watchdog has detected no progress.
 Kind = Literal["collective", "silence", "hang"]
 
 # gloo's errors after a timeout: on the rank that timed out, and on the ranks whose connections it closed.
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure")
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|pair closure")
-# Seconds within which all ranks finish a collective; the second request waits for this time.
+# Seconds within which all ranks finish a collective, so rank 0 waits this long before a second request.
 _FOLLOWS_WITHIN = 1.0
 _LOOKS_EVERY = 5.0  # seconds between checks for collectives that timed out
 _REMEDY = "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to the strategy"
@@ -73,7 +73,7 @@ class Survey:
         """Return the event that broke a collective or store, the same on all ranks; ``None`` if no rank caused it.
 
         Args:
-            text: the text of the error, which shows a timeout, on this rank or on one that closed its connections.
+            text: the error's text; it shows whether this rank, or one that closed its connections, has timed out.
         """
         has_timed_out, was_closed = bool(_TIMED_OUT.search(text)), bool(_CLOSED.search(text))
         self._had_broken_collective |= has_timed_out or was_closed
@@ -117,7 +117,7 @@ class Survey:
             time.sleep(min(seconds / 8, _LOOKS_EVERY))
 
     def after_standstill(self) -> None:
-        """Find the rank that hangs, and report it to all ranks if these should stop."""
+        """Find the rank that is stuck, and report it to all ranks if they should stop."""
         self._request("hang", "")
 
     def _request(self, kind: Kind, wait: str) -> PeerEvent | None:
@@ -197,7 +197,7 @@ def report_of(who: RankInfo, **more: Any) -> Report:
 
 
 def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
-    """Return the event for the rank that the others wait for."""
+    """Return the event for the rank that the others are waiting for; ``None`` if it is not found."""
     silences, elsewhere = findings.silences, findings.elsewhere
     if silences:
         return event_of("hung", silences[0].who, f"{listed(silences, separator='; ')}; {wait}")
@@ -209,7 +209,7 @@ def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
 
 def is_stopped(info: RankInfo, *, seen_from: RankInfo) -> bool:
     """Whether the process of a rank is on the same host and stopped (SIGSTOP)."""
-    import psutil  # takes 6 ms, and is rarely needed
+    import psutil  # importing it takes 6 ms, and it is rarely needed
 
     if (info.host, info.network) != (seen_from.host, seen_from.network):
         return False

@@ -1,4 +1,4 @@
-"""Detect that this rank makes no progress, and find the rank for which the others wait."""
+"""Detect that this rank is making no progress, and find the rank for which the others are waiting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_ddp_ext.supervision.survey import Survey, report_of
 
 OnHang = Literal["abort", "continue"]
 
-# Seconds; a thread that overslept by more was in a process that was stopped.
+# Seconds; if the thread has overslept by more, its process was stopped.
 _OVERSLEPT = 1.0
 
 
@@ -67,7 +67,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching; surveys then report that this rank left the watched code."""
+        """Stop watching; surveys then report that this rank has left the watched code."""
         self._is_stopping.set()
         self.moved_at = time.monotonic()
         self._describe = lambda frame: ("code after the Trainer's", "")
@@ -90,7 +90,7 @@ class Watchdog:
         if self._survey is not None:
             self._survey.after_standstill()
         elif self._publish(Findings([self._report()])):
-            exit_now(1)  # nothing would unblock the main thread
+            exit_now(1)  # nothing else would unblock the main thread
 
     def _publish(self, findings: Findings) -> bool:
         diagnosis = findings.diagnosis

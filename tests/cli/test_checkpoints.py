@@ -32,7 +32,7 @@ def test_files_are_verified(path: Path, tmp_path: Path) -> None:
     assert ended.status == 1
     assert f"{good} is intact: " in ended.stdout
     assert f"checkpoint {bad} is damaged: data.pkl, data/1 do not match the recorded CRC-32" in ended.stderr
-    assert f"{unknown} has no checksums, so damage" in ended.stdout
+    assert f"{unknown} lacks checksums for some or all records, so not all damage" in ended.stdout
     assert [run("checkpoint", "verify", *files).status for files in ([good], [good, unknown])] == [0, 3]
     documents = json.loads(run("checkpoint", "verify", "--json", good, bad, unknown).stdout)["files"]
     assert [each["whole"] for each in documents] == [True, False, None]
@@ -124,7 +124,7 @@ def test_leftovers_are_listed_and_removed_on_request(leftover: Path) -> None:
         os.utime(path, (two_hours_ago, two_hours_ago), follow_symlinks=False)
     ended = run("checkpoint", "clean", leftover.parent)
     assert (ended.status, ended.stderr) == (0, "")
-    assert f"{leftover} (2.0 KiB) was left by a killed save; --yes removes it\n" in ended.stdout
+    assert f"{leftover} (2.0 KiB) was left behind by a killed save; pass --yes to remove it\n" in ended.stdout
     assert str(link) in ended.stdout
     assert leftover.exists()
     assert f"{leftover} (2.0 KiB) was removed\n" in run("checkpoint", "clean", leftover.parent, "--yes").stdout
@@ -135,8 +135,8 @@ def test_what_may_still_be_written_is_left_alone(leftover: Path) -> None:
     """This covers a file of the last hour, which another host may be writing, and one that this host is writing."""
     with atomic_write(leftover.with_name("it.ckpt")):
         ended = run("checkpoint", "clean", leftover.parent, "--yes")
-        assert (ended.status, ended.stdout.count(" is less than an hour old\n")) == (0, 2)
-        assert f"{leftover} (2.0 KiB) is less than an hour old\n" in ended.stdout
+        assert (ended.status, ended.stdout.count(" was written less than an hour ago, so it is kept\n")) == (0, 2)
+        assert f"{leftover} (2.0 KiB) was written less than an hour ago, so it is kept\n" in ended.stdout
     assert leftover.with_name("it.ckpt").exists()
     leftover.unlink()
     assert run("checkpoint", "clean", leftover.parent).stdout.startswith("nothing to clean in ")

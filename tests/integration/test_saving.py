@@ -297,7 +297,7 @@ def test_a_save_is_finished_when_another_rank_dies(
     with RankProcesses(saves_slowly, 2, tmp_path, io, save_deadline, env=by_hand_env(2)) as ranks:
         ranks.wait_for("saving", rank=0)
         ranks.kill(1)
-        ranks.wait_for_output("This rank finishes writing its checkpoint before it exits", rank=0)
+        ranks.wait_for_output("This rank will finish writing its checkpoint before it exits", rank=0)
         if is_finished:
             ranks.release(0)
         outcome, _ = ranks.wait()

@@ -95,7 +95,7 @@ def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> N
         (lost,) = endings(str(ours.path), [{"rank": 1, "world_size": 2, "timeouts": SOON}], init_timeout=2.0)
     # The last attempt may have had no time for an answer.
     found = (
-        r"\((another run answers there|it accepted the connection, but did not reply); "
+        r"\((another run is answering there|it accepted the connection, but did not reply); "
         r"pid {} on host {} published its address"
     )
     assert re.search(found.format(ranks.pids[0], HOST), sentence(lost, RendezvousError))

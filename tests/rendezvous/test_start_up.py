@@ -143,7 +143,7 @@ def test_a_rank_that_never_starts(tmp_path: Path) -> None:
     present = ", ".join(process(outcome.rank, outcome.pid) for outcome in outcomes)
     assert same_sentence(outcomes, MissingRanksError) == (
         f"rank 2 of 3 did not connect to {where} within {LONG:g} s (init_timeout); present: {present}; "
-        "check that every rank is started and can reach rank 0, or raise init_timeout"
+        "check that every rank is running and can reach rank 0, or raise init_timeout"
     )
 
 
@@ -175,7 +175,7 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
         found, remedy = "rank 0 has not published its address there", "that it uses the same init_method"
     assert sentence(outcome, RendezvousError) == (
         f"{process(1, outcome.pid)} did not find rank 0 at {looked} within 4 s ({found}); check that rank 0 is "
-        f"started, {remedy}, and that no firewall blocks the connection"
+        f"running, {remedy}, and that no firewall blocks the connection"
     )
 
 
@@ -184,7 +184,7 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
     [
         ("tcp", 1, signal.SIGKILL, r"{} exited before all ranks had connected \(its process ended unexpectedly\)"),
         ("file", 1, signal.SIGINT, r"{} gave up before all ranks had connected: KeyboardInterrupt"),
-        ("file", 0, signal.SIGKILL, r"rank 0 at 127\.0\.0\.1:\d+ closed the connection after it accepted rank \d \("),
+        ("file", 0, signal.SIGKILL, r"rank 0 at 127\.0\.0\.1:\d+ closed the connection after accepting rank \d \("),
     ],
 )
 def test_a_rank_that_ends_before_all_have_connected(
@@ -257,7 +257,7 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
         two_hosts.cut()
         here, there = ranks.wait()
     assert f"of 3 did not connect to {where} within 6 s (init_timeout)" in sentence(here, MissingRanksError)
-    assert f"rank 0 at {where.host}:{where.port} did not reply after it accepted" in sentence(there, RendezvousError)
+    assert f"rank 0 at {where.host}:{where.port} did not reply after accepting" in sentence(there, RendezvousError)
 
 
 @pytest.mark.parametrize("answer", [silent, web])
@@ -271,10 +271,10 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
     )
     assert sentence(second, RendezvousError) == (
         f"{process(1, second.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it accepted the "
-        "connection, but did not reply); check that rank 0 is started, that its host has this address, and that no "
+        "connection, but did not reply); check that rank 0 is running, that its host has this address, and that no "
         "firewall blocks the connection"
         if answer is silent
-        else f"another program, not rank 0, listens at 127.0.0.1:{where.port}; choose a port that no "
+        else f"a program other than rank 0 is listening at 127.0.0.1:{where.port}; choose a port that no "
         "other program uses, or correct the address of rank 0's host"
     )
 
