@@ -117,7 +117,7 @@ NOT_RUN = {
     r"^srun .*$": "needs SLURM; test_examples has a stand-in",
     r"^export .*\nmpirun .*$": "needs MPI; tests/launchers has its variables",
     r"^torchrun --nnodes 2.*\\\n.*$": "needs two machines",
-    r"^export .*  # in both\n(.*\n)*.*pdb train.py$": "needs two terminals",
+    r"^export .*  # in both terminals\n(.*\n)*.*pdb train.py$": "needs two terminals",
 }
 SHELL = [(name, code) for name, text in TEXTS.items() for _, code in blocks(text, "console")]
 
