@@ -203,7 +203,7 @@ def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("rescue", "said"), [("full", "No space left on device"), ("stuck", "finishes writing its checkpoint")]
+    ("rescue", "said"), [("full", "No space left on device"), ("stuck", "will finish writing its checkpoint")]
 )
 def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(rescue: str, said: str, tmp_path: Path) -> None:
     """Each survivor names the rank that died, within ``save_deadline``."""
