@@ -168,7 +168,7 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
 
 
 def launcher_of(environ: Environ) -> Launcher | None:
-    """Return the innermost launcher whose variables are set; ``None`` if no launcher has set any.
+    """Return the innermost launcher that describes the ranks; ``None`` if the variables describe none.
 
     Raises:
         ConfigurationError: the world size of Open MPI or PMI is not an integer.
@@ -226,7 +226,7 @@ def is_slurm(environ: Environ) -> bool:
 
 
 def _slurm_tasks_on_node(environ: Environ) -> int | None:
-    """Return the number of tasks per node, assumed to be even but above the local rank; ``None`` if unknown."""
+    """Return the number of tasks per node, assumed equal on all nodes but above the local rank; ``None`` if unknown."""
     nodes = _known(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     tasks = -(-_integer(environ, "SLURM_NTASKS") // nodes) if nodes else _known(environ, "SLURM_NTASKS_PER_NODE")
     return None if tasks is None else max(tasks, _integer(environ, "SLURM_LOCALID") + 1)

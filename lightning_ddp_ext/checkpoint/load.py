@@ -104,7 +104,7 @@ def _device(name: Any) -> str:
 
 
 def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -> Any:
-    """Unpickle a checkpoint whose checksums have already been checked.
+    """Unpickle a checkpoint. If ``options.verify`` is set, the caller must check its checksums.
 
     Args:
         archive: the file.

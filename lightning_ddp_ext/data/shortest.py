@@ -27,13 +27,13 @@ def end_together(
 ) -> Iterator[T]:
     """Yield the same number of items on all ranks: that of the shortest iterator, or of the longest with ``"join"``.
 
-    ``AHEAD`` items are drawn ahead. For each item the ranks exchange which of them have one, and the answer arrives
-    while the previous item is in use. With ``"stop_at_shortest"`` an item is dropped if some rank has none. With
+    ``AHEAD`` items are drawn ahead. For each item, the ranks tell each other whether they have one, and the answers
+    arrive while an earlier item is in use. With ``"stop_at_shortest"`` an item is dropped if some rank has none. With
     ``"join"`` a rank that has no more items repeats its last one; if its iterator was empty, another rank sends it a
     pickled item.
 
-    Collective: every rank must draw the same number of items. If a rank's iterator raises, the other ranks wait in a
-    collective until that rank's failure is detected.
+    Collective: every rank must take the same number of items from the returned iterator. If a rank's iterator raises,
+    the other ranks wait in a collective until that rank's failure is detected.
 
     Args:
         items: this rank's own iterator, which is not read after its end.
@@ -42,7 +42,7 @@ def end_together(
         on_item: called before each item is yielded, with the ranks that repeat an item, in ascending order.
         on_last: called before the last item is yielded.
 
-    Example, on one rank of one:
+    Example with a single rank:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> list(end_together(iter("abc"), "join"))
         ['a', 'b', 'c']

@@ -145,7 +145,7 @@ class DataPath:
         if not any(iterator is each for each in iterators_of(loop)):
             rewind(loader.loader)
             return iter(own_copy(loader.loader))
-        # Persistent workers are seeded in the first epoch; in a resumed run, seeding them must not draw a number later.
+        # A resumed run may start persistent workers in a later epoch; seeding them then must not draw another number.
         is_later = keeps_workers and (epoch > 0 or not is_trained)
         with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
             if is_trained:

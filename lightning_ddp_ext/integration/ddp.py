@@ -15,7 +15,7 @@ from .lightning_tree import rank_zero_info
 
 CommHook = Callable[..., Any]
 
-_SHOWN = 10  # number of parameters that an error names at most
+_SHOWN = 10  # maximum number of parameters that an error names
 
 
 class GradientAveraging:
@@ -24,7 +24,8 @@ class GradientAveraging:
     With a single CPU rank the training step bypasses DDP.
 
     Attributes:
-        is_needless: whether DDP has nothing to do, because of a single rank and no hook or option for gradients.
+        is_needless: whether DDP has nothing to do: there is a single CPU rank, and no hook, option or sparse layer
+            that DDP acts on.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -63,7 +64,7 @@ class GradientAveraging:
         if not unfrozen:
             return
         strategy = self._strategy
-        rank_zero_info(f"rebuilt DDP because {len(unfrozen)} parameters are no longer frozen")
+        rank_zero_info(f"rebuilt DDP because some parameters are no longer frozen ({len(unfrozen)})")
         for parameter in unfrozen:
             dist.broadcast(parameter.data, src=0)
         if strategy.root_device.type == "cuda":
@@ -77,7 +78,7 @@ class GradientAveraging:
         self.on_train_start()
 
     def training_step(self, as_lightning: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step as Lightning does, or without DDP's forward pass if DDP is needless."""
+        """Run the module's training step as Lightning does, or without DDP's forward pass if DDP is not needed."""
         if not self.is_needless:
             return as_lightning(*args, **kwargs)
         with self._strategy.precision_plugin.train_step_context():

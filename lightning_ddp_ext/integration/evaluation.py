@@ -23,9 +23,9 @@ EVALUATED = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_
 class Evaluation(IdleSteps):
     """Evaluation and prediction on a strategy's ranks.
 
-    A rank without a batch for a step that other ranks run is idle. It runs the step with a batch that does not count:
-    the state of ``self.log`` and torchmetrics is restored after the step, and reductions leave the rank out.
-    State that user code keeps itself, or counts in hooks around the step, cannot be restored.
+    In validation and testing, a rank without a batch for a step that other ranks run is idle. It runs the step with a
+    batch that does not count: the state of ``self.log`` and torchmetrics is restored after the step, and reductions
+    leave the rank out. State that user code keeps itself, or counts in hooks around the step, cannot be restored.
     """
 
     def __init__(self, strategy: Any, *, is_exact: bool) -> None:
@@ -33,7 +33,7 @@ class Evaluation(IdleSteps):
         self._is_exact = is_exact
 
     def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
-        """Make all ranks run the same number of steps over a loader. Collective: every rank must call it."""
+        """Pad a loader of an exact validation or test, so that all ranks run the same number of steps. Collective."""
         if stage == RunningStage.PREDICTING:
             if batches_of(loader) == 0:
                 loader.length = 1  # Lightning refuses a rank without batches; its iterator ends before the first one
@@ -55,7 +55,7 @@ class Evaluation(IdleSteps):
         if min(batches) == 0:  # such a rank reads another rank's first batch, whose indices are valid on all ranks
             spare = self._strategy.broadcast(list(islice(sampler, 1)), src=batches.index(max(batches)))[0]
         loader.balance, loader.length = batches, max(batches)
-        loader.loader = own_copy(loader.loader)  # a loader with a state was not copied before
+        loader.loader = own_copy(loader.loader)  # a stateful loader has not been copied yet
         make_permanent(loader.loader, padded_to=max(batches), spare=spare)
 
     def read(self, loader: DistributedLoader, batches: Iterator[Any]) -> Iterator[Any]:

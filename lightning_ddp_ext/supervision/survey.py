@@ -34,7 +34,7 @@ Kind = Literal["collective", "silence", "hang"]
 # gloo's errors after a timeout: on the rank that timed out, and on the ranks whose connections it closed.
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure")
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|pair closure")
-# Seconds within which all ranks finish a collective, so rank 0 waits this long before a second request.
+# Seconds within which all ranks return from a collective once one has, so rank 0 waits this long before asking again.
 _FOLLOWS_WITHIN = 1.0
 _LOOKS_EVERY = 5.0  # seconds between checks for collectives that timed out
 _REMEDY = "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to the strategy"
@@ -67,13 +67,13 @@ class Survey:
             context.peers, "survey", start=self._start, report=lambda: asdict(self._report()), end=self._over.add
         )
 
-    # For any thread except the channel's; these calls take some seconds.
+    # For any thread except the channel's; most of these calls take several seconds.
 
     def cause_of(self, text: str) -> PeerEvent | None:
         """Return the event that broke a collective or store, the same on all ranks; ``None`` if no rank caused it.
 
         Args:
-            text: the error's text; it shows whether this rank, or one that closed its connections, has timed out.
+            text: the error's text; it shows whether this rank timed out, or other ranks closed its connections.
         """
         has_timed_out, was_closed = bool(_TIMED_OUT.search(text)), bool(_CLOSED.search(text))
         self._had_broken_collective |= has_timed_out or was_closed

@@ -28,7 +28,9 @@ from .rank_debugger import rank_debugger_of
 
 
 class HangWatchdog(pl.Callback):
-    """Reports which rank is stuck, and where, when no rank has made progress for ``timeout``.
+    """Reports which rank is stuck, and where, when a rank has made no progress for ``timeout``.
+
+    It reports nothing while all such ranks are only waiting for ranks that make progress.
 
     A rank makes progress when it starts or ends a batch, an epoch, training, the sanity check or an evaluation, or
     when it has restored a checkpoint or starts a save. After ``timeout`` without progress, rank 0 collects the Python
@@ -36,17 +38,17 @@ class HangWatchdog(pl.Callback):
     rank. It prints one sentence, and writes this sentence and all stacks to a file::
 
         rank 3 (host b, pid 17) never entered all_reduce #512 [[4096]]; it is in train_dataloader_next, dataset.py:41;
-        ranks 0, 1, 2 have waited for it for 61 s
+        ranks 0-2 have waited for it for 61 s
 
     If a rank does not answer within 5 s, because its process is stopped (SIGSTOP) or C code holds the GIL, the report
     names it without its stacks. If that rank is rank 0, each waiting rank reports its own stacks.
 
     With ``on_hang="abort"``, every rank then raises ``RankHungError``; a rank that cannot be interrupted exits a few
-    seconds later with status 1. A stopped process on the same host is continued so that it also exits. If a process
-    never releases the GIL, only its launcher can end it.
+    seconds later with status 1. A stopped process on the reporting rank's host is continued so that it also exits. If a
+    process never releases the GIL, only its launcher can end it.
 
-    With other strategies, the ranks cannot exchange messages: each rank reports its own stacks and where it waits, and
-    exits with ``os._exit(1)``, without an exception.
+    With other strategies, the ranks cannot exchange messages: each rank reports its own stacks and where it waits and,
+    with ``on_hang="abort"``, exits with ``os._exit(1)``, without an exception.
 
     Choose a ``timeout`` longer than the longest step plus a save. Pass this callback first, because it starts watching
     in its ``setup``. With ``TORCH_FR_BUFFER_SIZE=0``, the sentence only says where each rank is.

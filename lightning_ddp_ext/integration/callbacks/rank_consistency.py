@@ -29,7 +29,8 @@ class RankConsistency(pl.Callback):
         every_n_steps: the number of optimiser steps between checks, or of training batches with manual optimisation.
 
     Raises:
-        ConfigurationError: ``every_n_steps`` is not positive, or, in ``fit``, the strategy has no replicas to compare.
+        ConfigurationError: ``every_n_steps`` is not a positive integer, or, in ``fit``, the strategy has no replicas
+            to compare.
         DivergenceError: in ``fit``, on every rank: the ranks differ.
 
     Example::

@@ -1,4 +1,4 @@
-"""A ``ModelCheckpoint`` that makes all ranks act together, with any data-parallel strategy."""
+"""A ``ModelCheckpoint`` that makes all ranks act together, unless the strategy overrides ``save_checkpoint``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ refuse_missing(pl.callbacks.ModelCheckpoint, "_monitor_candidates", "_link_check
 class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, with ranks that save, fail and resume together.
 
-    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO` unless the user has set another checkpoint IO.
+    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO` unless the user has set another checkpoint IO. With a
+    strategy that overrides ``save_checkpoint``, such as FSDP, it warns and behaves like ``ModelCheckpoint``.
     With a stock ``ddp`` strategy, all ranks save, remove and restore together: every rank raises rank 0's error,
     ``ckpt_path="last"`` and ``"best"`` mean the file that rank 0 finds, and every rank is restored even if only rank 0
     sees that file. All ranks use rank 0's scores and the file names made from them.
@@ -34,7 +35,7 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         **kwargs: see ``ModelCheckpoint``.
 
     Raises:
-        ConfigurationError: two of these callbacks have different IOs.
+        ConfigurationError: ``checkpoint_io`` differs from the IO of the Trainer or of another of these callbacks.
 
     Example::
 
