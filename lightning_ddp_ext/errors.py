@@ -7,19 +7,19 @@
     ├── RendezvousError (RuntimeError)       the ranks could not connect
     │   └── MissingRanksError                some ranks did not connect within init_timeout
     ├── GroupInUseError (RuntimeError)       this process has a process group that does not match
-    ├── CheckpointError (RuntimeError)       a checkpoint could not be written or read
+    ├── CheckpointError (RuntimeError)       a checkpoint could not be written, read or removed
     │   ├── CheckpointSaveError (OSError)    not written, or not durable
     │   ├── CheckpointNotFoundError (FileNotFoundError)    the file is missing on a rank that has to read it
     │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint
     │   └── UnsafeCheckpointError (pickle.UnpicklingError) holds a class that weights_only=True does not allow
-    ├── SamplingError (RuntimeError)         data cannot be divided among the ranks as requested
+    ├── SamplingError (RuntimeError)         data cannot be divided among the ranks, or predictions cannot be joined
     │   └── ResumeError                      an epoch cannot continue where it stopped
     ├── BatchNormError (RuntimeError)        a layer cannot use the statistics of all ranks
     ├── DivergenceError (RuntimeError)       the ranks differ in weights or logged values
     └── RankFailedError (RuntimeError)       another rank failed or exited, so this rank stops
         ├── RankDiedError                    another rank's process was killed, or its host is unreachable
         ├── RankAbsentError                  a rank did not make the call that the others made
-        └── RankHungError                    no rank makes progress, because one is stuck
+        └── RankHungError                    a rank is stuck, or does not reply
 
 A message names the field, the rule, the value and the remedy, in this order. A traceback ends with a reference to the
 page that describes the error.
@@ -90,7 +90,7 @@ class GroupInUseError(DDPExtError, RuntimeError):
 
 
 class CheckpointError(DDPExtError, RuntimeError):
-    """A checkpoint could not be written or read; raised on every rank."""
+    """A checkpoint could not be written, read or removed."""
 
 
 class CheckpointSaveError(CheckpointError, OSError):
@@ -124,7 +124,7 @@ class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
 
 
 class SamplingError(DDPExtError, RuntimeError):
-    """Data cannot be divided among the ranks as requested: uneven training batches, or overlapping predictions."""
+    """Data cannot be divided among the ranks as requested, or predictions of the ranks cannot be joined."""
 
 
 class ResumeError(SamplingError):
@@ -132,7 +132,7 @@ class ResumeError(SamplingError):
 
 
 class BatchNormError(DDPExtError, RuntimeError):
-    """A BatchNorm layer cannot normalise with the statistics of all ranks; raised on every rank in that layer."""
+    """A BatchNorm layer cannot normalise with the statistics of all ranks."""
 
 
 class DivergenceError(DDPExtError, RuntimeError):
@@ -172,4 +172,4 @@ class RankAbsentError(RankFailedError):
 
 
 class RankHungError(RankFailedError):
-    """No rank makes progress because ``rank`` is stuck; see ``HangWatchdog``. Also raised on that rank."""
+    """``rank`` is stuck or does not reply, so the other ranks cannot continue. Also raised on that rank."""

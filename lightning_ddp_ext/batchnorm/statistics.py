@@ -52,7 +52,7 @@ def merge(parts: Vector) -> Statistics:
     for computing sample variances" (1979), for any number of parts. It does not subtract large sums of squares.
 
     Args:
-        parts: a row for each batch, (parts, 1 + 2C): values per channel, means, and biased variances.
+        parts: a row for each batch, (parts, 1 + 2C): the number of values per channel, means, and biased variances.
 
     >>> joint = merge(np.array([[3.0, 1.0, 0.5], [1.0, 5.0, 0.0]]))  # three values around 1, and a 5
     >>> joint.count, joint.mean.item(), joint.var.item()

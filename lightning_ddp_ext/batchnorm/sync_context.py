@@ -36,7 +36,7 @@ def set_idle(idle: bool) -> None:
 def _wait_for(work: dist.Work) -> None:
     """Wait for an exchange; poll first, since waking a thread takes a third of the time of a short exchange.
 
-    Polling lets other threads use the processor, such as torch's threads that run the exchange.
+    Polling lets other threads, such as those in which torch runs the exchange, use the processor.
     """
     moment = time.monotonic() + _POLL_FOR
     while not work.is_completed() and time.monotonic() < moment:
@@ -66,7 +66,7 @@ class SyncContext:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that join their batches; 1 if no process group exists, or on a rank outside of it."""
+        """The number of ranks that join their batches; 1 without any group, or on a rank outside ``process_group``."""
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return max(1, dist.get_world_size(self.process_group))
@@ -102,8 +102,8 @@ class SyncContext:
             for rank, (index, which_pass) in zip(ranks, headers, strict=True)
         )
         raise BatchNormError(
-            f"ranks are in different BatchNorm layers: {positions}; every rank must run the same layers in the same "
-            "order, so exclude layers that only some ranks run from the conversion (exclude=)"
+            f"ranks are in different BatchNorm layers or passes: {positions}; every rank must run the same layers in "
+            "the same order, so use exclude= to leave out layers that only some ranks run"
         )
 
     def __deepcopy__(self, memo: object) -> SyncContext:

@@ -32,7 +32,7 @@ _REMEDIES = {
 
 
 def write(checkpoint: Any, path: PathLike) -> None:
-    """Write ``checkpoint`` to ``path`` in torch's format; if this fails, an existing local file is unchanged.
+    """Write ``checkpoint`` to ``path`` in torch's format; if it cannot be written, an existing local file is unchanged.
 
     A local file is streamed, flushed to disk and then renamed in one step; temporary files left behind in its directory
     by killed saves are removed. In a store behind fsspec, the checkpoint is written within a transaction. Stores with
@@ -127,7 +127,8 @@ def link(target: PathLike, path: PathLike) -> None:
     try:
         atomic_symlink(source, local)
     except OSError as error:
-        message = f"cannot link checkpoint {path} to {target}: {error.strerror}; use save_last=True to write a file"
+        remedy = "remove the directory" if _is_directory(local) else "use save_last=True to write a file"
+        message = f"cannot link checkpoint {path} to {target}: {error.strerror}; {remedy}"
         raise CheckpointSaveError(message, path=path, errno=error.errno) from error
 
 

@@ -1,4 +1,4 @@
-"""Start an epoch in a loader: call ``set_epoch`` on every object that has it, including those in workers."""
+"""Start an epoch in a loader: call ``set_epoch`` on every object that has it, and make workers use the new epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_ddp_ext.data.seeding import seed_generators
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
 _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearray, range, type)
-_SHORT = 32  # longer lists and dicts are taken for samples, unless the first element is a loader, sampler or dataset
+_SHORT = 32  # longer collections are taken for samples, unless their first element may need the epoch
 
 
 def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> bool:
@@ -28,7 +28,7 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
     ``set_epoch``, if the dataset is iterable, or if ``seed`` is given.
 
     Args:
-        loader: a copy made by ``loader.own_copy``, since its ``worker_init_fn`` may be replaced.
+        loader: the loader to be iterated over. If it is a ``DataLoader``, its ``worker_init_fn`` is replaced.
         epoch: the epoch, from 0.
         rank: this process's rank.
         seed: if given, ``seed_generators`` seeds the generators of the loader's workers.
@@ -53,7 +53,7 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
 
 @dataclass(frozen=True)
 class StartWorker:
-    """A ``worker_init_fn`` that leaves the rank's process group, calls the loader's own function and seeds the worker.
+    """A ``worker_init_fn`` that leaves the rank's Unix process group, calls the loader's own and seeds the worker.
 
     torchrun, schedulers and terminals send signals to all processes of a group. Such a signal would kill the workers,
     which the rank needs until it stops.
@@ -99,7 +99,7 @@ def set_epoch(loaders: object, epoch: int) -> None:
     - lists, tuples and dicts, and their elements. If one has more than 32 elements, these are searched only if the
       first of them is a loader, sampler or dataset, or has ``set_epoch``.
 
-    The search does not follow modules (such as a ``LightningModule``), a ``Trainer``, tensors, arrays, strings and
+    The search does not follow modules (such as a ``LightningModule``), a ``Trainer``, tensors, arrays, strings or
     classes, and does not read properties.
 
     Args:

@@ -80,7 +80,8 @@ def choose_environment(
 ) -> ClusterEnvironment | None:
     """Return the environment that determines this process's rank: the given one, or one of ours.
 
-    Raise if the arguments ``rank`` and ``world_size`` contradict a launcher or the Trainer's devices.
+    The arguments ``rank`` and ``world_size`` override SLURM's variables and those of launchers that Lightning does not
+    detect. Raise if they contradict any other launcher, or if the ranks do not match the Trainer's devices.
     """
     if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
         _refuse_other_rank(environment, arguments)

@@ -52,11 +52,12 @@ _HARMLESS = (TunerExitException, StoppedException)
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Runs the script again for each other rank of this node, or does nothing if another launcher started the ranks.
+    """Runs the script again for each of this node's other ranks, unless another launcher has started the ranks.
 
     A process starts ranks only once; later Trainers in the script use the same ranks. Of the ranks' variables, only
-    ``LOCAL_RANK`` remains in this process's environment, as with Lightning, because it tells a stock strategy later in
-    the script that the ranks exist. Unlike Lightning's launcher, this one does not kill ranks that are still running.
+    ``LOCAL_RANK`` remains in this process's environment, because it tells a stock strategy later in the script that the
+    ranks exist. Unlike Lightning's launcher, this one does not kill the other ranks as soon as one fails, but only
+    those that are still running after a time limit at exit, or after Ctrl-C.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -99,7 +100,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         super().__init__(strategy, start_method=start_method)
         self._environment: ClusterEnvironment = strategy.cluster_environment
         if start_method == "forkserver" and not self._environment.creates_processes_externally:
-            # The server starts now, so that it imports modules while the user's code is building model and data.
+            # The server starts now, so that it imports modules while the user's code builds the model and the data.
             check_missing_main_guard()
             preloaded = ["__main__", "torch.distributed", lightning_name, "lightning_ddp_ext"]
             multiprocessing.set_forkserver_preload(preloaded)

@@ -70,7 +70,7 @@ class Watchdog:
         """Stop watching; surveys then report that this rank has left the watched code."""
         self._is_stopping.set()
         self.moved_at = time.monotonic()
-        self._describe = lambda frame: ("code after the Trainer's", "")
+        self._describe = lambda frame: ("code after the Trainer's run", "")
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
 
@@ -105,7 +105,7 @@ class Watchdog:
         written.start()
         print_in_time(
             f"[rank {self._who.rank}] no progress for {self._timeout:g} s: {diagnosis.reason}; {outcome}. "
-            f"Stacks of all ranks: {path}\n"
+            f"Stacks: {path}\n"
         )
         written.join(2.0)
         return self._on_hang == "abort"
