@@ -17,7 +17,7 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.run import Run, current_run
 from lightning_ddp_ext.supervision.checksum import checksum
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
-from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
+from lightning_ddp_ext.supervision.signals import StopSignals, has_handler, status_of
 
 from .checkpoint_paths import place_of
 from .checkpoints import Checkpoints
@@ -108,9 +108,7 @@ class StopController:
         has_failed, self.run.has_failed = self.run.has_failed, False
         if self._stopping is None:
             return
-        self._signals.restore()
-        if has_failed:
-            defer_sigterm()
+        self._signals.restore(defers_sigterm=has_failed)
         self._stopping.end()
         self._stopping = None
         received = self._signals.received

@@ -65,20 +65,26 @@ class StopSignals:
         self._listener.start()
         _installed.add(self)
 
-    def restore(self) -> None:
-        """Restore the earlier handlers, except where ours has been replaced since."""
+    def restore(self, *, defers_sigterm: bool = False) -> None:
+        """Restore the earlier handlers, except where ours has been replaced since.
+
+        With ``defers_sigterm``, SIGTERM then ends this process some seconds later, if it had no handler: launchers send
+        it to the other ranks as soon as one rank dies or fails, before they can print the cause.
+        """
         writer, listener = self._writer, self._listener
         if writer is None or listener is None:
             return
-        self._restore(writer)
+        self._restore(writer, defers_sigterm=defers_sigterm)
         writer.shutdown(socket.SHUT_RDWR)  # also works if a forked child has a copy
         writer.close()
         listener.join()
 
-    def _restore(self, writer: socket.socket) -> None:
+    def _restore(self, writer: socket.socket, *, defers_sigterm: bool = False) -> None:
         _installed.discard(self)
         while self._before:
             each, handler = self._before.popitem()
+            if defers_sigterm and each == signal.SIGTERM and handler is signal.SIG_DFL:
+                handler = _Deferral()  # without a moment in which SIGTERM kills
             # After a KeyboardInterrupt, Lightning ignores SIGINT; early in a run, it may not undo this.
             if signal.getsignal(each) in (self._handle, signal.SIG_IGN) and handler is not None:
                 signal.signal(each, handler)
@@ -134,15 +140,6 @@ def has_handler(signum: signal.Signals) -> bool:
     status = Path("/proc/self/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
-
-
-def defer_sigterm() -> None:
-    """Delay the exit of this process after SIGTERM by some seconds, unless a handler is set. For the main thread.
-
-    Launchers send SIGTERM to the other ranks as soon as one rank dies or fails, before they can print the cause.
-    """
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _Deferral())
 
 
 class _Deferral:

@@ -15,6 +15,7 @@ import torch
 
 from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import RankDiedError
+from lightning_ddp_ext.supervision.signals import StopSignals
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
 from tests.harness.training import At, make_strategy, make_trainer
 from tests.integration.continuing import LongValidated, Training, shuffled, signalled
@@ -262,3 +263,19 @@ def test_all_end_within_the_deadline_though_a_rank_does_not_stop(tmp_path: Path)
         ranks.kill(1, signal.SIGCONT)
         (second,) = ranks.wait(1)
         assert second.exit_code != 0
+
+
+def end_while_signalled(rank: int, world_size: int) -> None:
+    """Send SIGTERM while the handlers of a rank that failed are restored, as torchrun may."""
+    signals = StopSignals(lambda signum: None)
+    signals.install(signal.SIGTERM)
+    listener: Any = signals._listener
+    join = listener.join
+    listener.join = lambda: (os.kill(os.getpid(), signal.SIGTERM), join())
+    signals.restore(defers_sigterm=True)
+
+
+def test_a_signal_does_not_kill_a_failed_rank_before_it_prints_the_cause() -> None:
+    """Not even between our handler and the earlier one."""
+    (outcome,) = launch_ranks(end_while_signalled, 1)
+    assert outcome.exit_code == 0, outcome.story()
