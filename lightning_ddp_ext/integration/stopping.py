@@ -144,16 +144,19 @@ class StopController:
 
     def has_training_weights(self) -> bool:
         """Whether this rank's parameters are those of training rather than others swapped in for validation."""
+        return self._are_recorded(self._trainer.lightning_module.parameters())
+
+    def _are_recorded(self, first: Iterable[torch.Tensor]) -> bool:
+        """Whether the first of the saved tensors are as recorded before this validation, if it recorded any."""
         if self._weights is None:
             return True
-        weights = _checksums(self._trainer.lightning_module.parameters())
-        return self._weights[: len(weights)] == weights
+        now = _checksums(first)
+        return self._weights[: len(now)] == now
 
     def _may_stop(self) -> bool:
         """Whether a checkpoint would contain the training weights, according to rank 0. Collective."""
         trainer = self._trainer
-        is_own = self._weights is None or self._weights == _checksums(_saved_by(trainer.lightning_module))
-        may_stop: bool = trainer.strategy.broadcast(is_own)
+        may_stop: bool = trainer.strategy.broadcast(self._are_recorded(_saved_by(trainer.lightning_module)))
         if not may_stop:
             rank_zero_info("the ranks will finish this validation before they stop: a hook has swapped the weights")
         return may_stop
