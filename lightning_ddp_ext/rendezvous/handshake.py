@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -119,7 +122,13 @@ class Handshake:
 
     def _connect(self, host: str, port: int) -> socket.socket:
         seconds = max(0.1, min(self._timeouts.connect, self._deadline.remaining))
-        return socket.create_connection((host, port), timeout=seconds)
+        connected = socket.create_connection((host, port), timeout=seconds)
+        if connected.getsockname() == connected.getpeername():
+            # Nobody is listening, and the kernel chose this same port for our end. A reset frees it for rank 0.
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connected.close()
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        return connected
 
     def _no_answer(self) -> str:
         closed = self._channel.ended.get(0)

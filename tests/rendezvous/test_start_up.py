@@ -6,9 +6,11 @@ import os
 import re
 import resource
 import signal
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,26 @@ def stop_in_front_of(name: str | None) -> None:
         Handshake._find_store = lambda self, *args: find(vars(self).update(_deadline=Deadline(0.5)) or self, *args)
     elif name is not None:
         setattr(dist, name, lambda *args, **kwargs: hold("in front"))
+
+
+def connect_early(seat: int, seats: int, where: Tcp) -> float:
+    """Seek rank 0 before it listens, where the kernel can only choose its port for the other end of a connection."""
+    ports, tries, create = Path("/proc/sys/net/ipv4/ip_local_port_range"), count(1), socket.create_connection
+    usual = ports.read_text()
+
+    def create_connection(*args: Any, **kwargs: Any) -> socket.socket:
+        first = next(tries) == 1
+        ports.write_text(f"{where.port} {where.port + 1}" if first else usual)
+        if not first:
+            announce("tried")
+        return create(*args, **kwargs)
+
+    if seat == 0:
+        hold("late")
+    else:
+        socket.create_connection = create_connection
+    join(request(seat, seats, where))
+    return add_ones()
 
 
 @contextmanager
@@ -231,6 +253,16 @@ def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts:
     assert reason.startswith(f"{name} reached rank 0 at 127.0.0.1:{port}, but not its store at port ")
     assert reason.endswith("; allow connections between all hosts on every port, which collectives also need")
     assert sentence(first, RankFailedError) == f"{name} failed, so this rank stops: RendezvousError: {reason}"
+
+
+@pytest.mark.netns
+def test_a_rank_that_is_connected_to_itself(two_hosts: Network) -> None:
+    """As the kernel does if it chooses the sought port: the rank retries, and leaves the port to rank 0."""
+    with RankProcesses(connect_early, 2, Tcp("127.0.0.1", 40000), namespaces=[two_hosts[0]] * 2) as ranks:
+        ranks.wait_for("late", 0)
+        ranks.wait_for("tried", 1)
+        ranks.release(0)
+        assert [outcome.result for outcome in ranks.wait()] == [2.0, 2.0]
 
 
 @pytest.mark.netns
