@@ -152,7 +152,12 @@ def restart(kind: str) -> Figures:
     """Return seconds from the kill to the next trained step under torchrun, and the steps that are trained again."""
     with scratch_directory() as directory:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-        subprocess.run([*command, __file__, "--as", kind, str(directory)], capture_output=True, timeout=300)
+        quiet = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
+        with subprocess.Popen([*command, __file__, "--as", kind, str(directory)], **quiet) as run:
+            try:
+                run.wait(120)
+            except subprocess.TimeoutExpired:
+                run.terminate()  # torchrun kills its ranks after 30 seconds
         if not (directory / "again").exists():  # such as stock ranks that connect to an address of the first attempt
             return {"continued": 0}
         killed, last = (float(each) for each in (directory / "killed").read_text().split())

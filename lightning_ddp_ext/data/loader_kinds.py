@@ -121,10 +121,10 @@ class IndexPosition(LoaderPosition):
             return iter(self.loader)
 
     @override
-    def state_dict(self, done: int) -> dict[str, Any]:
+    def state_dict(self, done: int, given: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
         prefetched = self.loader.num_workers * (self.loader.prefetch_factor or 0)
-        return {**super().state_dict(done), "own": self.given + self.ahead - start.after - batches + prefetched}
+        return {**super().state_dict(done, given), "own": given + self.ahead - start.after - batches + prefetched}
 
 
 class StatePosition(LoaderPosition):
@@ -139,14 +139,14 @@ class StatePosition(LoaderPosition):
     _drawn: int | None = None  # number of batches drawn from the newest iterator; ``None`` after its end
 
     @override
-    def state_dict(self, done: int) -> dict[str, Any]:
+    def state_dict(self, done: int, given: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
         if self._starts and self._drawn is not None:  # some loaders start again after their end
             self._starts[-1].states.append((self._drawn, self.loader.state_dict()))
         known = [each for each in start.states if each[0] <= batches]
         drawn, state = known[-1] if known else (-start.at, None)
         start.states = [each for each in start.states if each[0] >= drawn]  # no later checkpoint needs an older state
-        return {**super().state_dict(done), "own": {"state": state, "dropped": batches - drawn}}
+        return {**super().state_dict(done, given), "own": {"state": state, "dropped": batches - drawn}}
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:

@@ -133,8 +133,11 @@ class LoaderPosition:
         """Return the number of each remembered iterator and the random states from which its order was drawn."""
         return [(start.number, start.random) for start in self._starts]
 
-    def state_dict(self, done: int) -> dict[str, Any]:
-        """Return this rank's position after ``done`` batches of the epoch."""
+    def state_dict(self, done: int, given: int) -> dict[str, Any]:
+        """Return this rank's position after ``done`` batches of the epoch.
+
+        ``given`` is the attribute's value when the random states were recorded that will be restored with the position.
+        """
         start, batches = self._start_before(done)
         return {
             "epoch": self.epoch,

@@ -212,7 +212,7 @@ class Rescue:
             raise Refused("the training loaders have states that only their own ranks can save")
         if random_state_in(b"".join(random_state_bytes()))[1:] != record_random_state()[1:]:
             raise Refused("the generators of NumPy or Python are not Mersenne Twisters with the expected memory layout")
-        shared = shared_state({"loaders": [position.state_dict(restart.done) for position in positions]})
+        shared = shared_state({"loaders": [each.state_dict(restart.done, each.given) for each in positions]})
         ranks = range(self._strategy.world_size)
         states = [self._state_of(rank, restart, batches, shared["loaders"]) for rank in ranks]
         lost = [rank for rank in ranks if states[rank] is None]

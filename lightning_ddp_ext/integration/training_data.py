@@ -39,7 +39,8 @@ class TrainingData:
             self._seed: int | None = None
             self._has_ended = False  # whether the last epoch's data was exhausted when training ended
         self.resume = Resume(self._strategy)
-        self._random: dict[Recorded, list[Any]] = {}  # at the start of the last epoch, step and validation
+        # At the start of the last epoch, step and validation: the random states, and the batches given by each loader.
+        self._recorded: dict[Recorded, tuple[list[Any], list[int]]] = {}
         self._epoch_started: Any = None  # the combined iterator of the last epoch
         self._validated_at = math.inf
 
@@ -65,7 +66,11 @@ class TrainingData:
 
     def record_random_state(self, moment: Recorded) -> None:
         """Record the random state at the start of an epoch, an optimiser step or a validation during training."""
-        self._random[moment] = record_random_state(training_generators(self._strategy))
+        self._recorded[moment] = self._current_state()
+
+    def _current_state(self) -> tuple[list[Any], list[int]]:
+        given = [position.given for position in positions_of(self._strategy.current_trainer)]
+        return record_random_state(training_generators(self._strategy)), given
 
     def on_train_start(self) -> None:
         """Start training where the checkpoint left off."""
@@ -159,10 +164,9 @@ class TrainingData:
         if not has_loaders and (restart.is_within or restart.epoch == 0):  # a validation removes the loaders
             return
         positions = positions_of(trainer) if restart.is_within else []
-        own = {
-            "random": self._random_state_of(restart, loops),
-            "loaders": [position.state_dict(restart.done) for position in positions],
-        }
+        random, given = self._state_of(restart, loops)
+        loaders = [each.state_dict(restart.done, number) for each, number in zip(positions, given, strict=False)]
+        own = {"random": random, "loaders": loaders}
         if not checkpoints.is_interrupted:
             ranks = checkpoints.to_rank_zero(own, what)
         else:  # the other ranks skip this call
@@ -174,8 +178,8 @@ class TrainingData:
         own = {"version": VERSION, "seed": self._seed, "restart": vars(restart)}
         return {**own, "stopped": stopped, "ranks": ranks}
 
-    def _random_state_of(self, restart: Restart, loops: Mapping[str, Any]) -> list[Any]:
-        """Return the recorded random state for a restart, or the current one."""
+    def _state_of(self, restart: Restart, loops: Mapping[str, Any]) -> tuple[list[Any], list[int]]:
+        """Return what was recorded for a restart, or what is current."""
         moment: Recorded | None = None
         if restart.has_started:
             moment = "epoch"
@@ -183,5 +187,5 @@ class TrainingData:
             moment = "validation"
         elif restart.at == "batch_end" and restart.done < loops["epoch_loop.batch_progress"]["current"]["processed"]:
             moment = "step"
-        recorded = None if moment is None else self._random.get(moment)
-        return recorded or record_random_state(training_generators(self._strategy))
+        recorded = None if moment is None else self._recorded.get(moment)
+        return recorded or self._current_state()
