@@ -124,7 +124,7 @@ class Handshake:
         seconds = max(0.1, min(self._timeouts.connect, self._deadline.remaining))
         connected = socket.create_connection((host, port), timeout=seconds)
         if connected.getsockname() == connected.getpeername():
-            # Nobody is listening, and the kernel chose this same port for our end. A reset frees it for rank 0.
+            # No process listens, and the kernel chose the same port for this side. A reset frees it for rank 0.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connected.close()
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))

@@ -84,7 +84,7 @@ def stop_in_front_of(name: str | None) -> None:
 
 
 def connect_early(seat: int, seats: int, where: Tcp) -> float:
-    """Seek rank 0 before it listens, where the kernel can only choose its port for the other end of a connection."""
+    """Seek rank 0 before it listens, while the kernel can only choose its port for the connection attempt."""
     ports, tries, create = Path("/proc/sys/net/ipv4/ip_local_port_range"), count(1), socket.create_connection
     usual = ports.read_text()
 
