@@ -157,7 +157,7 @@ def restart(kind: str) -> Figures:
             try:
                 run.wait(120)
             except subprocess.TimeoutExpired:
-                run.terminate()  # torchrun kills its ranks after 30 seconds
+                run.terminate()  # torchrun kills ranks that are still alive 30 seconds later
         if not (directory / "again").exists():  # such as stock ranks that connect to an address of the first attempt
             return {"continued": 0}
         killed, last = (float(each) for each in (directory / "killed").read_text().split())

@@ -124,6 +124,8 @@ class IndexPosition(LoaderPosition):
     def state_dict(self, done: int, given: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
         prefetched = self.loader.num_workers * (self.loader.prefetch_factor or 0)
+        if given < start.after + batches:  # recorded before this position, as when the first loader ended earlier
+            given = self.given
         return {**super().state_dict(done, given), "own": given + self.ahead - start.after - batches + prefetched}
 
 

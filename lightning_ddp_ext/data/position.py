@@ -136,7 +136,7 @@ class LoaderPosition:
     def state_dict(self, done: int, given: int) -> dict[str, Any]:
         """Return this rank's position after ``done`` batches of the epoch.
 
-        ``given`` is the attribute's value when the random states were recorded that will be restored with the position.
+        ``given`` is the value that the attribute had when the random states of the checkpoint were recorded.
         """
         start, batches = self._start_before(done)
         return {

@@ -39,7 +39,7 @@ class TrainingData:
             self._seed: int | None = None
             self._has_ended = False  # whether the last epoch's data was exhausted when training ended
         self.resume = Resume(self._strategy)
-        # At the start of the last epoch, step and validation: the random states, and the batches given by each loader.
+        # At the start of the last epoch, step and validation: random states, and the batches that each loader gave.
         self._recorded: dict[Recorded, tuple[list[Any], list[int]]] = {}
         self._epoch_started: Any = None  # the combined iterator of the last epoch
         self._validated_at = math.inf
@@ -179,7 +179,7 @@ class TrainingData:
         return {**own, "stopped": stopped, "ranks": ranks}
 
     def _state_of(self, restart: Restart, loops: Mapping[str, Any]) -> tuple[list[Any], list[int]]:
-        """Return what was recorded for a restart, or what is current."""
+        """Return the recorded random states and numbers of batches for a restart, or the current ones."""
         moment: Recorded | None = None
         if restart.has_started:
             moment = "epoch"

@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_ddp_ext.errors import ResumeError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Kind, assert_same, on_both, on_ranks
-from tests.integration.continuing import Loaders, Numbers, Point, Run, Stream, Training, sampled, stream, workers
+from tests.integration.continuing import Loaders, Numbers, Point, Run, Step, Stream, Training, sampled, stream, workers
 
 
 def sixteen(rank: int, world_size: int) -> DataLoader[Any]:
@@ -155,6 +155,25 @@ def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) 
     assert silent == []
     for (run,), numbers in ((first, range(9)), (second, range(1000, 1009))):
         assert [sample for epoch, _, *samples in run.steps if epoch == 0 for sample in samples] == [*numbers]
+
+
+def resume_after_the_first_loader(rank: int, world_size: int, directory: Path) -> tuple[list[Step], list[Step]]:
+    """Return the steps from a save on, without a stop and resumed, with two batches per optimiser step."""
+
+    def loaders() -> CombinedLoader:
+        made = [(Numbers(number), torch.Generator().manual_seed(number)) for number in (8, 20)]
+        return CombinedLoader([DataLoader(data, 2, shuffle=True, generator=drawn) for data, drawn in made], "max_size")
+
+    options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
+    training = Training(loaders, directory, world_size, options)
+    whole = training.run("train_batch_end-7")
+    return whole.steps[6:], training.run(ckpt_path=whole.saved["train_batch_end-7"]).steps
+
+
+def test_a_loader_that_is_longer_than_the_first_one_continues(tmp_path: Path) -> None:
+    """Random states of optimiser steps are recorded where the first loader gives a batch, so none is recent here."""
+    [(expected, resumed)] = run_ranks(resume_after_the_first_loader, 1, tmp_path, env=by_hand_env(1))
+    assert resumed == expected
 
 
 def resume_exceptions(rank: int, world_size: int, directory: Path) -> list[list[str]]:

@@ -84,7 +84,7 @@ def stop_in_front_of(name: str | None) -> None:
 
 
 def connect_early(seat: int, seats: int, where: Tcp) -> float:
-    """Seek rank 0 before it listens, while the kernel can only choose its port for the connection attempt."""
+    """Seek rank 0 before it listens, while the kernel prefers rank 0's port for this end of the connection."""
     ports, tries, create = Path("/proc/sys/net/ipv4/ip_local_port_range"), count(1), socket.create_connection
     usual = ports.read_text()
 
@@ -257,7 +257,7 @@ def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts:
 
 @pytest.mark.netns
 def test_a_rank_that_is_connected_to_itself(two_hosts: Network) -> None:
-    """As the kernel does if it chooses the sought port: the rank retries, and leaves the port to rank 0."""
+    """The kernel may choose rank 0's port for the attempt: the rank retries, and leaves the port to rank 0."""
     with RankProcesses(connect_early, 2, Tcp("127.0.0.1", 40000), namespaces=[two_hosts[0]] * 2) as ranks:
         ranks.wait_for("late", 0)
         ranks.wait_for("tried", 1)
