@@ -44,11 +44,6 @@ def fetcher_of(loop: Any) -> Any:
     return _read(loop, "_data_fetcher")
 
 
-def is_read_in_step(loop: Any) -> bool:
-    """Whether the steps of a loop take ``dataloader_iter`` and thus fetch their batches themselves."""
-    return type(fetcher_of(loop)).__name__ == "_DataLoaderIterDataFetcher"
-
-
 def active_loop_of(trainer: Any) -> Any:
     """Return the running training or evaluation loop, or ``None``."""
     return _read(trainer, "_active_loop")

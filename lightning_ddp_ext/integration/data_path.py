@@ -19,7 +19,6 @@ from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of, rewind
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
-from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 
 from .compat import active_loop_of, iterators_of, needs_sampler
 from .evaluation import EVALUATED, Evaluation
@@ -28,7 +27,7 @@ from .options import check_choice
 from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
 from .training_data import TrainingData
-from .uneven import UnevenInputs
+from .uneven import UnevenInputs, UnevenMode
 
 Order = Literal["torch", "scalable"]
 
@@ -72,14 +71,9 @@ class DataPath:
         replaced.prepare_loaders(trainer, by=self.prepare)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether this rank's current batch does not count."""
-        return self.uneven.is_idle if self._strategy.current_trainer.training else self.evaluation.is_idle
-
-    @property
     def idle_ranks(self) -> tuple[int, ...]:
         """The ranks that are idle in the current step; reductions must leave their values out."""
-        return self.uneven.idle or self.evaluation.idle
+        return self.evaluation.idle
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Let the loops continue as usual, and compare the ranks' first batches. Collective if the loaders are new."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-from lightning_ddp_ext.batchnorm import sync_context
 from lightning_ddp_ext.data.metric_state import preserve_metric_state
 
 from .compat import results_of
@@ -14,23 +13,18 @@ from .named_calls import ranks_of
 
 
 class IdleSteps:
-    """Base class for training and evaluation in which ranks without a batch are idle."""
+    """Base class for evaluation in which ranks without a batch are idle."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._batches: dict[int, int] = {}  # number of batches by rank, if some ranks have fewer
-        self._step = 0
+        self._step = 0  # the number of the current step's batch
         self._is_in_step = False
-
-    @property
-    def _number(self) -> int:
-        """The number of the current step's batch, from 0."""
-        return self._step
 
     @property
     def _idle_ranks(self) -> tuple[int, ...]:
         """The ranks that have no batch for the current step."""
-        return tuple(rank for rank, batches in sorted(self._batches.items()) if batches <= self._number)
+        return tuple(rank for rank, batches in sorted(self._batches.items()) if batches <= self._step)
 
     @property
     def is_idle(self) -> bool:
@@ -44,32 +38,18 @@ class IdleSteps:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a step; on an idle rank, keep it from affecting metrics and synchronised BatchNorm."""
+        """Run a step; on an idle rank, keep it from affecting metrics."""
         self._is_in_step = True
         try:
             if not self.is_idle:
                 yield
                 return
             module = self._strategy.lightning_module
-            with self.idle_layers(), preserve_metric_state(results_of(module.trainer), module):
+            with preserve_metric_state(results_of(module.trainer), module):
                 yield
         finally:
             self._is_in_step = False
 
-    def idle_layers(self) -> AbstractContextManager[None]:
-        """Make an idle rank's synchronised BatchNorm layers take part with an empty batch."""
-        return _idle_layers() if self.is_idle else nullcontext()
-
     def _by_rank(self, value: Any) -> tuple[Any, ...]:
         """Return the values of all ranks in rank order. Collective: every rank must call it."""
         return tuple(ranks_of(self._strategy).gather(value))
-
-
-@contextmanager
-def _idle_layers() -> Iterator[None]:
-    before = sync_context.is_idle()
-    sync_context.set_idle(True)
-    try:
-        yield
-    finally:
-        sync_context.set_idle(before)

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.checkpoint.rank_notes import Kind
-from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
@@ -38,6 +37,7 @@ from .replaced_methods import ReplacedMethods
 from .rescue import Rescue
 from .resume import ResumeData
 from .stopping import StopController
+from .uneven import UnevenMode
 
 T = TypeVar("T")
 
@@ -69,9 +69,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         exact_evaluation: whether validation and test count each sample exactly once in loaders to which Lightning adds
             a sampler; stock Lightning repeats samples until all ranks have the same number.
         uneven_inputs: how an epoch ends if the ranks have different numbers of training batches.
-            ``"stop_at_shortest"`` ends it after the last step for which every rank has a batch. ``"join"`` trains on
-            every batch once: a rank that runs out of batches repeats its last one, which does not count.
-            ``None`` raises if the lengths of the loaders differ.
+            ``"stop_at_shortest"`` ends it after the last step for which every rank has a batch. ``None`` raises if the
+            lengths of the loaders differ.
         resume_data: where training continues in a checkpoint's epoch: ``"exact"`` continues with the next batch and
             each rank's random states; ``"epoch"`` repeats the epoch, for data that changed; ``"stock"`` does what
             Lightning does.
@@ -332,13 +331,13 @@ class DDPExtStrategy(RankDevicesStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.on_training_step()
         self.rescue.recorder.on_step()
-        with self.data.uneven.step(), self.metrics.step(is_training=True):
+        with self.metrics.step(is_training=True):
             return self.averaging.training_step(super().training_step, *args, **kwargs)
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.rescue.recorder.backward(), self.data.uneven.idle_layers():
-            return super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
+        with self.rescue.recorder.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -363,8 +362,8 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank's batch does not count in the current step; hooks can also read this."""
-        return self.data.is_idle
+        """Whether this rank's batch does not count in the current evaluation step; hooks can also read this."""
+        return self.data.evaluation.is_idle
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:

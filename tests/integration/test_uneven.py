@@ -186,7 +186,7 @@ def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: P
         == second[0]
         == (
             "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), so some ranks would wait "
-            "forever after 3 batches; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or use a "
+            "forever after 3 batches; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a "
             "sampler or drop_last=True so that every rank gets the same number of batches"
         )
     )
