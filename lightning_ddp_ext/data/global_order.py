@@ -125,6 +125,11 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         else:
             self.resume_at(epoch, 0)
 
+    def items(self, positions: NDArray[np.int64]) -> list[Any]:
+        """Return the items at these positions of the epoch's global order, whichever rank reads them."""
+        items: list[Any] = self._order()(positions).tolist()
+        return items
+
     # The position.
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .lightning_tree import Loop, refuse_missing
+from .lightning_tree import Loop, RunningStage, is_param_in_hook_signature, refuse_missing
 
 # Loops.
 
@@ -42,6 +42,12 @@ def iterators_of(loop: Any) -> list[Any]:
 def fetcher_of(loop: Any) -> Any:
     """Return a loop's data fetcher, whose attribute ``length`` determines the last batch."""
     return _read(loop, "_data_fetcher")
+
+
+def takes_iterator(module: Any, stage: Any) -> bool:
+    """Whether the steps of an evaluation take ``dataloader_iter``; known before the loop has its fetcher."""
+    step = module.test_step if stage == RunningStage.TESTING else module.validation_step
+    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
 
 def active_loop_of(trainer: Any) -> Any:

@@ -21,7 +21,7 @@ from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
 
 from .compat import active_loop_of, iterators_of, needs_sampler
-from .evaluation import EVALUATED, Evaluation
+from .evaluation import EVALUATED, Evaluation, can_count_once
 from .lightning_tree import RunningStage, update_dataloader
 from .options import check_choice
 from .replaced_methods import Prepare, ReplacedMethods
@@ -73,7 +73,7 @@ class DataPath:
     @property
     def idle_ranks(self) -> tuple[int, ...]:
         """The ranks that are idle in the current step; reductions must leave their values out."""
-        return self.evaluation.idle
+        return self.evaluation.idle_ranks
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Let the loops continue as usual, and compare the ranks' first batches. Collective if the loaders are new."""
@@ -83,9 +83,10 @@ class DataPath:
     def prepare(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> object:
         """Return the loader that the Trainer reads in place of the given one. Collective: every rank must call it."""
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
-        loader = DistributedLoader(self._with_sampler(as_lightning, source, shuffle, stage), self.start_iterator)
+        dealt = self._with_sampler(as_lightning, source, shuffle, stage)
+        loader = DistributedLoader(dealt, self.start_iterator)
         if stage in EVALUATED:
-            self.evaluation.balance(loader, stage)
+            self.evaluation.prepare(loader, stage, is_dealt=dealt is not source)
             loader.on_iterator = self._strategy.stops.before_validation  # before any validation hook
             return loader.shown()
         self.uneven.agree_on_length(loader)
@@ -113,14 +114,19 @@ class DataPath:
         is_evaluated = stage in EVALUATED
         if is_evaluated and not self._exact_evaluation:
             return None
+        is_predicted = stage == RunningStage.PREDICTING
         options = {**self._strategy.distributed_sampler_kwargs, "seed": self.training.seed}
         inner = getattr(loader.batch_sampler, "sampler", None)
         sampler = inner if isinstance(inner, DRAWING) else loader.sampler
         if not yields_each_once(sampler, loader.dataset):
-            return SharedSampler(sampler, uneven="exact" if is_evaluated else "pad", **options)
+            return SharedSampler(sampler, uneven="exact" if is_predicted else "pad", **options)
         shuffle = shuffle and not self._strategy.current_trainer.overfit_batches
-        if is_evaluated:
+        if is_predicted:
             return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **options)
+        if is_evaluated:
+            # Lightning's own sampler comes with a warning that samples are repeated.
+            options["shuffle"] = shuffle
+            return ScalableDistributedSampler(loader.dataset, **options) if can_count_once(loader) else None
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
         return kind(loader.dataset, shuffle=shuffle, **options)
 
@@ -145,7 +151,7 @@ class DataPath:
             if is_trained:
                 return self.training.start_iterator(loader, epoch)
             rewind(loader.loader)
-            return self.evaluation.read(loader, iter(loader.loader))
+            return self.evaluation.start_iterator(loader)
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:
