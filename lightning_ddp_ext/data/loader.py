@@ -29,7 +29,7 @@ class DistributedLoader:
         loader: the loader to read: a copy of ``source`` if that is a ``DataLoader`` without a state.
         length: the number of batches that replaces the loader's own length; ``None`` to keep it.
         position: the training position in the loader; ``None`` for an evaluation loader.
-        evaluated: how the ranks read an evaluation loader together; ``None`` if each reads on its own.
+        start_evaluation: starts an iterator over an evaluation loader; ``None`` if nothing depends on its steps.
         on_iterator: called when an iterator is created.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
@@ -43,7 +43,7 @@ class DistributedLoader:
         self.start_iterator = start_iterator
         self.length: int | None = None
         self.position: Any = None
-        self.evaluated: Any = None
+        self.start_evaluation: Callable[[], Iterator[Any]] | None = None
         self.on_iterator: Callable[[], object] = lambda: None
 
     def shown(self) -> Any:

@@ -151,7 +151,7 @@ class DataPath:
             if is_trained:
                 return self.training.start_iterator(loader, epoch)
             rewind(loader.loader)
-            return self.evaluation.start_iterator(loader)
+            return iter(loader.loader) if loader.start_evaluation is None else loader.start_evaluation()
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from math import inf
@@ -40,21 +39,6 @@ EVALUATED = (
 )
 
 
-@dataclass
-class EvaluatedLoader:
-    """How the ranks read a loader of a validation or test.
-
-    Args:
-        even: the batches, if one of our samplers distributes the samples; otherwise ``None``.
-        permanent: the loader's batch sampler, if there are even batches.
-        may_be_empty: whether some ranks may have no batch at all.
-    """
-
-    even: EvenBatches | None = None
-    permanent: PermanentBatchSampler | None = None
-    may_be_empty: bool = False
-
-
 class Evaluation:
     """Validation, test and prediction on a strategy's ranks.
 
@@ -78,7 +62,8 @@ class Evaluation:
 
     def end(self) -> None:
         """End the evaluation, after which no rank is idle."""
-        self._read: deque[tuple[int, ...]] = deque()  # of each batch that was read: the ranks that it is idle on
+        # Lightning may read a batch before the step of an earlier one.
+        self._idle_ranks_of_steps: deque[tuple[int, ...]] = deque()
         self.idle_ranks: tuple[int, ...] = ()
         self.is_idle = False
 
@@ -103,84 +88,77 @@ class Evaluation:
             return
         if not self._is_joint:
             return
-        # A step that fetches its batches itself may fetch several, of which some count.
-        has_own_steps = not takes_iterator(self._strategy.lightning_module, stage)
-        even = self._even_out(loader, is_dealt=is_dealt) if has_own_steps else None
-        loader.evaluated = even or EvaluatedLoader(may_be_empty=has_own_steps and self._may_be_empty(loader))
-
-    def _even_out(self, loader: DistributedLoader, *, is_dealt: bool) -> EvaluatedLoader | None:
-        """Make a loader read even batches, if one of our samplers distributes each sample once."""
-        own = index_sampler_of(loader.loader)
-        sampler = own if isinstance(own, GlobalOrderSampler) else getattr(own, "sampler", None)
-        if not isinstance(sampler, GlobalOrderSampler) or not can_count_once(loader.loader):
-            return None
-        if not is_dealt and sampler.uneven != "exact":
-            return None  # the user's own sampler repeats samples or leaves some out
-        even = EvenBatches(own, sampler, partial(_is_sequential, self._loop))
-        loader.loader = own_copy(loader.loader)  # a stateful loader has not been copied yet
-        return EvaluatedLoader(even, make_permanent(loader.loader, even))
-
-    def _may_be_empty(self, loader: DistributedLoader) -> bool:
-        """Whether some rank may have no batch of a loader whose data the ranks divide themselves. Collective."""
-        lengths = ranks_of(self._strategy).gather(batches_of(loader))
-        has_length = {length < inf for length in lengths}
-        if len(has_length) > 1:
-            return False  # where Lightning knows no length, it reads the first batch earlier
-        if min(lengths) == 0 < max(lengths):
-            loader.length = max(1, lengths[self._strategy.global_rank])
-            return True
-        return index_sampler_of(loader.loader) is None
+        loader.start_evaluation = partial(self._start, loader)
+        if takes_iterator(self._strategy.lightning_module, stage):
+            return  # such a step may fetch several batches, of which some count
+        sampler = _sampler_to_even_out(loader.loader, is_dealt=is_dealt)
+        samples = None if sampler is None else sampler.length
+        batches, samples_by_rank = zip(*ranks_of(self._strategy).gather((batches_of(loader), samples)), strict=True)
+        if sampler is not None and len({*samples_by_rank}) == 1:
+            loader.loader = own_copy(loader.loader)  # a stateful loader has not been copied yet
+            is_apart = partial(_is_sequential, self._loop)
+            even = EvenBatches(index_sampler_of(loader.loader), sampler, is_apart)
+            permanent = make_permanent(loader.loader, even)
+            loader.start_evaluation = partial(self._start_even, loader, even, permanent)
+        elif _may_be_empty(loader, batches):
+            loader.length = None if batches_of(loader) else 1  # Lightning refuses a rank without batches
+            loader.start_evaluation = partial(self._start_or_borrow, loader)
 
     @property
     def _loop(self) -> Any:
         return active_loop_of(self._strategy.current_trainer)
 
-    # Steps.
+    # Iterators over a loader.
 
-    def start_iterator(self, loader: DistributedLoader) -> Iterator[Any]:
-        """Start an iterator over a loader of the running evaluation. Collective if it may be empty."""
-        evaluated: EvaluatedLoader | None = loader.evaluated
-        if evaluated is None:
-            return iter(loader.loader)
-        filled: list[int] = []
-        if evaluated.even is not None and evaluated.permanent is not None:
-            evaluated.permanent.draw_next_by(partial(evaluated.even.draw, filled))
-        batches = iter(loader.loader)
-        if evaluated.may_be_empty and _is_sequential(self._loop):
-            return self._read_or_borrow(batches)
-        return self._read_until_filled(evaluated, batches, filled)
+    def _start(self, loader: DistributedLoader) -> Iterator[Any]:
+        return self._recorded((batch, ()) for batch in iter(loader.loader))
 
-    def _read_until_filled(
-        self, evaluated: EvaluatedLoader, batches: Iterator[Any], filled: list[int]
+    def _start_even(
+        self, loader: DistributedLoader, even: EvenBatches, permanent: PermanentBatchSampler
     ) -> Iterator[Any]:
-        for number, batch in enumerate(batches):
-            is_repeated = evaluated.even is not None and filled == [number]
-            self._read.append(evaluated.even.filling_ranks if is_repeated else ())  # type: ignore[union-attr]
-            yield batch
+        """Start an iterator whose last batch does not count on ranks that repeat a sample."""
+        filled: list[int] = []
+        permanent.draw_next_by(partial(even.draw, filled))
+        numbered = enumerate(iter(loader.loader))
+        idle_ranks = even.filling_ranks
+        return self._recorded((batch, idle_ranks if filled == [number] else ()) for number, batch in numbered)
 
-    def _read_or_borrow(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield a rank's own batches, or one batch of another rank if this rank has none. Collective."""
+    def _start_or_borrow(self, loader: DistributedLoader) -> Iterator[Any]:
+        """Start an iterator that yields a batch of another rank if this rank has none. Collective."""
+        if not _is_sequential(self._loop):
+            return self._start(loader)
+        return self._recorded(self._borrow(iter(loader.loader)))
+
+    def _borrow(self, batches: Iterator[Any]) -> Iterator[tuple[Any, tuple[int, ...]]]:
+        """Yield batches, each with the ranks that are idle with it. Collective."""
         context = current()
+        # A group of its own, because another rank may still be in a step that uses the default group.
         group = None if context is None else context.new_group(backend="gloo", purpose="small collectives")
         ranks = Ranks(self._strategy.global_rank, self._strategy.world_size, group=group)
-        first = list(islice(batches, 1))
-        has_batch = ranks.gather(bool(first))
-        idle_ranks: tuple[int, ...] = ()
-        if any(has_batch) and not all(has_batch):
-            idle_ranks = tuple(rank for rank, has in enumerate(has_batch) if not has)
-            shared = first or [None]
-            dist.broadcast_object_list(shared, src=has_batch.index(True), group=group)
-            first = first or shared
-        for batch in chain(first, batches):
-            self._read.append(idle_ranks)
-            idle_ranks = ()
+        own = list(islice(batches, 1))
+        has_batch = ranks.gather(bool(own))
+        if not all(has_batch) and any(has_batch):
+            lent = [*own] or [None]
+            dist.broadcast_object_list(lent, src=has_batch.index(True), group=group)
+            yield (own or lent)[0], tuple(rank for rank, has in enumerate(has_batch) if not has)
+        else:
+            batches = chain(own, batches)
+        for batch in batches:
+            yield batch, ()
+
+    def _recorded(self, batches: Iterator[tuple[Any, tuple[int, ...]]]) -> Iterator[Any]:
+        """Yield batches, and record which ranks are idle in the step of each batch."""
+        for batch, idle_ranks in batches:
+            self._idle_ranks_of_steps.append(idle_ranks)
             yield batch
+
+    # Steps.
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a step; on an idle rank, restore logged values and metrics afterwards."""
-        # Lightning may read batches before the steps that they belong to.
-        self.idle_ranks = self._read.popleft() if self._read else ()
+        steps = self._idle_ranks_of_steps
+        self.idle_ranks = steps.popleft() if steps else ()
         self.is_idle = self._strategy.global_rank in self.idle_ranks
         try:
             if not self.is_idle:
@@ -196,6 +174,22 @@ class Evaluation:
 def _is_sequential(loop: Any) -> bool:
     """Whether a loop reads its loaders one after another, so that each step has a batch of one loader."""
     return mode_of(combined_loader_of(loop)) == "sequential"
+
+
+def _sampler_to_even_out(loader: Any, *, is_dealt: bool) -> GlobalOrderSampler | None:
+    """Return our sampler in a loader if each sample is to be read once; ``None`` if that is not asked for."""
+    own = index_sampler_of(loader)
+    sampler = own if isinstance(own, GlobalOrderSampler) else getattr(own, "sampler", None)
+    if not isinstance(sampler, GlobalOrderSampler) or not can_count_once(loader):
+        return None
+    return sampler if is_dealt or sampler.uneven == "exact" else None
+
+
+def _may_be_empty(loader: DistributedLoader, batches: tuple[float, ...]) -> bool:
+    """Whether a rank may have no batch of a loader whose data the ranks divide themselves."""
+    if len({number == inf for number in batches}) > 1:
+        return False  # without a length, Lightning would read the first batch earlier than other ranks do
+    return min(batches) == 0 < max(batches) or index_sampler_of(loader.loader) is None
 
 
 def can_count_once(loader: DataLoader[Any]) -> bool:
