@@ -132,7 +132,7 @@ class Evaluation:
     def _borrow(self, batches: Iterator[Any]) -> Iterator[tuple[Any, tuple[int, ...]]]:
         """Yield batches, each with the ranks that are idle with it. Collective."""
         context = current()
-        # A group of its own, because another rank may still be in a step that uses the default group.
+        # A separate group, because another rank may still be in a step that uses the default group.
         group = None if context is None else context.new_group(backend="gloo", purpose="small collectives")
         ranks = Ranks(self._strategy.global_rank, self._strategy.world_size, group=group)
         own = list(islice(batches, 1))
@@ -193,7 +193,7 @@ def _may_be_empty(loader: DistributedLoader, batches: tuple[float, ...]) -> bool
 
 
 def can_count_once(loader: DataLoader[Any]) -> bool:
-    """Whether the last samples of a loader can be read in a batch of their own.
+    """Whether the last samples of a loader can be read in a separate batch.
 
     With ``drop_last=True`` the user wants whole batches only, and a class with another ``__iter__`` may
     not yield one batch for each of its batch sampler.

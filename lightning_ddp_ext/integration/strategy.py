@@ -66,8 +66,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         start_method: how the other ranks start: ``"popen"`` runs the script again; the other methods start a function.
         sampler: the order of training samples in loaders to which Lightning adds a sampler: ``"torch"`` for stock
             Lightning's order, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
-        exact_evaluation: whether validation and test count each sample exactly once in loaders to which Lightning adds
-            a sampler; stock Lightning repeats samples until all ranks have the same number.
+        exact_evaluation: whether logged values and metrics of validation and test count each sample exactly once, in
+            loaders to which Lightning adds a sampler. Samples that stock Lightning repeats have a separate step.
         uneven_inputs: how an epoch ends if the ranks have different numbers of training batches.
             ``"stop_at_shortest"`` ends it after the last step for which every rank has a batch. ``None`` raises if the
             lengths of the loaders differ.
