@@ -101,7 +101,8 @@ class Evaluation:
             permanent = make_permanent(loader.loader, even)
             loader.start_evaluation = partial(self._start_even, loader, even, permanent)
         elif _may_be_empty(loader, batches):
-            loader.length = None if batches_of(loader) else 1  # Lightning refuses a rank without batches
+            if batches_of(loader) == 0 < max(batches):
+                loader.length = 1  # Lightning refuses a rank without batches
             loader.start_evaluation = partial(self._start_or_borrow, loader)
 
     @property
