@@ -240,6 +240,13 @@ class DDPExtStrategy(RankDevicesStrategy):
         return self.lightning_module.trainer
 
     @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        if getattr(model, "_trainer", None) is not None:  # a user may connect a model without a run
+            self.set_world_ranks()  # not yet set in a spawned rank
+            self.data.attach(model.trainer, self._replaced)  # configure_callbacks runs next and may load the data
+
+    @override
     def setup_environment(self) -> None:
         if self.lightning_module is None:  # called by the user to create the process group before a run
             super().setup_environment()
@@ -249,7 +256,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         super().setup_environment()
         self._replaced.restore_by(trainer, self.checkpoints.restore)
         self._replaced.exchange_profiler(trainer)
-        self.data.attach(trainer, self._replaced)
         self.metrics.start()
         self.stops.attach(trainer, self._replaced)
 
