@@ -24,7 +24,7 @@ from .callbacks.rank_debugger import rank_debugger_of
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
-from .ddp import CommHook, GradientAveraging, name_unused
+from .ddp import CommHook, GradientAveraging
 from .devices import RankDevicesStrategy
 from .environment import choose_environment, world_of
 from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
@@ -324,13 +324,12 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_exception(self, exception: BaseException) -> None:
         message = str(exception)
         super().on_exception(exception)
-        name_unused(exception, message, self.lightning_module)
+        self.averaging.name_unused(exception, message)
 
     # Steps.
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.averaging.on_train_batch_start()
         self.rescue.recorder.on_train_batch_start()
         self.data.on_train_batch_start(batch)
 
@@ -343,7 +342,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.rescue.recorder.backward(), self.data.uneven.idle_layers():
+        with self.rescue.recorder.backward(), self.data.uneven.idle_layers(), self.averaging.backward():
             return super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
 
     @override
