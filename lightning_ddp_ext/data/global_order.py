@@ -32,6 +32,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         epoch: the epoch whose order is read next.
         dataset, shuffle, seed, uneven: as given.
         length: the number of positions in an epoch's global order.
+        was_read: whether an item of any iterator was requested.
     """
 
     kind: ClassVar[str]
@@ -56,6 +57,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.seed = seed_of(seed)
         self.uneven: Uneven = uneven_of(uneven)
         self.epoch = 0
+        self.was_read = False
         self._position = 0
 
     def _order(self) -> Order:
@@ -106,6 +108,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return chain.from_iterable(self._iterate())
 
     def _iterate(self) -> Iterator[list[Any]]:
+        self.was_read = True
         shard, order = self.shard(self._position), self._order()
         end, size = 0, FIRST_BLOCK
         while end < len(shard):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import BatchSampler
 
 from .lightning_tree import Loop, RunningStage, is_param_in_hook_signature, refuse_missing
 
@@ -124,6 +125,19 @@ def schedule_timed_validation(trainer: Any, last: float) -> None:
 def needs_sampler(trainer: Any, loader: Any) -> bool:
     """Whether Lightning would put a distributed sampler into a loader."""
     return bool(trainer._data_connector._requires_distributed_sampler(loader))
+
+
+def has_saved_arguments(loader: Any) -> bool:
+    """Whether Lightning has recorded the arguments of a loader and its batch sampler, as it does in hooks.
+
+    If Lightning renames this, our own copies are used. Of a given batch sampler of torch's
+    Lightning would keep neither the batch size nor ``drop_last``.
+    """
+    is_given = loader.batch_sampler is not None and loader.batch_size is None
+    if is_given and type(loader.batch_sampler) is BatchSampler:
+        return False
+    created = [loader, loader.batch_sampler] if is_given else [loader]
+    return all(hasattr(each, "__pl_saved_args") for each in created)
 
 
 # Logged values.

@@ -14,15 +14,17 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, own_copy, source_of
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, name_of, own_copy, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of, rewind
+from lightning_ddp_ext.data.resampled import REMEDY, with_batches_of, with_sampler
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
+from lightning_ddp_ext.errors import ConfigurationError
 
-from .compat import active_loop_of, iterators_of, needs_sampler
+from .compat import active_loop_of, has_saved_arguments, iterators_of, needs_sampler
 from .evaluation import EVALUATED, Evaluation, can_count_once
-from .lightning_tree import RunningStage, update_dataloader
+from .lightning_tree import RunningStage, pl, update_dataloader
 from .options import check_choice
 from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
@@ -107,7 +109,29 @@ class DataPath:
             sampler = self._sampler_for(dataloader, shuffle, stage)
         if sampler is None:
             return as_lightning(dataloader, shuffle, stage)
-        return update_dataloader(dataloader, sampler, mode=stage)
+        return self._read_through(dataloader, sampler, stage)
+
+    def _read_through(self, loader: DataLoader[Any], sampler: Any, stage: RunningStage) -> Any:
+        """Return a loader that reads a sampler: created again as by Lightning if its arguments are known, or a copy."""
+        if stage == RunningStage.PREDICTING:
+            return self._predicted(loader, sampler)
+        copied = None if has_saved_arguments(loader) else with_sampler(loader, sampler)
+        if copied is not None:
+            return copied
+        try:
+            return update_dataloader(loader, sampler, mode=stage)
+        except (TypeError, pl.utilities.exceptions.MisconfigurationException) as error:
+            copied = with_sampler(loader, sampler)
+            if copied is None:
+                raise ConfigurationError(f"{name_of(loader)} takes no distributed sampler; {REMEDY}") from error
+            return copied
+
+    def _predicted(self, loader: DataLoader[Any], sampler: Any) -> Any:
+        """Return a loader that reads a sampler through Lightning's batch sampler, which records indices."""
+        if has_saved_arguments(loader) or loader.batch_sampler is None:
+            return update_dataloader(loader, sampler, mode=RunningStage.PREDICTING)
+        plain = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
+        return with_batches_of(loader, update_dataloader(plain, sampler, mode=RunningStage.PREDICTING))
 
     def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage) -> Sampler[int] | None:
         """Return our sampler that replaces Lightning's; ``None`` to keep Lightning's own."""

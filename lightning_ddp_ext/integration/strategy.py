@@ -23,7 +23,7 @@ from .callbacks.rank_debugger import rank_debugger_of
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
-from .ddp import CommHook, GradientAveraging, name_unused
+from .ddp import CommHook, GradientAveraging
 from .devices import RankDevicesStrategy
 from .environment import choose_environment, world_of
 from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
@@ -239,6 +239,13 @@ class DDPExtStrategy(RankDevicesStrategy):
         return self.lightning_module.trainer
 
     @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        if getattr(model, "_trainer", None) is not None:  # a user may connect a model without a run
+            self.set_world_ranks()  # not yet set in a spawned rank
+            self.data.attach(model.trainer, self._replaced)  # configure_callbacks runs next and may load the data
+
+    @override
     def setup_environment(self) -> None:
         if self.lightning_module is None:  # called by the user to create the process group before a run
             super().setup_environment()
@@ -248,7 +255,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         super().setup_environment()
         self._replaced.restore_by(trainer, self.checkpoints.restore)
         self._replaced.exchange_profiler(trainer)
-        self.data.attach(trainer, self._replaced)
         self.metrics.start()
         self.stops.attach(trainer, self._replaced)
 
@@ -317,13 +323,12 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_exception(self, exception: BaseException) -> None:
         message = str(exception)
         super().on_exception(exception)
-        name_unused(exception, message, self.lightning_module)
+        self.averaging.name_unused(exception, message)
 
     # Steps.
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.averaging.on_train_batch_start()
         self.rescue.recorder.on_train_batch_start()
         self.data.on_train_batch_start(batch)
 
@@ -336,7 +341,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.rescue.recorder.backward():
+        with self.rescue.recorder.backward(), self.averaging.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override

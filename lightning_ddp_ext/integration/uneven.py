@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, index_sampler_of, name_of
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import AHEAD, end_together
-from lightning_ddp_ext.errors import SamplingError
+from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.checksum import checksum
@@ -50,6 +50,11 @@ class UnevenInputs:
     def agree_on_length(self, loader: DistributedLoader) -> None:
         """Set a training loader's length if the ranks end together. Collective in that case."""
         self._has_new_loaders = True
+        if self._mode is not None and self._strategy.world_size > 1 and not dist.is_initialized():
+            raise ConfigurationError(
+                f"uneven_inputs={self._mode!r} needs all ranks when the training data is loaded, but "
+                "configure_callbacks runs before they connect; read estimated_stepping_batches in setup instead"
+            )
         if not self._end_is_joint:
             return
         lengths = self._by_rank(batches_of(loader))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import SamplingError
-from lightning_ddp_ext.errors import RankFailedError
+from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
+from tests.harness import training as harness
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.integration.continuing import Run, Training, generations
 
@@ -192,6 +194,24 @@ def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: P
     )
     for message in (first[1], second[1]):  # each names the rank's own loader
         assert "or training would hang (lengths by rank: (inf, 3); inf means no length)" in message
+
+
+class Counting(harness.Net):
+    def configure_callbacks(self) -> list[L.Callback]:
+        assert self.trainer.estimated_stepping_batches
+        return []
+
+
+def count_too_early(rank: int, world_size: int, directory: Path) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        harness.make_trainer(harness.make_strategy("ours", directory, uneven_inputs="stop_at_shortest")).fit(Counting())
+    return str(caught.value)
+
+
+def test_lengths_that_the_ranks_cannot_compare_yet_are_refused(tmp_path: Path) -> None:
+    """`configure_callbacks` runs before the ranks connect; the error names a hook that runs afterwards."""
+    for message in run_ranks(count_too_early, 2, tmp_path, env=by_hand_env(2)):
+        assert "configure_callbacks runs before they connect; read estimated_stepping_batches in setup" in message
 
 
 def warned(rank: int, world_size: int, directory: Path) -> list[list[str]]:
