@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,20 +27,15 @@ class FixedValues:
 
     def find_changed(self) -> str | None:
         """Return the name of a value that has changed since the start, if any."""
+        first = self._at_first
         now = self._contents()
-        names = {**self._at_first, **now}
-        return next((name for name in names if not self._is_same(name, now)), None)
-
-    def _is_same(self, name: str, now: Mapping[str, Any]) -> bool:
-        with suppress(Exception):  # a comparison of tensors inside other objects
-            is_in_both = name in now and name in self._at_first
-            return is_in_both and bool(now[name] == self._at_first[name])
-        return False
+        return next((name for name in {**first, **now} if first.get(name) != now.get(name)), None)
 
     def _contents(self) -> dict[str, Any]:
         addresses = {_address_of(each) for each in self._recorded()} - {None}
-        state: Mapping[str, Any] = self._module.state_dict()
-        return {name: _content_of(value) for name, value in state.items() if _address_of(value) not in addresses}
+        state = self._module.state_dict()
+        others = (name for name, value in state.items() if _address_of(value) not in addresses)
+        return {name: _content_of(state[name]) for name in others}
 
 
 def _address_of(value: Any) -> int | None:
@@ -58,4 +52,4 @@ def _content_of(value: Any) -> Any:
         return [_content_of(each) for each in value]
     if isinstance(value, Mapping):
         return {name: _content_of(each) for name, each in value.items()}
-    return copy.deepcopy(value)
+    return pickle.dumps(value)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_MOST = 1 << 20  # bytes of all noted buffers: noting big ones, such as masks and queues, would take too long
+_MOST = 1 << 20  # bytes of all noted buffers; noting masks and queues would take too long
 
 
 class NotedBuffers:
@@ -21,7 +21,8 @@ class NotedBuffers:
             (buffer.nbytes, owner._buffers, name)
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
-            if buffer is not None and buffer.layout == torch.strided and name not in owner._non_persistent_buffers_set
+            if name not in owner._non_persistent_buffers_set
+            if buffer is not None and buffer.layout == torch.strided
         ]
         saved.sort(key=itemgetter(0))
         count = sum(total <= _MOST for total in accumulate(size for size, *_ in saved))

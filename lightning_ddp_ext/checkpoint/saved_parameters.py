@@ -1,7 +1,7 @@
 """Detect changes of parameters outside of optimiser steps, and undo those of an unfinished step.
 
 A momentum encoder, for example, changes frozen parameters before each forward pass. If code writes
-into ``parameter.data``, no version counter changes, so contents have to be compared, too.
+into ``parameter.data``, no version counter changes, so contents are also compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext.supervision.checksum import checksum
 
-_CHECKED_AT_FIRST = 2  # steps: a momentum encoder that equals its source does not change in the first
+_COMPARED_AT_FIRST = 2  # steps: a momentum encoder that equals its source changes in the second
 _SHARE = 0.01  # of the time that comparing contents takes after these steps
 
 
@@ -40,37 +40,31 @@ class SavedParameters:
         self._contents: dict[str, int] = {}  # checksums at the last comparison
         self._changing: set[str] = set()
         self._copies: dict[str, Tensor] = {}
-        self._started = 0
+        self._started = 0  # steps with these parameters
         self._is_comparing = False
-        self._seconds = 0.0  # that the last comparison took
         self._next_comparison = 0.0
 
     def start_epoch(self) -> None:
         """Find the parameters, since hooks between epochs may replace, freeze or unfreeze some."""
-        earlier = self._parameters
-        was_frozen = self._frozen
-        self._parameters = dict(self._module.named_parameters())
-        self._frozen = {name for name, each in self._parameters.items() if not each.requires_grad}
-        if self._frozen == was_frozen and _are_same(earlier, self._parameters):
+        parameters = dict(self._module.named_parameters())
+        frozen = {name for name, each in parameters.items() if not each.requires_grad}
+        if frozen == self._frozen and _are_same(parameters, self._parameters):
             return
-        comparable = {
-            name
-            for name in self._frozen & was_frozen & self._contents.keys()
-            if earlier[name] is self._parameters[name]
-        }
-        self._contents = {name: self._contents[name] for name in comparable}
-        self._changing &= self._parameters.keys()
+        self._parameters = parameters
+        self._frozen = frozen
+        self._contents = {}
+        self._changing = set()
         self._copies = {}
-        self._next_comparison = 0.0
+        self._started = 0
+        self.record()
 
     def start_step(self) -> None:
         """Record the parameters before the first batch of an optimiser step is fetched."""
         self.is_in_step = True
         self._started += 1
-        is_first = self._started <= _CHECKED_AT_FIRST
-        self._is_comparing = is_first or time.monotonic() >= self._next_comparison
+        is_early = self._started <= _COMPARED_AT_FIRST
+        self._is_comparing = is_early or time.monotonic() >= self._next_comparison
         if self._is_comparing:
-            self._seconds = 0.0
             self._find_changing(self._frozen)
         for name in self._changing:
             self._copy(name)
@@ -80,8 +74,15 @@ class SavedParameters:
         """Find the parameters that this step has changed before its backward pass."""
         if self._is_comparing:
             self._is_comparing = False
+            began = time.monotonic()
             self._find_changing(self._parameters)
-            self._next_comparison = time.monotonic() + self._seconds / _SHARE
+            now = time.monotonic()
+            self._next_comparison = now + 2 * (now - began) / _SHARE
+
+    @property
+    def changes_early(self) -> bool:
+        """Whether a parameter is known to change outside of the optimiser."""
+        return bool(self._changing)
 
     def end_step(self) -> None:
         """Record the parameters after the optimiser has changed them."""
@@ -90,7 +91,10 @@ class SavedParameters:
         self.record()
 
     def record(self) -> None:
-        """Record the versions of trainable parameters, which must not change until the next call."""
+        """Record the versions of trainable parameters, which must not change until the next call.
+
+        Nothing written into ``data`` changes a version.
+        """
         self._versions = self._trainable_versions()
 
     def undo(self, *, step: bool) -> str | None:
@@ -113,7 +117,6 @@ class SavedParameters:
         return None
 
     def _trainable_versions(self) -> dict[str, tuple[int, int]]:
-        """Return numbers that change with a parameter, unless something writes into its ``data``."""
         return {
             name: (each._version, each.data_ptr())
             for name, each in self._parameters.items()
@@ -122,12 +125,10 @@ class SavedParameters:
 
     def _find_changing(self, names: Iterable[str]) -> None:
         """Add those of the parameters whose contents have changed since the last comparison."""
-        began = time.monotonic()
         earlier = self._contents
         self._contents = {name: int(checksum(each)) for name, each in self._parameters.items()}
         now = self._contents
         self._changing.update(name for name in names if earlier.get(name, now[name]) != now[name])
-        self._seconds += time.monotonic() - began
 
     def _may_have_changed(self, name: str) -> bool:
         """Whether a parameter may have changed in this step without a change of its version."""
@@ -143,5 +144,6 @@ class SavedParameters:
             self._copies[name].copy_(self._parameters[name].detach())
 
 
-def _are_same(parameters: dict[str, nn.Parameter], others: dict[str, nn.Parameter]) -> bool:
-    return {name: id(each) for name, each in parameters.items()} == {name: id(each) for name, each in others.items()}
+def _are_same(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter]) -> bool:
+    has_same_names = first.keys() == second.keys()
+    return has_same_names and all(each is second[name] for name, each in first.items())

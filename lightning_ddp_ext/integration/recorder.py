@@ -58,25 +58,28 @@ class Recorder:
             self._generators = training_generators(self._strategy)
             self.parameters.start_epoch()
         batches = self._loop.batch_progress.total.ready
-        try:
+        with self._recording() as own:
             if moment == Kind.WINDOW:
                 self.parameters.start_step()
-            self._own.write(moment, batches, random_state_bytes(self._generators))
+            own.write(moment, batches, random_state_bytes(self._generators))
             is_first = self._strategy.global_rank == self.first
             is_due = moment == Kind.BATCH or batches != self._buffers_at
             if is_first and (content := self.buffers.read(even_if_same=is_due)):
-                self._own.write(Kind.BUFFERS, batches, content)
+                own.write(Kind.BUFFERS, batches, content)
                 self._buffers_at = batches
             if self.has_new_iterator:
                 self.has_new_iterator = False
                 positions = positions_of(self._strategy.current_trainer)
-                self._own.write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
-        except (OSError, RuntimeError) as error:  # no space, or an unusual kind of tensor; training continues
-            self._stop(error)
+                own.write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
 
-    def _stop(self, error: Exception) -> None:
-        self._own = None
-        self.error = f"this rank's state is no longer recorded ({reason_of(error)})"
+    @contextmanager
+    def _recording(self) -> Iterator[Any]:
+        """Record nothing more after an error: without space, or of a tensor of an unusual kind; training continues."""
+        try:
+            yield self._own
+        except (OSError, RuntimeError) as error:
+            self._own = None
+            self.error = f"this rank's state is no longer recorded ({reason_of(error)})"
 
     def on_train_batch_start(self) -> None:
         """Reset the counts for a new batch."""
@@ -101,8 +104,10 @@ class Recorder:
         """
         is_noted = self._own is not None and getattr(self._strategy.model, "require_backward_grad_sync", True)
         is_on_gpu = is_noted and self._strategy.root_device.type != "cpu"
-        if is_noted:
-            self._find_changing()
+        # In later calls of its closure, an optimiser may have changed the parameters.
+        if is_noted and self.forward_passes <= 1:
+            with self._recording():
+                self.parameters.before_backward()
         if is_noted and not is_on_gpu:
             self.note(Kind.BATCH)
         yield
@@ -110,14 +115,6 @@ class Recorder:
             torch.cuda.current_stream(self._strategy.root_device).synchronize()
             self._raise_cause()
             self.note(Kind.BATCH)
-
-    def _find_changing(self) -> None:
-        if self.forward_passes > 1:
-            return  # in later calls of its closure, an optimiser has changed the parameters
-        try:
-            self.parameters.before_backward()
-        except RuntimeError as error:
-            self._stop(error)
 
     def after_optimizer_step(self) -> None:
         """Record the parameters after an optimiser step."""

@@ -25,7 +25,7 @@ from lightning_ddp_ext.rendezvous.process_context import current
 
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoint_paths import modified, place_of
-from .compat import dump_checkpoint, fetcher_of, is_in_closure, is_in_optimizer_step, validates_next
+from .compat import dump_checkpoint, fetcher_of, is_in_closure, is_in_optimizer_step, is_read_in_step, validates_next
 from .lightning_tree import TrainerStatus, pl, rank_zero_warn
 from .loop_state import Restart, Stopped, find_restart
 from .named_calls import ranks_of
@@ -228,6 +228,8 @@ class Rescue:
         recorder = self.recorder
         parameters = recorder.parameters
         is_step_lost = parameters.is_in_step and self._trainer.lightning_module.automatic_optimization
+        if is_step_lost and parameters.changes_early and is_read_in_step(self._trainer.fit_loop):
+            raise Refused("parameters may have changed before the step fetched its batch (dataloader_iter)")
         unknown = parameters.undo(step=is_step_lost)
         if unknown is not None:
             raise Refused(f"{unknown} may have changed since the last step, and its earlier value is not recorded")
