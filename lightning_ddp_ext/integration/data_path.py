@@ -89,12 +89,17 @@ class DataPath:
         loader = DistributedLoader(dealt, self.start_iterator)
         if stage in EVALUATED:
             self.evaluation.prepare(loader, stage, is_dealt=dealt is not source)
-            loader.on_iterator = self._strategy.stops.before_validation  # before any validation hook
+            loader.on_iterator = self._before_validation
             return loader.shown()
         self.uneven.agree_on_length(loader)
         remembered = self._strategy.current_trainer.accumulate_grad_batches + 4
         loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
         return loader.shown()
+
+    def _before_validation(self) -> None:
+        """Record the weights before any validation hook may exchange them."""
+        self._strategy.stops.before_validation()
+        self._strategy.rescue.recorder.before_validation()
 
     # Samplers.
 
