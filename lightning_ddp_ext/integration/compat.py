@@ -45,6 +45,11 @@ def fetcher_of(loop: Any) -> Any:
     return _read(loop, "_data_fetcher")
 
 
+def is_read_in_step(loop: Any) -> bool:
+    """Whether the steps of a loop take ``dataloader_iter`` and thus fetch their batches themselves."""
+    return type(fetcher_of(loop)).__name__ == "_DataLoaderIterDataFetcher"
+
+
 def takes_iterator(module: Any, stage: Any) -> bool:
     """Whether the steps of an evaluation take ``dataloader_iter``; known before the loop has its fetcher."""
     step = module.test_step if stage == RunningStage.TESTING else module.validation_step
