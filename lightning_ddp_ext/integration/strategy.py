@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
 
@@ -227,9 +227,16 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        is_restore = self.checkpoints.is_restoring(checkpoint_path)
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only=weights_only)
-        self.data.training.load(checkpoint)
+        if is_restore:
+            self.data.training.resume_from(checkpoint)
         return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.data.training.on_loops_restored(checkpoint)
+        super().load_optimizer_state_dict(checkpoint)
 
     # The Trainer's run.
 
