@@ -37,6 +37,7 @@ from .options import check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
 from .rescue import Rescue
 from .resume import ResumeData
+from .run_files import RunFiles
 from .stopping import StopController
 
 T = TypeVar("T")
@@ -167,6 +168,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             init_method, init_timeout=init_timeout, heartbeat_timeout=heartbeat_timeout, nccl=nccl, interface=interface
         )
         self.stop_checkpoint = stop_checkpoint
+        self.files = RunFiles(stop_checkpoint, rescue_checkpoint)
         self.checkpoints = Checkpoints(self)
         self.data = DataPath(
             self, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs, resume_data=resume_data
@@ -219,6 +221,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         self.data.training.save_to(checkpoint, f"saving {os.fspath(filepath)}")
+        if self.files.is_saving(filepath):
+            self.files.identify(checkpoint)
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     @override
@@ -232,6 +236,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         if is_restore:
             self.data.training.resume_from(checkpoint)
         return checkpoint
+
+    def _restore(self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any) -> None:
+        self.checkpoints.restore(restore, self.files.chosen(path), *args, **kwargs)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -254,7 +261,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
-        self._replaced.restore_by(trainer, self.checkpoints.restore)
+        self._replaced.restore_by(trainer, self._restore)
         self._replaced.exchange_profiler(trainer)
         self.data.attach(trainer, self._replaced)
         self.metrics.start()
@@ -300,7 +307,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     def teardown(self) -> None:
         try:
             self.checkpoints.finish()
-            self.stops.remove_resumed()
+            if self.lightning_module is not None:
+                self.files.remove_obsolete(self.current_trainer)
             super().teardown()
         finally:
             self._replaced.restore_all()

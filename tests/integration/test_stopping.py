@@ -104,20 +104,20 @@ def test_the_same_command_continues_wherever_it_saves(tmp_path: Path) -> None:
     assert run_ranks(commands, 2, tmp_path, env=by_hand_env(2)) == [[], []]
 
 
-def other_commands(rank: int, world_size: int, directory: Path) -> list[int]:
-    """With which batch a command begins that is stopped, then one with other options, and one that resumes."""
+def commands_in_turn(rank: int, world_size: int, directory: Path, words: list[str], stops: bool) -> tuple[int, ...]:
+    """Return the first step of a command, which is stopped in its second one or runs to its end."""
+    sys.argv = ["train.py", *words]
     options = {"logger": True, "enable_checkpointing": True, "max_epochs": 1, "default_root_dir": directory}
-    training = Training(shuffled(), directory, 1, options)
-    begun = []
-    for last in (["--lr", "1"], ["--lr", "2"], ["--lr", "1", "--ckpt_path", "last"]):
-        sys.argv = ["train.py", *last]
-        stop = [] if begun else [signalled("on_train_batch_end", 1)]
-        begun.append(training.run(callbacks=stop, ckpt_path="last").steps[0][1])
-    return begun
+    callbacks = [signalled("on_train_batch_end", 1)] if stops else []
+    return Training(shuffled(), directory, 1, options).run(callbacks=callbacks, ckpt_path="last").steps[0][:2]
 
 
 def test_another_command_names_a_stop_checkpoint_and_leaves_it(tmp_path: Path) -> None:
     """Two experiments may share a directory."""
-    [outcome] = launch_ranks(other_commands, 1, tmp_path)
-    assert outcome.result == [0, 0, 2], outcome.story()
-    assert outcome.output.count("last-preempted.ckpt belongs to another command; pass its path to resume from it") == 1
+    begun, output = [], ""
+    for words, stops in ((["--lr", "1"], True), (["--lr", "2"], False), (["--lr", "1", "--ckpt_path", "last"], False)):
+        [outcome] = launch_ranks(commands_in_turn, 1, tmp_path, words, stops)
+        begun.append(outcome.result)
+        output += outcome.output
+    assert begun == [(0, 0), (0, 0), (0, 2)], output
+    assert output.count("last-preempted.ckpt belongs to another command; pass its path to resume from it") == 1
