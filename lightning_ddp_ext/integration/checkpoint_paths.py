@@ -35,12 +35,12 @@ def place_of(name: PathLike | None, command: str, trainer: Any) -> str | None:
     """
     path = None if name is None else os.fspath(name)
     if path is None or os.path.dirname(path):
-        return path and _canonical(path)
+        return path and canonical(path)
     by_command = os.path.join(trainer.default_root_dir, "checkpoints", command)
-    return _canonical(os.path.join(by_command if follows_logger(trainer) else checkpoint_directory(trainer), path))
+    return canonical(os.path.join(by_command if follows_logger(trainer) else checkpoint_directory(trainer), path))
 
 
-def _canonical(path: str) -> str:
+def canonical(path: str) -> str:
     """Return the only name of a local file; a link is not resolved, because it may get another target."""
     local = locate(path).local
     if local is None:
@@ -89,7 +89,7 @@ def last_of_lightning(trainer: Any) -> set[str]:
             found.add(callback.ckpt_path)
     if SLURMEnvironment.detect():
         found.add(trainer._checkpoint_connector._hpc_resume_path)
-    return {_canonical(path) for path in found if path}
+    return {canonical(path) for path in found if path}
 
 
 def modified(path: str) -> float | None:

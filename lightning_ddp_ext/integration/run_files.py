@@ -27,6 +27,7 @@ from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.run import current_run
 
 from .checkpoint_paths import (
+    canonical,
     checkpoint_directory,
     follows_logger,
     last_of_lightning,
@@ -42,13 +43,15 @@ KEY = "lightning_ddp_ext_run"
 _VERSION = 1
 _UNUSABLE = (DamagedCheckpointError, CheckpointNotFoundError)
 _PASS_PATH = "pass its path to resume from it"
-# Environment variables that launchers, schedulers, shells and Lightning set, possibly differently
-# in each run of the same command. They are not compared.
+# Environment variables that number the tasks of a job array.
+_TASKS = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "LSB_JOBINDEX", "SGE_TASK_ID", "JOB_COMPLETION_INDEX")
+# Other variables that launchers, schedulers, shells and Lightning set, possibly differently in each
+# run of the same command. They are not compared.
 _NOT_COMPARED = re.compile(
-    r"_|SHLVL|(OLD)?PWD|HOSTNAME|DISPLAY|CUDA_VISIBLE_DEVICES|INVOCATION_ID|JOURNAL_STREAM"
-    r"|(\w+_)?(RANK|WORLD_SIZE)|\w+_(PORT|SERVICE_HOST)(_\w+)?"
-    r"|(CHECKPOINT|COV|DBUS|DDPX|HYDRA|JOB|JPY|KMP|KUBERNETES|LSB|MASTER|MPI|OMPI|PALS|PBS|PL|PMI"
-    r"|PRTE|PYTEST|SGE|SLURM|SSH|STY|TERM|TMP|TMUX|TORCHELASTIC|VSCODE|WINDOWID|XDG)(_?[A-Z]\w*)?"
+    r"_|SHLVL|(OLD)?PWD|HOSTNAME|DISPLAY|TERM|TMPDIR|TMUX|STY|WINDOWID|INVOCATION_ID|JOURNAL_STREAM"
+    r"|CUDA_VISIBLE_DEVICES|(\w+_)?(RANK|WORLD_SIZE)|\w+_(PORT|SERVICE_HOST)(_\w+)?"
+    r"|(COV|DBUS|DDPX|HYDRA|JPY|KMP|KUBERNETES|LSB|MASTER|MPI|OMPI|PALS|PBS|PL|PMI|PMIX|PRTE|PYTEST"
+    r"|SGE|SLURM|SLURMD|SSH|TERM|TMUX|TORCHELASTIC|VSCODE|XDG)_\w+"
 )
 
 _fits = 0  # the number of fits that this process has begun, without those that a signal stopped
@@ -59,7 +62,7 @@ class Identity:
     """The fit that saves a checkpoint. Words and values are hashed, because they may be secrets.
 
     Attributes:
-        command: the script and its arguments, and the SLURM array task.
+        command: the script and its arguments, and the task of a job array.
         fit: the number of the fit in its script, from 1; 0 for a fit in a hook of another run.
         hparams: the class and hyperparameters of the model and the data module, by name.
         environment: the environment variables, each hashed together with its value, by name.
@@ -195,7 +198,10 @@ class RunFiles:
 
         If no file is found for ``"last"``, Lightning may choose a file that belongs to another fit.
         """
-        return self._found if self._has_searched else path
+        if not self._has_searched:
+            self._found = None if path is None else canonical(os.fspath(path))
+            return path
+        return self._found
 
     def _search(self, newest_first: list[str], only_ours: set[str], trainer: Any) -> str | None:
         """Return the newest usable file, and log it and the owners of the others."""
@@ -323,7 +329,7 @@ def _command() -> str:
     """Return a name for the running command, the same with and without its option to resume."""
     script, *options = sys.argv or [""]
     words = [os.path.realpath(script), *(word for word in options if not _asks_to_resume(word))]
-    words.append(os.environ.get("SLURM_ARRAY_TASK_ID", ""))
+    words += [os.environ.get(each, "") for each in _TASKS]
     return f"{Path(script).stem}-{_hashed(words)}"
 
 

@@ -207,7 +207,9 @@ class StopController:
             return "saved for the requeued job"
         strategy = self._trainer.strategy
         files = strategy.files
-        path: str | None = strategy.broadcast(files.place(strategy.stop_checkpoint, self._trainer))
+        is_global_zero = self._trainer.is_global_zero
+        own = files.place(strategy.stop_checkpoint, self._trainer) if is_global_zero else None
+        path: str | None = strategy.broadcast(own)
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
         with files.saving(path):
