@@ -78,10 +78,10 @@ class DDPExtStrategy(RankDevicesStrategy):
             Lightning does.
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name,
             which is placed next to the other checkpoints, or below ``default_root_dir`` if a logger decides where these
-            are; ``None`` saves nothing. ``ckpt_path="last"`` finds the file in the next run of the same command.
+            are; ``None`` saves nothing. ``ckpt_path="last"`` finds the file in the same fit of the same command.
         rescue_checkpoint: where a survivor saves the last step after another rank has died, failed or hung, such as
             ``"last-rescued.ckpt"``: a path or file name as for ``stop_checkpoint``; ``None`` saves nothing. The file is
-            removed when a run that resumed from it finishes.
+            removed when a run that found it by ``ckpt_path="last"`` finishes.
         save_deadline: seconds or ``timedelta`` between a signal or exception and the moment when ranks are killed
             without saving; ``None``: 25 s under torchrun, which kills ranks after 30 s, and 10 minutes elsewhere.
         nccl: NCCL settings, see :class:`~lightning_ddp_ext.NCCLOptions`.
