@@ -28,6 +28,7 @@ from .loop_state import Restart, Stopped, find_restart
 from .named_calls import ranks_of
 from .recorder import Recorder
 from .resume import KEY, positions_of, shared_state
+from .run_files import KEY as FILE_KEY
 
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVABLE = ("died", "failed", "hung")
@@ -128,7 +129,7 @@ class Rescue:
         def write() -> None:
             checkpoint = self._checkpoint(loops, batches)
             checkpoint[KEY] = self._strategy.data.training.section(restart, stopped, states)
-            self._strategy.files.identify(checkpoint)
+            checkpoint[FILE_KEY] = self._strategy.files.identity
             io = self._strategy.checkpoint_io
             if isinstance(io, RankZeroCheckpointIO):
                 io.saver.deadline = seconds

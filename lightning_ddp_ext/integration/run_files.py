@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.run import current_run
 
 from .checkpoint_paths import (
-    canonical,
     checkpoint_directory,
     follows_logger,
     last_of_lightning,
@@ -40,7 +38,6 @@ from .checkpoint_paths import (
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info, rank_zero_warn
 
 KEY = "lightning_ddp_ext_run"
-_VERSION = 1
 _UNUSABLE = (DamagedCheckpointError, CheckpointNotFoundError)
 _PASS_PATH = "pass its path to resume from it"
 # Environment variables that number the tasks of a job array.
@@ -54,45 +51,9 @@ _NOT_COMPARED = re.compile(
     r"|SGE|SLURM|SLURMD|SSH|TERM|TMUX|TORCHELASTIC|VSCODE|XDG)_\w+"
 )
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
 _fits = 0  # the number of fits that this process has begun, without those that a signal stopped
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The fit that saves a checkpoint. Words and values are hashed, because they may be secrets.
-
-    Attributes:
-        command: the script and its arguments, and the task of a job array.
-        fit: the number of the fit in its script, from 1; 0 for a fit in a hook of another run.
-        hparams: the class and hyperparameters of the model and the data module, by name.
-        environment: the environment variables, each hashed together with its value, by name.
-    """
-
-    command: str
-    fit: int
-    hparams: Mapping[str, str]
-    environment: Mapping[str, str]
-
-    def saved(self) -> dict[str, Any]:
-        """Return the entry for a checkpoint, without the names of environment variables."""
-        return {"version": _VERSION, **vars(self), "environment": sorted(self.environment.values())}
-
-    def other_owner(self, saved: Mapping[str, Any]) -> str:
-        """Describe the owner of a checkpoint, unless it is the same fit of the same command."""
-        if saved["command"] != self.command:
-            return "another command"
-        if saved["fit"] != self.fit or not self.fit:
-            return f"fit {saved['fit']} of this script, and this is fit {self.fit}"
-        names = sorted({*self.hparams, *saved["hparams"]})
-        changed = [each for each in names if self.hparams.get(each) != saved["hparams"].get(each)]
-        return f"a model with other hyperparameters ({listed(changed)})" if changed else ""
-
-    def changed_variables(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the names of environment variables that the saving run lacked or had differently."""
-        before = set(saved["environment"])
-        changed = [name for name, value in self.environment.items() if value not in before]
-        was_unset = bool(before - set(self.environment.values())) and not changed
-        return ["a variable that is not set now"] if was_unset else sorted(changed)
 
 
 class RunFiles:
@@ -103,15 +64,19 @@ class RunFiles:
         rescue: the name or path of the rescue checkpoint; ``None`` if none is saved.
 
     Attributes:
-        identity: what the Trainer's files state about the fit that saves them.
+        identity: what the Trainer's files state about the fit that saves them: facts that have to be
+            the same in a resumed run, and the environment. Words and values are hashed, because
+            they may be secrets.
+        stop_path: the path at which the ranks save the stop checkpoint, after a stop.
     """
 
     def __init__(self, stop: PathLike | None, rescue: PathLike | None) -> None:
         self._stop = stop
         self._names = [name for name in (stop, rescue) if name is not None]
-        self._fit = 0
-        self.identity: Identity | None = None
-        self._saving: str | None = None
+        self._fit = 0  # for a fit in a hook of another run
+        self._environment: dict[str, str] = {}
+        self.identity: dict[str, Any] = {}
+        self.stop_path: str | None = None
         self._has_searched = False
         self._found: str | None = None
         self._obsolete: dict[str, str] = {}  # own files not newer than the one found, and their states
@@ -131,26 +96,6 @@ class RunFiles:
             _fits -= 1
             raise
 
-    # Saving.
-
-    @contextmanager
-    def saving(self, path: str) -> Iterator[None]:
-        """Mark the block as one that saves the stop checkpoint at this path."""
-        self._saving = path
-        try:
-            yield
-        finally:
-            self._saving = None
-
-    def is_saving(self, path: PathLike) -> bool:
-        """Whether the checkpoint that is being saved at a path is the stop checkpoint."""
-        return os.fspath(path) == self._saving
-
-    def identify(self, checkpoint: dict[str, Any]) -> None:
-        """Record in a checkpoint which fit saves it."""
-        if self.identity is not None:
-            checkpoint[KEY] = self.identity.saved()
-
     def place(self, name: PathLike | None, trainer: Any) -> str | None:
         """Return the path at which a file is saved, so that it replaces no file of another fit."""
         path = place_of(name, _command(), trainer)
@@ -159,15 +104,29 @@ class RunFiles:
         return next(each for each in (versioned(path, number) for number in count()) if self._may_replace(each))
 
     def _may_replace(self, path: str) -> bool:
-        if modified(path) is None or path == self._found:
+        if path == self._found or modified(path) is None:
             return True
         try:
             saved = _identity_in(path)
         except CheckpointError as error:
             return isinstance(error, _UNUSABLE)
-        if saved is None or self.identity is None:
-            return True
-        return not (self.identity.other_owner(saved) or self.identity.changed_variables(saved))
+        return saved is None or not (self._difference(saved) or self._changed_variables(saved))
+
+    def _difference(self, saved: Mapping[str, Any]) -> str:
+        """Describe how the fit that saved a file differs from this one; empty for the same fit."""
+        own, others = self.identity["facts"], saved["facts"]
+        changed = [each for each in {**own, **others} if own.get(each) != others.get(each)]
+        if not changed and not self._fit:
+            return "a fit in a hook"
+        return f"a fit with another {listed(changed)}" if changed else ""
+
+    def _changed_variables(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return the names of environment variables that the saving run lacked or had differently."""
+        before = set(saved["environment"])
+        changed = [name for name, value in self._environment.items() if value not in before]
+        if not changed and before.difference(self._environment.values()):
+            return ["a variable that is not set now"]
+        return sorted(changed)
 
     # Resuming.
 
@@ -175,7 +134,9 @@ class RunFiles:
         """Replace ``ckpt_path="last"`` among the arguments of a Trainer's function by a path."""
         if trainer is None:
             return args
-        self.identity = Identity(_command(), self._fit, _hparams(args), _environment())
+        self._environment = _environment()
+        facts = {"command": _command(), "number in its script": str(self._fit), **_hparams(args)}
+        self.identity = {"facts": facts, "environment": sorted(self._environment.values())}
         self._has_searched, self._found, self._obsolete = False, None, {}
         if "last" not in [arg for arg in args if isinstance(arg, str)]:
             if is_rank_zero and SLURMEnvironment.detect() and trainer.state.fn == "fit":
@@ -188,7 +149,8 @@ class RunFiles:
         newest_first = sorted(existing, key=existing.__getitem__, reverse=True)
         found = next(iter(newest_first), None)
         if is_rank_zero:  # rank_zero_info does not know a started rank's number yet, so all ranks would log
-            found = self._search(newest_first, own - of_lightning, trainer)
+            self._has_searched = True
+            found = self._found = self._search(newest_first, own - of_lightning, trainer)
         if found is None:
             return args
         return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
@@ -198,45 +160,31 @@ class RunFiles:
 
         If no file is found for ``"last"``, Lightning may choose a file that belongs to another fit.
         """
-        if not self._has_searched:
-            self._found = None if path is None else canonical(os.fspath(path))
-            return path
-        return self._found
+        return self._found if self._has_searched else path
 
     def _search(self, newest_first: list[str], only_ours: set[str], trainer: Any) -> str | None:
         """Return the newest usable file, and log it and the owners of the others."""
-        assert self.identity is not None
-        candidates = [_look_at(path) for path in newest_first]
-        damaged = [each for each in candidates if isinstance(each.error, _UNUSABLE)]
-        for each in damaged:
-            _skip(each.error)
-        others = {each.path: self._other_owner(each, only_ours) for each in candidates if each not in damaged}
-        saved = {each.path: each.saved for each in candidates if each.saved and not others[each.path]}
-        changed = {path: self.identity.changed_variables(each) for path, each in saved.items()}
+        saved = _readable(newest_first)
+        unknown = {path: "an unknown fit" for path, each in saved.items() if each is None and path in only_ours}
+        owners = {path: self._difference(each) if each else "" for path, each in saved.items()} | unknown
+        own = {path: each for path, each in saved.items() if each and not owners[path]}
+        changed = {path: self._changed_variables(each) for path, each in own.items()}
         if [] in changed.values():  # then files of other environments belong to other runs
-            others |= {path: _in_words(names) for path, names in changed.items() if names}
-        usable = [path for path, owner in others.items() if not owner]
+            owners |= {path: _in_words(names) for path, names in changed.items() if names}
+        usable = [path for path, owner in owners.items() if not owner]
         found = _newest_intact(usable)
-        if found is not None:
-            older = [path for path in usable[usable.index(found) :] if path in saved]
-            self._obsolete = {path: state_of(path) for path in older if path == found or not changed[path]}
-        elif damaged:
-            found = damaged[0].path  # reading it raises the reason on every rank
-        self._has_searched = True
-        self._found = found
-        notes = [self._none_found(trainer)] if found is None else [f"ckpt_path='last' is {found}"]
-        if found is not None and changed.get(found):
-            notes.append(f"it was saved by {_in_words(changed[found])}")
-        notes += [f"{path} belongs to {owner}; {_PASS_PATH}" for path, owner in others.items() if owner]
-        rank_zero_info("; ".join(notes))
+        if found is None:  # reading a damaged file raises the reason on every rank
+            found = next((path for path in newest_first if path not in saved), None)
+        else:
+            not_newer = usable[usable.index(found) :]
+            self._obsolete = {path: state_of(path) for path in not_newer if path in own}
+        line = f"ckpt_path='last' is {found}" if found else self._none_found(trainer)
+        if found and changed.get(found):
+            line += f", saved by {_in_words(changed[found])}"
+            self._obsolete = {path: state for path, state in self._obsolete.items() if path == found}
+        others = [f"{path} belongs to {owner}; {_PASS_PATH}" for path, owner in owners.items() if owner]
+        rank_zero_info("; ".join([line, *others]))
         return found
-
-    def _other_owner(self, candidate: _Candidate, only_ours: set[str]) -> str:
-        assert self.identity is not None
-        if candidate.saved is not None:
-            return self.identity.other_owner(candidate.saved)
-        is_unknown = candidate.path in only_ours and candidate.error is None
-        return "an unknown run" if is_unknown else ""
 
     def _none_found(self, trainer: Any) -> str:
         """Describe where the next run of this command will look, and which files it will ignore."""
@@ -251,14 +199,14 @@ class RunFiles:
             parts.append(f"{found_only_there}; set ModelCheckpoint(dirpath=...) to fix the directory")
         return "; ".join(parts)
 
-    # The end of a run.
-
     def remove_obsolete(self, trainer: Any) -> None:
         """Remove the file that a finished fit resumed from, and its older ones, unless they changed.
 
         Otherwise the same command would resume from them every time. A fit that a callback stopped
         may be continued.
         """
+        if trainer is None:
+            return  # in a process that starts ranks
         is_finished = trainer.state.status != TrainerStatus.INTERRUPTED and not trainer.should_stop
         if not is_finished or trainer.state.fn != "fit" or not trainer.is_global_zero:
             return
@@ -269,27 +217,26 @@ class RunFiles:
                 Path(lock_of(path)).unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A file that ``"last"`` may mean, and what it says about the fit that saved it."""
+def _readable(newest_first: list[str]) -> dict[str, Mapping[str, Any] | None]:
+    """Return what files state about the fits that saved them, or ``None``; warn about damaged ones.
 
-    path: str
-    saved: Mapping[str, Any] | None = None
-    error: CheckpointError | None = None
-
-
-def _look_at(path: str) -> _Candidate:
-    try:
-        return _Candidate(path, _identity_in(path))
-    except CheckpointError as error:
-        return _Candidate(path, error=error)
+    A file that cannot be read now may be intact. It gets an empty value; reading it later raises the
+    reason on every rank.
+    """
+    found: dict[str, Mapping[str, Any] | None] = {}
+    for path in newest_first:
+        try:
+            found[path] = _identity_in(path)
+        except _UNUSABLE as error:
+            _skip(error)
+        except CheckpointError:
+            found[path] = {}
+    return found
 
 
 def _identity_in(path: str) -> Mapping[str, Any] | None:
-    """Return what a file says about the fit that saved it; ``None`` if it says nothing."""
     saved = entry_of(locate(path), KEY)
-    is_known = isinstance(saved, dict) and saved.get("version") == _VERSION
-    return saved if is_known else None
+    return saved if isinstance(saved, dict) and {"facts", "environment"} <= saved.keys() else None
 
 
 def _newest_intact(newest_first: list[str]) -> str | None:
@@ -314,7 +261,7 @@ def _newest_intact(newest_first: list[str]) -> str | None:
     return None
 
 
-def _skip(error: CheckpointError | None) -> None:
+def _skip(error: CheckpointError) -> None:
     rank_zero_warn(f"ckpt_path='last' skips a file that cannot be used: {error}")
 
 
@@ -343,24 +290,10 @@ def _hparams(args: tuple[Any, ...]) -> dict[str, str]:
     for each in args:
         if isinstance(each, (pl.LightningModule, pl.LightningDataModule)):
             name = type(each).__qualname__
-            found[name] = ""
-            found |= {
-                f"{name}.{key}": _hashed(_plain(value))
-                for key, value in dict(each.hparams).items()
-                if not _asks_to_resume(key) and not _asks_to_resume(value)
-            }
+            hparams = each.hparams if isinstance(each.hparams, dict) else {"hparams": each.hparams}
+            found[f"class {name}"] = ""
+            found |= {f"{name}.{key}": _hashed(value) for key, value in hparams.items() if not _asks_to_resume(key)}
     return found
-
-
-def _plain(value: Any) -> Any:
-    """Return a value whose text is the same in each run of a command."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if type(value) is dict:
-        return [(str(name), _plain(each)) for name, each in value.items()]
-    return type(value).__qualname__
 
 
 def _environment() -> dict[str, str]:
@@ -369,4 +302,9 @@ def _environment() -> dict[str, str]:
 
 
 def _hashed(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode(errors="surrogateescape")).hexdigest()[:8]
+    """Return a hash of a value's text, without addresses, so that it is the same in each run of a command."""
+    try:
+        text = repr(sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value)
+    except Exception:  # a configuration may lack mandatory values
+        text = type(value).__qualname__
+    return hashlib.sha256(_ADDRESS.sub("", text).encode(errors="surrogateescape")).hexdigest()[:8]

@@ -212,8 +212,8 @@ class StopController:
         path: str | None = strategy.broadcast(own)
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
-        with files.saving(path):
-            self._trainer.save_checkpoint(path)
+        files.stop_path = path
+        self._trainer.save_checkpoint(path)
         self._checkpoints.finish()
         remedy = "resume with the same command and trainer.fit(..., ckpt_path='last'), or pass this path as ckpt_path"
         return f"saved to {path}; {remedy}"

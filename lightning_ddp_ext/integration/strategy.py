@@ -37,6 +37,7 @@ from .options import check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
 from .rescue import Rescue
 from .resume import ResumeData
+from .run_files import KEY as FILE_KEY
 from .run_files import RunFiles
 from .stopping import StopController
 
@@ -221,8 +222,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         self.data.training.save_to(checkpoint, f"saving {os.fspath(filepath)}")
-        if self.files.is_saving(filepath):
-            self.files.identify(checkpoint)
+        if os.fspath(filepath) == self.files.stop_path:
+            checkpoint[FILE_KEY] = self.files.identity
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     @override
@@ -307,8 +308,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def teardown(self) -> None:
         try:
             self.checkpoints.finish()
-            if self.lightning_module is not None:
-                self.files.remove_obsolete(self.current_trainer)
+            self.files.remove_obsolete(getattr(self.lightning_module, "_trainer", None))
             super().teardown()
         finally:
             self._replaced.restore_all()

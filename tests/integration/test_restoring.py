@@ -212,7 +212,7 @@ def last_with_a_teacher(kind: Kind, directory: Path, teacher: Path) -> tuple[int
     return fit_from(trainer, "last")["step"], trainer.global_step
 
 
-def test_last_is_no_file_that_a_users_callback_names(tmp_path: Path) -> None:
+def test_last_ignores_a_file_that_a_users_callback_names(tmp_path: Path) -> None:
     """Of the callbacks that save no checkpoint, no attribute is read."""
     train_and_save(tmp_path / "teacher.ckpt")
     ours, stock = on_both(last_with_a_teacher, tmp_path, tmp_path / "teacher.ckpt")

@@ -203,11 +203,11 @@ def test_runs_that_differ_by_environment_keep_their_stop_checkpoints(tmp_path: P
     assert launch("b", stops=True, last=None)[0] == "from the start"
     begun, output = launch("c", stops=True)
     assert begun == "resumed"
-    assert "it was saved by a run with other values of PART" in output
+    assert ".ckpt, saved by a run with other values of PART" in output
     begun, output = launch("a", stops=False)
     assert begun == "resumed"
     assert "belongs to a run with other values of PART; pass its path" in output
-    assert "it was saved by" not in output
+    assert ", saved by" not in output
 
 
 def saved_by_a_callback(rank: int, world_size: int, directory: Path, stops: bool) -> int:
@@ -230,7 +230,7 @@ def test_a_finished_run_keeps_a_file_that_it_has_written_again(tmp_path: Path) -
 
 
 def in_relative_directories(rank: int, world_size: int, directory: Path) -> list[list[str]]:
-    """Return the files that finished runs leave, after each was stopped and resumed in a directory of its own."""
+    """Return the files that finished runs leave, after each was stopped and resumed in its directory."""
     os.chdir(directory)
     left = []
     for number in range(6):
