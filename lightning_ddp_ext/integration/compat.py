@@ -101,6 +101,11 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     return checkpoint
 
 
+def is_restored_from(trainer: Any, checkpoint: Any) -> bool:
+    """Whether the Trainer itself is restoring its state from this checkpoint, which it has read."""
+    return _read(trainer._checkpoint_connector, "_loaded_checkpoint") is checkpoint
+
+
 def end_epoch_after(trainer: Any, batches: int) -> None:
     """Make Lightning treat the batch with this number as the epoch's last one, as for loaders without a length."""
     fetcher = fetcher_of(trainer.fit_loop)

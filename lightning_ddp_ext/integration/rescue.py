@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_ddp_ext.at_exit import delaying_forced_end, print_in_time
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
-from lightning_ddp_ext.checkpoint.rank_notes import Kind, lock_of, open_notes, save_if_furthest
+from lightning_ddp_ext.checkpoint.rank_notes import Kind, open_notes, save_if_furthest
 from lightning_ddp_ext.data.random_state import random_state_in, record_random_state
 from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.rank_lists import ranks_in_words
@@ -24,13 +24,13 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from .checkpoint_io import RankZeroCheckpointIO
-from .checkpoint_paths import modified, place_of
 from .compat import dump_checkpoint, fetcher_of, is_in_closure, is_in_optimizer_step, is_read_in_step, validates_next
-from .lightning_tree import TrainerStatus, pl, rank_zero_warn
+from .lightning_tree import pl, rank_zero_warn
 from .loop_state import Restart, Stopped, find_restart
 from .named_calls import ranks_of
 from .recorder import Recorder
 from .resume import KEY, positions_of, shared_state
+from .run_files import KEY as FILE_KEY
 
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVABLE = ("died", "failed", "hung")
@@ -62,18 +62,17 @@ class Rescue:
 
     def start(self) -> None:
         """Start recording states, if the Trainer runs ``fit`` on several ranks. Collective: every rank must call it."""
-        self._close()
+        self.end()
         strategy, trainer, context = self._strategy, self._strategy.current_trainer, current()
         is_fit = trainer.state.fn == "fit" and not trainer.fast_dev_run
         if self.name is None or context is None or strategy.world_size == 1 or not is_fit:
             return
         self._trainer, self._peers, ranks = trainer, context.peers, ranks_of(strategy)
-        place = locate(str(place_of(self.name, trainer)))
-        # Loggers choose their directories on rank 0.
-        self._path, self._run = ranks.from_rank_zero((str(place.local or place.url), secrets.token_hex(8)))
-        written = modified(self._path)
-        resumed = modified(trainer.ckpt_path) if written and trainer.ckpt_path else None
-        self._is_superseded = bool(written and resumed and written <= resumed)  # resumed from it or a newer file
+        # Loggers choose their directories on rank 0, and ranks may have different command lines.
+        files = strategy.files
+        place = str(files.place(self.name, trainer)) if ranks.rank == 0 else ""
+        shared = ranks.from_rank_zero((place, secrets.token_hex(8), files.identity))
+        self._path, self._run, files.identity = shared
         self._refusal = self._why_never()
         if self._refusal is None:
             try:
@@ -104,16 +103,7 @@ class Rescue:
         return None
 
     def end(self) -> None:
-        """Close the notes; remove the checkpoint after a finished run that resumed from it, or from a newer one."""
-        trainer = self._trainer
-        self._close()
-        if trainer is None or trainer.state.status == TrainerStatus.INTERRUPTED or trainer.should_stop:
-            return
-        if self._is_superseded and trainer.is_global_zero:
-            for path in (self._path, lock_of(self._path)):
-                Path(path).unlink(missing_ok=True)
-
-    def _close(self) -> None:
+        """Close the notes."""
         self._delays.close()
         for notes in self.recorder.notes.values():
             notes.close()
@@ -129,7 +119,7 @@ class Rescue:
                 line = self._save(exception, seconds)
         except Exception as error:
             line = f"this rank did not save the last step: {error if isinstance(error, Refused) else reason_of(error)}"
-        self._close()
+        self.end()
         if line:
             print_in_time(f"[rank {self._strategy.global_rank}] {line}\n")
 
@@ -155,6 +145,7 @@ class Rescue:
         def write() -> None:
             checkpoint = self._checkpoint(loops, batches)
             checkpoint[KEY] = self._strategy.data.training.section(restart, stopped, states)
+            checkpoint[FILE_KEY] = self._strategy.files.identity
             io = self._strategy.checkpoint_io
             if isinstance(io, RankZeroCheckpointIO):
                 io.saver.deadline = seconds

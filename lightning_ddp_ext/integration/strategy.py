@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
 
@@ -36,6 +36,8 @@ from .options import check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
 from .rescue import Rescue
 from .resume import ResumeData
+from .run_files import KEY as FILE_KEY
+from .run_files import RunFiles
 from .stopping import StopController
 from .uneven import UnevenMode
 
@@ -76,10 +78,10 @@ class DDPExtStrategy(RankDevicesStrategy):
             Lightning does.
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name,
             which is placed next to the other checkpoints, or below ``default_root_dir`` if a logger decides where these
-            are; ``None`` saves nothing. ``ckpt_path="last"`` finds the file in the next run of the same command.
+            are; ``None`` saves nothing. ``ckpt_path="last"`` finds the file in the same fit of the same command.
         rescue_checkpoint: where a survivor saves the last step after another rank has died, failed or hung, such as
             ``"last-rescued.ckpt"``: a path or file name as for ``stop_checkpoint``; ``None`` saves nothing. The file is
-            removed when a run that resumed from it finishes.
+            removed when a run that found it by ``ckpt_path="last"`` finishes.
         save_deadline: seconds or ``timedelta`` between a signal or exception and the moment when ranks are killed
             without saving; ``None``: 25 s under torchrun, which kills ranks after 30 s, and 10 minutes elsewhere.
         nccl: NCCL settings, see :class:`~lightning_ddp_ext.NCCLOptions`.
@@ -166,6 +168,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             init_method, init_timeout=init_timeout, heartbeat_timeout=heartbeat_timeout, nccl=nccl, interface=interface
         )
         self.stop_checkpoint = stop_checkpoint
+        self.files = RunFiles(stop_checkpoint, rescue_checkpoint)
         self.checkpoints = Checkpoints(self)
         self.data = DataPath(
             self, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs, resume_data=resume_data
@@ -218,6 +221,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         self.data.training.save_to(checkpoint, f"saving {os.fspath(filepath)}")
+        if os.fspath(filepath) == self.files.stop_path:
+            checkpoint[FILE_KEY] = self.files.identity
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     @override
@@ -226,9 +231,19 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        is_restore = self.checkpoints.is_restoring(checkpoint_path)
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only=weights_only)
-        self.data.training.load(checkpoint)
+        if is_restore:
+            self.data.training.resume_from(checkpoint)
         return checkpoint
+
+    def _restore(self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any) -> None:
+        self.checkpoints.restore(restore, self.files.chosen(path), *args, **kwargs)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.data.training.on_loops_restored(checkpoint)
+        super().load_optimizer_state_dict(checkpoint)
 
     # The Trainer's run.
 
@@ -253,7 +268,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
-        self._replaced.restore_by(trainer, self.checkpoints.restore)
+        self._replaced.restore_by(trainer, self._restore)
         self._replaced.exchange_profiler(trainer)
         self.metrics.start()
         self.stops.attach(trainer, self._replaced)
@@ -298,7 +313,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def teardown(self) -> None:
         try:
             self.checkpoints.finish()
-            self.stops.remove_resumed()
+            self.files.remove_obsolete(getattr(self.lightning_module, "_trainer", None))
             super().teardown()
         finally:
             self._replaced.restore_all()

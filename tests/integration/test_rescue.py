@@ -158,6 +158,23 @@ def test_a_run_that_resumes_from_an_older_file_keeps_it(tmp_path: Path) -> None:
     assert (tmp_path / NAME).exists()
 
 
+def train_twice(rank: int, world_size: int, kill: Kill | None, directory: Path) -> None:
+    """Train in two fits of one script, of which a kill hits the second one."""
+    for plan in (Plan(), Plan(kill)):
+        train(rank, world_size, plan, directory)
+
+
+def test_the_fits_of_a_script_do_not_resume_from_each_others_rescue(tmp_path: Path) -> None:
+    """The first one starts from the beginning, and the second one continues."""
+    launch_ranks(train_twice, 2, Kill("on_after_backward", 5), tmp_path)
+    first, _ = launch_ranks(train_twice, 2, None, tmp_path)
+    assert first.exit_code == 0, first.story()
+    before, found, _ = first.output.partition(f"ckpt_path='last' is {tmp_path / NAME}")
+    assert found
+    assert f"{tmp_path / NAME} belongs to a fit with another number in its script; pass its path" in before
+    assert not (tmp_path / NAME).exists()
+
+
 def train_without_space(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
     with patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
         return train(rank, world_size, plan, directory)
