@@ -18,11 +18,14 @@ def entry_of(location: Location, key: str) -> Any:
 
     Raises:
         CheckpointNotFoundError: the file does not exist.
-        DamagedCheckpointError: a local file is empty, truncated, or not a checkpoint.
+        DamagedCheckpointError: a local file is empty, truncated, altered, or not a checkpoint.
         CheckpointError: the file cannot be read.
     """
-    if location.local is not None and not Archive.open(location.local, location.url).records:
-        return None  # written before torch 1.6
+    if location.local is not None:
+        archive = Archive.open(location.local, location.url)
+        archive.check(())
+        if not archive.records:
+            return None  # written before torch 1.6
     with reading(location.url), location.fs.open(location.path, "rb") as file:
         pickled = _pickled(file)
     try:

@@ -17,6 +17,8 @@ from torch import nn
 from lightning_ddp_ext import RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.key_prefixes import canonical, names_in_model, renamed
 from lightning_ddp_ext.checkpoint.load import Mode, placement
+from lightning_ddp_ext.checkpoint.location import locate
+from lightning_ddp_ext.checkpoint.structure import entry_of
 from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from tests.checkpoint.content import MAPPED, kinds, mapped, numbers, restored, same, saved, unusual
 from tests.harness.damage import flip
@@ -204,3 +206,23 @@ def test_the_versions_of_modules_survive_a_change_of_names() -> None:
     saved = nn.Sequential(OrderedDict(module=model)).state_dict()
     other.load_state_dict(renamed(saved, names_in_model(saved, model.state_dict())))
     assert torch.equal(other[0].weight, model[0].weight)
+
+
+class Malicious:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
+
+
+def test_an_entry_is_read_without_running_code(tmp_path: Path) -> None:
+    """Also from a file of objects whose classes refuse arguments or lie in other objects; a missing entry is None."""
+    path, entry = tmp_path / "it.ckpt", {"fit": 2, "words": ["a", None], "object": Malicious()}
+    torch.save({**kinds(), **unusual(), "harmful": Malicious(), "entry": entry, "set": {1}, "path": path}, path)
+    found = entry_of(locate(path), "entry")
+    del found["object"]
+    assert found == {"fit": 2, "words": ["a", None]}
+    assert entry_of(locate(path), "other") is None
+    flip(path, "data.pkl")
+    with pytest.raises(DamagedCheckpointError):
+        entry_of(locate(path), "entry")
