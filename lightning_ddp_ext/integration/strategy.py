@@ -31,7 +31,7 @@ from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
 from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
 from .lightning_tree import ClusterEnvironment, pl, refuse_other_tree
-from .metrics import BatchedMetrics
+from .metrics import LoggedValues, Reduction
 from .named_calls import report_call
 from .options import check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
@@ -171,7 +171,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.data = DataPath(
             self, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs, resume_data=resume_data
         )
-        self.metrics = BatchedMetrics(self)
+        self.metrics = LoggedValues(self)
         self.stops = StopController(self.checkpoints, to_timedelta(save_deadline, field="save_deadline"))
         self.rescue = Rescue(self, rescue_checkpoint)
         self.averaging = GradientAveraging(self)
@@ -250,11 +250,12 @@ class DDPExtStrategy(RankDevicesStrategy):
         self._replaced.restore_by(trainer, self.checkpoints.restore)
         self._replaced.exchange_profiler(trainer)
         self.data.attach(trainer, self._replaced)
-        self.metrics.start()
+        self.metrics.start_run()
         self.stops.attach(trainer, self._replaced)
 
     @override
     def on_train_start(self) -> None:
+        self.metrics.end_phase()
         self.data.uneven.report_phase()
         self.data.training.on_train_start()
         self.averaging.on_train_start()
@@ -266,17 +267,20 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.rescue.recorder.note(Kind.BATCH)
 
     def _start_evaluation(self) -> None:
+        self.metrics.end_phase()
         self.data.uneven.report_phase()
 
     on_test_start = on_predict_start = _start_evaluation
 
     @override
     def on_train_end(self) -> None:
+        self.metrics.end_phase()
         self.data.uneven.report_phase()
         self.data.training.on_train_end()
         self.stops.at_end()
 
     def _end_evaluation(self) -> None:
+        self.metrics.end_phase()
         self.data.evaluation.end()
         self.data.uneven.report_phase()
         self.stops.at_end_of_evaluation()
@@ -405,11 +409,11 @@ class DDPExtStrategy(RankDevicesStrategy):
         # Lightning counts the ranks that agree, but an idle rank must not count.
         return super().reduce_boolean_decision(bool(decision) != all, all=False) != all
 
+    @property
     @override
-    def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
-        if self.checkpoints.is_handling_exception:
-            return tensor
-        return self.metrics.reduce(tensor, group, reduce_op)  # type: ignore[no-any-return]
+    def reduce(self) -> Reduction:
+        """Lightning's method; see :class:`Reduction`."""
+        return Reduction(self.metrics)
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
         """Run ``work`` on rank 0, and return its result or raise its error on every rank. Collective.

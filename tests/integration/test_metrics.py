@@ -1,4 +1,4 @@
-"""`self.log(..., sync_dist=True)`: stock's values, those of a step in one collective."""
+"""`self.log(..., sync_dist=True)`: stock's values at every read, without a barrier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_ddp_ext import DDPExtError, DivergenceError
 from lightning_ddp_ext.errors import RankAbsentError
-from tests.harness.training import Batch, Kind, Net, assert_same, data, make_strategy, make_trainer, on_both, on_ranks
+from tests.harness.training import (
+    Batch,
+    Kind,
+    Net,
+    assert_same,
+    data,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+    weights,
+)
 
 
 class AllKinds(Net):
@@ -153,44 +164,103 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
 
 
 @pytest.mark.nightly
-def test_a_step_makes_one_collective(tmp_path: Path) -> None:
-    """This holds for any number of values, without a barrier, also at an epoch's end; stock makes two for each value.
+def test_a_value_takes_one_collective_without_a_barrier(tmp_path: Path) -> None:
+    """A step with values takes one more, and an epoch's mean one for its batch sizes; stock makes two for each.
 
     A step without values makes stock's exchanges, but for the broadcast of whether there was a signal.
     """
     ours, stock = (by_rank[0] for by_rank in on_both(collectives, tmp_path))
     assert stock["two steps"] - ours["two steps"] == {"broadcast": 2}
     assert stock["step"] == {"barrier": 40, "all_reduce": 40}
-    assert ours["step"] == ours["more"] == {"all_gather": 4}
-    assert ours["epoch"] == {"all_gather": 1}
+    assert ours["step"] == {"all_reduce": 4 * (10 + 1)}
+    assert ours["more"] == {"all_reduce": 4 * (40 + 1)}
     assert stock["epoch"] == {"barrier": 15, "all_reduce": 15}  # of a mean also the batch size
+    assert ours["epoch"] == {"all_reduce": 15 + 1}
 
 
 class Reads(Net):
-    """Reads what it has just logged, within the step."""
+    """Reads what it has logged within the step: on all ranks, on rank 1 only, in hooks, and between collectives."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_automatic: bool) -> None:
         super().__init__()
+        self.automatic_optimization = is_automatic
         self.read: list[float] = []
 
+    def log_and_read(self, name: str) -> None:
+        self.log(name, float(self.global_rank), sync_dist=True, on_step=True, on_epoch=True)
+        if self.global_rank == 1:
+            self.read += self.values()
+
+    def values(self) -> list[float]:
+        """Return all values that this rank can read; a value that is logged later in the step is not among them."""
+        properties = self.trainer.callback_metrics, self.trainer.logged_metrics
+        return [float(value) for metrics in properties for _, value in sorted(metrics.items())]
+
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        self.log("rank", float(self.global_rank), sync_dist=True)
-        self.read.append(self.trainer.callback_metrics["rank"].item())
-        return self.loss(batch)
+        loss = self.loss(batch)
+        self.log_and_read("before")
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.log_and_read("after a collective")
+            optimizer = self.optimizers()
+            optimizer.step()  # type: ignore[union-attr]
+            optimizer.zero_grad()  # type: ignore[union-attr]
+        self.log_and_read("last")
+        self.read += self.values()
+        return loss
 
     def on_before_zero_grad(self, *_: Any) -> None:
-        self.read.append(self.trainer.callback_metrics["rank"].item())
+        self.log_and_read("in a hook")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log_and_read("after the step")
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            self.read += self.values()
 
 
-def read_within(kind: Kind, directory: Path) -> list[float]:
-    model = Reads()
-    make_trainer(make_strategy(kind, directory), max_steps=1, limit_val_batches=0).fit(model)
-    return model.read
+class StepsPlateau(Net):
+    """Steps a scheduler with a value that it has logged in the same step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        loss = self.loss(batch)
+        self.log("worsens on rank 1", index * (-1.0 + 3 * self.global_rank), sync_dist=True)
+        scheduler.step(self.trainer.callback_metrics["worsens on rank 1"])  # type: ignore[union-attr, call-arg]
+        self.manual_backward(loss)
+        optimizer.step()  # type: ignore[union-attr]
+        optimizer.zero_grad()  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)]
 
 
-def test_a_value_that_is_read_in_the_step_that_logs_it_is_this_ranks_own(tmp_path: Path) -> None:
-    """A reader gets the mean of all ranks after the step, before its gradients are computed."""
-    assert on_ranks("ours", read_within, tmp_path) == [[0.0, 0.5], [1.0, 0.5]]
+def read_within(kind: Kind, directory: Path) -> list[Any]:
+    seen: list[Any] = []
+    for is_automatic in (True, False):
+        L.seed_everything(7)
+        model = Reads(is_automatic)
+        make_trainer(make_strategy(kind, directory), limit_val_batches=0).fit(model)
+        seen.append(model.read)
+    L.seed_everything(7)
+    plateau = StepsPlateau()
+    trainer = make_trainer(make_strategy(kind, directory), limit_val_batches=0)
+    trainer.fit(plateau)
+    return [*seen, trainer.optimizers[0].param_groups[0]["lr"], weights(plateau)]
+
+
+@pytest.mark.lowest
+def test_no_read_sees_a_value_that_is_not_reduced(tmp_path: Path) -> None:
+    """A read on all ranks or on one, anywhere in a step, returns stock's value, also between backward passes."""
+    ours, stock = on_both(read_within, tmp_path)
+    assert_same(ours, stock)
+    for automatic, manual, rate, _ in ours:
+        assert set(automatic) == set(manual) == {0.5}
+        assert rate < 0.1
 
 
 class Differs(Net):
@@ -212,10 +282,16 @@ CASES: list[tuple[list[str], int, dict[str, Any], type[DDPExtError], str]] = [
     (["a", "b"], 2, {}, DivergenceError, "rank 1 logged training_step.b (mean) (compared with rank 0); every rank"),
     ([], 0, {}, RankAbsentError, "rank 0 began the reduction of training_step.a (mean)"),
     (["a"], 2, {"common": ""}, RankAbsentError, "rank 1 began the reduction of training_step.a (mean)"),
-    ([f"{n}" for n in range(70)], 0, {}, DivergenceError, "training_step.7 (mean) and 62 more and did not log"),
+    (
+        [f"{n}" for n in range(70)],
+        0,
+        {},
+        DivergenceError,
+        "rank 1 logged training_step.0 (mean) and did not log training_step.a (mean)",
+    ),
     ([], 3, {}, DivergenceError, NOT_LOGGED),
     (["b"], 0, EPOCH, DivergenceError, "rank 1 logged training_step.b (mean) and did not log training_step.a"),
-    (["a", "b"], 0, EPOCH, DDPExtError, "began the reduction of training_step.b (mean)"),
+    (["a", "b"], 0, EPOCH, DDPExtError, "rank 1 logged training_step.b (mean) (compared with rank 0)"),
 ]
 
 
