@@ -101,9 +101,9 @@ class LoggedValues:
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
         """Make the block a phase. Collective if it, or the training step before it, has values."""
-        self.end_phase()
         if is_training:
-            report_step()
+            report_step()  # first, so that this rank is named if it skipped a call in which the others wait
+        self.end_phase()
         self._is_open = is_training and self._is_expected
         yield
         has_values = self.end_phase()

@@ -32,6 +32,7 @@ from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
 from .lightning_tree import ClusterEnvironment, pl, refuse_other_tree
 from .metrics import LoggedValues, Reduction
+from .monitored import MonitoredValues
 from .named_calls import report_call
 from .options import check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
@@ -172,6 +173,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             self, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs, resume_data=resume_data
         )
         self.metrics = LoggedValues(self)
+        self.monitored = MonitoredValues(self)
         self.stops = StopController(self.checkpoints, to_timedelta(save_deadline, field="save_deadline"))
         self.rescue = Rescue(self, rescue_checkpoint)
         self.averaging = GradientAveraging(self)
@@ -220,6 +222,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         self.data.training.save_to(checkpoint, f"saving {os.fspath(filepath)}")
         self.checkpoints.save(checkpoint, filepath, storage_options)
+        self.monitored.share_record()
 
     @override
     def remove_checkpoint(self, filepath: PathLike) -> None:
@@ -255,9 +258,10 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self.metrics.end_phase()
         self.data.uneven.report_phase()
+        self.metrics.end_phase()
         self.data.training.on_train_start()
+        self.monitored.start_training()
         self.averaging.on_train_start()
 
     @override
@@ -267,26 +271,28 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.rescue.recorder.note(Kind.BATCH)
 
     def _start_evaluation(self) -> None:
-        self.metrics.end_phase()
         self.data.uneven.report_phase()
+        self.metrics.end_phase()
 
     on_test_start = on_predict_start = _start_evaluation
 
     @override
     def on_train_end(self) -> None:
-        self.metrics.end_phase()
         self.data.uneven.report_phase()
+        self.metrics.end_phase()
+        self.monitored.compare()
         self.data.training.on_train_end()
         self.stops.at_end()
 
     def _end_evaluation(self) -> None:
-        self.metrics.end_phase()
         self.data.evaluation.end()
         self.data.uneven.report_phase()
+        self.metrics.end_phase()
         self.stops.at_end_of_evaluation()
 
     @override
     def on_validation_end(self) -> None:
+        self.monitored.compare()
         self.data.training.on_validation_end()
         self.rescue.recorder.note(Kind.VALIDATED)
         self._end_evaluation()
@@ -331,6 +337,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.averaging.on_train_batch_start()
         self.rescue.recorder.on_train_batch_start()
         self.data.on_train_batch_start(batch)
+        if batch_idx == 0:
+            self.monitored.compare()  # the values of the epoch before
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
