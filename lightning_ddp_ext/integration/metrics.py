@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -76,11 +77,12 @@ class LoggedValues:
     """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
 
     The call that logs a value starts its exchange, and its first read waits for the result, at the latest the end of
-    the phase, such as a training step. A phase begins with its first value and ends with a message without a name, so
-    ranks detect values that only some of them log, and all of them raise.
+    the phase, such as a training step. The ranks compare the names of their values, and all of them raise if they log
+    different ones.
 
-    A phase begins with a named barrier, which names a rank without any value. A training step after one with values
-    needs no barrier, because all ranks then exchange the message that ends the step.
+    A training step expects as many values as the last one. In a phase with another number of values, ranks also detect
+    values that only some of them log: a rank with fewer than expected exchanges a message without a name at the end,
+    and a rank with more first waits in a named barrier. After that, the end of the phase is compared.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -88,9 +90,10 @@ class LoggedValues:
         self._reset()
 
     def _reset(self) -> None:
-        self._is_open = False  # whether all ranks will compare the end of this phase
-        self._is_expected = False  # whether the last training step had values
         self._values: list[Tensor] = []  # those of this phase
+        self._expected = 0  # the number of values that all ranks expect in this phase
+        self._of_last_step = 0  # the number of values in the last training step
+        self._is_open = False  # whether all ranks will compare the end of this phase
 
     def start_run(self) -> None:
         """Forget an earlier run, which may have stopped anywhere. Collective."""
@@ -104,24 +107,31 @@ class LoggedValues:
         if is_training:
             report_step()  # first, so that this rank is named if it skipped a call in which the others wait
         self.end_phase()
-        self._is_open = is_training and self._is_expected
+        self._expected = self._of_last_step if is_training else 0
         yield
-        has_values = self.end_phase()
+        count = self.end_phase()
         if is_training:
-            self._is_expected = has_values
+            self._of_last_step = count
             report_step()  # so that a rank without values is named when the others reduce theirs
 
-    def end_phase(self) -> bool:
-        """Wait for the values of the current phase, and return whether it had any. Collective in that case."""
+    def end_phase(self) -> int:
+        """Wait for the values of the current phase, and return their number. Collective if it has or expects any."""
         values, self._values = self._values, []
-        if self._is_open:
-            self._is_open = False
-            end = self._exchanges.start("")
-            with self._every_rank():
-                for value in values:
-                    resolve(value)
+        is_compared = self._is_open or len(values) < self._expected
+        self._is_open = False
+        self._expected = 0
+        with self._every_rank():
+            end = self._exchanges.start("") if is_compared else None
+            for value in values:
+                resolve(value)
+            if end is not None:
                 end.numbers()
-        return bool(values)
+        return len(values)
+
+    def end_run(self) -> None:
+        """Give every value a result, as Lightning still reads them; after an exception, not all of them have one."""
+        for value in self._values:
+            resolve(value)
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any, reduction: Reduction) -> Any:
         """Reduce a tensor for :meth:`Reduction.__call__`."""
@@ -132,7 +142,7 @@ class LoggedValues:
         if result is None:
             return all_reduce(tensor, group, reduce_op, idle_ranks=self._strategy.data.idle_ranks)
         name = f"{result.meta.fx}.{result.meta.name} ({reduce_op})"
-        self._open_phase(name)
+        self._admit(name)
         start = self._start_on_cpu if tensor.device.type == "cpu" else self._reduce_on_device
         value = start(name, tensor, reduce_op)
         self._values.append(value)
@@ -146,11 +156,11 @@ class LoggedValues:
             return None
         return result_reduced_by(self._strategy.current_trainer, reduction)
 
-    def _open_phase(self, name: str) -> None:
-        """Wait until all ranks log values, unless they compare the end of this phase anyway."""
+    def _admit(self, name: str) -> None:
+        """Wait until all ranks have a further value, unless this one is expected or the end will be compared."""
         context = current()
         assert context is not None
-        if not self._is_open:
+        if len(self._values) >= self._expected and not self._is_open:
             check = context.component(Survey).check_that_all_answer  # detects a stopped process before the timeout
             kind = "a reduction of logged values"
             context.barriers.enter(f"the reduction of {name}", call_site(), name=kind, check=check)
@@ -158,10 +168,17 @@ class LoggedValues:
 
     def _start_on_cpu(self, name: str, tensor: Tensor, op: str) -> Tensor:
         exchange = self._exchanges.start(name, float(tensor))
+        checkpoints = self._strategy.checkpoints
         idle_ranks = self._strategy.data.idle_ranks
+
+        def compute() -> float:
+            # After an exception some ranks may never log this value.
+            is_lost = checkpoints.is_interrupted and not exchange.is_completed()
+            return math.nan if is_lost else reduced(exchange.numbers(), op, idle_ranks)
+
         is_mean_of_integers = op == "mean" and not tensor.is_floating_point()
         dtype = torch.get_default_dtype() if is_mean_of_integers else tensor.dtype  # as in `all_reduce`
-        return PendingTensor.of(lambda: reduced(exchange.numbers(), op, idle_ranks), dtype)
+        return PendingTensor.of(compute, dtype)
 
     def _reduce_on_device(self, name: str, tensor: Tensor, op: str) -> Tensor:
         """Reduce a tensor without waiting for its device."""

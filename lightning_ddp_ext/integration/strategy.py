@@ -302,6 +302,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def teardown(self) -> None:
         try:
+            self.metrics.end_run()
             self.checkpoints.finish()
             self.stops.remove_resumed()
             super().teardown()

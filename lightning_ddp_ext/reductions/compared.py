@@ -48,6 +48,10 @@ class Exchange:
         self._rows[rank] = torch.frombuffer(message, dtype=torch.uint8)
         self._work = dist.all_reduce(self._rows, group=group, async_op=True)
 
+    def is_completed(self) -> bool:
+        """Whether :meth:`numbers` does not have to wait."""
+        return bool(self._work.is_completed())
+
     def numbers(self) -> list[float]:
         """Wait for the numbers of all ranks, and return them in rank order.
 
