@@ -87,19 +87,15 @@ class LoggedValues:
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._reset()
+        self.start_run()
 
-    def _reset(self) -> None:
+    def start_run(self) -> None:
+        """Forget an earlier run, which may have stopped anywhere."""
+        self._is_aligned = False  # whether exchanges of earlier runs are complete
         self._values: list[Tensor] = []  # those of this phase
         self._expected = 0  # the number of values that all ranks expect in this phase
         self._of_last_step = 0  # the number of values in the last training step
         self._is_open = False  # whether all ranks will compare the end of this phase
-
-    def start_run(self) -> None:
-        """Forget an earlier run, which may have stopped anywhere. Collective."""
-        self._reset()
-        if current() is not None:
-            self._exchanges.align(ranks_of(self._strategy))
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
@@ -165,6 +161,9 @@ class LoggedValues:
             kind = "a reduction of logged values"
             context.barriers.enter(f"the reduction of {name}", call_site(), name=kind, check=check)
             self._is_open = True
+        if not self._is_aligned:
+            self._is_aligned = True
+            self._exchanges.align(ranks_of(self._strategy))
 
     def _start_on_cpu(self, name: str, tensor: Tensor, op: str) -> Tensor:
         exchange = self._exchanges.start(name, float(tensor))

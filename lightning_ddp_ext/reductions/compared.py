@@ -66,7 +66,7 @@ class Exchange:
 
 
 def _shortened(name: str) -> bytes:
-    """Return the bytes of a name; the end of a long one is replaced by a digest."""
+    """Return the bytes of a name, or the first of them and a digest."""
     whole = name.encode()
     if len(whole) <= _LONGEST_NAME:
         return whole

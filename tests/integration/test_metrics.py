@@ -167,17 +167,17 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
 
 @pytest.mark.nightly
 def test_a_value_takes_one_collective_without_a_barrier(tmp_path: Path) -> None:
-    """The first step takes one more, and an epoch's mean one for its batch sizes; stock makes two for each.
+    """The first step takes two more, and an epoch's mean one for its batch sizes; stock makes two for each.
 
     A step without values makes stock's exchanges, but for the broadcast of whether there was a signal.
     """
     ours, stock = (by_rank[0] for by_rank in on_both(collectives, tmp_path))
     assert stock["two steps"] - ours["two steps"] == {"broadcast": 2}
     assert stock["step"] == {"barrier": 40, "all_reduce": 40}
-    assert ours["step"] == {"all_reduce": 40 + 1}
-    assert ours["more"] == {"all_reduce": 160 + 1}
+    assert ours["step"] == {"all_reduce": 40 + 1, "all_gather": 1}
+    assert ours["more"] == {"all_reduce": 160 + 1, "all_gather": 1}
     assert stock["epoch"] == {"barrier": 15, "all_reduce": 15}  # of a mean also the batch size
-    assert ours["epoch"] == {"all_reduce": 15 + 1}
+    assert ours["epoch"] == {"all_reduce": 15 + 1, "all_gather": 1}
 
 
 class Reads(Net):
@@ -382,7 +382,7 @@ def monitor(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_a_monitored_value_that_differs_between_ranks_is_named_once(tmp_path: Path) -> None:
-    """Training goes on as with stock, and the record of the best checkpoints is rank 0's on all ranks."""
+    """Training continues as with stock, and the record of the best checkpoints is rank 0's on all ranks."""
     ours, stock = on_both(monitor, tmp_path)
     assert stock[0]["record"] != stock[1]["record"]
     assert ours[1]["record"] == ours[0]["record"]
