@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import time
 from types import FrameType
 from typing import Any
@@ -159,17 +158,14 @@ def results_of(trainer: Any) -> dict[str, Any]:
     return results
 
 
-def calling_result() -> tuple[Any, bool]:
-    """Return the result object that called ``Strategy.reduce``, if any, and whether that call updates it.
+def result_reduced_by(trainer: Any, reduction: object) -> Any:
+    """Return the logged value for which Lightning keeps this object as its function that reduces, or ``None``."""
+    results = results_of(trainer) or {}
+    return next((each for each in results.values() if _sync_of(each).fn is reduction), None)
 
-    A user may call ``reduce`` with the same arguments and need the result immediately; the calling frame decides.
-    """
-    frame: Any = sys._getframe(1)
-    while frame.f_code.co_name == "reduce":  # also of a strategy that inherits from ours
-        frame = frame.f_back
-    owner = frame.f_locals.get("self")
-    is_logged = type(owner).__name__ == "_ResultMetric"
-    return (owner if is_logged else None), is_logged and frame.f_code.co_name == "update"
+
+def _sync_of(result: Any) -> Any:
+    return _read(_read(result, "meta"), "sync")
 
 
 # Signals.

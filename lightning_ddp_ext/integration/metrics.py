@@ -1,130 +1,200 @@
-"""Reduce values of ``self.log(..., sync_dist=True)`` across ranks, all values of a step in one collective."""
+"""Reduce values of ``self.log(..., sync_dist=True)`` across ranks when they are logged, and compare their names."""
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext.rank_lists import listed
-from lightning_ddp_ext.ranks import is_gloo
+from lightning_ddp_ext.errors import DivergenceError
+from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
-from lightning_ddp_ext.reductions.batched import DTYPES, OPS, PER_MESSAGE, Value, reduce_batch, reduce_common
-from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.reductions.compared import OPS, Exchange, PendingTensor, reduced, resolve
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.survey import Survey
 
-from .compat import calling_result, results_of
-from .named_calls import report_step
+from .compat import result_reduced_by
+from .named_calls import ranks_of, refuse, report_step
 
 
-class BatchedMetrics:
-    """Implements ``Strategy.reduce``, which Lightning calls for each value that is logged with ``sync_dist=True``.
+class Reduction:
+    """``Strategy.reduce`` as an object; each access to the attribute returns another one.
 
-    Values logged in a step are queued and reduced at the end of the step; until then readers get this rank's own value.
-    The values of an epoch are reduced together at its end. Everything else is reduced immediately.
+    Lightning keeps the object with which a name was first logged and calls it for all values of this name, so the
+    object identifies the name. Other code gets objects that belong to no name.
+    """
 
-    If ranks log different values, all ranks raise. After a training step with values, all ranks also reduce after the
-    next one. In all other cases they first wait for each other, so that a rank without values can be named.
+    def __init__(self, values: LoggedValues) -> None:
+        self._values = values
+
+    def __call__(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor in place, and return it; return other objects unchanged. Collective."""
+        return self._values.reduce(tensor, group, reduce_op, self)
+
+    def __eq__(self, other: object) -> bool:  # Lightning compares the arguments with which a name is logged
+        return isinstance(other, Reduction) and self._values is other._values
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class LoggedExchanges:
+    """All exchanges of logged values between a context's ranks; several Trainers share them.
+
+    Their group is used for nothing else: collectives of ranks that log different values would otherwise mix.
+    """
+
+    def __init__(self, context: ProcessContext) -> None:
+        self._context = context
+        self._group: dist.ProcessGroup | None = None
+        self._started = 0
+
+    def start(self, name: str, number: float = 0.0) -> Exchange:
+        """Start an exchange. Collective."""
+        group = self._context.new_group(backend="gloo", purpose="logged values")
+        if group is not self._group:
+            self._group = group
+            self._started = 0
+        self._started += 1
+        return Exchange(name, number, group)
+
+    def align(self, ranks: Ranks) -> None:
+        """Complete exchanges that only some ranks have started, because exceptions ended a run. Collective."""
+        if self._group not in self._context.groups.others.values():
+            return  # nothing has been logged in the current groups
+        most = max(ranks.gather(self._started))
+        for filler in [self.start("") for _ in range(self._started, most)]:
+            with suppress(DivergenceError):
+                filler.numbers()
+
+
+class LoggedValues:
+    """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
+
+    The call that logs a value starts its exchange, and its first read waits for the result, at the latest the end of
+    the phase, such as a training step. The ranks compare the names of their values, and all of them raise if they log
+    different ones.
+
+    A training step expects as many values as the last one. In a phase with another number of values, ranks also detect
+    values that only some of them log: a rank with fewer than expected exchanges a message without a name at the end,
+    and a rank with more first waits in a named barrier. After that, the end of the phase is compared.
     """
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self.start()
+        self.start_run()
 
-    def start(self) -> None:
-        """Reset the state, because an earlier run may have stopped anywhere."""
-        self._queue: list[Value] | None = None  # a list during a step
-        self._is_expected = False  # whether all ranks reduce after the next training step, even without logged values
-        self._ahead: deque[tuple[Tensor, Tensor]] = deque()  # the results requested next, each with its source
+    def start_run(self) -> None:
+        """Forget an earlier run, which may have stopped anywhere."""
+        self._is_aligned = False  # whether exchanges of earlier runs are complete
+        self._values: list[Tensor] = []  # those of this phase
+        self._expected = 0  # the number of values that all ranks expect in this phase
+        self._of_last_step = 0  # the number of values in the last training step
+        self._is_open = False  # whether all ranks will compare the end of this phase
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
-        """After the block, reduce the values that it logged. Collective if it logged any."""
+        """Make the block a phase. Collective if it, or the training step before it, has values."""
         if is_training:
-            report_step()
-        queue: list[Value] = []
-        self._queue = queue
-        try:
-            yield
-        finally:
-            self._queue = None
-        is_expected = is_training and self._is_expected and self._strategy.world_size > 1
-        if queue or is_expected:
-            for value, result in zip(queue, self._reduce(queue, is_expected=is_expected), strict=True):
-                value.tensor.copy_(result)
-            self._is_expected = bool(queue)
+            report_step()  # first, so that this rank is named if it skipped a call in which the others wait
+        self.end_phase()
+        self._expected = self._of_last_step if is_training else 0
+        yield
+        count = self.end_phase()
         if is_training:
+            self._of_last_step = count
             report_step()  # so that a rank without values is named when the others reduce theirs
 
-    def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        """Reduce a tensor now or, for a step's value, in place later; return other objects unchanged. Collective."""
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+    def end_phase(self) -> int:
+        """Wait for the values of the current phase, and return their number. Collective if it has or expects any."""
+        values, self._values = self._values, []
+        is_compared = self._is_open or len(values) < self._expected
+        self._is_open = False
+        self._expected = 0
+        with self._every_rank():
+            end = self._exchanges.start("") if is_compared else None
+            for value in values:
+                resolve(value)
+            if end is not None:
+                end.numbers()
+        return len(values)
+
+    def end_run(self) -> None:
+        """Give every value a result, as Lightning still reads them; after an exception, not all of them have one."""
+        for value in self._values:
+            resolve(value)
+
+    def reduce(self, tensor: Any, group: Any, reduce_op: Any, reduction: Reduction) -> Any:
+        """Reduce a tensor for :meth:`Reduction.__call__`."""
+        is_alone = not dist.is_initialized() or self._strategy.checkpoints.is_handling_exception
+        if is_alone or not isinstance(tensor, Tensor):
             return tensor
-        logged, is_update = calling_result()
-        if logged is None or not self._can_batch(tensor, group, reduce_op):
+        result = self._result_of(reduction) if group is None and reduce_op in OPS else None
+        if result is None:
             return all_reduce(tensor, group, reduce_op, idle_ranks=self._strategy.data.idle_ranks)
-        if not is_update:
-            return self._reduce_epoch(logged)
-        value = Value(_name_of(logged), reduce_op, tensor)
-        if self._queue is not None:
-            self._queue.append(value)
-            return tensor
-        return self._reduce([value], is_expected=False)[0]
+        name = f"{result.meta.fx}.{result.meta.name} ({reduce_op})"
+        self._admit(name)
+        start = self._start_on_cpu if tensor.device.type == "cpu" else self._reduce_on_device
+        value = start(name, tensor, reduce_op)
+        self._values.append(value)
+        if result.meta.enable_graph:  # Lightning shows this value itself, and not a detached one
+            resolve(value)
+        return value
 
-    def _reduce_epoch(self, logged: Any) -> Tensor:
-        """Reduce a number of an epoch's result together with those of all results that Lightning computes next."""
-        if not (self._ahead and self._ahead[0][0] is logged.value):
-            due = [each for each in results_of(self._strategy.current_trainer).values() if self._is_due(each)]
-            due = due if due and due[0] is logged else [logged]
-            numbers = [(each, number) for each in due[: PER_MESSAGE // 2] for number in _numbers_of(each)]
-            values = [Value(_name_of(each), each.meta.sync.op, number) for each, number in numbers]
-            self._enter(values)
-            results = reduce_common(values, device=self._device, idle_ranks=self._strategy.data.idle_ranks)
-            self._ahead = deque((each.value, result) for (each, _), result in zip(numbers, results, strict=False))
-        return self._ahead.popleft()[1]
+    def _result_of(self, reduction: Reduction) -> Any:
+        """Return the logged value that calls a reduction, if the ranks can compare its name; otherwise ``None``."""
+        if self._strategy.world_size == 1 or current() is None:
+            return None
+        return result_reduced_by(self._strategy.current_trainer, reduction)
 
-    def _is_due(self, result: Any) -> bool:
-        """Whether Lightning will compute this result of the epoch next, and reduce it across all ranks."""
-        meta, sync = result.meta, result.meta.sync
-        is_computed = result.has_reset or result._computed is not None or not (result.is_tensor and meta.on_epoch)
-        if is_computed or not sync.should or sync.rank_zero_only:
-            return False
-        return all(self._can_batch(number, sync.group, sync.op) for number in _numbers_of(result))
-
-    def _reduce(self, values: list[Value], *, is_expected: bool) -> list[Tensor]:
-        if not is_expected:
-            self._enter(values)
-        return reduce_batch(values, device=self._device, idle_ranks=self._strategy.data.idle_ranks)
-
-    def _enter(self, values: list[Value]) -> None:
-        """Wait until all ranks reduce logged values; the reduction itself compares the names."""
+    def _admit(self, name: str) -> None:
+        """Wait until all ranks have a further value, unless this one is expected or the end will be compared."""
         context = current()
-        if context is not None:
-            what, name = f"the reduction of {listed(dict.fromkeys(map(str, values)))}", "a reduction of logged values"
+        assert context is not None
+        if len(self._values) >= self._expected and not self._is_open:
             check = context.component(Survey).check_that_all_answer  # detects a stopped process before the timeout
-            context.barriers.enter(what, call_site(), name=name, check=check)
+            kind = "a reduction of logged values"
+            context.barriers.enter(f"the reduction of {name}", call_site(), name=kind, check=check)
+            self._is_open = True
+        if not self._is_aligned:
+            self._is_aligned = True
+            self._exchanges.align(ranks_of(self._strategy))
+
+    def _start_on_cpu(self, name: str, tensor: Tensor, op: str) -> Tensor:
+        exchange = self._exchanges.start(name, float(tensor))
+        checkpoints = self._strategy.checkpoints
+        idle_ranks = self._strategy.data.idle_ranks
+
+        def compute() -> float:
+            # After an exception some ranks may never log this value.
+            is_lost = checkpoints.is_interrupted and not exchange.is_completed()
+            return math.nan if is_lost else reduced(exchange.numbers(), op, idle_ranks)
+
+        is_mean_of_integers = op == "mean" and not tensor.is_floating_point()
+        dtype = torch.get_default_dtype() if is_mean_of_integers else tensor.dtype  # as in `all_reduce`
+        return PendingTensor.of(compute, dtype)
+
+    def _reduce_on_device(self, name: str, tensor: Tensor, op: str) -> Tensor:
+        """Reduce a tensor without waiting for its device."""
+        with self._every_rank():  # a device would wait for a collective that other ranks do not start
+            self._exchanges.start(name).numbers()
+        return all_reduce(tensor, None, op, idle_ranks=self._strategy.data.idle_ranks)
+
+    @contextmanager
+    def _every_rank(self) -> Iterator[None]:
+        """Raise an error about different names, once every rank has found it."""
+        try:
+            yield
+        except DivergenceError as error:
+            refuse(self._strategy, error)
 
     @property
-    def _device(self) -> torch.device:
-        """The device of the tensors that are sent."""
-        device: torch.device = self._strategy.root_device
-        return torch.device("cpu") if is_gloo(device) else device
-
-    def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:
-        is_scalar = tensor.ndim == 0 and tensor.dtype in DTYPES
-        return is_scalar and op in OPS and group is None and self._strategy.world_size > 1
-
-
-def _name_of(logged: Any) -> str:
-    return f"{logged.meta.fx}.{logged.meta.name}"
-
-
-def _numbers_of(logged: Any) -> list[Tensor]:
-    """Return the numbers of an epoch's result that Lightning reduces, in Lightning's order."""
-    return [logged.value, logged.cumulated_batch_size] if logged.meta.is_mean_reduction else [logged.value]
+    def _exchanges(self) -> LoggedExchanges:
+        context = current()
+        assert context is not None
+        return context.component(LoggedExchanges)

@@ -30,7 +30,8 @@ from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
 from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
 from .lightning_tree import ClusterEnvironment, pl, refuse_other_tree
-from .metrics import BatchedMetrics
+from .metrics import LoggedValues, Reduction
+from .monitored import MonitoredValues
 from .named_calls import report_call
 from .options import check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
@@ -173,7 +174,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.data = DataPath(
             self, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs, resume_data=resume_data
         )
-        self.metrics = BatchedMetrics(self)
+        self.metrics = LoggedValues(self)
+        self.monitored = MonitoredValues(self)
         self.stops = StopController(self.checkpoints, to_timedelta(save_deadline, field="save_deadline"))
         self.rescue = Rescue(self, rescue_checkpoint)
         self.averaging = GradientAveraging(self)
@@ -224,6 +226,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         if os.fspath(filepath) == self.files.stop_path:
             checkpoint[FILE_KEY] = self.files.identity
         self.checkpoints.save(checkpoint, filepath, storage_options)
+        self.monitored.share_record()
 
     @override
     def remove_checkpoint(self, filepath: PathLike) -> None:
@@ -270,13 +273,15 @@ class DDPExtStrategy(RankDevicesStrategy):
         super().setup_environment()
         self._replaced.restore_by(trainer, self._restore)
         self._replaced.exchange_profiler(trainer)
-        self.metrics.start()
+        self.metrics.start_run()
         self.stops.attach(trainer, self._replaced)
 
     @override
     def on_train_start(self) -> None:
         self.data.uneven.report_phase()
+        self.metrics.end_phase()
         self.data.training.on_train_start()
+        self.monitored.start_training()
         self.averaging.on_train_start()
 
     @override
@@ -287,22 +292,27 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     def _start_evaluation(self) -> None:
         self.data.uneven.report_phase()
+        self.metrics.end_phase()
 
     on_test_start = on_predict_start = _start_evaluation
 
     @override
     def on_train_end(self) -> None:
         self.data.uneven.report_phase()
+        self.metrics.end_phase()
+        self.monitored.compare()
         self.data.training.on_train_end()
         self.stops.at_end()
 
     def _end_evaluation(self) -> None:
         self.data.evaluation.end()
         self.data.uneven.report_phase()
+        self.metrics.end_phase()
         self.stops.at_end_of_evaluation()
 
     @override
     def on_validation_end(self) -> None:
+        self.monitored.compare()
         self.data.training.on_validation_end()
         self.rescue.recorder.note(Kind.VALIDATED)
         self._end_evaluation()
@@ -312,6 +322,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def teardown(self) -> None:
         try:
+            self.metrics.end_run()
             self.checkpoints.finish()
             self.files.remove_obsolete(getattr(self.lightning_module, "_trainer", None))
             super().teardown()
@@ -346,6 +357,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.rescue.recorder.on_train_batch_start()
         self.data.on_train_batch_start(batch)
+        if batch_idx == 0:
+            self.monitored.compare()  # the values of the epoch before
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -424,11 +437,11 @@ class DDPExtStrategy(RankDevicesStrategy):
         # Lightning counts the ranks that agree, but an idle rank must not count.
         return super().reduce_boolean_decision(bool(decision) != all, all=False) != all
 
+    @property
     @override
-    def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
-        if self.checkpoints.is_handling_exception:
-            return tensor
-        return self.metrics.reduce(tensor, group, reduce_op)  # type: ignore[no-any-return]
+    def reduce(self) -> Reduction:
+        """Lightning's method; see :class:`Reduction`."""
+        return Reduction(self.metrics)
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
         """Run ``work`` on rank 0, and return its result or raise its error on every rank. Collective.

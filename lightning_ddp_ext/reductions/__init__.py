@@ -1,1 +1,1 @@
-"""Reduce values over the ranks: many scalars in one collective, and single tensors without a barrier."""
+"""Reduce values over the ranks: scalars without waiting for them, and other tensors without a barrier."""

@@ -1,7 +1,8 @@
-"""`self.log(..., sync_dist=True)`: stock's values, those of a step in one collective."""
+"""`self.log(..., sync_dist=True)`: stock's values at every read, without a barrier."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
@@ -17,7 +19,18 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_ddp_ext import DDPExtError, DivergenceError
 from lightning_ddp_ext.errors import RankAbsentError
-from tests.harness.training import Batch, Kind, Net, assert_same, data, make_strategy, make_trainer, on_both, on_ranks
+from tests.harness.training import (
+    Batch,
+    Kind,
+    Net,
+    assert_same,
+    data,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+    weights,
+)
 
 
 class AllKinds(Net):
@@ -153,44 +166,103 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
 
 
 @pytest.mark.nightly
-def test_a_step_makes_one_collective(tmp_path: Path) -> None:
-    """This holds for any number of values, without a barrier, also at an epoch's end; stock makes two for each value.
+def test_a_value_takes_one_collective_without_a_barrier(tmp_path: Path) -> None:
+    """The first step takes two more, and an epoch's mean one for its batch sizes; stock makes two for each.
 
     A step without values makes stock's exchanges, but for the broadcast of whether there was a signal.
     """
     ours, stock = (by_rank[0] for by_rank in on_both(collectives, tmp_path))
     assert stock["two steps"] - ours["two steps"] == {"broadcast": 2}
     assert stock["step"] == {"barrier": 40, "all_reduce": 40}
-    assert ours["step"] == ours["more"] == {"all_gather": 4}
-    assert ours["epoch"] == {"all_gather": 1}
+    assert ours["step"] == {"all_reduce": 40 + 1, "all_gather": 1}
+    assert ours["more"] == {"all_reduce": 160 + 1, "all_gather": 1}
     assert stock["epoch"] == {"barrier": 15, "all_reduce": 15}  # of a mean also the batch size
+    assert ours["epoch"] == {"all_reduce": 15 + 1, "all_gather": 1}
 
 
 class Reads(Net):
-    """Reads what it has just logged, within the step."""
+    """Reads what it has logged within the step: on all ranks, on rank 1 only, in hooks, and between collectives."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_automatic: bool) -> None:
         super().__init__()
+        self.automatic_optimization = is_automatic
         self.read: list[float] = []
 
+    def log_and_read(self, name: str) -> None:
+        self.log(name, float(self.global_rank), sync_dist=True, on_step=True, on_epoch=True)
+        if self.global_rank == 1:
+            self.read += self.values()
+
+    def values(self) -> list[float]:
+        """Return all values that this rank can read; a value that is logged later in the step is not among them."""
+        properties = self.trainer.callback_metrics, self.trainer.logged_metrics
+        return [float(value) for metrics in properties for _, value in sorted(metrics.items())]
+
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        self.log("rank", float(self.global_rank), sync_dist=True)
-        self.read.append(self.trainer.callback_metrics["rank"].item())
-        return self.loss(batch)
+        loss = self.loss(batch)
+        self.log_and_read("before")
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.log_and_read("after a collective")
+            optimizer = self.optimizers()
+            optimizer.step()  # type: ignore[union-attr]
+            optimizer.zero_grad()  # type: ignore[union-attr]
+        self.log_and_read("last")
+        self.read += self.values()
+        return loss
 
     def on_before_zero_grad(self, *_: Any) -> None:
-        self.read.append(self.trainer.callback_metrics["rank"].item())
+        self.log_and_read("in a hook")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log_and_read("after the step")
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            self.read += self.values()
 
 
-def read_within(kind: Kind, directory: Path) -> list[float]:
-    model = Reads()
-    make_trainer(make_strategy(kind, directory), max_steps=1, limit_val_batches=0).fit(model)
-    return model.read
+class StepsPlateau(Net):
+    """Steps a scheduler with a value that it has logged in the same step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        loss = self.loss(batch)
+        self.log("worsens on rank 1", index * (-1.0 + 3 * self.global_rank), sync_dist=True)
+        scheduler.step(self.trainer.callback_metrics["worsens on rank 1"])  # type: ignore[union-attr, call-arg]
+        self.manual_backward(loss)
+        optimizer.step()  # type: ignore[union-attr]
+        optimizer.zero_grad()  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)]
 
 
-def test_a_value_that_is_read_in_the_step_that_logs_it_is_this_ranks_own(tmp_path: Path) -> None:
-    """A reader gets the mean of all ranks after the step, before its gradients are computed."""
-    assert on_ranks("ours", read_within, tmp_path) == [[0.0, 0.5], [1.0, 0.5]]
+def read_within(kind: Kind, directory: Path) -> list[Any]:
+    seen: list[Any] = []
+    for is_automatic in (True, False):
+        L.seed_everything(7)
+        model = Reads(is_automatic)
+        make_trainer(make_strategy(kind, directory), limit_val_batches=0).fit(model)
+        seen.append(model.read)
+    L.seed_everything(7)
+    plateau = StepsPlateau()
+    trainer = make_trainer(make_strategy(kind, directory), limit_val_batches=0)
+    trainer.fit(plateau)
+    return [*seen, trainer.optimizers[0].param_groups[0]["lr"], weights(plateau)]
+
+
+@pytest.mark.lowest
+def test_no_read_sees_a_value_that_is_not_reduced(tmp_path: Path) -> None:
+    """A read on all ranks or on one, anywhere in a step, returns stock's value, also between backward passes."""
+    ours, stock = on_both(read_within, tmp_path)
+    assert_same(ours, stock)
+    for automatic, manual, rate, _ in ours:
+        assert set(automatic) == set(manual) == {0.5}
+        assert rate < 0.1
 
 
 class Differs(Net):
@@ -209,13 +281,21 @@ class Differs(Net):
 NOT_LOGGED = "rank 1 did not log training_step.a (mean)"
 EPOCH = {"on_step": False, "on_epoch": True}
 CASES: list[tuple[list[str], int, dict[str, Any], type[DDPExtError], str]] = [
-    (["a", "b"], 2, {}, DivergenceError, "rank 1 logged training_step.b (mean) (compared with rank 0); every rank"),
+    (["a", "b"], 2, {}, RankAbsentError, "rank 1 began the reduction of training_step.b (mean)"),
+    (["b"], 2, {}, DivergenceError, "rank 1 logged training_step.b (mean) and did not log training_step.a (mean)"),
+    (["a", "b"], 0, {}, DivergenceError, "rank 1 logged training_step.b (mean) (compared with rank 0); every rank"),
     ([], 0, {}, RankAbsentError, "rank 0 began the reduction of training_step.a (mean)"),
     (["a"], 2, {"common": ""}, RankAbsentError, "rank 1 began the reduction of training_step.a (mean)"),
-    ([f"{n}" for n in range(70)], 0, {}, DivergenceError, "training_step.7 (mean) and 62 more and did not log"),
+    (
+        [f"{n}" for n in range(70)],
+        0,
+        {},
+        DivergenceError,
+        "rank 1 logged training_step.0 (mean) and did not log training_step.a (mean)",
+    ),
     ([], 3, {}, DivergenceError, NOT_LOGGED),
     (["b"], 0, EPOCH, DivergenceError, "rank 1 logged training_step.b (mean) and did not log training_step.a"),
-    (["a", "b"], 0, EPOCH, DDPExtError, "began the reduction of training_step.b (mean)"),
+    (["a", "b"], 0, EPOCH, DDPExtError, "rank 1 logged training_step.b (mean) (compared with rank 0)"),
 ]
 
 
@@ -234,3 +314,97 @@ def test_ranks_that_log_different_values_all_raise(tmp_path: Path) -> None:
     for messages in on_ranks("ours", fail, tmp_path):
         for message, (*_, sentence) in zip(messages, CASES, strict=True):
             assert sentence in message
+
+
+class EndsEarly(Net):
+    """Logs ``a``; in its third step the ranks raise, rank 1 without having logged."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.ends = ends
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        for name in "ab" if self.global_rank == 0 or not self.ends or index < 2 else "":
+            self.log(name, float(self.global_rank), sync_dist=True)
+        if self.ends and index == 2:
+            raise ValueError("raised by the user")
+        return self.loss(batch)
+
+
+def log_after_an_exception(kind: Kind, directory: Path) -> list[float]:
+    with pytest.raises(ValueError, match="raised by the user"):
+        make_trainer(make_strategy(kind, directory), limit_val_batches=0).fit(EndsEarly(ends=True))
+    trainer = make_trainer(make_strategy(kind, directory), limit_val_batches=0)
+    trainer.fit(EndsEarly(ends=False))
+    return [trainer.callback_metrics[name].item() for name in "ab"]
+
+
+def test_a_run_logs_after_an_earlier_one_that_ranks_left_at_different_points(tmp_path: Path) -> None:
+    """A value that only some ranks logged before they raised is not mixed with those of the next Trainer."""
+    assert on_ranks("ours", log_after_an_exception, tmp_path) == [[0.5, 0.5], [0.5, 0.5]]
+
+
+class Monitored(Net):
+    """Logs a value that falls on rank 0 and rises on rank 1, or that only rank 0 has, and one that is the same."""
+
+    def __init__(self, *, is_on_rank_zero_only: bool = False) -> None:
+        super().__init__()
+        self.is_on_rank_zero_only = is_on_rank_zero_only
+
+    def validation_step(self, batch: Batch, index: int) -> None:
+        self.log("same", float(self.global_rank), sync_dist=True)
+        if self.global_rank == 0 or not self.is_on_rank_zero_only:
+            self.log("own", self.current_epoch * (2.0 * self.global_rank - 1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return [optimizer], [{"scheduler": plateau, "monitor": "own", "strict": False}]
+
+
+def monitor(kind: Kind, directory: Path) -> dict[str, Any]:
+    checkpoint = ModelCheckpoint(directory, "{epoch}-{own:.0f}", monitor="own", save_top_k=2)
+    stopping, trainers = EarlyStopping("same"), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model, callbacks in ((Monitored(), [checkpoint, stopping]), (Monitored(is_on_rank_zero_only=True), [])):
+            options = {"enable_checkpointing": bool(callbacks), "max_epochs": 3}
+            trainers.append(make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options))
+            trainers[-1].fit(model)
+    scores = {path: float(score) for path, score in checkpoint.best_k_models.items()}
+    best = checkpoint.best_model_path, checkpoint.best_model_score
+    return {
+        "record": [scores, best, (checkpoint.kth_best_model_path, checkpoint.kth_value)],
+        "epochs": [trainer.current_epoch for trainer in trainers],
+        "rates": [trainer.optimizers[0].param_groups[0]["lr"] for trainer in trainers],
+        "warnings": [str(each.message) for each in caught if "between ranks" in str(each.message)],
+    }
+
+
+def test_a_monitored_value_that_differs_between_ranks_is_named_once(tmp_path: Path) -> None:
+    """Training continues as with stock, and the record of the best checkpoints is rank 0's on all ranks."""
+    ours, stock = on_both(monitor, tmp_path)
+    assert stock[0]["record"] != stock[1]["record"]
+    assert ours[1]["record"] == ours[0]["record"]
+    assert Path(ours[1]["record"][1][0]).name == "epoch=1-own=-1.ckpt"
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert (mine["epochs"], mine["rates"]) == (theirs["epochs"], theirs["rates"])
+    differs, missing = ours[0]["warnings"]
+    assert "'own' differs between ranks (-1 on rank 0, 1 on rank 1)" in differs
+    assert "'own' differs between ranks (0 on rank 0, not logged on rank 1)" in missing
+    assert "log it on every rank with sync_dist=True" in missing
+    assert ours[1]["warnings"] == []
+
+
+def stop_on_rank_zero_only(kind: Kind, directory: Path) -> str:
+    stopping = EarlyStopping("own", strict=False)
+    trainer = make_trainer(make_strategy(kind, directory), callbacks=[stopping])
+    with pytest.raises(RankAbsentError) as error:
+        trainer.fit(Monitored(is_on_rank_zero_only=True))
+    return str(error.value)
+
+
+def test_a_stop_that_only_rank_zero_can_decide_raises_on_all_ranks(tmp_path: Path) -> None:
+    """Stock hangs if a monitored value is missing on some ranks and ``strict=False``."""
+    for message in on_ranks("ours", stop_on_rank_zero_only, tmp_path):
+        assert "rank 0 began a decision of all ranks" in message
