@@ -32,6 +32,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         epoch: the epoch whose order is read next.
         dataset, shuffle, seed, uneven: as given.
         length: the number of positions in an epoch's global order.
+        next_order: the order for the next iterator, if :meth:`draw` has drawn it.
     """
 
     kind: ClassVar[str]
@@ -57,10 +58,15 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.uneven: Uneven = uneven_of(uneven)
         self.epoch = 0
         self._position = 0
+        self.next_order: Order | None = None
 
     def _order(self) -> Order:
         """Return the order of ``self.epoch``: a function from positions to the sampler's items."""
         raise NotImplementedError
+
+    def draw(self, epoch: int) -> tuple[Order | None, int | None]:
+        """Draw an epoch's order and return its fingerprint with it; ``None`` twice if seed and epoch determine it."""
+        return None, None
 
     def _set_wrapped_epoch(self) -> None:
         """Set the epoch of wrapped objects, if the subclass has any."""
@@ -106,7 +112,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return chain.from_iterable(self._iterate())
 
     def _iterate(self) -> Iterator[list[Any]]:
-        shard, order = self.shard(self._position), self._order()
+        shard = self.shard(self._position)
+        order = self.next_order or self._order()
+        self.next_order = None
         end, size = 0, FIRST_BLOCK
         while end < len(shard):
             items = order(shard.positions(end, end + size))
@@ -147,6 +155,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         remedy = "a position is only valid for the length that it was saved with"
         self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
+        self.next_order = None
         self._set_wrapped_epoch()
 
     def identity(self) -> dict[str, int | bool | str]:

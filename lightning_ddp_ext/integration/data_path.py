@@ -7,7 +7,7 @@ Lightning calls :meth:`DataPath.prepare` where it would put its own sampler into
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
@@ -138,20 +138,27 @@ class DataPath:
         In the fit loop it starts at the training position; in an evaluation loop or user code, at the beginning.
         """
         trainer = self._strategy.current_trainer
-        epoch = self.training.epoch
-        keeps_workers = start_epoch(loader.loader, epoch, rank=trainer.global_rank, seed=self.worker_seed)
         is_trained = loader.position is not None
         loop = trainer.fit_loop if is_trained else active_loop_of(trainer)
-        if not any(iterator is each for each in iterators_of(loop)):
-            rewind(loader.loader)
-            return iter(own_copy(loader.loader))
-        # A resumed run may start persistent workers in a later epoch; seeding them then must not draw another number.
-        is_later = keeps_workers and (epoch > 0 or not is_trained)
-        with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
+        with self.in_epoch(loader):
+            if not any(iterator is each for each in iterators_of(loop)):
+                rewind(loader.loader)
+                return iter(own_copy(loader.loader))
             if is_trained:
-                return self.training.start_iterator(loader, epoch)
+                return self.training.start_iterator(loader, self.training.epoch)
             rewind(loader.loader)
             return self.evaluation.read(loader, iter(loader.loader))
+
+    @contextmanager
+    def in_epoch(self, loader: DistributedLoader) -> Iterator[None]:
+        """Set the current epoch in a loader, of which an iterator is created within the block."""
+        epoch = self.training.epoch
+        rank = self._strategy.current_trainer.global_rank
+        keeps_workers = start_epoch(loader.loader, epoch, rank=rank, seed=self.worker_seed)
+        # A resumed run may start persistent workers in a later epoch; seeding them then must not draw another number.
+        is_later = keeps_workers and (epoch > 0 or loader.position is None)
+        with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
+            yield
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:

@@ -297,6 +297,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             super().teardown()
         finally:
             self._replaced.restore_all()
+            self.data.training.end()
             self.rescue.end()
             self.stops.detach()
 

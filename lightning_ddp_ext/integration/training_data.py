@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from itertools import zip_longest
 from typing import Any, Literal
 
 from lightning_ddp_ext.checkpoint.rank_notes import Kind
@@ -20,7 +19,7 @@ from lightning_ddp_ext.data.random_state import record_random_state
 
 from .compat import combined_iterator_of, combined_loader_of, fetcher_of, iterators_of, schedule_timed_validation
 from .loop_state import Restart, Stopped, epoch_of, find_restart
-from .resume import KEY, VERSION, Resume, ResumeData, positions_of, shared_state, training_generators
+from .resume import KEY, VERSION, Resume, ResumeData, positions_of, training_generators, without_random_state
 
 Recorded = Literal["epoch", "step", "validation"]
 
@@ -38,6 +37,7 @@ class TrainingData:
         if trainer is None or trainer.state.fn == "fit":  # otherwise a checkpoint still describes the earlier training
             self._seed: int | None = None
             self._has_ended = False  # whether the last epoch's data was exhausted when training ended
+            self._at_end: tuple[Restart, dict[str, Any]] | None = None  # where it ended, if in the middle of an epoch
         self.resume = Resume(self._strategy)
         # At the start of the last epoch, step and validation: random states, and the batches that each loader gave.
         self._recorded: dict[Recorded, tuple[list[Any], list[int]]] = {}
@@ -83,8 +83,21 @@ class TrainingData:
         self.resume.on_validation_end()
 
     def on_train_end(self) -> None:
-        """Record whether the last epoch's data was exhausted, before Lightning resets its loops."""
-        self._has_ended = fetcher_of(self._strategy.current_trainer.fit_loop).done
+        """Record where training ended, before Lightning resets its loops and an evaluation removes the loaders."""
+        loop = self._strategy.current_trainer.fit_loop
+        self._has_ended = fetcher_of(loop).done
+        # Its whole state would include those of loaders, which may be large.
+        loops = {
+            "epoch_progress": loop.epoch_progress.state_dict(),
+            "epoch_loop.batch_progress": loop.epoch_loop.batch_progress.state_dict(),
+        }
+        restart = self._find_restart(loops)
+        if restart.is_within:
+            self._at_end = restart, self._own_state(restart, loops)
+
+    def end(self) -> None:
+        """End what must not outlive the Trainer's run."""
+        self.resume.end()
 
     # Reading.
 
@@ -110,15 +123,16 @@ class TrainingData:
 
     def _start_epoch(self, epoch: int) -> None:
         if epoch > self.resume.restart.epoch:
+            self.resume.end()
             self.resume = Resume(self._strategy)
         resume = self.resume
+        resume.find_data()
         # If no length is known, Lightning reads the first batch before it starts training and restores the state.
         if resume.restart.has_started or (resume.restart.at == "epoch_start" and not resume.has_restored_random):
             resume.restore_random_state()
-        if resume.restart.is_within:
-            resume.find_data()
-        for position, state in zip_longest(positions_of(self._strategy.current_trainer), resume.states):
-            position.start_epoch(epoch, done=resume.done, state=state)
+        if not resume.restart.is_within:
+            for position in positions_of(self._strategy.current_trainer):
+                position.start_epoch(epoch)
         self.record_random_state("epoch")
         self._strategy.rescue.recorder.note(Kind.EPOCH)
 
@@ -154,24 +168,39 @@ class TrainingData:
         """Add all ranks' data positions to a checkpoint in the call ``what``. Collective unless interrupted."""
         if "loops" not in checkpoint:
             return
-        trainer, checkpoints = self._strategy.current_trainer, self._strategy.checkpoints
-        stopped, accumulated = self._strategy.stops.stopped, trainer.accumulate_grad_batches
+        trainer = self._strategy.current_trainer
+        checkpoints = self._strategy.checkpoints
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
-        fetcher = fetcher_of(trainer.fit_loop)
-        has_ended = self._has_ended if fetcher is None else fetcher.done
-        restart = find_restart(loops, accumulated=accumulated, stopped=stopped, has_ended=has_ended)
+        restart = self._find_restart(loops)
         has_loaders = combined_loader_of(trainer.fit_loop) is not None
-        if not has_loaders and (restart.is_within or restart.epoch == 0):  # a validation removes the loaders
+        if has_loaders or not (restart.is_within or restart.epoch == 0):
+            own = self._own_state(restart, loops)
+        elif self._at_end is not None and self._at_end[0] == restart:  # an evaluation has removed the loaders
+            own = self._at_end[1]
+        else:
             return
-        positions = positions_of(trainer) if restart.is_within else []
-        random, given = self._state_of(restart, loops)
-        loaders = [each.state_dict(restart.done, number) for each, number in zip(positions, given, strict=False)]
-        own = {"random": random, "loaders": loaders}
         if not checkpoints.is_interrupted:
             ranks = checkpoints.to_rank_zero(own, what)
         else:  # the other ranks skip this call
-            ranks = [own if self._strategy.world_size == 1 else shared_state(own)]
-        checkpoint[KEY] = self.section(restart, stopped, ranks)
+            ranks = [own if self._strategy.world_size == 1 else without_random_state(own)]
+        checkpoint[KEY] = self.section(restart, self._strategy.stops.stopped, ranks)
+
+    def _find_restart(self, loops: Mapping[str, Any]) -> Restart:
+        trainer = self._strategy.current_trainer
+        fetcher = fetcher_of(trainer.fit_loop)
+        return find_restart(
+            loops,
+            accumulated=trainer.accumulate_grad_batches,
+            stopped=self._strategy.stops.stopped,
+            has_ended=self._has_ended if fetcher is None else fetcher.done,
+        )
+
+    def _own_state(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's random states and positions."""
+        positions = positions_of(self._strategy.current_trainer) if restart.is_within else []
+        random, given = self._state_of(restart, loops)
+        loaders = [each.state_dict(restart.done, number) for each, number in zip(positions, given, strict=False)]
+        return {"random": random, "loaders": loaders}
 
     def section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
         """Return the section for a checkpoint; ``ranks`` contains the state of each rank."""
