@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from lightning_ddp_ext.data.epochs import all_below
+
 T = TypeVar("T")
 
 _SAMPLED = 128  # elements of a tensor
@@ -22,18 +24,18 @@ _WORDS = {1: torch.uint8, 2: torch.int16}  # by element size in bytes, for float
 _STABLE_FORMAT = 2  # of `marshal`; newer ones depend on which objects are identical
 
 
-class Fingerprints:
-    """The fingerprints of an iterator's latest items, each of all items up to it.
+class Trace:
+    """What an iterator drew: after each of its latest items, the fingerprint of all items up to it, or their size.
 
-    Indices count completely. A batch is sampled: up to 128 elements of each tensor and 32 of each collection, because
-    a checksum of all elements would slow each step down.
+    The fingerprint of indices is that of all indices. A batch is sampled: up to 128 elements of each tensor and 32 of
+    each collection, because a checksum of all elements would slow each step down.
 
     Args:
-        kept: the number of latest items whose fingerprints are kept.
+        kept: the number of latest items whose values are kept.
         number: the number of earlier items.
-        earlier: their fingerprint.
+        earlier: the value after them.
 
-    >>> once, again = Fingerprints(2), Fingerprints(2)
+    >>> once, again = Trace(2), Trace(2)
     >>> for batch in ([torch.zeros(3), "a"], [torch.ones(3), "b"]):
     ...     once.add_batch(batch)
     ...     again.add_batch(batch)
@@ -75,8 +77,14 @@ class Fingerprints:
             self.add_batch(batch)
             yield batch
 
+    def follow_sizes(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the batches of a batch sampler, and add the size of each one before."""
+        for batch in batches:
+            self._add(self._running + len(batch))  # type: ignore[arg-type]
+            yield batch
+
     def after(self, number: int) -> int | None:
-        """Return the fingerprint of the first ``number`` items; ``None`` if it is not kept."""
+        """Return the value after the first ``number`` items; ``None`` if it is not kept."""
         place = len(self._latest) - 1 - (self._number - number)
         if not 0 <= place < len(self._latest):
             return None
@@ -88,10 +96,31 @@ class Fingerprints:
 
 def fingerprint_of_list(items: list[Any]) -> int:
     """Return the fingerprint of a list of indices."""
-    found = Fingerprints()
+    found = Trace()
     for first in range(0, len(items), 1 << 14):
         found.add_indices(items[first : first + (1 << 14)])
     return found._running
+
+
+def fingerprint_of_data(dataset: object) -> int:
+    """Return a fingerprint of a sample of a dataset's tensors, arrays and lists, and of those of datasets below it.
+
+    Other attributes, such as a rank, may differ between ranks that have the same data.
+
+    >>> from torch.utils.data import Subset
+    >>> fingerprint_of_data(Subset("abcd", [0, 2])) == fingerprint_of_data(Subset("abcd", [1, 3]))
+    False
+    """
+    running = 0
+    for owner in all_below(dataset):
+        attributes = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        for value in list(attributes.values())[:_LISTED]:
+            if isinstance(value, (torch.Tensor, np.ndarray)):
+                running = _checksum(value, running, [])
+            elif isinstance(value, (list, tuple, range)):
+                sample = [each for each in value[:: max(1, len(value) // _SAMPLED)] if isinstance(each, (int, str))]
+                running = zlib.crc32(marshal.dumps((len(value), *sample), _STABLE_FORMAT), running)
+    return running
 
 
 def _checksum(value: Any, running: int, on_device: list[torch.Tensor], depth: int = 0) -> int:

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRand
 from typing_extensions import override
 
 from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.fingerprints import Fingerprints
+from lightning_ddp_ext.data.fingerprints import Trace, fingerprint_of_data
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, make_permanent
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
@@ -68,8 +68,14 @@ class OrderPosition(LoaderPosition):
         sampler = global_order_of(loader)
         assert sampler is not None
         self._sampler = sampler
-        index_sampler = index_sampler_of(loader)
-        self._batch_size = 1 if index_sampler is sampler else index_sampler.batch_size  # counted in sampler items
+        # Users may change the size of batches during an epoch; without batches, or with batches as items, it is 1.
+        self._batches = None if index_sampler_of(loader) is sampler else make_permanent(loader)
+        self._data = fingerprint_of_data(loader.dataset)
+
+    @property
+    def _batch_size(self) -> int:
+        """The current number of the sampler's items in a batch."""
+        return 1 if self._batches is None else self._batches.batch_sampler.batch_size  # type: ignore[attr-defined]
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
@@ -78,10 +84,14 @@ class OrderPosition(LoaderPosition):
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         order, start.order = self._sampler.draw(self.epoch)
+        start.drawn = self._trace()
 
         def read() -> Iterator[Any]:
             self._sampler.resume_at(self.epoch, start.at)
             self._sampler.next_order = order
+            if self._batches is not None:
+                batches = self._batches.batch_sampler
+                self._batches.draw_next_by(lambda: start.drawn.follow_sizes(iter(batches)))
             return iter(self.loader)
 
         return read
@@ -92,7 +102,13 @@ class OrderPosition(LoaderPosition):
 
     @override
     def _position(self, start: IteratorStart, batches: int) -> int:
-        return self._sampler.shard(start.at).position_after(batches * self._batch_size)
+        items = start.drawn.after(batches)
+        return self._sampler.shard(start.at).position_after(batches * self._batch_size if items is None else items)
+
+    @override
+    def shared(self) -> dict[str, Any]:
+        order = self._starts[-1].order if self._starts else None
+        return {**self._sampler.identity(), "order": order, "data": self._data}
 
     @override
     def left_after(self, position: int) -> float:
@@ -127,7 +143,7 @@ class IndexPosition(LoaderPosition):
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         self._restore(start.random)
-        start.drawn = self._fingerprints()
+        start.drawn = self._trace()
         order = start.drawn.follow_indices(iter(self._sampler.batch_sampler))
         self._drop(order, start.at)
         ahead = list(islice(order, start.own or 0))  # drawn before the random states were saved; the rest was not
@@ -147,15 +163,6 @@ class IndexPosition(LoaderPosition):
         ahead = given + self.ahead - start.after - batches + self._prefetched
         return {**super().state_dict(done, given), "own": ahead}
 
-    @property
-    def _prefetched(self) -> int:
-        """The number of batches whose indices are drawn for workers before the batches are needed."""
-        return int(self.loader.num_workers * (self.loader.prefetch_factor or 0))
-
-    @override
-    def _fingerprints(self) -> Fingerprints:
-        return Fingerprints(self._remembered + AHEAD + self._prefetched)
-
 
 class StatePosition(LoaderPosition):
     """Position in a loader with a state, which each save reads.
@@ -167,6 +174,7 @@ class StatePosition(LoaderPosition):
     kind = "state"
     is_by_rank = True
     _drawn: int | None = None  # number of batches drawn from the newest iterator; ``None`` after its end
+    _restored: Iterator[Any] | None = None  # the newest iterator, if it continues from a restored state
 
     @override
     def state_dict(self, done: int, given: int) -> dict[str, Any]:
@@ -183,6 +191,9 @@ class StatePosition(LoaderPosition):
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
+        if self._restored is not None and self._drawn == self._left:
+            next(self._restored, None)  # some loaders, such as litdata's, forget a restored state only at the end
+        self._restored = None
         rewind(self.loader)  # an earlier iterator of this epoch may have continued in the middle
         return self._count_drawn(super()._begin(start))
 
@@ -191,7 +202,7 @@ class StatePosition(LoaderPosition):
         # If no state of this rank was saved, Lightning has loaded rank 0's state, or none.
         own = {"state": None, "dropped": 0, **(start.own or {})}
         dropped = own["dropped"]
-        start.drawn = Fingerprints(self._remembered + AHEAD, start.at - dropped, own.get("drawn") or 0)
+        start.drawn = Trace(self._remembered + AHEAD, start.at - dropped, own.get("drawn") or 0)
         if own["state"] is None:
             rewind(self.loader)
         else:
@@ -199,6 +210,9 @@ class StatePosition(LoaderPosition):
             start.random = []
             self.loader.load_state_dict(own["state"])
         batches = self._count_drawn(self._read_again(start, dropped))
+        if own["state"] is not None:
+            self._restored = batches
+            self._left = batches_of(self.loader) - start.at
         return lambda: batches
 
     def _count_drawn(self, batches: Iterator[Any]) -> Iterator[Any]:

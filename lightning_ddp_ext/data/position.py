@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Any
 
 from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.fingerprints import Fingerprints
+from lightning_ddp_ext.data.fingerprints import Trace
 from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, name_of, parameters_of
 from lightning_ddp_ext.data.random_state import (
     generators_of,
@@ -34,7 +34,7 @@ class IteratorStart:
         random: the random states from which it drew numbers, recorded just before.
         own: the data that the resumed run saved only for this kind of loader.
         states: states of the loader, each with the number of batches drawn by then and their fingerprint.
-        drawn: the fingerprints of what was drawn, by the position reached.
+        drawn: what was drawn, by the position reached.
         order: the fingerprint of the order of the epoch, if all of it is drawn when the iterator starts.
     """
 
@@ -44,7 +44,7 @@ class IteratorStart:
     random: list[Any] = field(default_factory=list)
     own: Any = None
     states: list[tuple[int, Any, int | None]] = field(default_factory=list)
-    drawn: Fingerprints = field(default_factory=Fingerprints)
+    drawn: Trace = field(default_factory=Trace)
     order: int | None = None
 
 
@@ -109,6 +109,8 @@ class LoaderPosition:
             ResumeError: the data ends before the position.
         """
         self.start_epoch(epoch)
+        if epoch > 0 and isinstance(self.loader, Iterator):
+            return False  # cannot be read again, and how much earlier epochs have read of it is unknown
         self.given = done
         self._has_to_end = state["number"] > 0
         start = IteratorStart(state["number"], done, state["at"], state["random"] or [], state.get("own"))
@@ -134,7 +136,7 @@ class LoaderPosition:
 
     def _start_at_beginning(self) -> Iterator[Any]:
         start = IteratorStart(self._starts[-1].number + 1 if self._starts else 0, self.given)
-        start.drawn = self._fingerprints()
+        start.drawn = self._trace()
         self._starts.append(start)
         return self._begin(start)
 
@@ -189,6 +191,10 @@ class LoaderPosition:
                     f"ranks (ScalableDistributedSampler allows any number), or {FROM_THE_EPOCHS_START}"
                 )
 
+    def shared(self) -> dict[str, Any]:
+        """Return the properties that must be equal on all ranks, by name."""
+        return {}
+
     def left_after(self, position: int) -> float:
         """Return the number of batches that this rank reads between a position and the end of the data."""
         return batches_of(self.loader) - position
@@ -208,15 +214,21 @@ class LoaderPosition:
         """Return the fingerprint of what an iterator drew up to a position; ``None`` if nothing has to be compared."""
         return start.drawn.after(position)
 
-    def _fingerprints(self) -> Fingerprints:
-        return Fingerprints(self._remembered + AHEAD)
+    def _trace(self) -> Trace:
+        return Trace(self._remembered + AHEAD + self._prefetched)
+
+    @property
+    def _prefetched(self) -> int:
+        """The number of batches whose indices are drawn for workers before the batches are needed."""
+        workers = getattr(self.loader, "num_workers", 0)
+        return int(workers * self.loader.prefetch_factor) if workers else 0
 
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         """Draw again what the resumed run drew before ``start``; return a function that starts the rest.
 
         The caller restores the random state.
         """
-        start.drawn = self._fingerprints()
+        start.drawn = self._trace()
         batches = self._read_again(start, start.at)
         return lambda: batches
 

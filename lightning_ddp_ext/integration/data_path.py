@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, own_copy, source_of
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, name_of, own_copy, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of, rewind
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.seeding import workers_seeded_apart
@@ -23,7 +23,7 @@ from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 
 from .compat import active_loop_of, iterators_of, needs_sampler
 from .evaluation import EVALUATED, Evaluation
-from .lightning_tree import RunningStage, update_dataloader
+from .lightning_tree import RunningStage, rank_zero_warn, update_dataloader
 from .options import check_choice
 from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
@@ -120,6 +120,11 @@ class DataPath:
         if is_evaluated and not self._exact_evaluation:
             return None
         options = {**self._strategy.distributed_sampler_kwargs, "seed": self.training.seed}
+        if type(loader.batch_sampler) is BatchSampler and loader.batch_size is None:
+            rank_zero_warn(
+                f"Lightning does not use the batches of {name_of(loader)}, but reads batches of one sample, as with "
+                "ddp; pass DataLoader(batch_size=..., sampler=...) or Trainer(use_distributed_sampler=False)"
+            )
         inner = getattr(loader.batch_sampler, "sampler", None)
         sampler = inner if isinstance(inner, DRAWING) else loader.sampler
         if not yields_each_once(sampler, loader.dataset):

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from lightning_ddp_ext.checkpoint.rank_notes import Kind
-from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
 from lightning_ddp_ext.data.random_state import record_random_state
 
 from .compat import combined_iterator_of, combined_loader_of, fetcher_of, iterators_of, schedule_timed_validation
+from .lightning_tree import rank_zero_warn
 from .loop_state import Restart, Stopped, epoch_of, find_restart
 from .resume import KEY, VERSION, Resume, ResumeData, positions_of, training_generators, without_random_state
 
@@ -142,9 +143,9 @@ class TrainingData:
         batches = self._strategy.data.uneven.end_together(loader.position.start_iterator(), loader.position)
         self._strategy.rescue.recorder.has_new_iterator = True
         is_first = loader.position is positions_of(self._strategy.current_trainer)[0]
-        return self._announce(batches) if is_first else batches
+        return self._announce(batches, loader) if is_first else batches
 
-    def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _announce(self, batches: Iterator[Any], loader: DistributedLoader) -> Iterator[Any]:
         """Yield batches; before each, stop if the ranks have agreed to; at a step's start, record the random state."""
         trainer = self._strategy.current_trainer
         accumulated = trainer.accumulate_grad_batches
@@ -159,6 +160,7 @@ class TrainingData:
             try:
                 batch = next(batches)
             except StopIteration:
+                _warn_of_early_end(loader)
                 return
             yield batch
 
@@ -218,3 +220,14 @@ class TrainingData:
             moment = "step"
         recorded = None if moment is None else self._recorded.get(moment)
         return recorded or self._current_state()
+
+
+def _warn_of_early_end(loader: DistributedLoader) -> None:
+    """Warn if a loader ends before its length: Lightning finds the last batch by the length."""
+    length, position = batches_of(loader), loader.position
+    if position.given < length < math.inf:
+        rank_zero_warn(
+            f"{position.name} ended after {position.given} batches, but its length is {length:g}, so Lightning did "
+            "not know which batch was the last: validation, learning-rate schedulers and loggers that act at the end "
+            "of an epoch were skipped, as with ddp; let __len__ return the number of samples of this rank, or remove it"
+        )

@@ -122,14 +122,18 @@ class UnevenInputs(IdleSteps):
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
-        loaders = [position.loader for position in positions_of(trainer)]
+        positions = positions_of(trainer)
+        loaders = [position.loader for position in positions]
         streams = [name_of(loader) for loader in loaders if index_sampler_of(loader) is None]
         is_own = streams and not self.is_idle  # an idle rank's batch is another rank's or an earlier one
-        found = self._by_rank((trainer.num_training_batches, _checksums(batch) if is_own else ()))
-        lengths, checksums = zip(*found, strict=True)
+        own = [position.shared() for position in positions]
+        found = self._by_rank((trainer.num_training_batches, _checksums(batch) if is_own else (), own))
+        lengths, checksums, shared = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
-        problem = None
-        if self._mode is None:
+        problem = _different_orders(positions, shared)
+        if problem is not None:
+            pass
+        elif self._mode is None:
             problem = _unevenness(trainer, lengths)
         elif self._mode == "join":
             problem = _obstacle_to_join(trainer)
@@ -168,6 +172,27 @@ def _obstacle_to_join(trainer: Any) -> str | None:
     else:
         return None
     return f"uneven_inputs='join' needs {needed}, or use 'stop_at_shortest'"
+
+
+def _different_orders(positions: list[LoaderPosition], by_rank: tuple[list[dict[str, Any]], ...]) -> str | None:
+    """Describe why the ranks cannot share out the samples of a loader; warn if they probably have different ones."""
+    remedy = (
+        "create the same dataset and sampler on every rank (seed random_split, for example), or pass "
+        "Trainer(use_distributed_sampler=False) if each rank has data of its own"
+    )
+    reasons = {"order": "the list that {} draws differs", "data": "the tensors or lists in the dataset differ"}
+    for position, *shared in zip(positions, *by_rank, strict=True):
+        what = f"the samples of {type(position.loader.dataset).__name__}"
+        for key in [key for key in shared[0] if any(each.get(key) != shared[0][key] for each in shared)]:
+            if key not in reasons:
+                values = listed(f"{each.get(key)} on rank {rank}" for rank, each in enumerate(shared))
+                return f"the ranks cannot share out {what}, because the {key} differs ({values}); {remedy}"
+            reason = reasons[key].format(position.name)
+            rank_zero_warn(
+                f"the ranks share out {what}, but {reason} between the ranks, so some samples are probably never read; "
+                f"{remedy}"
+            )
+    return None
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:
