@@ -122,8 +122,8 @@ class DataPath:
         options = {**self._strategy.distributed_sampler_kwargs, "seed": self.training.seed}
         if type(loader.batch_sampler) is BatchSampler and loader.batch_size is None:
             rank_zero_warn(
-                f"Lightning does not use the batches of {name_of(loader)}, but reads batches of one sample, as with "
-                "ddp; pass DataLoader(batch_size=..., sampler=...) or Trainer(use_distributed_sampler=False)"
+                f"Lightning reads single samples in place of the batches of {name_of(loader)}, as with ddp; pass "
+                "DataLoader(batch_size=..., sampler=...) or Trainer(use_distributed_sampler=False)"
             )
         inner = getattr(loader.batch_sampler, "sampler", None)
         sampler = inner if isinstance(inner, DRAWING) else loader.sampler

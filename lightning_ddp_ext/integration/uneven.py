@@ -181,8 +181,8 @@ def _different_orders(positions: list[LoaderPosition], by_rank: tuple[list[dict[
         "Trainer(use_distributed_sampler=False) if each rank has data of its own"
     )
     reasons = {"order": "the list that {} draws differs", "data": "the tensors or lists in the dataset differ"}
-    for position, *shared in zip(positions, *by_rank, strict=True):
-        what = f"the samples of {type(position.loader.dataset).__name__}"
+    for position, *shared in zip(positions, *by_rank, strict=False):
+        what = f"the samples of {type(getattr(position.loader, 'dataset', None)).__name__}"
         for key in [key for key in shared[0] if any(each.get(key) != shared[0][key] for each in shared)]:
             if key not in reasons:
                 values = listed(f"{each.get(key)} on rank {rank}" for rank, each in enumerate(shared))

@@ -50,9 +50,14 @@ def orders(kind: Kind, directory: Path) -> dict[str, Any]:
         "one sample": loader(1, batch_size=1, shuffle=True),
         "no batches": loader(5, batch_size=None),
         "own batches": lambda: DataLoader(Numbers(9), batch_sampler=Backwards(SequentialSampler(range(9)), 2, True)),
+        "plain batches": lambda: DataLoader(
+            Numbers(9), batch_sampler=BatchSampler(SequentialSampler(range(9)), 2, True)
+        ),
         "two loaders": lambda: [loader(7, shuffle=True)(), loader(5, shuffle=True)()],
     }
     found: dict[str, Any] = {name: fit(kind, directory, each, max_epochs=2) for name, each in loaders.items()}
+    generator = (torch.tensor([[float(number)]]) for number in range(9))
+    found["generator"] = fit(kind, directory, lambda: generator, max_epochs=2, limit_train_batches=3)
     found["overfit"] = fit(kind, directory, loader(11, shuffle=True), overfit_batches=3)
     saver = Saver(directory, ["train_epoch_end-3"])
     L.seed_everything(123, verbose=False)
@@ -66,6 +71,7 @@ def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
     ours, stock = on_both(orders, tmp_path)
     assert ours == stock
     assert ours[0]["resumed"].keys() == {1, 2}
+    assert ours[0]["generator"] == {0: [[0], [1], [2]], 1: [[3], [4], [5]]}
     assert ours[0]["seeded"] != ours[0]["padded"]
 
 

@@ -200,6 +200,27 @@ def test_a_loader_that_is_longer_than_the_first_one_continues(tmp_path: Path) ->
     assert resumed == expected
 
 
+def resume_twice(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Return how often Lightning warns of a resume within an epoch that continues, and of one that does not."""
+    run = training(directory, 2, sixteen)
+    path = run.run("train_batch_end-2").saved["train_batch_end-2"]
+    found = []
+    for data in ("exact", "stock"):
+        run.strategy = {"resume_data": data}
+        with warnings.catch_warnings(record=True) as caught:
+            run.run(ckpt_path=path)
+            before = list(warnings.filters)
+            run.run(ckpt_path=path)
+            assert warnings.filters == before
+        found.append(sum("checkpoint that ended before the epoch ended" in str(each.message) for each in caught))
+    return found
+
+
+def test_lightnings_warning_is_hidden_only_where_an_epoch_continues(tmp_path: Path) -> None:
+    """No filter remains after a run, so a later run without our resume shows Lightning's warning."""
+    assert run_ranks(resume_twice, 2, tmp_path, env=by_hand_env(2)) == [[0, 1], [0, 0]]
+
+
 def resume_exceptions(rank: int, world_size: int, directory: Path) -> list[tuple[list[str], list[Step]]]:
     """Return warnings and steps of runs that resume after an exception, with a drawn order and with a fixed one."""
     found = []
