@@ -77,11 +77,10 @@ class Trace:
             self.add_batch(batch)
             yield batch
 
-    def follow_sizes(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield the batches of a batch sampler, and add the size of each one before."""
-        for batch in batches:
-            self._add(self._running + len(batch))  # type: ignore[arg-type]
-            yield batch
+    def add_size(self, size: int) -> int:
+        """Add the size of a batch, and return it."""
+        self._add(self._running + size)
+        return size
 
     def after(self, number: int) -> int | None:
         """Return the value after the first ``number`` items; ``None`` if it is not kept."""

@@ -33,6 +33,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         dataset, shuffle, seed, uneven: as given.
         length: the number of positions in an epoch's global order.
         next_order: the order for the next iterator, if :meth:`draw` has drawn it.
+        next_size: returns the size of a batch; the next iterator calls it when a batch begins.
     """
 
     kind: ClassVar[str]
@@ -59,6 +60,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.epoch = 0
         self._position = 0
         self.next_order: Order | None = None
+        self.next_size: Callable[[], int] | None = None
 
     def _order(self) -> Order:
         """Return the order of ``self.epoch``: a function from positions to the sampler's items."""
@@ -114,13 +116,25 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     def _iterate(self) -> Iterator[list[Any]]:
         shard = self.shard(self._position)
         order = self.next_order or self._order()
-        self.next_order = None
-        end, size = 0, FIRST_BLOCK
+        size_of_next = self.next_size or (lambda: CHUNK)
+        self._forget_next()
+        end = left = 0
+        size = FIRST_BLOCK
         while end < len(shard):
             items = order(shard.positions(end, end + size))
-            for first in range(0, len(items), CHUNK):
-                yield items[first : first + CHUNK].tolist()
-            end, size = end + len(items), BLOCK
+            first = 0
+            while first < len(items):
+                left = left or size_of_next()
+                part = items[first : first + left].tolist()
+                yield part
+                first += len(part)
+                left -= len(part)
+            end += len(items)
+            size = BLOCK
+
+    def _forget_next(self) -> None:
+        self.next_order = None
+        self.next_size = None
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order is read; a new epoch is read from its beginning.
@@ -155,7 +169,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         remedy = "a position is only valid for the length that it was saved with"
         self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
-        self.next_order = None
+        self._forget_next()
         self._set_wrapped_epoch()
 
     def identity(self) -> dict[str, int | bool | str]:

@@ -68,14 +68,14 @@ class OrderPosition(LoaderPosition):
         sampler = global_order_of(loader)
         assert sampler is not None
         self._sampler = sampler
-        # Users may change the size of batches during an epoch; without batches, or with batches as items, it is 1.
-        self._batches = None if index_sampler_of(loader) is sampler else make_permanent(loader)
+        index_sampler = index_sampler_of(loader)
+        self._batches = None if index_sampler is sampler else index_sampler
         self._data = fingerprint_of_data(loader.dataset)
 
     @property
     def _batch_size(self) -> int:
-        """The current number of the sampler's items in a batch."""
-        return 1 if self._batches is None else self._batches.batch_sampler.batch_size  # type: ignore[attr-defined]
+        """The current number of the sampler's items in a batch, which users may change during an epoch."""
+        return 1 if self._batches is None else int(self._batches.batch_size)
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
@@ -89,9 +89,9 @@ class OrderPosition(LoaderPosition):
         def read() -> Iterator[Any]:
             self._sampler.resume_at(self.epoch, start.at)
             self._sampler.next_order = order
-            if self._batches is not None:
-                batches = self._batches.batch_sampler
-                self._batches.draw_next_by(lambda: start.drawn.follow_sizes(iter(batches)))
+            at_start = self._batch_size
+            keeps_size = getattr(self._batches, "drop_last", True)  # torch then reads the size when an epoch begins
+            self._sampler.next_size = lambda: start.drawn.add_size(at_start if keeps_size else self._batch_size)
             return iter(self.loader)
 
         return read

@@ -73,8 +73,8 @@ class DDPExtStrategy(RankDevicesStrategy):
             every batch once: a rank that runs out of batches repeats its last one, which does not count.
             ``None`` raises if the lengths of the loaders differ.
         resume_data: where training continues in a checkpoint's epoch: ``"exact"`` continues with the next batch and
-            each rank's random states; ``"epoch"`` repeats the epoch, for data that changed; ``"stock"`` does what
-            Lightning does.
+            each rank's random states, or repeats the epoch if its order cannot be drawn again; ``"strict"`` raises in
+            that case; ``"epoch"`` repeats the epoch, for data that changed; ``"stock"`` does what Lightning does.
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name,
             which is placed next to the other checkpoints, or below ``default_root_dir`` if a logger decides where these
             are; ``None`` saves nothing. ``ckpt_path="last"`` finds the file in the next run of the same command.

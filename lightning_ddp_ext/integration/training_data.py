@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from lightning_ddp_ext.checkpoint.rank_notes import Kind
@@ -111,7 +112,7 @@ class TrainingData:
         loop = self._strategy.current_trainer.fit_loop
         combined = combined_iterator_of(loop)
         if combined is self._epoch_started:
-            return self._start_at_position(loader)
+            return self._start_at_position(loader, is_restarted=True)
         self._epoch_started = combined
         self._start_epoch(epoch)
         batches = self._start_at_position(loader)
@@ -137,32 +138,26 @@ class TrainingData:
         self.record_random_state("epoch")
         self._strategy.rescue.recorder.note(Kind.EPOCH)
 
-    def _start_at_position(self, loader: DistributedLoader) -> Iterator[Any]:
+    def _start_at_position(self, loader: DistributedLoader, *, is_restarted: bool = False) -> Iterator[Any]:
         if self.resume.is_over:
             return iter(())
-        batches = self._strategy.data.uneven.end_together(loader.position.start_iterator(), loader.position)
+        uneven = self._strategy.data.uneven
+        batches: Iterator[Any] = uneven.end_together(loader.position.start_iterator(), loader.position)
         self._strategy.rescue.recorder.has_new_iterator = True
-        is_first = loader.position is positions_of(self._strategy.current_trainer)[0]
-        return self._announce(batches, loader) if is_first else batches
+        if loader.position is not positions_of(self._strategy.current_trainer)[0]:
+            return batches
+        return _Announced(batches, self._before_batch, partial(_warn_of_early_end, loader), is_restarted=is_restarted)
 
-    def _announce(self, batches: Iterator[Any], loader: DistributedLoader) -> Iterator[Any]:
-        """Yield batches; before each, stop if the ranks have agreed to; at a step's start, record the random state."""
+    def _before_batch(self) -> None:
+        """Stop if the ranks have agreed to; at a step's start, record the random state."""
         trainer = self._strategy.current_trainer
         accumulated = trainer.accumulate_grad_batches
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        while True:
-            self._strategy.stops.before_batch()
-            schedule_timed_validation(trainer, self._validated_at)
-            if progress.processed % accumulated == 0:
-                self._strategy.rescue.recorder.note(Kind.WINDOW)
-                if accumulated > 1:
-                    self.record_random_state("step")
-            try:
-                batch = next(batches)
-            except StopIteration:
-                _warn_of_early_end(loader)
-                return
-            yield batch
+        self._strategy.stops.before_batch()
+        schedule_timed_validation(trainer, self._validated_at)
+        if trainer.fit_loop.epoch_loop.batch_progress.current.processed % accumulated == 0:
+            self._strategy.rescue.recorder.note(Kind.WINDOW)
+            if accumulated > 1:
+                self.record_random_state("step")
 
     # Saving.
 
@@ -220,6 +215,37 @@ class TrainingData:
             moment = "step"
         recorded = None if moment is None else self._recorded.get(moment)
         return recorded or self._current_state()
+
+
+class _Announced(Iterator[Any]):
+    """The batches of the first loader, each announced once before it is requested, also after the loader's end.
+
+    Args:
+        batches: an iterator over the loader.
+        on_next: called when a batch is requested.
+        on_end: called once, when a batch is requested after the last one.
+        is_restarted: whether the batch that is requested first was announced when an earlier iterator ended.
+    """
+
+    def __init__(
+        self, batches: Iterator[Any], on_next: Callable[[], None], on_end: Callable[[], None], *, is_restarted: bool
+    ) -> None:
+        self._batches = batches
+        self._on_next = on_next
+        self._on_end: Callable[[], None] | None = on_end
+        self._is_announced = is_restarted
+
+    def __next__(self) -> Any:
+        if not self._is_announced:
+            self._on_next()
+        self._is_announced = False
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if self._on_end is not None:
+                self._on_end()
+            self._on_end = None
+            raise
 
 
 def _warn_of_early_end(loader: DistributedLoader) -> None:

@@ -178,7 +178,7 @@ def _different_orders(positions: list[LoaderPosition], by_rank: tuple[list[dict[
     """Describe why the ranks cannot share out the samples of a loader; warn if they probably have different ones."""
     remedy = (
         "create the same dataset and sampler on every rank (seed random_split, for example), or pass "
-        "Trainer(use_distributed_sampler=False) if each rank has data of its own"
+        "Trainer(use_distributed_sampler=False) if each rank has different data"
     )
     reasons = {"order": "the list that {} draws differs", "data": "the tensors or lists in the dataset differ"}
     for position, *shared in zip(positions, *by_rank, strict=False):

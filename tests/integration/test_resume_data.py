@@ -181,23 +181,35 @@ def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) 
         assert [sample for epoch, _, *samples in run.steps if epoch == 0 for sample in samples] == [*numbers]
 
 
-def resume_after_the_first_loader(rank: int, world_size: int, directory: Path) -> tuple[list[Step], list[Step]]:
-    """Return the steps from a save on, without a stop and resumed, with two batches per optimiser step."""
+# By how two loaders are combined, the step after which a run resumes: two batches per optimiser step, and the first
+# loader ends after four batches.
+COMBINED = {"max_size": 7, "max_size_cycle": 5}
 
-    def loaders() -> CombinedLoader:
-        made = [(Numbers(number), torch.Generator().manual_seed(number)) for number in (8, 20)]
-        return CombinedLoader([DataLoader(data, 2, shuffle=True, generator=drawn) for data, drawn in made], "max_size")
 
-    options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
-    training = Training(loaders, directory, world_size, options)
-    whole = training.run("train_batch_end-7")
-    return whole.steps[6:], training.run(ckpt_path=whole.saved["train_batch_end-7"]).steps
+def resume_two_loaders(rank: int, world_size: int, directory: Path) -> dict[str, list[list[Step]]]:
+    """Return the steps from the last optimiser step on, without a stop and resumed."""
+    found = {}
+    for mode, done in COMBINED.items():
+
+        def loaders(mode: Any = mode) -> CombinedLoader:
+            own = torch.Generator().manual_seed(20)
+            return CombinedLoader(
+                [DataLoader(Numbers(8), 2, shuffle=True), DataLoader(Numbers(20), 2, shuffle=True, generator=own)], mode
+            )
+
+        options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
+        training = Training(loaders, directory, world_size, options, name=mode)
+        point = f"train_batch_end-{done}"
+        whole = training.run(point)
+        found[mode] = [whole.steps[done - 1 :], training.run(ckpt_path=whole.saved[point]).steps]
+    return found
 
 
 def test_a_loader_that_is_longer_than_the_first_one_continues(tmp_path: Path) -> None:
-    """Random states of optimiser steps are recorded where the first loader gives a batch, so none is recent here."""
-    [(expected, resumed)] = run_ranks(resume_after_the_first_loader, 1, tmp_path, env=by_hand_env(1))
-    assert resumed == expected
+    """The run resumes at an optimiser step that begins after the first loader's end."""
+    [found] = run_ranks(resume_two_loaders, 1, tmp_path, env=by_hand_env(1))
+    for mode, (expected, resumed) in found.items():
+        assert resumed == expected, mode
 
 
 def resume_twice(rank: int, world_size: int, directory: Path) -> list[int]:
@@ -205,11 +217,10 @@ def resume_twice(rank: int, world_size: int, directory: Path) -> list[int]:
     run = training(directory, 2, sixteen)
     path = run.run("train_batch_end-2").saved["train_batch_end-2"]
     found = []
+    before = list(warnings.filters)
     for data in ("exact", "stock"):
         run.strategy = {"resume_data": data}
         with warnings.catch_warnings(record=True) as caught:
-            run.run(ckpt_path=path)
-            before = list(warnings.filters)
             run.run(ckpt_path=path)
             assert warnings.filters == before
         found.append(sum("checkpoint that ended before the epoch ended" in str(each.message) for each in caught))
@@ -291,13 +302,6 @@ class Sampled(Sampler[int]):
         return (int(number) for number in self.stream)
 
 
-class OwnLoader(DataLoader[Any]):
-    """Has a way of its own to read a dataset that is no stream."""
-
-    def __iter__(self) -> Any:
-        return iter(DataLoader(Clocked(int(self.dataset.number)), 2))
-
-
 class Mixing(Net):
     """Draws from Python's global generator in each step, as mixup does."""
 
@@ -350,7 +354,7 @@ def resume_unknown_orders(rank: int, world_size: int, directory: Path) -> dict[s
 
 
 def test_an_epoch_whose_order_cannot_be_drawn_again_starts_again(tmp_path: Path) -> None:
-    """The run reads each sample of that epoch once, as with ``resume_data="epoch"``, and rank 0 says why."""
+    """The run reads each sample of that epoch once, as with ``resume_data="epoch"``, and rank 0 warns."""
     by_rank = run_ranks(resume_unknown_orders, 2, tmp_path, env=by_hand_env(2))
     for rank, found in enumerate(by_rank):
         for name, (warned, steps, resumed, repeated) in found.items():

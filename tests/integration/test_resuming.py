@@ -132,7 +132,7 @@ def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[
 
 
 def test_batches_that_grow_during_an_epoch_are_read_once(tmp_path: Path) -> None:
-    """A resumed run reads the samples that are left, in batches of its own size."""
+    """A resumed run reads the samples that are left, in batches of the size that it was given."""
     by_rank = run_ranks(change_batch_size, 2, tmp_path, env=by_hand_env(2))
     read = []
     for steps, resumed in by_rank:

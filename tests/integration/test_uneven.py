@@ -277,5 +277,5 @@ def test_data_that_the_ranks_cannot_share_out_are_named(tmp_path: Path) -> None:
     assert refused == (
         "the ranks cannot share out the samples of Subset, because the length differs (5 on rank 0, 4 on rank 1); "
         "create the same dataset and sampler on every rank (seed random_split, for example), or pass "
-        "Trainer(use_distributed_sampler=False) if each rank has data of its own"
+        "Trainer(use_distributed_sampler=False) if each rank has different data"
     )
