@@ -2,8 +2,8 @@
 
     python benchmarks/uneven.py    # about 2 minutes on 2 cores
 
-Two ranks train the same model on streams of the same length, with each of its values and without it. On a busy
-machine rank 0's processor time, of all its threads, says more than the clock.
+Two ranks train the same model on streams of the same length, with it and without it. On a busy machine rank 0's
+processor time, of all its threads, says more than the clock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def step(uneven_inputs: Any, width: int, steps: int) -> Figures:
 
 def measure(effort: Effort) -> Table:
     width, steps = 64, effort.choose(150, quick=20)
-    kinds = (None, "stop_at_shortest", "join")
+    kinds = (None, "stop_at_shortest")
     results = take_turns({str(kind): partial(step, kind, width, steps) for kind in kinds}, effort.repeats(15))
     without, rows = results["None"], []
     for kind in kinds:

@@ -11,12 +11,27 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import NoReturn
 
 _TO_PRINT = 5.0  # seconds; the machine may be busy
-# Seconds by which each running `delaying_forced_end` block may delay a forced exit.
-_delays: list[float] = []
 _changed = threading.Condition()
+
+
+@dataclass(eq=False)
+class _Delay:
+    """A running `delaying_forced_end` block."""
+
+    seconds: float
+    purpose: str
+    when: Callable[[], bool]
+
+
+_blocks: list[_Delay] = []
+
+
+def _delays() -> list[_Delay]:
+    return [each for each in _blocks if each.when()]
 
 
 def at_exit(action: Callable[[], None]) -> None:
@@ -36,23 +51,35 @@ def exclude_imports_from_collections() -> None:
 
 
 @contextmanager
-def delaying_forced_end(seconds: float) -> Iterator[None]:
-    """Delay a forced exit, such as the one after another rank's death, by up to ``seconds`` while the block runs."""
+def delaying_forced_end(
+    seconds: float,
+    purpose: str = "finish writing its checkpoint",
+    *,
+    when: Callable[[], bool] = lambda: True,
+) -> Iterator[None]:
+    """Delay a forced exit, such as the one after another rank's death, while the block runs.
+
+    Args:
+        seconds: the longest delay.
+        purpose: what this rank will do before it exits, for a message.
+        when: returns whether the exit has to wait; called when it is due.
+    """
+    delay = _Delay(seconds, purpose, when)
     with _changed:
-        _delays.append(seconds)
+        _blocks.append(delay)
     try:
         yield
     finally:
         with _changed:
-            _delays.remove(seconds)
+            _blocks.remove(delay)
             _changed.notify_all()
 
 
 def wait_for_delays() -> bool:
     """Wait until all :func:`delaying_forced_end` blocks end or run out of time; return whether any was running."""
     with _changed:
-        longest = max(_delays, default=0.0)
-        _changed.wait_for(lambda: not _delays, timeout=longest)
+        longest = max((each.seconds for each in _delays()), default=0.0)
+        _changed.wait_for(lambda: not _delays(), timeout=longest)
     return longest > 0
 
 
@@ -86,8 +113,9 @@ class Limit:
         def end() -> None:
             if lifted.wait(seconds) or is_void():
                 return
-            if _delays and after_saves is not None:
-                print_in_time(f"{sentence()}. This rank will finish writing its checkpoint before it exits\n")
+            delays = _delays()
+            if delays and after_saves is not None:
+                print_in_time(f"{sentence()}. This rank will {delays[-1].purpose} before it exits\n")
                 wait_for_delays()
                 if lifted.wait(after_saves):
                     return

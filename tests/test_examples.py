@@ -30,7 +30,6 @@ PRINTED = {
     "predict_and_gather.py": r"predictions\.csv has 41 rows, in the dataset's order: True",
     "partial_sync_batchnorm.py": r"(?s)encoder: running means [^\n]* the same\n.*head: running means [^\n]* different",
     "loggers_and_profiler.py": r"logs/metrics/version_0/metrics\.csv: 6 rows, the last one is 1,[\d.e-]+,59",
-    "uneven_shards.py": r"(?s)stop_at_shortest: 6 steps, 48 of 64 samples.*join: 10 steps, 64 of 64 samples",
     "bug_report.py": r"(?s)after 10 steps the weights sum to -?\d\.\d{6}\n.*lightning-ddp-ext +\d",
     "ring_all_reduce.py": r"largest difference of a weight between ring and all-reduce: (0e\+00|[1-9]e-0[78])",
     "model_parallel.py": r" 1  +\d+ ms  1\.00 ×\n +2  +\d+ ms  .*\n +4  +\d+ ms",

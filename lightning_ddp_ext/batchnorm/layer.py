@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_ddp_ext.batchnorm import cuda
 from lightning_ddp_ext.batchnorm.cpu import SyncBatchNormOnCPU
 from lightning_ddp_ext.batchnorm.statistics import Running
-from lightning_ddp_ext.batchnorm.sync_context import SyncContext, is_idle
+from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import BatchNormError
 
 CONTEXT = "_ddpx_context"  # the attribute that conversion adds to layers
@@ -89,12 +89,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_channels_and_device(input)
         function: Any = SyncBatchNormOnCPU.apply if input.is_cpu else cuda.batch_norm
         arguments = self.weight, self.bias, self._count_batch(), self.eps, self._ddpx_context
-        output: Tensor = function(input[:0] if is_idle() else input, *arguments)
-        if is_idle():
-            # An idle rank joins both passes' collectives with an empty batch; its output needs only the right shape.
-            is_cudnn = torch.backends.cudnn.enabled
-            own = torch.batch_norm(input, self.weight, self.bias, None, None, True, 0.0, self.eps, is_cudnn)
-            output = own + output.sum()
+        output: Tensor = function(input, *arguments)
         return output
 
     def _check_channels_and_device(self, input: Tensor) -> None:

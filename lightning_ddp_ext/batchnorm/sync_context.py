@@ -19,19 +19,6 @@ _PASSES = ("forward", "backward")
 _HEADER = 2  # numbers at the beginning of a message: the indices of the layer and of the pass
 _POLL_FOR = 0.002  # seconds; a small exchange between ranks that start together takes half of it
 
-_is_idle = False
-
-
-def is_idle() -> bool:
-    """Whether this rank's current batch does not count."""
-    return _is_idle
-
-
-def set_idle(idle: bool) -> None:
-    """Set whether this rank's synchronised layers take part with empty batches in place of their inputs."""
-    global _is_idle
-    _is_idle = idle
-
 
 def _wait_for(work: dist.Work) -> None:
     """Wait for an exchange; poll first, since waking a thread takes a third of the time of a short exchange.

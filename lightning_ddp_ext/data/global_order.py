@@ -34,6 +34,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         length: the number of positions in an epoch's global order.
         next_order: the order for the next iterator, if :meth:`draw` has drawn it.
         next_size: returns the size of a batch; the next iterator calls it when a batch begins.
+        was_read: whether an item of any iterator was requested.
     """
 
     kind: ClassVar[str]
@@ -58,6 +59,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.seed = seed_of(seed)
         self.uneven: Uneven = uneven_of(uneven)
         self.epoch = 0
+        self.was_read = False
         self._position = 0
         self.next_order: Order | None = None
         self.next_size: Callable[[], int] | None = None
@@ -114,6 +116,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return chain.from_iterable(self._iterate())
 
     def _iterate(self) -> Iterator[list[Any]]:
+        self.was_read = True
         shard = self.shard(self._position)
         order = self.next_order or self._order()
         size_of_next = self.next_size or (lambda: CHUNK)
@@ -146,6 +149,11 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             self._set_wrapped_epoch()
         else:
             self.resume_at(epoch, 0)
+
+    def items(self, positions: NDArray[np.int64]) -> list[Any]:
+        """Return the items at these positions of the epoch's global order, whichever rank reads them."""
+        items: list[Any] = self._order()(positions).tolist()
+        return items
 
     # The position.
 

@@ -29,7 +29,7 @@ class DistributedLoader:
         loader: the loader to read: a copy of ``source`` if that is a ``DataLoader`` without a state.
         length: the number of batches that replaces the loader's own length; ``None`` to keep it.
         position: the training position in the loader; ``None`` for an evaluation loader.
-        balance: the number of batches to evaluate on each rank if these numbers differ; otherwise ``None``.
+        start_evaluation: starts an iterator over an evaluation loader; ``None`` if nothing depends on its steps.
         on_iterator: called when an iterator is created.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
@@ -43,7 +43,7 @@ class DistributedLoader:
         self.start_iterator = start_iterator
         self.length: int | None = None
         self.position: Any = None
-        self.balance: tuple[int, ...] | None = None
+        self.start_evaluation: Callable[[], Iterator[Any]] | None = None
         self.on_iterator: Callable[[], object] = lambda: None
 
     def shown(self) -> Any:
@@ -106,28 +106,22 @@ def index_sampler_of(loader: Any) -> Any:
 
 
 class PermanentBatchSampler:
-    """Yields the items of another sampler, or of an order set for the next iterator, and pads them at the end.
+    """Yields the items of another sampler, or of an order set for the next iterator.
 
     A loader always keeps the same one, because with persistent workers torch keeps the sampler of the first iterator.
     The length is that of a whole epoch, because loops count batches from the beginning of the epoch.
 
     Args:
         batch_sampler: a batch sampler, or a sampler if the loader does not make batches.
-        padded_to: the total number of items, reached by repeating the last one; ``None`` for no padding.
-        spare: the item to repeat if the sampler is empty.
 
     >>> sampler = PermanentBatchSampler(["a", "b", "c"])
     >>> sampler.draw_next_by(lambda: iter(["c"]))
     >>> list(sampler), list(sampler), len(sampler)
     (['c'], ['a', 'b', 'c'], 3)
-    >>> list(PermanentBatchSampler([[1, 3], [5]], padded_to=3))
-    [[1, 3], [5], [5]]
     """
 
-    def __init__(self, batch_sampler: Iterable[Any], *, padded_to: int | None = None, spare: Any = None) -> None:
+    def __init__(self, batch_sampler: Iterable[Any]) -> None:
         self.batch_sampler = batch_sampler
-        self._padded_to = padded_to
-        self._spare = spare
         self._draw: Callable[[], Iterator[Any]] | None = None
 
     def draw_next_by(self, draw: Callable[[], Iterator[Any]]) -> None:
@@ -137,23 +131,19 @@ class PermanentBatchSampler:
     def __iter__(self) -> Iterator[Any]:
         # A generator, because a loader with workers creates two iterators and reads the second.
         draw, self._draw = self._draw, None
-        items = iter(self.batch_sampler) if draw is None else draw()
-        given = 0
-        item = self._spare
-        for item in items:
-            given += 1
-            yield item
-        for _ in range(given, self._padded_to or 0):
-            yield item
+        yield from iter(self.batch_sampler) if draw is None else draw()
 
     def __len__(self) -> int:
-        return len(self.batch_sampler) if self._padded_to is None else self._padded_to  # type: ignore[arg-type]
+        return len(self.batch_sampler)  # type: ignore[arg-type]
 
 
-def make_permanent(loader: DataLoader[Any], **options: Any) -> PermanentBatchSampler:
-    """Wrap the index sampler of one of our loaders in a :class:`PermanentBatchSampler`, and return the wrapper."""
+def make_permanent(loader: DataLoader[Any], items: Iterable[Any] | None = None) -> PermanentBatchSampler:
+    """Wrap the index sampler of one of our loaders in a :class:`PermanentBatchSampler`, and return the wrapper.
+
+    If ``items`` is given, the loader reads these, and still shows its own sampler.
+    """
     own = index_sampler_of(loader)
-    permanent = PermanentBatchSampler(own, **options)
+    permanent = PermanentBatchSampler(own if items is None else items)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     object.__setattr__(loader, name, show(own, permanent))  # a DataLoader refuses to change it
     return permanent

@@ -49,6 +49,7 @@ def show(own: Any, iterable: Any) -> Any:
     >>> isinstance(shown, Loader), own.batch_size, list(shown), list(show([1], "ab"))
     (True, 4, [0, 1, 2], ['a', 'b'])
     """
+    own = own._ddpx_own if isinstance(own, Proxy) else own
     proxy: Any = object.__new__(_proxy_class(type(own)))  # type: ignore[arg-type]
     attributes = getattr(own, "__dict__", {"_ddpx_own": own})  # where `data.epochs` finds it
     for name, value in (("_ddpx_own", own), ("_ddpx_iterable", iterable), ("__dict__", attributes)):

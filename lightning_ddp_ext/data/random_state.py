@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import io
 import pickle
 import random
-import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,7 +39,7 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
     >>> (torch.rand(()), np.random.rand(), random.random()) == drawn
     True
     """
-    return _states_of(*_GLOBAL, *generators)
+    return [(_kind_of(each), _plain(_raw_state_of(each))) for each in (*_GLOBAL, *generators)]
 
 
 def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:
@@ -61,37 +59,15 @@ def preserve_random_state(generators: Sequence[Any] = ()) -> Iterator[None]:
         restore_random_state(state, generators)
 
 
-def random_state_bytes(generators: Sequence[Any] = ()) -> list[Any]:
-    """Return the states of :func:`record_random_state` in pieces; :func:`random_state_in` takes them joined.
-
-    HACK: this copies the memory of NumPy's and Python's objects, because ``record_random_state`` takes 60 µs.
-    """
-    memory = [ctypes.string_at(id(each), each.__sizeof__()) for each in _viewed()]
-    further = pickle.dumps((_GLOBAL[2].gauss_next, _states_of(*generators)))
-    return [torch.default_generator.get_state().numpy().data, *memory, further]
+def random_state_bytes(generators: Sequence[Any] = ()) -> bytes:
+    """Return the states of :func:`record_random_state` as bytes for :func:`random_state_in`, in half the time."""
+    states = [(_kind_of(each), _raw_state_of(each)) for each in (*_GLOBAL, *generators)]
+    return pickle.dumps(states, pickle.HIGHEST_PROTOCOL)
 
 
 def random_state_in(content: bytes) -> list[Any]:
-    """Convert joined :func:`random_state_bytes`, of a known memory layout, to the form of ``record_random_state``."""
-    own, file = torch.default_generator.get_state(), io.BytesIO(content)
-    file.readinto(own.numpy().data)
-    numpy, bits, python = (file.read(each.__sizeof__()).ljust(4096) for each in _viewed())  # other kinds may be shorter
-    following, further = pickle.load(file)
-    # The spare normal number, and 624 words with the index of the next one; in Python the index comes first.
-    has_gauss, gauss = struct.unpack_from("=i4xd", numpy, 80)
-    *key, pos = struct.unpack_from("=624Ii", bits, 104)
-    index, *words = struct.unpack_from("=625I", python, object.__basicsize__)
-    twister = {"bit_generator": "MT19937", "state": {"key": key, "pos": pos}, "has_gauss": has_gauss, "gauss": gauss}
-    states = (own, twister, (3, (*words, index), following))
-    return [*zip(map(_kind_of, _GLOBAL), states, strict=True), *further]
-
-
-def _viewed() -> tuple[Any, ...]:
-    return _GLOBAL[1], _GLOBAL[1]._bit_generator, _GLOBAL[2]
-
-
-def _states_of(*generators: Any) -> list[Any]:
-    return [(_kind_of(each), _state_of(each)) for each in generators]
+    """Return the states in :func:`random_state_bytes` in the form of :func:`record_random_state`."""
+    return [(kind, _plain(state)) for kind, state in pickle.loads(content)]
 
 
 def _kind_of(generator: Any) -> str:
@@ -99,13 +75,14 @@ def _kind_of(generator: Any) -> str:
     return f"{type(owner).__name__} {getattr(generator, 'device', '')}".partition(":")[0].strip()
 
 
-def _state_of(generator: Any) -> Any:
+def _raw_state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        return generator.get_state().numpy()
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        version, words, following = generator.getstate()
+        return version, array("I", words), following  # bytes are pickled faster than integers
     is_legacy = isinstance(generator, np.random.RandomState)
-    return _plain(generator.get_state(legacy=False) if is_legacy else generator.bit_generator.state)
+    return generator.get_state(legacy=False) if is_legacy else generator.bit_generator.state
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -119,8 +96,17 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-def _plain(value: Any) -> Any:
-    """Return a NumPy state with lists in place of arrays, which NumPy also accepts."""
+def _plain(state: Any) -> Any:
+    """Return a state that consists of tensors, numbers and strings; all generators accept lists of numbers."""
+    if isinstance(state, tuple):
+        version, words, following = state
+        return version, tuple(words), following
+    if isinstance(state, dict):
+        return {name: _plain_value(each) for name, each in state.items()}
+    return torch.from_numpy(state)
+
+
+def _plain_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain_value(each) for name, each in value.items()}
     return value.tolist() if isinstance(value, np.ndarray) else value

@@ -39,6 +39,7 @@ class Checkpoints:
 
     def __init__(self, strategy: pl.strategies.Strategy) -> None:
         self._strategy = strategy
+        self._restoring: str | None = None  # the file that the Trainer's own restore has yet to read
 
     # Writing.
 
@@ -127,15 +128,28 @@ class Checkpoints:
         Each rank resolves ``"last"``, ``"best"`` and similar values on its own disk before the ranks connect. A rank
         that finds nothing would otherwise skip the restore and its collectives.
         """
-        restore(self._ranks.from_rank_zero(None if path is None else os.fspath(path)), *args, **kwargs)
+        self._restoring = self._ranks.from_rank_zero(None if path is None else os.fspath(path))
+        try:
+            restore(self._restoring, *args, **kwargs)
+        finally:
+            self._restoring = None
+
+    def is_restoring(self, path: PathLike) -> bool:
+        """Whether the Trainer's own restore is about to read this file.
+
+        It reads the file before it calls any hook, so a later read is a user's.
+        """
+        return self._restoring is not None and os.fspath(path) == self._restoring
 
     def load(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint on every rank. Collective if the IO is ours.
+        """Read a checkpoint: for the Trainer's own restore on every rank together, otherwise on this rank alone.
 
-        The ``state_dict`` may be mapped from the file if it is only copied into the model.
+        In a restore, the ``state_dict`` may be mapped from the file if it is only copied into the model.
         """
+        is_restore = self.is_restoring(path)
+        self._restoring = None
         io, module = self._strategy.checkpoint_io, self._strategy.lightning_module
         if not isinstance(io, RankZeroCheckpointIO):
             options = {} if weights_only is None else {"weights_only": weights_only}
@@ -143,6 +157,8 @@ class Checkpoints:
         what = f"reading {os.fspath(path)}"
         if io.background:
             self.on_rank_zero(io.wait, what)
+        if not is_restore:
+            return io.read(path, Ranks(), map_location, weights_only)  # type: ignore[no-any-return]
         with self._every_rank(what):
             map_weights = module is not None and not wants_content(module, self._trainer)
             content = io.read(path, self._ranks, map_location, weights_only, map_weights=map_weights)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import BatchSampler
 
-from .lightning_tree import Loop, refuse_missing
+from .lightning_tree import Loop, RunningStage, is_param_in_hook_signature, refuse_missing
 
 # Loops.
 
@@ -47,6 +48,12 @@ def fetcher_of(loop: Any) -> Any:
 def is_read_in_step(loop: Any) -> bool:
     """Whether the steps of a loop take ``dataloader_iter`` and thus fetch their batches themselves."""
     return type(fetcher_of(loop)).__name__ == "_DataLoaderIterDataFetcher"
+
+
+def takes_iterator(module: Any, stage: Any) -> bool:
+    """Whether the steps of an evaluation take ``dataloader_iter``; known before the loop has its fetcher."""
+    step = module.test_step if stage == RunningStage.TESTING else module.validation_step
+    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
 
 def active_loop_of(trainer: Any) -> Any:
@@ -94,6 +101,11 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     return checkpoint
 
 
+def is_restored_from(trainer: Any, checkpoint: Any) -> bool:
+    """Whether the Trainer itself is restoring its state from this checkpoint, which it has read."""
+    return _read(trainer._checkpoint_connector, "_loaded_checkpoint") is checkpoint
+
+
 def end_epoch_after(trainer: Any, batches: int) -> None:
     """Make Lightning treat the batch with this number as the epoch's last one, as for loaders without a length."""
     fetcher = fetcher_of(trainer.fit_loop)
@@ -123,6 +135,19 @@ def schedule_timed_validation(trainer: Any, last: float) -> None:
 def needs_sampler(trainer: Any, loader: Any) -> bool:
     """Whether Lightning would put a distributed sampler into a loader."""
     return bool(trainer._data_connector._requires_distributed_sampler(loader))
+
+
+def has_saved_arguments(loader: Any) -> bool:
+    """Whether Lightning has recorded the arguments of a loader and its batch sampler, as it does in hooks.
+
+    If Lightning renames this, our own copies are used. Of a given batch sampler of torch's
+    Lightning would keep neither the batch size nor ``drop_last``.
+    """
+    is_given = loader.batch_sampler is not None and loader.batch_size is None
+    if is_given and type(loader.batch_sampler) is BatchSampler:
+        return False
+    created = [loader, loader.batch_sampler] if is_given else [loader]
+    return all(hasattr(each, "__pl_saved_args") for each in created)
 
 
 # Logged values.

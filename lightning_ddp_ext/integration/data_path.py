@@ -8,27 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from math import inf
 from typing import Any, Literal, get_args
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, name_of, own_copy, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of, rewind
+from lightning_ddp_ext.data.resampled import REMEDY, with_batches_of, with_sampler
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
-from lightning_ddp_ext.data.shortest import Mode as UnevenMode
+from lightning_ddp_ext.errors import ConfigurationError
 
-from .compat import active_loop_of, iterators_of, needs_sampler
-from .evaluation import EVALUATED, Evaluation
-from .lightning_tree import RunningStage, rank_zero_warn, update_dataloader
+from .compat import active_loop_of, has_saved_arguments, iterators_of, needs_sampler
+from .evaluation import EVALUATED, Evaluation, can_count_once
+from .lightning_tree import RunningStage, pl, update_dataloader
 from .options import check_choice
 from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
 from .training_data import TrainingData
-from .uneven import UnevenInputs
+from .uneven import UnevenInputs, UnevenMode
 
 Order = Literal["torch", "scalable"]
 
@@ -72,14 +74,9 @@ class DataPath:
         replaced.prepare_loaders(trainer, by=self.prepare)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether this rank's current batch does not count."""
-        return self.uneven.is_idle if self._strategy.current_trainer.training else self.evaluation.is_idle
-
-    @property
     def idle_ranks(self) -> tuple[int, ...]:
         """The ranks that are idle in the current step; reductions must leave their values out."""
-        return self.uneven.idle or self.evaluation.idle
+        return self.evaluation.idle_ranks
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Let the loops continue as usual, and compare the ranks' first batches. Collective if the loaders are new."""
@@ -89,15 +86,21 @@ class DataPath:
     def prepare(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> object:
         """Return the loader that the Trainer reads in place of the given one. Collective: every rank must call it."""
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
-        loader = DistributedLoader(self._with_sampler(as_lightning, source, shuffle, stage), self.start_iterator)
+        dealt = self._with_sampler(as_lightning, source, shuffle, stage)
+        loader = DistributedLoader(dealt, self.start_iterator)
         if stage in EVALUATED:
-            self.evaluation.balance(loader, stage)
-            loader.on_iterator = self._strategy.stops.before_validation  # before any validation hook
+            self.evaluation.prepare(loader, stage, is_dealt=dealt is not source)
+            loader.on_iterator = self._before_validation
             return loader.shown()
         self.uneven.agree_on_length(loader)
         remembered = self._strategy.current_trainer.accumulate_grad_batches + 4
         loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
         return loader.shown()
+
+    def _before_validation(self) -> None:
+        """Record the weights before any validation hook may exchange them."""
+        self._strategy.stops.before_validation()
+        self._strategy.rescue.recorder.before_validation()
 
     # Samplers.
 
@@ -112,26 +115,50 @@ class DataPath:
             sampler = self._sampler_for(dataloader, shuffle, stage)
         if sampler is None:
             return as_lightning(dataloader, shuffle, stage)
-        return update_dataloader(dataloader, sampler, mode=stage)
+        return self._read_through(dataloader, sampler, stage)
+
+    def _read_through(self, loader: DataLoader[Any], sampler: Any, stage: RunningStage) -> Any:
+        """Return a loader that reads a sampler: created again as by Lightning if its arguments are known, or a copy."""
+        if stage == RunningStage.PREDICTING:
+            return self._predicted(loader, sampler)
+        copied = None if has_saved_arguments(loader) else with_sampler(loader, sampler)
+        if copied is not None:
+            return copied
+        try:
+            return update_dataloader(loader, sampler, mode=stage)
+        except (TypeError, pl.utilities.exceptions.MisconfigurationException) as error:
+            copied = with_sampler(loader, sampler)
+            if copied is None:
+                raise ConfigurationError(f"{name_of(loader)} takes no distributed sampler; {REMEDY}") from error
+            return copied
+
+    def _predicted(self, loader: DataLoader[Any], sampler: Any) -> Any:
+        """Return a loader that reads a sampler through Lightning's batch sampler, which records indices."""
+        if has_saved_arguments(loader) or loader.batch_sampler is None:
+            return update_dataloader(loader, sampler, mode=RunningStage.PREDICTING)
+        plain = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
+        return with_batches_of(loader, update_dataloader(plain, sampler, mode=RunningStage.PREDICTING))
 
     def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage) -> Sampler[int] | None:
         """Return our sampler that replaces Lightning's; ``None`` to keep Lightning's own."""
         is_evaluated = stage in EVALUATED
         if is_evaluated and not self._exact_evaluation:
             return None
+        is_predicted = stage == RunningStage.PREDICTING
         options = {**self._strategy.distributed_sampler_kwargs, "seed": self.training.seed}
-        if type(loader.batch_sampler) is BatchSampler and loader.batch_size is None:
-            rank_zero_warn(
-                f"Lightning reads single samples in place of the batches of {name_of(loader)}, as with ddp; pass "
-                "DataLoader(batch_size=..., sampler=...) or Trainer(use_distributed_sampler=False)"
-            )
         inner = getattr(loader.batch_sampler, "sampler", None)
-        sampler = inner if isinstance(inner, DRAWING) else loader.sampler
+        is_divided = isinstance(inner, DistributedSampler) or batches_of(inner) == inf
+        is_plain = type(loader.batch_sampler) is BatchSampler and not is_divided
+        sampler = inner if is_plain or isinstance(inner, DRAWING) else loader.sampler
         if not yields_each_once(sampler, loader.dataset):
-            return SharedSampler(sampler, uneven="exact" if is_evaluated else "pad", **options)
+            return SharedSampler(sampler, uneven="exact" if is_predicted else "pad", **options)
         shuffle = shuffle and not self._strategy.current_trainer.overfit_batches
-        if is_evaluated:
+        if is_predicted:
             return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **options)
+        if is_evaluated:
+            # Lightning's own sampler comes with a warning that samples are repeated.
+            options["shuffle"] = shuffle
+            return ScalableDistributedSampler(loader.dataset, **options) if can_count_once(loader) else None
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
         return kind(loader.dataset, shuffle=shuffle, **options)
 
@@ -152,7 +179,7 @@ class DataPath:
             if is_trained:
                 return self.training.start_iterator(loader, self.training.epoch)
             rewind(loader.loader)
-            return self.evaluation.read(loader, iter(loader.loader))
+            return iter(loader.loader) if loader.start_evaluation is None else loader.start_evaluation()
 
     @contextmanager
     def in_epoch(self, loader: DistributedLoader) -> Iterator[None]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .lightning_tree import rank_zero_info
+from lightning_ddp_ext.reductions.gradients import average_gradients
 
 CommHook = Callable[..., Any]
 
@@ -33,12 +31,17 @@ class GradientAveraging:
         self.on_ddp_formed()
 
     def on_ddp_formed(self) -> None:
-        """Register the comm hook on CPU, because Lightning only does so on GPUs, and record frozen parameters."""
-        strategy, model, self.is_needless = self._strategy, self._strategy.model, False
-        self._frozen = [] if model is None else [each for each in model.parameters() if not each.requires_grad]
+        """Record which parameters DDP averages, and register the comm hook on CPU, as Lightning does on GPUs."""
+        strategy = self._strategy
+        module = strategy.lightning_module
+        self.is_needless = False
+        ignored = getattr(strategy.model, "parameters_to_ignore", ())
+        known = [] if module is None else [each for each in module.named_parameters() if each[0] not in ignored]
+        self._averaged = [name for name, parameter in known if parameter.requires_grad]  # in DDP's order
+        self._frozen = [parameter for _, parameter in known if not parameter.requires_grad]
         hook, wrapper = strategy._ddp_comm_hook, strategy._ddp_comm_wrapper
-        if model is not None and hook is not None and strategy.root_device.type == "cpu":
-            model.register_comm_hook(strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook))
+        if module is not None and hook is not None and strategy.root_device.type == "cpu":
+            strategy.model.register_comm_hook(strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook))
 
     def on_train_start(self) -> None:
         """Bypass DDP in the steps of a single CPU rank, unless the user has changed what DDP does."""
@@ -55,27 +58,18 @@ class GradientAveraging:
         self.is_needless = True
         model.require_backward_grad_sync = False
 
-    def on_train_batch_start(self) -> None:
-        """Rebuild DDP if a parameter was unfrozen, because DDP ignores parameters that were frozen when it was built.
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Average gradients of unfrozen parameters, because DDP ignores what was frozen when it was built.
 
+        Collective if there are any, unless the gradients of this step are only accumulated.
         See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
         """
         unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
-        if not unfrozen:
-            return
-        strategy = self._strategy
-        rank_zero_info(f"rebuilt DDP because some parameters are no longer frozen ({len(unfrozen)})")
-        for parameter in unfrozen:
-            dist.broadcast(parameter.data, src=0)
-        if strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(strategy.root_device)  # Lightning builds DDP on a separate stream
-        strategy.model = strategy.lightning_module
-        strategy._pl_static_graph_delay_done = False
-        before = strategy._ddp_kwargs
-        strategy._ddp_kwargs = {**before, "init_sync": False}  # otherwise every rank gets rank 0's running statistics
-        strategy.configure_ddp()
-        strategy._ddp_kwargs = before
-        self.on_train_start()
+        yield  # a hook may freeze them again
+        is_synced = getattr(self._strategy.model, "require_backward_grad_sync", True)
+        if unfrozen and is_synced and self._strategy.world_size > 1:
+            average_gradients(unfrozen)
 
     def training_step(self, as_lightning: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step as Lightning does, or without DDP's forward pass if DDP is not needed."""
@@ -84,18 +78,17 @@ class GradientAveraging:
         with self._strategy.precision_plugin.train_step_context():
             return self._strategy.lightning_module.training_step(*args, **kwargs)
 
-
-def name_unused(error: BaseException, message: str, module: nn.Module | None) -> None:
-    """Prepend names and a remedy to DDP's message about unused parameters; leave other errors unchanged."""
-    found = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
-    if found is None or module is None or "find_unused_parameters" not in message:
-        return
-    known = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    unused = [known[number] for number in map(int, found[2].split()) if number < len(known)]
-    more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
-    sentence = (
-        f"rank {found[1]} did not use these parameters to compute the loss that training_step returned: "
-        f"{', '.join(unused[:_SHOWN])}{more}; DDP waits for their gradients. If this is intended, choose "
-        "strategy='ddp_ext_find_unused_parameters_true', or DDPExtStrategy(find_unused_parameters=True)"
-    )
-    error.args = (f"{sentence}\n{message}",)
+    def name_unused(self, error: BaseException, message: str) -> None:
+        """Prepend names and a remedy to DDP's message about unused parameters; leave other errors unchanged."""
+        found = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
+        if found is None or "find_unused_parameters" not in message:
+            return
+        numbers = [int(number) for number in found[2].split()]
+        unused = [self._averaged[number] for number in numbers if number < len(self._averaged)]
+        more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
+        sentence = (
+            f"rank {found[1]} did not use these parameters to compute the loss that training_step returned: "
+            f"{', '.join(unused[:_SHOWN])}{more}; DDP waits for their gradients. If this is intended, choose "
+            "strategy='ddp_ext_find_unused_parameters_true', or DDPExtStrategy(find_unused_parameters=True)"
+        )
+        error.args = (f"{sentence}\n{message}",)

@@ -1,86 +1,203 @@
-"""Evaluate each sample once; a rank that has no batch for a step is idle during that step."""
+"""Evaluate with batches of the same sizes on all ranks, and count each sample once."""
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Iterator
-from itertools import islice
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
+from math import inf
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, index_sampler_of, make_permanent, own_copy
-from lightning_ddp_ext.errors import SamplingError
+from lightning_ddp_ext.data.even_batches import EvenBatches
+from lightning_ddp_ext.data.global_order import GlobalOrderSampler
+from lightning_ddp_ext.data.loader import (
+    DistributedLoader,
+    PermanentBatchSampler,
+    batches_of,
+    index_sampler_of,
+    make_permanent,
+    own_copy,
+)
+from lightning_ddp_ext.ranks import Ranks
+from lightning_ddp_ext.rendezvous.process_context import current
 
-from .compat import active_loop_of, combined_loader_of, mode_of
-from .idle_steps import IdleSteps
+from .compat import active_loop_of, combined_loader_of, mode_of, results_of, takes_iterator
 from .lightning_tree import RunningStage
-from .named_calls import refuse
+from .named_calls import ranks_of
+from .uncounted_step import uncounted
 
-EVALUATED = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING, RunningStage.PREDICTING)
+EVALUATED = (
+    RunningStage.VALIDATING,
+    RunningStage.TESTING,
+    RunningStage.SANITY_CHECKING,
+    RunningStage.PREDICTING,
+)
 
 
-class Evaluation(IdleSteps):
-    """Evaluation and prediction on a strategy's ranks.
+class Evaluation:
+    """Validation, test and prediction on a strategy's ranks.
 
-    In validation and testing, a rank without a batch for a step that other ranks run is idle. It runs the step with a
-    batch that does not count: the state of ``self.log`` and torchmetrics is restored after the step, and reductions
-    leave the rank out. State that user code keeps itself, or counts in hooks around the step, cannot be restored.
+    As in stock Lightning, every rank reads the same number of samples, in batches of the same sizes; some
+    ranks repeat a sample for this. The repeated samples are alone in the last step, and on a rank that
+    repeats one, this step does not count: logged values and metrics are restored after the step, and
+    reductions leave the rank out.
+
+    A rank whose own stream has no batch runs one uncounted step with a batch of another rank, so that it
+    takes part in the reductions at the end of the epoch.
+
+    Attributes:
+        is_idle: whether this rank's batch does not count in the current step, or did not in the last one.
+        idle_ranks: the ranks whose batches do not count in the current step.
     """
 
     def __init__(self, strategy: Any, *, is_exact: bool) -> None:
-        super().__init__(strategy)
+        self._strategy = strategy
         self._is_exact = is_exact
-
-    def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
-        """Pad a loader of an exact validation or test, so that all ranks run the same number of steps. Collective."""
-        if stage == RunningStage.PREDICTING:
-            if batches_of(loader) == 0:
-                loader.length = 1  # Lightning refuses a rank without batches; its iterator ends before the first one
-        elif self._is_exact and dist.is_initialized() and self._strategy.world_size > 1:
-            self._pad(loader)
-
-    def _pad(self, loader: DistributedLoader) -> None:
-        """Make a loader repeat its last batch until it has as many as the rank with the most, or raise. Collective."""
-        sampler = index_sampler_of(loader.loader)
-        batches = self._by_rank(batches_of(loader.loader if sampler is None else sampler))
-        has_length = math.inf not in batches
-        if len(set(batches)) == 1 and (has_length or sampler is None):
-            return
-        if sampler is None or not has_length:
-            name = type(loader.loader).__name__
-            where = f"{name} has no sampler with a length"
-            refuse(self._strategy, _idle_rank_error(batches, where))
-        spare = None
-        if min(batches) == 0:  # such a rank reads another rank's first batch, whose indices are valid on all ranks
-            spare = self._strategy.broadcast(list(islice(sampler, 1)), src=batches.index(max(batches)))[0]
-        loader.balance, loader.length = batches, max(batches)
-        loader.loader = own_copy(loader.loader)  # a stateful loader has not been copied yet
-        make_permanent(loader.loader, padded_to=max(batches), spare=spare)
-
-    def read(self, loader: DistributedLoader, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield a loader's batches and count the steps; raise if idle ranks cannot be determined."""
-        combined = combined_loader_of(active_loop_of(self._strategy.current_trainer))
-        if loader.balance is not None and (
-            self._is_in_step or mode_of(combined) != "sequential" or batches_of(combined) == math.inf
-        ):
-            where = (
-                "a step takes dataloader_iter, loaders are combined in a mode other than 'sequential', or one of them "
-                "has no length"
-            )
-            refuse(self._strategy, _idle_rank_error(loader.balance, where))
-        self._batches = dict(enumerate(loader.balance or ()))
-        for self._step, batch in enumerate(batches):
-            yield batch
+        self.end()
 
     def end(self) -> None:
         """End the evaluation, after which no rank is idle."""
-        self._batches = {}
+        # Lightning may read a batch before the step of an earlier one.
+        self._idle_ranks_of_steps: deque[tuple[int, ...]] = deque()
+        self.idle_ranks: tuple[int, ...] = ()
+        self.is_idle = False
+
+    # Loaders.
+
+    @property
+    def _is_joint(self) -> bool:
+        """Whether several ranks evaluate together and count each sample once."""
+        return self._is_exact and dist.is_initialized() and self._strategy.world_size > 1
+
+    def prepare(self, loader: DistributedLoader, stage: RunningStage, *, is_dealt: bool) -> None:
+        """Prepare a loader for an evaluation. Collective.
+
+        Args:
+            loader: the loader.
+            stage: the stage.
+            is_dealt: whether the strategy has put its sampler into the loader.
+        """
+        if stage == RunningStage.PREDICTING:
+            if batches_of(loader) == 0:
+                loader.length = 1  # Lightning refuses a rank without batches; its iterator ends before the first one
+            return
+        if not self._is_joint:
+            return
+        loader.start_evaluation = partial(self._start, loader)
+        if takes_iterator(self._strategy.lightning_module, stage):
+            return  # such a step may fetch several batches, of which some count
+        sampler = _sampler_to_even_out(loader.loader, is_dealt=is_dealt)
+        samples = None if sampler is None else sampler.length
+        batches, samples_by_rank = zip(*ranks_of(self._strategy).gather((batches_of(loader), samples)), strict=True)
+        if sampler is not None and len({*samples_by_rank}) == 1:
+            loader.loader = own_copy(loader.loader)  # a stateful loader has not been copied yet
+            is_apart = partial(_is_sequential, self._loop)
+            even = EvenBatches(index_sampler_of(loader.loader), sampler, is_apart)
+            permanent = make_permanent(loader.loader, even)
+            loader.start_evaluation = partial(self._start_even, loader, even, permanent)
+        elif _may_be_empty(loader, batches):
+            if batches_of(loader) == 0 < max(batches):
+                loader.length = 1  # Lightning refuses a rank without batches
+            loader.start_evaluation = partial(self._start_or_borrow, loader)
+
+    @property
+    def _loop(self) -> Any:
+        return active_loop_of(self._strategy.current_trainer)
+
+    # Iterators over a loader.
+
+    def _start(self, loader: DistributedLoader) -> Iterator[Any]:
+        return self._recorded((batch, ()) for batch in iter(loader.loader))
+
+    def _start_even(
+        self, loader: DistributedLoader, even: EvenBatches, permanent: PermanentBatchSampler
+    ) -> Iterator[Any]:
+        """Start an iterator whose last batch does not count on ranks that repeat a sample."""
+        filled: list[int] = []
+        permanent.draw_next_by(partial(even.draw, filled))
+        numbered = enumerate(iter(loader.loader))
+        idle_ranks = even.filling_ranks
+        return self._recorded((batch, idle_ranks if filled == [number] else ()) for number, batch in numbered)
+
+    def _start_or_borrow(self, loader: DistributedLoader) -> Iterator[Any]:
+        """Start an iterator that yields a batch of another rank if this rank has none. Collective."""
+        if not _is_sequential(self._loop):
+            return self._start(loader)
+        return self._recorded(self._borrow(iter(loader.loader)))
+
+    def _borrow(self, batches: Iterator[Any]) -> Iterator[tuple[Any, tuple[int, ...]]]:
+        """Yield batches, each with the ranks that are idle with it. Collective."""
+        context = current()
+        # A separate group, because another rank may still be in a step that uses the default group.
+        group = None if context is None else context.new_group(backend="gloo", purpose="small collectives")
+        ranks = Ranks(self._strategy.global_rank, self._strategy.world_size, group=group)
+        own = list(islice(batches, 1))
+        has_batch = ranks.gather(bool(own))
+        if not all(has_batch) and any(has_batch):
+            lent = [*own] or [None]
+            dist.broadcast_object_list(lent, src=has_batch.index(True), group=group)
+            yield (own or lent)[0], tuple(rank for rank, has in enumerate(has_batch) if not has)
+        else:
+            batches = chain(own, batches)
+        for batch in batches:
+            yield batch, ()
+
+    def _recorded(self, batches: Iterator[tuple[Any, tuple[int, ...]]]) -> Iterator[Any]:
+        """Yield batches, and record which ranks are idle in the step of each batch."""
+        for batch, idle_ranks in batches:
+            self._idle_ranks_of_steps.append(idle_ranks)
+            yield batch
+
+    # Steps.
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step; on an idle rank, restore logged values and metrics afterwards."""
+        steps = self._idle_ranks_of_steps
+        self.idle_ranks = steps.popleft() if steps else ()
+        self.is_idle = self._strategy.global_rank in self.idle_ranks
+        try:
+            if not self.is_idle:
+                yield
+                return
+            module = self._strategy.lightning_module
+            with uncounted(results_of(module.trainer), module):
+                yield
+        finally:
+            self.idle_ranks = ()
 
 
-def _idle_rank_error(batches: tuple[int, ...], where: str) -> SamplingError:
-    unknown = "; inf means no length" if math.inf in batches else ""
-    return SamplingError(
-        f"every rank needs its own batch in every step if {where} (batches by rank: {batches}{unknown}); choose a "
-        "batch_size that gives every rank the same number of batches, or set exact_evaluation=False"
-    )
+def _is_sequential(loop: Any) -> bool:
+    """Whether a loop reads its loaders one after another, so that each step has a batch of one loader."""
+    return mode_of(combined_loader_of(loop)) == "sequential"
+
+
+def _sampler_to_even_out(loader: Any, *, is_dealt: bool) -> GlobalOrderSampler | None:
+    """Return our sampler in a loader if each sample is to be read once; ``None`` if that is not asked for."""
+    own = index_sampler_of(loader)
+    sampler = own if isinstance(own, GlobalOrderSampler) else getattr(own, "sampler", None)
+    if not isinstance(sampler, GlobalOrderSampler) or not can_count_once(loader):
+        return None
+    return sampler if is_dealt or sampler.uneven == "exact" else None
+
+
+def _may_be_empty(loader: DistributedLoader, batches: tuple[float, ...]) -> bool:
+    """Whether a rank may have no batch of a loader whose data the ranks divide themselves."""
+    if len({number == inf for number in batches}) > 1:
+        return False  # without a length, Lightning would read the first batch earlier than other ranks do
+    return min(batches) == 0 < max(batches) or index_sampler_of(loader.loader) is None
+
+
+def can_count_once(loader: DataLoader[Any]) -> bool:
+    """Whether the last samples of a loader can be read in a separate batch.
+
+    With ``drop_last=True`` the user wants whole batches only, and a class with another ``__iter__`` may
+    not yield one batch for each of its batch sampler.
+    """
+    drops = getattr(index_sampler_of(loader), "drop_last", False)
+    return not drops and type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")

@@ -31,7 +31,6 @@ from lightning_ddp_ext.supervision.rank_processes import (
 )
 
 from .callbacks.rank_debugger import rank_debugger_of
-from .checkpoint_paths import with_last_checkpoint
 from .environment import source_of
 from .joining import environment_of_started_ranks, temporary_path
 from .lightning_tree import (
@@ -73,10 +72,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
         elif not self.cluster_environment.creates_processes_externally:
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
-        args = with_last_checkpoint(args, trainer, is_rank_zero=self._strategy.is_global_zero)
+        files = self._strategy.files
         # The handler is the Trainer's calling frame, which runs hooks and teardown after this call.
         safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._strategy.rescue.save}
-        return supervised(function, *args, harmless=_HARMLESS, **safety, **kwargs)
+        with files.count_fit(trainer):
+            args = files.resolve_last(args, trainer, is_rank_zero=self._strategy.is_global_zero)
+            return supervised(function, *args, harmless=_HARMLESS, **safety, **kwargs)
 
     def _start(self, trainer: Any) -> None:
         variables = self._strategy.rendezvous.start_variables(self.cluster_environment, self.num_nodes)
@@ -116,7 +117,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         self._refuse_second_launch(trainer)
         variables = self._strategy.rendezvous.start_variables(self._environment, self._strategy.num_nodes)
         results = _Results(temporary_path())
-        with environment_of_started_ranks(variables):
+        with self._strategy.files.count_fit(trainer), environment_of_started_ranks(variables):
             self._run_ranks(results, trainer, function, args, kwargs)
         output = results.load()
         if trainer is None:
@@ -172,7 +173,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
             # Pickled tensors are in shared memory, so the ranks would all train the same parameters. Lightning only
             # copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
-        args = with_last_checkpoint(args, trainer, is_rank_zero=self._environment.node_rank() == local_rank == 0)
+        is_rank_zero = self._environment.node_rank() == local_rank == 0
+        args = self._strategy.files.resolve_last(args, trainer, is_rank_zero=is_rank_zero)
         function = partial(supervised, function, harmless=_HARMLESS, rescue=self._strategy.rescue.save)
         try:
             self._wrapping_function(local_rank, trainer, function, args, kwargs, results, state)

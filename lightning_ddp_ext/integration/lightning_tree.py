@@ -65,6 +65,7 @@ try:
     TunerExitException = pl.utilities.exceptions._TunerExitException
     check_bad_cuda_fork = fabric.strategies.launchers.multiprocessing._check_bad_cuda_fork
     check_missing_main_guard = fabric.strategies.launchers.multiprocessing._check_missing_main_guard
+    is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature
     disable_module_memory_sharing = fabric.strategies.launchers.multiprocessing._disable_module_memory_sharing
     rank_zero_info = pl.utilities.rank_zero.rank_zero_info
     rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn

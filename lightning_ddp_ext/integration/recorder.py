@@ -10,21 +10,26 @@ from typing import Any
 
 import torch
 
+from lightning_ddp_ext.checkpoint.fixed_values import FixedValues
 from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
 from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes
+from lightning_ddp_ext.checkpoint.saved_parameters import SavedParameters
 from lightning_ddp_ext.data.random_state import random_state_bytes
+from lightning_ddp_ext.ranks import reason_of
 
 from .resume import positions_of, training_generators
 
 
 @dataclass(eq=False)
 class Recorder:
-    """Records random states on each rank, and buffers on one rank of each host; nothing before :meth:`start`."""
+    """Records random states and parameters on each rank, and buffers on one rank of each host.
+
+    It records nothing before :meth:`start`.
+    """
 
     notes: dict[int, RankNotes] = field(default_factory=dict)  # by rank, for the ranks on this host
     error: str | None = None  # why states are no longer recorded
     has_new_iterator: bool = False  # whether an iterator over training data is new and its start not noted yet
-    weight_versions: Any = None  # the versions after the last optimiser step; `None` before the first one
     forward_passes: int = 0  # number of passes since this batch started
     stepped: int = 0  # optimiser steps before this batch, as Lightning's loggers count them
     _buffers_at: int = -1  # the number of batches when the buffers were last noted
@@ -33,32 +38,48 @@ class Recorder:
     def start(self, strategy: Any, notes: dict[int, RankNotes], peers: Any) -> None:
         """Start recording a run; if another rank fails, ``peers.cause`` tells why."""
         self._strategy, self._peers, self.notes = strategy, peers, notes
-        self._own, self.first = notes[strategy.global_rank], min(notes)
+        self.first = min(notes)
         self._generators: list[Any] = []
-        self.buffers = NotedBuffers(strategy.lightning_module)
+        module = strategy.lightning_module
+        self.buffers = NotedBuffers(module)
+        self.parameters = SavedParameters(module)
+        self.fixed = FixedValues(module, lambda: (*module.parameters(), *self.buffers.tensors()))
         self._loop = strategy.current_trainer.fit_loop.epoch_loop
-        self._parameter = next(each for each in strategy.model.parameters() if each.requires_grad)
+        self._own = notes[strategy.global_rank]
 
     def note(self, moment: Kind) -> None:
-        """Note this rank's random states, buffers that may have changed, and the starts of new iterators."""
+        """Note this rank's random states, buffers that may have changed, and the starts of new iterators.
+
+        Also record its parameters at the start of an optimiser step.
+        """
         if self._own is None:
             return
         if moment == Kind.EPOCH:
             self._generators = training_generators(self._strategy)
+            self.parameters.start_epoch()
         batches = self._loop.batch_progress.total.ready
-        try:
-            self._own.write(moment, batches, *random_state_bytes(self._generators))
+        with self._recording() as own:
+            if moment == Kind.WINDOW:
+                self.parameters.start_step()
+            own.write(moment, batches, random_state_bytes(self._generators))
             is_first = self._strategy.global_rank == self.first
             is_due = moment == Kind.BATCH or batches != self._buffers_at
             if is_first and (content := self.buffers.read(even_if_same=is_due)):
-                self._own.write(Kind.BUFFERS, batches, content)
+                own.write(Kind.BUFFERS, batches, content)
                 self._buffers_at = batches
             if self.has_new_iterator:
                 self.has_new_iterator = False
                 positions = positions_of(self._strategy.current_trainer)
-                self._own.write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
-        except OSError as error:  # training continues
-            self._own, self.error = None, f"this rank's state is no longer recorded ({error})"
+                own.write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
+
+    @contextmanager
+    def _recording(self) -> Iterator[Any]:
+        """Record nothing more after an error: without space, or of a tensor of an unusual kind; training continues."""
+        try:
+            yield self._own
+        except (OSError, RuntimeError) as error:
+            self._own = None
+            self.error = f"this rank's state is no longer recorded ({reason_of(error)})"
 
     def on_train_batch_start(self) -> None:
         """Reset the counts for a new batch."""
@@ -83,6 +104,10 @@ class Recorder:
         """
         is_noted = self._own is not None and getattr(self._strategy.model, "require_backward_grad_sync", True)
         is_on_gpu = is_noted and self._strategy.root_device.type != "cpu"
+        # In later calls of its closure, an optimiser may have changed the parameters.
+        if is_noted and self.forward_passes <= 1:
+            with self._recording():
+                self.parameters.before_backward()
         if is_noted and not is_on_gpu:
             self.note(Kind.BATCH)
         yield
@@ -92,10 +117,11 @@ class Recorder:
             self.note(Kind.BATCH)
 
     def after_optimizer_step(self) -> None:
-        """Record the weights' versions after an optimiser step."""
+        """Record the parameters after an optimiser step."""
         if self._own is not None:
-            self.weight_versions = self.versions()
+            self.parameters.end_step()
 
-    def versions(self) -> tuple[int, int]:
-        """Return values that change with the first trainable parameter, unless something copies into its ``data``."""
-        return self._parameter._version, self._parameter.data_ptr()
+    def before_validation(self) -> None:
+        """Record the parameters before hooks that may exchange them during validation."""
+        if self._own is not None:
+            self.parameters.record()

@@ -39,6 +39,28 @@ class Unmeasured(nullcontext[str], ContextDecorator):
     """A context manager that measures nothing, and that also works as a decorator, like those of a profiler."""
 
 
+class Replacement:
+    """A method that replaces another one on one object. Copies of the object, also pickled ones, have the original.
+
+    Worker processes get such a copy, for example with the ``collate_fn`` of a data module, which refers to its Trainer.
+    """
+
+    def __init__(self, owner: object, name: str, method: Callable[..., Any]) -> None:
+        self._replaced = (owner, name)
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the replacing method."""
+        return self._method(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_method, self._replaced
+
+
+def _own_method(owner: object, name: str) -> Any:
+    return partial(getattr(type(owner), name), owner)
+
+
 class ReplacedMethods:
     """Methods that are replaced on single objects, and restored together."""
 
@@ -49,7 +71,7 @@ class ReplacedMethods:
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of one object; raise if the method is missing in the installed Lightning."""
         refuse_missing(type(owner), name)
-        setattr(owner, name, method)
+        setattr(owner, name, Replacement(owner, name, method))
         self._replaced.append((owner, name))
 
     def restore_all(self) -> None:

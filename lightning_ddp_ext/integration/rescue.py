@@ -1,7 +1,8 @@
 """Save a surviving rank's state after another rank has died, failed or hung, so that training can continue.
 
-The parameters and the optimiser's state need no copy: with automatic optimisation, an aborted collective raises before
-they change. Random states and buffers are recorded in each step. A survivor saves all this in an ordinary checkpoint.
+Most parameters and the optimiser's state need no copy: with automatic optimisation, an aborted collective raises before
+they change. Random states, buffers and parameters that change before each forward pass are recorded in each step. A
+survivor saves all this in an ordinary checkpoint, unless another saved value may have changed.
 """
 
 from __future__ import annotations
@@ -9,26 +10,27 @@ from __future__ import annotations
 import copy
 import pickle
 import secrets
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from lightning_ddp_ext.at_exit import delaying_forced_end, print_in_time
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
-from lightning_ddp_ext.checkpoint.rank_notes import Kind, lock_of, open_notes, save_if_furthest
-from lightning_ddp_ext.data.random_state import random_state_bytes, random_state_in, record_random_state
+from lightning_ddp_ext.checkpoint.rank_notes import Kind, open_notes, save_if_furthest
+from lightning_ddp_ext.data.random_state import random_state_in, record_random_state
 from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.rank_lists import ranks_in_words
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from .checkpoint_io import RankZeroCheckpointIO
-from .checkpoint_paths import modified, place_of
-from .compat import dump_checkpoint, fetcher_of, is_in_closure, is_in_optimizer_step, validates_next
-from .lightning_tree import TrainerStatus, pl, rank_zero_warn
+from .compat import dump_checkpoint, fetcher_of, is_in_closure, is_in_optimizer_step, is_read_in_step, validates_next
+from .lightning_tree import pl, rank_zero_warn
 from .loop_state import Restart, Stopped, find_restart
 from .named_calls import ranks_of
 from .recorder import Recorder
 from .resume import KEY, positions_of, shared_state, without_random_state
+from .run_files import KEY as FILE_KEY
 
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVABLE = ("died", "failed", "hung")
@@ -52,6 +54,7 @@ class Rescue:
     def __init__(self, strategy: Any, name: PathLike | None) -> None:
         self._strategy, self.name = strategy, name
         self._trainer: Any = None  # the Trainer, while its run may be saved
+        self._delays = ExitStack()  # of a forced exit, while another rank's failure leaves a step to save
         self.recorder = Recorder()
 
     def __reduce__(self) -> Any:
@@ -59,23 +62,29 @@ class Rescue:
 
     def start(self) -> None:
         """Start recording states, if the Trainer runs ``fit`` on several ranks. Collective: every rank must call it."""
-        self._close()
+        self.end()
         strategy, trainer, context = self._strategy, self._strategy.current_trainer, current()
         is_fit = trainer.state.fn == "fit" and not trainer.fast_dev_run
         if self.name is None or context is None or strategy.world_size == 1 or not is_fit:
             return
         self._trainer, self._peers, ranks = trainer, context.peers, ranks_of(strategy)
-        place = locate(str(place_of(self.name, trainer)))
-        # Loggers choose their directories on rank 0.
-        self._path, self._run = ranks.from_rank_zero((str(place.local or place.url), secrets.token_hex(8)))
-        written = modified(self._path)
-        resumed = modified(trainer.ckpt_path) if written and trainer.ckpt_path else None
-        self._is_superseded = bool(written and resumed and written <= resumed)  # resumed from it or a newer file
+        # Loggers choose their directories on rank 0, and ranks may have different command lines.
+        files = strategy.files
+        place = str(files.place(self.name, trainer)) if ranks.rank == 0 else ""
+        shared = ranks.from_rank_zero((place, secrets.token_hex(8), files.identity))
+        self._path, self._run, files.identity = shared
         self._refusal = self._why_never()
         if self._refusal is None:
             try:
                 self.recorder.start(strategy, open_notes(ranks.gather, ranks.rank), context.peers)
-            except OSError as error:
+                self._delays.enter_context(
+                    delaying_forced_end(
+                        strategy.stops.deadline.total_seconds(),
+                        "save the last step",
+                        when=lambda: self._is_due and self.recorder.parameters.has_finished_step,
+                    )
+                )
+            except (OSError, RuntimeError) as error:
                 self._refusal = f"the ranks cannot record their states ({error})"
         if self._refusal is not None:
             rank_zero_warn(f"rescue_checkpoint={self.name!r} saves nothing in this run: {self._refusal}")
@@ -94,24 +103,15 @@ class Rescue:
         return None
 
     def end(self) -> None:
-        """Close the notes; remove the checkpoint after a finished run that resumed from it, or from a newer one."""
-        trainer = self._trainer
-        self._close()
-        if trainer is None or trainer.state.status == TrainerStatus.INTERRUPTED or trainer.should_stop:
-            return
-        if self._is_superseded and trainer.is_global_zero:
-            for path in (self._path, lock_of(self._path)):
-                Path(path).unlink(missing_ok=True)
-
-    def _close(self) -> None:
+        """Close the notes."""
+        self._delays.close()
         for notes in self.recorder.notes.values():
             notes.close()
         self._trainer, self.recorder = None, Recorder()
 
     def save(self, exception: BaseException) -> None:
         """Save the last finished step after another rank has caused an exception, unless another survivor has."""
-        cause = None if self._trainer is None else self._peers.cause
-        if cause is None or cause.kind not in _SURVIVABLE or cause.rank == self._strategy.global_rank:
+        if not self._is_due:
             return
         seconds = self._strategy.stops.deadline.total_seconds()
         try:
@@ -119,9 +119,15 @@ class Rescue:
                 line = self._save(exception, seconds)
         except Exception as error:
             line = f"this rank did not save the last step: {error if isinstance(error, Refused) else reason_of(error)}"
-        self._close()
+        self.end()
         if line:
             print_in_time(f"[rank {self._strategy.global_rank}] {line}\n")
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether another rank has caused a failure after which this rank may save."""
+        cause = None if self._trainer is None else self._peers.cause
+        return cause is not None and cause.kind in _SURVIVABLE and cause.rank != self._strategy.global_rank
 
     def _save(self, exception: BaseException, seconds: float) -> str:
         refusal = self._refusal or self.recorder.error or self._why_not(exception)
@@ -139,6 +145,7 @@ class Rescue:
         def write() -> None:
             checkpoint = self._checkpoint(loops, batches)
             checkpoint[KEY] = self._strategy.data.training.section(restart, stopped, states)
+            checkpoint[FILE_KEY] = self._strategy.files.identity
             io = self._strategy.checkpoint_io
             if isinstance(io, RankZeroCheckpointIO):
                 io.saver.deadline = seconds
@@ -158,7 +165,7 @@ class Rescue:
 
     def _why_not(self, exception: BaseException) -> str | None:
         trainer, recorder = self._trainer, self.recorder
-        if recorder.weight_versions is None:
+        if not recorder.parameters.has_finished_step:
             return "no step has finished since the start"
         current = trainer.fit_loop.epoch_loop.batch_progress.current
         if current.ready > current.processed:
@@ -168,7 +175,7 @@ class Rescue:
                 return "the optimiser calls its closure several times per step"
             if is_in_optimizer_step(trainer) and not is_in_closure(exception):
                 return "the next step had started to change the weights"
-        elif recorder.versions() != recorder.weight_versions or not self._strategy.stops.has_training_weights():
+        elif not self._strategy.stops.has_training_weights():
             return "the weights changed after the last step, for example because weight averaging swapped them"
         return None
 
@@ -193,11 +200,14 @@ class Rescue:
         return "batch"
 
     def _checkpoint(self, loops: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Restore the noted buffers or raise, and return the Trainer's checkpoint with the given state of the loops."""
-        recorder = self.recorder
-        if not recorder.buffers.restore(recorder.notes[recorder.first].find(batches, Kind.BUFFERS) or b""):
-            other = "an unrecorded buffer has changed (too large, None at the start, or no memory left)"
-            raise Refused(f"the buffers of this step are not recorded, or {other}")
+        """Return the Trainer's checkpoint after the last step, with the given state of the loops.
+
+        First restore what this rank has recorded.
+
+        Raises:
+            Refused: another saved value may have changed.
+        """
+        self._restore(batches)
         checkpoint = dump_checkpoint(self._trainer)
         checkpoint["loops"]["fit_loop"] = loops
         for callback in self._trainer.checkpoint_callbacks:
@@ -205,13 +215,30 @@ class Rescue:
                 forget_missing_files(checkpoint["callbacks"][callback.state_key], callback.mode)
         return checkpoint
 
+    def _restore(self, batches: int) -> None:
+        recorder = self.recorder
+        parameters = recorder.parameters
+        is_step_lost = parameters.is_in_step and self._trainer.lightning_module.automatic_optimization
+        if is_step_lost and parameters.changes_early and is_read_in_step(self._trainer.fit_loop):
+            raise Refused("parameters may have changed before the step fetched its batch (dataloader_iter)")
+        unknown = parameters.undo(step=is_step_lost)
+        if unknown is not None:
+            raise Refused(f"{unknown} may have changed since the last step, and its earlier value is not recorded")
+        fixed = recorder.fixed.find_changed()
+        if fixed is not None:
+            raise Refused(
+                f"{fixed} has changed since the start, and its value after the last step is not recorded: it is too "
+                "large a buffer, or neither a parameter nor a buffer"
+            )
+        noted = recorder.notes[recorder.first].find(batches, Kind.BUFFERS) or b""
+        if not recorder.buffers.restore(noted):
+            raise Refused("the buffers of this step are not recorded")
+
     def _states_of_ranks(self, restart: Restart, batches: int) -> tuple[list[Any], list[int]]:
         """Return the state of each rank, and the ranks without notes, whose random states are derived from the seed."""
         positions = positions_of(self._trainer) if restart.is_within else []
         if any(position.kind == "state" for position in positions):
             raise Refused("the training loaders have states that only their own ranks can save")
-        if random_state_in(b"".join(random_state_bytes()))[1:] != record_random_state()[1:]:
-            raise Refused("the generators of NumPy or Python are not Mersenne Twisters with the expected memory layout")
         own = {"loaders": [each.state_dict(restart.done, each.given) for each in positions]}
         shared = shared_state(own)
         known = {self._strategy.global_rank: without_random_state(own)}

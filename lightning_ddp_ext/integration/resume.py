@@ -258,9 +258,9 @@ class Resume:
         whole = combine(batches_of(position.loader) for position, _ in pairs)
         left = combine(position.left_after(state["at"]) for position, state in pairs if not state["number"])
         if math.inf not in (whole, left):
-            accumulated, uneven = self._trainer.accumulate_grad_batches, self._strategy.data.uneven
-            self.done = int(uneven.max_over_ranks(whole - left)) // accumulated * accumulated
-            self._end = self.done + int(uneven.max_over_ranks(left))
+            accumulated = self._trainer.accumulate_grad_batches
+            self.done = int(whole - left) // accumulated * accumulated
+            self._end = self.done + int(left)
 
 
 def _start_again(restart: Restart) -> Restart:

@@ -19,7 +19,6 @@ from lightning_ddp_ext.supervision.checksum import checksum
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.signals import StopSignals, has_handler, status_of
 
-from .checkpoint_paths import place_of
 from .checkpoints import Checkpoints
 from .compat import active_loop_of, combined_loader_of, mode_of, restore_handlers
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
@@ -48,7 +47,6 @@ class StopController:
     Attributes:
         run: the Trainer's current run, or its last one.
         stopped: the stop point at which all ranks are stopping, recorded in the checkpoint; otherwise ``None``.
-        resumed_from: the stop checkpoint, if ``ckpt_path="last"`` was resolved to it.
     """
 
     def __init__(self, checkpoints: Checkpoints, deadline: timedelta | None) -> None:
@@ -58,7 +56,6 @@ class StopController:
         self.run = Run(is_outermost=False)
         self._stopping: GracefulStop | None = None
         self.stopped: Stopped | None = None
-        self.resumed_from: str | None = None
         self._signals = StopSignals(self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None)
         self._has_trained = False
         self._weights: list[int] | None = None
@@ -209,25 +206,17 @@ class StopController:
             self._trainer._signal_connector._slurm_sigusr_handler_fn(request.signum, None)
             return "saved for the requeued job"
         strategy = self._trainer.strategy
-        path: str | None = strategy.broadcast(place_of(strategy.stop_checkpoint, self._trainer))
+        files = strategy.files
+        is_global_zero = self._trainer.is_global_zero
+        own = files.place(strategy.stop_checkpoint, self._trainer) if is_global_zero else None
+        path: str | None = strategy.broadcast(own)
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
+        files.stop_path = path
         self._trainer.save_checkpoint(path)
         self._checkpoints.finish()
         remedy = "resume with the same command and trainer.fit(..., ckpt_path='last'), or pass this path as ckpt_path"
         return f"saved to {path}; {remedy}"
-
-    def remove_resumed(self) -> None:
-        """Remove the stop checkpoint found by ``ckpt_path="last"``, once the fit resumed from it has reached its end.
-
-        Otherwise the same command would resume from it every time. A fit that a callback stopped may be continued.
-        """
-        path, trainer = self.resumed_from, self._trainer
-        if path is None or trainer.state.status == TrainerStatus.INTERRUPTED or trainer.should_stop:
-            return
-        self.resumed_from = None
-        if trainer.state.fn == "fit" and trainer.is_global_zero:
-            trainer.strategy.checkpoint_io.remove_checkpoint(path)
 
 
 def _may_swap(trainer: Any) -> bool:

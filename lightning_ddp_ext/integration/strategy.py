@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
 
@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.checkpoint.rank_notes import Kind
-from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
@@ -24,7 +23,7 @@ from .callbacks.rank_debugger import rank_debugger_of
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
-from .ddp import CommHook, GradientAveraging, name_unused
+from .ddp import CommHook, GradientAveraging
 from .devices import RankDevicesStrategy
 from .environment import choose_environment, world_of
 from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
@@ -37,7 +36,10 @@ from .options import check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
 from .rescue import Rescue
 from .resume import ResumeData
+from .run_files import KEY as FILE_KEY
+from .run_files import RunFiles
 from .stopping import StopController
+from .uneven import UnevenMode
 
 T = TypeVar("T")
 
@@ -66,21 +68,20 @@ class DDPExtStrategy(RankDevicesStrategy):
         start_method: how the other ranks start: ``"popen"`` runs the script again; the other methods start a function.
         sampler: the order of training samples in loaders to which Lightning adds a sampler: ``"torch"`` for stock
             Lightning's order, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
-        exact_evaluation: whether validation and test count each sample exactly once in loaders to which Lightning adds
-            a sampler; stock Lightning repeats samples until all ranks have the same number.
+        exact_evaluation: whether logged values and metrics of validation and test count each sample exactly once, in
+            loaders to which Lightning adds a sampler. Samples that stock Lightning repeats have a separate step.
         uneven_inputs: how an epoch ends if the ranks have different numbers of training batches.
-            ``"stop_at_shortest"`` ends it after the last step for which every rank has a batch. ``"join"`` trains on
-            every batch once: a rank that runs out of batches repeats its last one, which does not count.
-            ``None`` raises if the lengths of the loaders differ.
+            ``"stop_at_shortest"`` ends it after the last step for which every rank has a batch. ``None`` raises if the
+            lengths of the loaders differ.
         resume_data: where training continues in a checkpoint's epoch: ``"exact"`` continues with the next batch and
             each rank's random states, or repeats the epoch if its order cannot be drawn again; ``"strict"`` raises in
             that case; ``"epoch"`` repeats the epoch, for data that changed; ``"stock"`` does what Lightning does.
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name,
             which is placed next to the other checkpoints, or below ``default_root_dir`` if a logger decides where these
-            are; ``None`` saves nothing. ``ckpt_path="last"`` finds the file in the next run of the same command.
+            are; ``None`` saves nothing. ``ckpt_path="last"`` finds the file in the same fit of the same command.
         rescue_checkpoint: where a survivor saves the last step after another rank has died, failed or hung, such as
             ``"last-rescued.ckpt"``: a path or file name as for ``stop_checkpoint``; ``None`` saves nothing. The file is
-            removed when a run that resumed from it finishes.
+            removed when a run that found it by ``ckpt_path="last"`` finishes.
         save_deadline: seconds or ``timedelta`` between a signal or exception and the moment when ranks are killed
             without saving; ``None``: 25 s under torchrun, which kills ranks after 30 s, and 10 minutes elsewhere.
         nccl: NCCL settings, see :class:`~lightning_ddp_ext.NCCLOptions`.
@@ -167,6 +168,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             init_method, init_timeout=init_timeout, heartbeat_timeout=heartbeat_timeout, nccl=nccl, interface=interface
         )
         self.stop_checkpoint = stop_checkpoint
+        self.files = RunFiles(stop_checkpoint, rescue_checkpoint)
         self.checkpoints = Checkpoints(self)
         self.data = DataPath(
             self, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs, resume_data=resume_data
@@ -219,6 +221,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         self.data.training.save_to(checkpoint, f"saving {os.fspath(filepath)}")
+        if os.fspath(filepath) == self.files.stop_path:
+            checkpoint[FILE_KEY] = self.files.identity
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     @override
@@ -227,9 +231,19 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        is_restore = self.checkpoints.is_restoring(checkpoint_path)
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only=weights_only)
-        self.data.training.load(checkpoint)
+        if is_restore:
+            self.data.training.resume_from(checkpoint)
         return checkpoint
+
+    def _restore(self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any) -> None:
+        self.checkpoints.restore(restore, self.files.chosen(path), *args, **kwargs)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.data.training.on_loops_restored(checkpoint)
+        super().load_optimizer_state_dict(checkpoint)
 
     # The Trainer's run.
 
@@ -240,6 +254,13 @@ class DDPExtStrategy(RankDevicesStrategy):
         return self.lightning_module.trainer
 
     @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        if getattr(model, "_trainer", None) is not None:  # a user may connect a model without a run
+            self.set_world_ranks()  # not yet set in a spawned rank
+            self.data.attach(model.trainer, self._replaced)  # configure_callbacks runs next and may load the data
+
+    @override
     def setup_environment(self) -> None:
         if self.lightning_module is None:  # called by the user to create the process group before a run
             super().setup_environment()
@@ -247,9 +268,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
-        self._replaced.restore_by(trainer, self.checkpoints.restore)
+        self._replaced.restore_by(trainer, self._restore)
         self._replaced.exchange_profiler(trainer)
-        self.data.attach(trainer, self._replaced)
         self.metrics.start()
         self.stops.attach(trainer, self._replaced)
 
@@ -293,7 +313,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def teardown(self) -> None:
         try:
             self.checkpoints.finish()
-            self.stops.remove_resumed()
+            self.files.remove_obsolete(getattr(self.lightning_module, "_trainer", None))
             super().teardown()
         finally:
             self._replaced.restore_all()
@@ -319,13 +339,12 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_exception(self, exception: BaseException) -> None:
         message = str(exception)
         super().on_exception(exception)
-        name_unused(exception, message, self.lightning_module)
+        self.averaging.name_unused(exception, message)
 
     # Steps.
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.averaging.on_train_batch_start()
         self.rescue.recorder.on_train_batch_start()
         self.data.on_train_batch_start(batch)
 
@@ -333,13 +352,13 @@ class DDPExtStrategy(RankDevicesStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.on_training_step()
         self.rescue.recorder.on_step()
-        with self.data.uneven.step(), self.metrics.step(is_training=True):
+        with self.metrics.step(is_training=True):
             return self.averaging.training_step(super().training_step, *args, **kwargs)
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.rescue.recorder.backward(), self.data.uneven.idle_layers():
-            return super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
+        with self.rescue.recorder.backward(), self.averaging.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -364,8 +383,8 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank's batch does not count in the current step; hooks can also read this."""
-        return self.data.is_idle
+        """Whether this rank's batch does not count in the current evaluation step; hooks can also read this."""
+        return self.data.evaluation.is_idle
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,14 @@ from lightning_ddp_ext.checkpoint.rank_notes import Kind
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
 from lightning_ddp_ext.data.random_state import record_random_state
 
-from .compat import combined_iterator_of, combined_loader_of, fetcher_of, iterators_of, schedule_timed_validation
+from .compat import (
+    combined_iterator_of,
+    combined_loader_of,
+    fetcher_of,
+    is_restored_from,
+    iterators_of,
+    schedule_timed_validation,
+)
 from .lightning_tree import rank_zero_warn
 from .loop_state import Restart, Stopped, epoch_of, find_restart
 from .resume import KEY, VERSION, Resume, ResumeData, positions_of, training_generators, without_random_state
@@ -41,17 +48,28 @@ class TrainingData:
             self._has_ended = False  # whether the last epoch's data was exhausted when training ended
             self._at_end: tuple[Restart, dict[str, Any]] | None = None  # where it ended, if in the middle of an epoch
         self.resume = Resume(self._strategy)
+        self._resumed_from: Mapping[str, Any] | None = None  # until Lightning's loops are restored
         # At the start of the last epoch, step and validation: random states, and the batches that each loader gave.
         self._recorded: dict[Recorded, tuple[list[Any], list[int]]] = {}
         self._epoch_started: Any = None  # the combined iterator of the last epoch
         self._validated_at = math.inf
 
-    def load(self, checkpoint: dict[str, Any]) -> None:
-        """Prepare to resume from a checkpoint, and change its loop state accordingly."""
-        module = self._strategy.lightning_module
-        is_fitting = module is not None and module._trainer is not None and module._trainer.state.fn == "fit"
+    def resume_from(self, checkpoint: dict[str, Any]) -> None:
+        """Prepare to resume from the Trainer's checkpoint, and change its loop state accordingly."""
+        is_fitting = self._strategy.current_trainer.state.fn == "fit"
         if is_fitting and "loops" in checkpoint and self.resume_data != "stock":
             self.resume = Resume(self._strategy, checkpoint, self.resume_data)
+            self._resumed_from = checkpoint
+
+    def on_loops_restored(self, checkpoint: Mapping[str, Any]) -> None:
+        """Drop the resume if the Trainer's loops were restored from another checkpoint.
+
+        A ``LearningRateFinder`` makes Lightning restore its loops from the finder's own file, and from no other.
+        """
+        if is_restored_from(self._strategy.current_trainer, checkpoint):
+            if checkpoint is not self._resumed_from:
+                self.resume = Resume(self._strategy)
+            self._resumed_from = None
 
     @property
     def seed(self) -> int:

@@ -1,60 +1,61 @@
-"""Train on ranks with different numbers of batches, and warn if several ranks read the same data."""
+"""End training epochs on all ranks together, and warn if several ranks read the same data."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import SyncBatchNorm as TorchSyncBatchNorm
-from typing_extensions import override
 
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, index_sampler_of, name_of
 from lightning_ddp_ext.data.position import LoaderPosition
-from lightning_ddp_ext.data.shortest import AHEAD, Mode, end_together
-from lightning_ddp_ext.errors import SamplingError
+from lightning_ddp_ext.data.shortest import AHEAD, end_together
+from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.checksum import checksum
 
-from .compat import combined_loader_of, end_epoch_after, fetcher_of, is_read_in_step
-from .idle_steps import IdleSteps
+from .compat import combined_loader_of, end_epoch_after, fetcher_of
 from .lightning_tree import rank_zero_warn
-from .named_calls import refuse, report_step
+from .named_calls import ranks_of, refuse, report_step
 from .resume import positions_of
 
+UnevenMode = Literal["stop_at_shortest"]
 
-class UnevenInputs(IdleSteps):
+
+class UnevenInputs:
     """Handles different numbers of training batches on the ranks of a strategy.
 
-    With ``"join"``, a rank that runs out of batches is idle: it repeats its last batch with a loss of zero until the
-    rank with the most batches is done. An idle rank's steps take part in every collective, but do not affect gradients,
-    metrics or the statistics of synchronised BatchNorm layers. With ``"stop_at_shortest"``, each iterator ends after
-    the last batch that every rank has. With ``None``, loaders of different lengths raise an error.
+    With ``"stop_at_shortest"``, each iterator ends after the last batch that every rank has. With ``None``, loaders of
+    different lengths raise an error.
 
     Attributes:
         are_even: whether all ranks have the same number of batches, and thus make the same calls at the same batch.
     """
 
-    def __init__(self, strategy: Any, mode: Mode | None) -> None:
-        super().__init__(strategy)
+    def __init__(self, strategy: Any, mode: UnevenMode | None) -> None:
+        self._strategy = strategy
         self._mode = mode
         self.are_even = True
         self._has_new_loaders = False
 
     @property
-    def _joint_mode(self) -> Mode | None:
-        """The mode in which the ranks end together; ``None`` if each rank ends on its own."""
-        return self._mode if dist.is_initialized() and self._strategy.world_size > 1 else None
+    def _end_is_joint(self) -> bool:
+        """Whether the ranks end an epoch together; otherwise each one ends on its own."""
+        return self._mode is not None and dist.is_initialized() and self._strategy.world_size > 1
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
         """Set a training loader's length if the ranks end together. Collective in that case."""
         self._has_new_loaders = True
-        if self._joint_mode is None:
+        if self._mode is not None and self._strategy.world_size > 1 and not dist.is_initialized():
+            raise ConfigurationError(
+                f"uneven_inputs={self._mode!r} needs all ranks when the training data is loaded, but "
+                "configure_callbacks runs before they connect; read estimated_stepping_batches in setup instead"
+            )
+        if not self._end_is_joint:
             return
         lengths = self._by_rank(batches_of(loader))
         if min(lengths) < max(lengths) == math.inf:
@@ -64,27 +65,16 @@ class UnevenInputs(IdleSteps):
             )
             refuse(self._strategy, SamplingError(problem))
         if math.inf not in lengths:
-            loader.length = max(lengths) if self._joint_mode == "join" else min(lengths)
+            loader.length = min(lengths)
 
     def end_together(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
         """Count the batches of a new iterator, and end it on all ranks together if requested."""
-        self._batches.clear()
-        mode = self._joint_mode
-        if mode is None:
+        if not self._end_is_joint:
             return position.give(batches)
         position.ahead = AHEAD
         context = current()  # a group for CPU tensors avoids waiting for an accelerator
         group = None if context is None else context.new_group(backend="gloo", purpose="small collectives")
-        numbers = itertools.count(position.given)
-
-        def record_item(idle_ranks: list[int]) -> None:
-            number = next(numbers)
-            for rank in idle_ranks:
-                self._batches.setdefault(rank, number)
-            if self._strategy.global_rank not in idle_ranks:
-                position.given += 1
-
-        return end_together(batches, mode, group, on_item=record_item, on_last=self._end_epoch)
+        return position.give(end_together(batches, group, on_last=self._end_epoch))
 
     def _end_epoch(self) -> None:
         """Make Lightning treat the next batch as the last one if there is a single loader."""
@@ -97,24 +87,6 @@ class UnevenInputs(IdleSteps):
         if self.are_even:
             report_step()
 
-    # Idle ranks.
-
-    @property
-    @override
-    def _number(self) -> int:
-        return int(self._strategy.current_trainer.fit_loop.epoch_loop.batch_progress.current.ready) - 1
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """Scale the loss so that DDP's mean over all ranks equals the mean over the ranks that are not idle."""
-        idle, world_size = self._idle_ranks, self._strategy.world_size
-        if not idle:
-            return loss
-        return loss * (0.0 if self.is_idle else world_size / (world_size - len(idle)))
-
-    def max_over_ranks(self, number: float) -> float:
-        """Return the maximum of a number over all ranks if ranks may be idle. Collective in that case."""
-        return max(self._by_rank(number)) if self._joint_mode == "join" else number
-
     # Once the first batch has been read.
 
     def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
@@ -125,21 +97,20 @@ class UnevenInputs(IdleSteps):
         positions = positions_of(trainer)
         loaders = [position.loader for position in positions]
         streams = [name_of(loader) for loader in loaders if index_sampler_of(loader) is None]
-        is_own = streams and not self.is_idle  # an idle rank's batch is another rank's or an earlier one
         own = [position.shared() for position in positions]
-        found = self._by_rank((trainer.num_training_batches, _checksums(batch) if is_own else (), own))
+        found = self._by_rank((trainer.num_training_batches, _checksums(batch) if streams else (), own))
         lengths, checksums, shared = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         problem = _different_orders(positions, shared)
-        if problem is not None:
-            pass
-        elif self._mode is None:
+        if problem is None and self._mode is None:
             problem = _unevenness(trainer, lengths)
-        elif self._mode == "join":
-            problem = _obstacle_to_join(trainer)
         if problem is not None:
             refuse(self._strategy, SamplingError(problem))
         _warn_of_same_batches(checksums, streams)
+
+    def _by_rank(self, value: Any) -> tuple[Any, ...]:
+        """Return the values of all ranks in rank order. Collective: every rank must call it."""
+        return tuple(ranks_of(self._strategy).gather(value))
 
 
 def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
@@ -152,26 +123,9 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
     by_rank = listed(f"{length} on {ranks_in_words(who)}" for length, who in grouped(dict(enumerate(lengths))))
     return (
         f"the ranks have different numbers of training batches ({by_rank}), so some ranks would wait forever after "
-        f"{fewest} batches; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or use a sampler or "
+        f"{fewest} batches; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or "
         "drop_last=True so that every rank gets the same number of batches"
     )
-
-
-def _obstacle_to_join(trainer: Any) -> str | None:
-    """Describe why idle ranks cannot take part in the training steps; ``None`` if they can."""
-    loaders = len(combined_loader_of(trainer.fit_loop).flattened)
-    layers = [name for name, each in trainer.lightning_module.named_modules() if type(each) is TorchSyncBatchNorm]
-    if loaders != 1:
-        needed = f"a single training loader (got {loaders}); combine their datasets"
-    elif is_read_in_step(trainer.fit_loop):
-        needed = "a training_step that takes a batch (got one that takes dataloader_iter); replace its argument"
-    elif layers:
-        needed = f"layers that can skip idle ranks ({layers[0]} is torch's SyncBatchNorm); use sync_batchnorm=True"
-    elif trainer.strategy._model_averaging_period is not None:
-        needed = "gradient averaging in every step; remove model_averaging_period"
-    else:
-        return None
-    return f"uneven_inputs='join' needs {needed}, or use 'stop_at_shortest'"
 
 
 def _different_orders(positions: list[LoaderPosition], by_rank: tuple[list[dict[str, Any]], ...]) -> str | None:

@@ -26,7 +26,7 @@ _LONGEST_TEXT = 500
 
 _MAKE_IT = (
     "make this call on every rank; if the ranks have different numbers of batches, use "
-    "DDPExtStrategy(uneven_inputs='join') or uneven_inputs='stop_at_shortest'"
+    "DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
 _BE_IN_TIME = "use HangWatchdog to find its current activity, or pass a longer timeout to the strategy"
 

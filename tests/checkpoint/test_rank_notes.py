@@ -9,11 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from lightning_ddp_ext.checkpoint import rank_notes
-from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
 from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes, lock_of, open_notes, save_if_furthest
 
 pytestmark = pytest.mark.unit
@@ -66,42 +63,6 @@ def test_no_file_is_left_if_another_rank_dies_meanwhile(tmp_path: Path, monkeypa
     with pytest.raises(ZeroDivisionError):
         open_notes(lambda value: 1 / 0, 0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_buffers_are_put_back_and_a_big_one_must_not_change() -> None:
-    module = nn.Module()
-    module.register_buffer("few", torch.ones(2))
-    module.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
-    module.register_buffer("none", torch.zeros(0))
-    module.register_buffer("mask", torch.zeros(1 << 19))
-    buffers = NotedBuffers(module)
-    noted = buffers.read(even_if_same=False)
-    assert buffers.read(even_if_same=False) == b""
-    assert buffers.restore(noted)
-    for change in (module.few.add_, module.turned.add_, module.few.data.add_):
-        change(1)
-        noted = buffers.read(even_if_same=True)
-    module.few = torch.zeros(2)
-    module.turned.zero_()
-    assert buffers.restore(noted)
-    assert module.few.tolist() == [3.0, 3.0]
-    assert module.turned.tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
-    module.mask += 1
-    assert not buffers.restore(noted)
-
-
-def test_buffers_that_are_not_noted_are_told_from_those_that_are() -> None:
-    """Only a MiB is noted; a buffer that is made later is missing in the notes."""
-    module = nn.Module()
-    for number in range(5):
-        module.register_buffer(f"mask {number}", torch.zeros(1 << 17, dtype=torch.float16))
-    module.register_buffer("late", None)
-    buffers = NotedBuffers(module)
-    noted = buffers.read(even_if_same=True)
-    assert len(noted) == 1 << 20
-    assert buffers.restore(noted)
-    module.late = torch.zeros(1)
-    assert not buffers.restore(noted)
 
 
 def test_the_rank_that_is_further_saves(tmp_path: Path) -> None:

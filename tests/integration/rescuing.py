@@ -7,8 +7,9 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness.outcomes import Outcome, stories
@@ -215,7 +217,96 @@ def saved(directory: Path) -> int:
     return int(checkpoint["global_step"])
 
 
+# Code that changes the model outside of the optimiser.
+
+
+class Momentum(Net):
+    """Has an encoder whose weights follow those that are trained, before each forward pass.
+
+    Args:
+        change: how the weights are changed.
+        since: the first step that does so.
+    """
+
+    def __init__(self, change: Callable[[Tensor, Tensor], object], since: int = 0) -> None:
+        super().__init__()
+        self.change = change
+        self.since = since
+        self.target = nn.Linear(4, 8).requires_grad_(False)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        if self.global_step >= self.since:
+            with torch.no_grad():
+                for each, trained in zip(self.target.parameters(), self.layers[0].parameters(), strict=True):
+                    self.change(each, 0.8 * each + 0.2 * trained)
+        return super().training_step(batch, index) + (self.target(batch[0]) - self.layers[0](batch[0])).square().mean()
+
+
+def assign(parameter: Tensor, value: Tensor) -> None:
+    """Give a parameter other memory; its version stays."""
+    parameter.data = value
+
+
+def assign_inside(parameter: Tensor, value: Tensor) -> None:
+    """Change a parameter without a trace in its version."""
+    parameter.data.copy_(value)
+
+
+class Normalising(Net):
+    """Scales trained weights before each forward pass."""
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        with torch.no_grad():
+            self.layers[0].weight.mul_(0.9)
+        return super().training_step(batch, index)
+
+
+class Clipping(Net):
+    """Limits trained weights after each step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.layers[0].weight.clamp_(-0.3, 0.3)
+
+
+class OtherGenerator(Net):
+    """Has NumPy draw from a generator that is not a Mersenne Twister."""
+
+    def setup(self, stage: str) -> None:
+        np.random.set_bit_generator(np.random.PCG64(7))
+
+
+class Slow(Net):
+    """Takes long for the backward pass of the sixth step on a rank that survives."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        is_resumed = self.trainer.ckpt_path is not None
+        if self.global_step == 5 and self.global_rank == 0 and not is_resumed:
+            threading.Event().wait(SLOW)
+
+
 # What is not saved.
+
+
+class Counting(Net):
+    """Saves the state of a metric, which differs between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = MeanMetric()
+        self.seen.persistent(True)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.seen.update(batch[0])
+        return super().training_step(batch, index)
+
+
+class Shaking(Net):
+    """Changes a trained weight before the sixth step's forward pass."""
+
+    def on_train_batch_start(self, batch: Batch, index: int) -> None:
+        if self.global_step == 5:
+            self.layers[4].bias.data = self.layers[4].bias.data + 1
 
 
 class Twice(Net):
@@ -257,13 +348,6 @@ class Averaging(L.Callback):
     on_validation_epoch_start = on_validation_epoch_end = _swap
 
 
-class OtherGenerator(Net):
-    """Has NumPy draw from a generator that is not a Mersenne Twister."""
-
-    def setup(self, stage: str) -> None:
-        np.random.set_bit_generator(np.random.PCG64(0))
-
-
 class Skipping(Net):
     """Ends the first epoch in its fifth batch, which is not trained on."""
 
@@ -272,6 +356,7 @@ class Skipping(Net):
 
 
 THIRD = Kill("on_after_backward", 2)
+SIXTH = Kill("on_before_backward", 5)
 NO_STEP = "no step has finished since the start"
 SANITY = (NO_STEP, Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2}))
 REFUSED = [
@@ -279,7 +364,9 @@ REFUSED = [
     ("manual optimisation", Plan(Kill("on_after_backward", 5), kind=Manual)),
     ("shard of the optimiser's state", Plan(THIRD, kind=Sharded)),
     ("weight averaging", Plan(Kill("on_validation_batch_start", 1), trainer={"callbacks": [Averaging()]})),
-    ("Mersenne Twister", Plan(THIRD, kind=OtherGenerator)),
+    ("seen.mean_value has changed", Plan(SIXTH, kind=Counting)),
+    ("target.weight may have changed", Plan(SIXTH, kind=partial(Momentum, assign_inside, since=5))),
+    ("layers.4.bias may have changed", Plan(SIXTH, kind=Shaking)),
     (NO_STEP, Plan(Kill("on_before_backward"))),
     pytest.param(*SANITY, marks=pytest.mark.nightly),
     ("model_averaging_period", Plan(THIRD, strategy={"model_averaging_period": 2})),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import ConfigurationError
-from tests.harness.ranks import by_hand_env, launch_ranks
-from tests.harness.training import At, Kind, Net, assert_same, make_strategy, make_trainer, on_ranks, weights
+from lightning_ddp_ext.reductions.gradients import average_gradients
+from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
+from tests.harness.training import At, Kind, Net, assert_same, make_strategy, make_trainer, on_both, on_ranks, weights
 
 
 def mean_over_ranks(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -60,6 +62,9 @@ def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
         assert is_exact != loose
 
 
+SPARE = tuple(f"spare.{number}" for number in range(6))
+
+
 class Forgetful(Net):
     """Leaves layers out of the loss on rank 1."""
 
@@ -74,8 +79,10 @@ class Forgetful(Net):
         return loss
 
 
-def forget(rank: int, world_size: int, directory: Path) -> None:
-    make_trainer(make_strategy("ours", directory)).fit(Forgetful())
+def forget(rank: int, world_size: int, directory: Path, freezes: bool = False) -> None:
+    model = Forgetful()
+    freeze = At("on_train_start", lambda _: model.layers[0].requires_grad_(not freezes))
+    make_trainer(make_strategy("ours", directory), callbacks=[freeze]).fit(model)
 
 
 def test_unused_parameters_are_named(tmp_path: Path) -> None:
@@ -89,6 +96,15 @@ def test_unused_parameters_are_named(tmp_path: Path) -> None:
         "spare.3.bias, spare.4.weight, spare.4.bias and 2 more; DDP waits for their gradients. If this is intended, "
         "choose strategy='ddp_ext_find_unused_parameters_true', or DDPExtStrategy(find_unused_parameters=True)\n"
     ), second.error.message
+
+
+def test_unused_parameters_are_named_if_others_were_frozen_since(tmp_path: Path) -> None:
+    """DDP counts the parameters that were trainable when it was built; it waits also for those."""
+    _, second = launch_ranks(forget, 2, tmp_path, True, env=by_hand_env(2))
+    assert second.error is not None
+    names = [f"{layer}.{name}" for layer in ("layers.0", *SPARE[:4]) for name in ("weight", "bias")]
+    expected = f"{', '.join(names)} and 4 more"
+    assert f"loss that training_step returned: {expected}; DDP waits" in second.error.message, second.error.message
 
 
 class WithBackbone(Net):
@@ -140,6 +156,135 @@ def test_unfrozen_parameters_are_the_same_on_all_ranks(tmp_path: Path) -> None:
     for (frozen, first), (_, second) in zip(*on_ranks("ours", finetune, tmp_path), strict=True):
         assert torch.equal(first, second)
         assert not torch.equal(first, frozen)
+
+
+class Toggled(Net):
+    """Trains its first layer only where a rule says so; with stock, DDP is built before it is frozen.
+
+    With stock DDP thus averages its gradients, which takes `find_unused_parameters=True`.
+    """
+
+    def __init__(self, kind: Kind, is_trained: Callable[[int, int], bool], *, within: bool = False) -> None:
+        super().__init__()
+        self.is_trained, self.within = is_trained, within
+        self.layers[0].requires_grad_(kind == "stock")
+
+    def on_train_start(self) -> None:
+        self.layers[0].requires_grad_(False)
+
+    def toggle(self, index: int) -> None:
+        self.layers[0].requires_grad_(self.is_trained(self.current_epoch, index))
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if not self.within:
+            self.toggle(index)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if self.within:
+            self.toggle(index)
+        return super().training_step(batch, index)
+
+    def on_after_backward(self) -> None:
+        self.layers[0].requires_grad_(self.layers[0].weight.requires_grad and not self.within)
+
+
+class Partly(Toggled):
+    """Uses the toggled layer on rank 1 only."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.global_rank == 1:
+            return loss
+        x = nn.functional.linear(batch[0], self.layers[0].weight.detach(), self.layers[0].bias.detach())
+        return nn.functional.mse_loss(self.layers[1:](x), batch[1])
+
+
+class Adversarial(Net):
+    """Trains two networks in turn, each with the other one frozen."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers[0].requires_grad_(kind == "stock")
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.layers[0].requires_grad_(True)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.layers[:2], self.layers[2:])
+        return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
+
+
+def by_epoch(epoch: int, index: int) -> bool:
+    return epoch % 2 == 1
+
+
+def by_step(epoch: int, index: int) -> bool:
+    return index % 2 == 1
+
+
+TOGGLED: dict[str, tuple[Callable[[Kind], Net], dict[str, Any]]] = {
+    "by epoch": (lambda kind: Toggled(kind, by_epoch), {}),
+    "by step": (lambda kind: Toggled(kind, by_step), {}),
+    "within steps": (lambda kind: Toggled(kind, by_step, within=True), {}),
+    "accumulated": (lambda kind: Toggled(kind, by_epoch), {"accumulate_grad_batches": 2}),
+    "on one rank": (lambda kind: Partly(kind, by_step), {}),
+    "adversarial": (Adversarial, {}),
+}
+
+
+def toggle(kind: Kind, directory: Path) -> dict[str, Any]:
+    found = {}
+    for name, (make, options) in TOGGLED.items():
+        L.seed_everything(1)
+        model = make(kind)
+        is_needed = kind == "stock" or name == "adversarial"
+        strategy = make_strategy(kind, directory, find_unused_parameters=is_needed)
+        trainer = make_trainer(strategy, max_epochs=4, **options)
+        trainer.fit(model)
+        states = [each.state_dict()["state"] for each in trainer.optimizers]
+        found[name] = {"weights": dict(model.named_parameters()), "states": states}
+    return found
+
+
+def test_gradients_are_averaged_however_layers_are_frozen_and_unfrozen(tmp_path: Path) -> None:
+    """Weights and optimiser states are those of a DDP that averages all gradients, on each rank, to the last bit."""
+    ours, stock = on_both(toggle, tmp_path)
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert_same(mine, theirs)
+        assert_same(mine, ours[0])
+
+
+def average(rank: int, world_size: int) -> list[Tensor | None]:
+    shapes = ((2, 3), (1 << 23,), (1 << 23,), (3,), (4, 2), (5,))
+    every, large, other, exact, table, unused = (nn.Parameter(torch.zeros(shape)) for shape in shapes)
+    exact.data = exact.data.double()
+    for parameter in (every, large, exact, other)[: 3 + rank]:
+        parameter.grad = torch.full_like(parameter, 1.0 + rank)
+    table.grad = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1, 2), (4, 2))
+    dist.init_process_group("gloo")
+    average_gradients([every, large, other, exact, table, unused])
+    dist.destroy_process_group()
+    gradients = [each.grad for each in (every, exact, table, unused)]
+    return [*gradients, *(None if each.grad is None else each.grad.unique() for each in (large, other))]
+
+
+def test_gradients_are_averaged_in_any_form() -> None:
+    """Dense and sparse ones of any type and size are, also if only one rank has them."""
+    env = {**by_hand_env(2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for every, exact, table, unused, large, other in run_ranks(average, 2, env=env):
+        assert torch.equal(every, torch.full((2, 3), 1.5))
+        assert torch.equal(exact, torch.full((3,), 1.5, dtype=torch.float64))
+        assert table.is_sparse
+        assert torch.equal(table.to_dense(), torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]))
+        assert unused is None
+        assert (large.tolist(), other.tolist()) == ([1.5], [1.0])
 
 
 def train_alone(kind: Kind, directory: Path) -> list[dict[str, Tensor]]:

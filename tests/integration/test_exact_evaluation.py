@@ -22,7 +22,6 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecall
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
-from lightning_ddp_ext.errors import SamplingError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both
 from tests.integration.continuing import KEPT, Net, Numbers
@@ -179,7 +178,7 @@ class Ragged(BatchSampler):
 
 
 def by_a_users_batch_sampler(make: Make) -> Found:
-    """Ranks have 6, 5 and 5 samples, and so 3, 3 and 3 batches; then 4, 3, 3 samples, and so 3, 2 and 2 batches."""
+    """Each of three ranks has 5 samples, in batches of 1, 2 and 2; then 3, in batches of 1 and 2; and a last one."""
     loaders = [DataLoader(scores(n), batch_sampler=Ragged(range(n), 2, False)) for n in (16, 10)]
     return validate(make(), loaders, Measured(2))
 
@@ -195,25 +194,9 @@ def by_the_users_exact_sampler(make: Make) -> Found:
     return found
 
 
-class Dealt(DistributedSampler[Any]):
-    """A user's sampler for several ranks that repeats nothing, so that some have one sample more."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
-
-
-def by_the_users_own_dealing(make: Make) -> Found:
-    trainer = make(use_distributed_sampler=False)
-    ranks = trainer.world_size, trainer.global_rank
-    return validate(trainer, [loader(n, 1, sampler=Dealt(scores(n), *ranks)) for n in (5, 1)], Measured(2))
-
-
 SAME = (
     *(several_loaders, fitted, shuffled_and_of_a_subset),
-    *(by_a_users_batch_sampler, by_the_users_exact_sampler, by_the_users_own_dealing),
+    *(by_a_users_batch_sampler, by_the_users_exact_sampler),
 )
 
 
@@ -231,14 +214,14 @@ def evaluate_all(rank: int, world_size: int, directory: Path) -> dict[str, Found
 
 
 def test_same_as_on_one_process(tmp_path: Path) -> None:
-    """All values on every rank are those of one process, and every rank has made equally many steps."""
+    """All values on every rank are those of one process, and every rank has batches of the same sizes."""
     (one,) = run_ranks(evaluate_all, 1, tmp_path, env=by_hand_env(1))
     ranks = run_ranks(evaluate_all, 3, tmp_path, env=by_hand_env(3))
     for name, expected in one.items():
         for rank in ranks:
             assert rank[name].seen == expected.seen, name
             assert rank[name].values == pytest.approx(expected.values, rel=1e-6, abs=1e-6), name
-        assert len({len(rank[name].sizes) for rank in ranks}) == 1, name
+        assert all(rank[name].sizes == ranks[0][name].sizes for rank in ranks), name
 
 
 def choose(rank: int, world_size: int, directory: Path) -> None:
@@ -250,7 +233,7 @@ def choose(rank: int, world_size: int, directory: Path) -> None:
         assert (limited.sizes, limited.seen) == ([3, 3, 1, 1], [list(range(18)), list(range(6))])
         assert trainer.num_val_batches == [2, 2]
     dropping = validate(make(), loader(16, 3, drop_last=True))
-    assert (dropping.sizes, dropping.seen) == ([3, 3], [[*range(10), 12, 15]])
+    assert (dropping.sizes, dropping.seen) == ([3, 3], [sorted([0, 1, *range(16)])])
     mean = sum(float(scores(4)[index]["x"]) for index in (0, 0, 1, 1, 2, 3)) / 6
     stocks = validate(make(exact_evaluation=False), loader(4, 2))
     own = validate(make(), loader(4, 1, sampler=DistributedSampler(scores(4), shuffle=False)))  # type: ignore[arg-type]
@@ -259,22 +242,28 @@ def choose(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_limits_and_samplers_that_repeat_can_be_chosen(tmp_path: Path) -> None:
-    """A limit leaves each rank that many batches, and the user's own sampler, or stock's, may repeat samples."""
+    """A limit leaves each rank that many batches; ``drop_last``, the user's own sampler or stock's repeat samples."""
     run_ranks(choose, 3, tmp_path, env=by_hand_env(3))
 
 
-class Endless(IterableDataset[Any]):
-    """Has no sampler."""
+class Dealt(DistributedSampler[Any]):
+    """A user's sampler for several ranks that repeats nothing, so that some have more samples or none."""
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(scores(2))
+        return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
 
 
-class Pulls(Measured):
-    """Takes batches from an iterator."""
+class Part(IterableDataset[Any]):
+    """A stream of a rank's part of the samples, without a length."""
 
-    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
-        next(dataloader_iter)
+    def __init__(self, samples: int, rank: int, world_size: int) -> None:
+        self.samples, self.part = samples, slice(rank, None, world_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(scores(self.samples)[self.part])
 
 
 class Unsized(Ragged):
@@ -283,34 +272,92 @@ class Unsized(Ragged):
     __len__ = None  # type: ignore[assignment]
 
 
-def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
-    make = partial(make_on, world_size, directory)
-    uneven = DataLoader(Numbers(4), 1, sampler=ExactDistributedSampler(Numbers(4)))
-    calls: list[Callable[[], Any]] = [
-        lambda: validate(make(), CombinedLoader([loader(12, 2), loader(2, 2)], "max_size"), Measured(2)),
-        lambda: validate(make(), [loader(4, 1), DataLoader(Endless())], Measured(2)),
-        lambda: validate(make(), loader(4, 1), Pulls()),
-        lambda: validate(make(), DataLoader(scores(4), batch_sampler=Unsized(range(4), 2, False))),
-        lambda: make(limit_val_batches=0).fit(Measured(), uneven),
-    ]
-    messages = []
-    for call in calls:
-        with pytest.raises(SamplingError) as error:
-            call()
-        messages.append(str(error.value))
-    return messages
+class AtTheEnd(L.LightningModule):
+    """Logs at the end of the epoch only, and remembers what its own hooks saw."""
+
+    def __init__(self, loaders: int = 1) -> None:
+        super().__init__()
+        self.aurocs = nn.ModuleList(BinaryAUROC() for _ in range(loaders))
+        self.sizes: list[int] = []
+
+    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
+        x, auroc = batch["x"], self.aurocs[dataloader_idx]
+        auroc.update(x, batch["label"])  # type: ignore[operator]
+        self.log("auroc", auroc)  # type: ignore[arg-type]
+        self.log("mean", x.mean(), sync_dist=True)
+        self.log("greatest", x.max(), reduce_fx="max", sync_dist=True)
+        self.sizes.append(len(x))
 
 
-def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
-    """If a batch cannot be left out, every rank raises immediately, with a remedy."""
-    first, *others = run_ranks(refuse, 3, tmp_path, env=by_hand_env(3))
-    starts = [
-        *["every rank needs its own batch in every step if a step takes dataloader_iter, loaders are"] * 3,
-        "every rank needs its own batch in every step if Data",
-        "the ranks have different numbers of training batches (2 on rank 0, 1 on ranks 1, 2)",
-    ]
-    assert [message[: len(start)] for message, start in zip(first, starts, strict=True)] == starts
-    assert others == [first] * 2
+def deal(rank: int, world_size: int, directory: Path) -> dict[str, tuple[dict[str, float], list[int]]]:
+    """Evaluate data that the user divides, so that ranks have other numbers of batches, or none."""
+    trainer = make_on(world_size, directory, use_distributed_sampler=False)
+    own = trainer.global_rank, world_size
+    loaders: dict[str, list[DataLoader[Any]]] = {
+        "sampler": [loader(n, 1, sampler=Dealt(scores(n), world_size, own[0])) for n in (5, 1)],
+        "stream": [DataLoader(Part(n, *own), 2) for n in (7, 1, 2, 9)],
+        "without length": [DataLoader(scores(9), batch_sampler=Unsized(range(own[0], 9, world_size), 2, False))],
+    }
+    found = {}
+    for name, each in loaders.items():
+        model = AtTheEnd(len(each))
+        (*logged,) = trainer.validate(model, each, verbose=False)
+        found[name] = {key: value for one in logged for key, value in one.items()}, model.sizes
+    return found
+
+
+def test_ranks_that_have_other_numbers_of_batches_or_none(tmp_path: Path) -> None:
+    """Each rank evaluates its own batches, at least one of them, and values are those of all samples."""
+    (one,) = run_ranks(deal, 1, tmp_path, env=by_hand_env(1))
+    ranks = run_ranks(deal, 3, tmp_path, env=by_hand_env(3))
+    for rank in ranks:
+        for name, (values, _) in one.items():
+            assert rank[name][0] == pytest.approx(values, rel=1e-6), name
+    sizes = {name: [rank[name][1] for rank in ranks] for name in one}
+    assert sizes == {
+        "sampler": [[1, 1, 1], [1, 1, 1], [1, 1]],  # the second loader has one sample
+        "stream": [[2, 1, 1, 1, 2, 1], [2, 1, 1, 2, 1], [2, 1, 1, 2, 1]],
+        "without length": [[1, 2]] * 3,
+    }
+
+
+class Pulls(Measured):
+    """Takes batches from an iterator."""
+
+    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        self.measure(batch, 0)
+
+
+class Pairs(Measured):
+    """Takes batches of two loaders."""
+
+    def validation_step(self, batch: Any, index: int) -> None:  # type: ignore[override]
+        for number, each in enumerate(batch):
+            if each is not None:
+                self.measure(each, number)
+
+
+def as_stock(kind: Kind, directory: Path) -> list[Found]:
+    """Evaluate in steps that have more than one batch, or that take their batches themselves."""
+
+    def make(**options: Any) -> L.Trainer:
+        return make_trainer(make_strategy(kind, directory), **options)
+
+    found = []
+    for mode in ("min_size", "max_size", "max_size_cycle"):
+        for options in ({}, {"limit_val_batches": 1}, {"fast_dev_run": True}):
+            both = CombinedLoader([loader(11, 2), loader(5, 2)], mode)  # type: ignore[arg-type]
+            found.append(validate(make(**options), both, Pairs(2, all_kinds=0)))
+    found.append(validate(make(), loader(5, 2), Pulls()))
+    found.append(validate(make(), loader(9, 2, drop_last=True)))
+    return found
+
+
+def test_steps_that_cannot_leave_out_a_sample_are_as_with_stock(tmp_path: Path) -> None:
+    """Values, samples and batches of combined loaders, of steps with ``dataloader_iter`` and of ``drop_last``."""
+    ours, stock = on_both(as_stock, tmp_path)
+    assert_same([[each._asdict() for each in rank] for rank in ours], [[e._asdict() for e in rank] for rank in stock])
 
 
 class Mean(L.LightningModule):

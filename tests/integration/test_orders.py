@@ -10,12 +10,16 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
+from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from tests.data.test_samplers import p_of
-from tests.harness.training import Kind, make_strategy, make_trainer, on_both, on_ranks
+from tests.harness.training import At, Kind, make_strategy, make_trainer, on_both, on_ranks
 from tests.integration.continuing import Net, Numbers, Saver
+from tests.integration.test_trainer_features import Writer
 
 Batches = dict[int, list[list[int]]]  # by epoch
 
@@ -50,9 +54,6 @@ def orders(kind: Kind, directory: Path) -> dict[str, Any]:
         "one sample": loader(1, batch_size=1, shuffle=True),
         "no batches": loader(5, batch_size=None),
         "own batches": lambda: DataLoader(Numbers(9), batch_sampler=Backwards(SequentialSampler(range(9)), 2, True)),
-        "plain batches": lambda: DataLoader(
-            Numbers(9), batch_sampler=BatchSampler(SequentialSampler(range(9)), 2, True)
-        ),
         "two loaders": lambda: [loader(7, shuffle=True)(), loader(5, shuffle=True)()],
     }
     found: dict[str, Any] = {name: fit(kind, directory, each, max_epochs=2) for name, each in loaders.items()}
@@ -100,6 +101,7 @@ def draw(kind: Kind, directory: Path) -> tuple[Batches, ...]:
     own = [fit(kind, directory, loader(40, sampler=each), max_epochs=1) for each in others]
     own.append(fit(kind, directory, loader(40, shuffle=True), max_epochs=1))
     own.append(fit(kind, directory, loader(40, batch_sampler=Backwards(others[0], 2, False)), max_epochs=1))
+    own.append(fit(kind, directory, loader(40, batch_sampler=BatchSampler(others[2], 2, False)), max_epochs=1))
     by_weight = loader(4, batch_size=100, sampler=WeightedRandomSampler([1.0, 3.0, 0.0, 6.0], 4000))
     return fit(kind, directory, each_once), fit(kind, directory, by_weight, max_epochs=1), *own
 
@@ -108,10 +110,10 @@ def test_ranks_share_out_what_a_sampler_draws(tmp_path: Path) -> None:
     """All ranks divide one weighted draw per epoch, even if their seeds differ."""
     env = {"PL_GLOBAL_SEED": lambda rank: str(100 + rank)}
     whole, by_weight, *others = zip(*on_ranks("ours", draw, tmp_path, env=env), strict=True)  # type: ignore[arg-type]
-    replaced, part, even, shuffled, batched = (samples(each, 0) for each in others)
+    replaced, part, even, shuffled, batched, batches = (samples(each, 0) for each in others)
     assert sorted(shuffled) == list(range(40))
     assert len(replaced) == len(batched) == len(part) == len({*part}) == 36 > max(len({*replaced}), len({*batched}))
-    assert ({*even}, len(even)) == ({*range(0, 40, 2)}, 40)
+    assert ({*even}, len(even)) == ({*batches}, len(batches)) == ({*range(0, 40, 2)}, 40)
     epochs = [samples(whole, epoch) for epoch in range(3)]
     for drawn in epochs:
         assert len(drawn) == len(set(drawn)) == 36
@@ -120,3 +122,185 @@ def test_ranks_share_out_what_a_sampler_draws(tmp_path: Path) -> None:
     counts = np.bincount(samples(by_weight, 0), minlength=4)
     assert (counts.sum(), counts[2]) == (4000, 0)
     assert p_of(counts[[0, 1, 3]], [400, 1200, 2400]) > 1e-4
+
+
+class Scaled(DataLoader[Any]):
+    """Keeps its argument under another name."""
+
+    def __init__(self, dataset: Any, factor: int = 1, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self._by = factor
+
+    def __iter__(self) -> Any:
+        return (batch * self._by for batch in super().__iter__())
+
+
+class Fixed(DataLoader[Any]):
+    """Chooses all of torch's options itself."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset, batch_size=2, shuffle=True)
+
+
+class Repeated(BatchSampler):
+    """Takes one more argument than torch's batch sampler."""
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, times: int = 1) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.times = times
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch * self.times for batch in super().__iter__())
+
+
+class Pairs:
+    """Batches of two in a sampler's order; the constructor takes other arguments than torch's."""
+
+    def __init__(self, samples: int, length: int | None = None) -> None:
+        self.sampler = RandomSampler(range(samples))
+        self.length = length
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = iter(self.sampler)
+        return ([first, next(order)] for first in order)
+
+    def __len__(self) -> int:
+        return len(self.sampler) // 2 if self.length is None else self.length
+
+
+class Drawn(BatchSampler):
+    """Draws its batches in its constructor."""
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.batches = list(super().__iter__())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+class DrawnPairs(Drawn):
+    """Draws its batches in a constructor that takes other arguments."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(SequentialSampler(range(samples)), 2, False)
+
+
+class Known(DataLoader[Any]):
+    """Reads batches that its constructor counts and begins."""
+
+    def __init__(self, dataset: Any, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.reader = super().__iter__()
+
+    def __iter__(self) -> Any:
+        return self.reader
+
+
+def batched(batch_sampler: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(8), batch_sampler=batch_sampler)
+
+
+REMADE: dict[str, Callable[[], DataLoader[Any]]] = {
+    "plain": lambda: DataLoader(Numbers(8), batch_size=2, shuffle=True),
+    "drawn": lambda: batched(Drawn(RandomSampler(range(8)), 2, False)),
+    "begun": lambda: Known(Numbers(8), batch_size=2, shuffle=True),
+}
+COPIED: dict[str, Callable[[], DataLoader[Any]]] = {
+    "scaled": lambda: Scaled(Numbers(8), 10, batch_size=2, shuffle=True),
+    "fixed": lambda: Fixed(Numbers(8)),
+    "explicit": lambda: batched(BatchSampler(RandomSampler(range(8)), 2, False)),
+    "repeated": lambda: batched(Repeated(RandomSampler(range(8)), 2, False, times=2)),
+    "pairs": lambda: batched(Pairs(8)),
+}
+
+
+def read_with_own_classes(kind: Kind, directory: Path) -> dict[str, Any]:
+    """Return the batches of loaders that are created in the module's hook, and of loaders that exist before the run."""
+    found: dict[str, Any] = {}
+    for name, make in (REMADE if kind == "stock" else {**REMADE, **COPIED}).items():
+        exists = make()
+        if name != "begun":
+            found[f"{name}, in a hook"] = fit(kind, directory, make, max_epochs=2)
+        found[name] = fit(kind, directory, lambda exists=exists: exists, max_epochs=1 if name == "begun" else 2)  # type: ignore[misc]
+    return found
+
+
+def test_loaders_and_batch_samplers_keep_their_arguments(tmp_path: Path) -> None:
+    """Each rank reads its part through them, also if their classes cannot be created again; else as with stock."""
+    for ours, stock in zip(*on_both(read_with_own_classes, tmp_path), strict=True):
+        assert {name: ours[name] for name in stock} == stock
+        plain: Batches = ours["plain"]
+        for name in COPIED.keys() - {"scaled", "repeated"}:
+            assert (ours[name], ours[f"{name}, in a hook"]) == (plain, plain), name
+        by_ten = {epoch: [[10 * each for each in batch] for batch in batches] for epoch, batches in plain.items()}
+        twice = {epoch: [batch * 2 for batch in batches] for epoch, batches in plain.items()}
+        assert (ours["scaled"], ours["scaled, in a hook"]) == (by_ten, by_ten)
+        assert (ours["repeated"], ours["repeated, in a hook"]) == (twice, twice)
+
+
+def look_at_copies(kind: Kind, directory: Path) -> list[Any]:
+    """Return what a callback sees of loaders that were copied, and how the user's loader is afterwards."""
+    facts: list[Any] = []
+
+    def look(trainer: L.Trainer) -> None:
+        shown: Any = trainer.train_dataloader
+        owner = shown if shown.batch_sampler is None else shown.batch_sampler
+        facts.append((isinstance(owner.sampler, DistributedSampler), owner.sampler is shown.sampler, len(shown)))
+        facts.append((type(shown).__name__, type(owner).__name__, shown.batch_size, shown.drop_last))
+        facts.append(shown.dataset is own.dataset)
+
+    kept: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    several: list[dict[str, Any]] = [{}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}, kept]
+    for options in several:
+        own = Scaled(Numbers(8), shuffle=True, **options)
+        before = dict(vars(own))
+        read = fit(kind, directory, lambda own=own: own, callbacks=[At("on_train_start", look)])  # type: ignore[misc]
+        facts.append((read, vars(own) == before))
+    return facts
+
+
+def test_a_copied_loader_looks_as_stocks_does(tmp_path: Path) -> None:
+    """Sampler, batch sampler and options are those of the loader that stock creates; the user's own is unchanged."""
+    ours, stock = on_both(look_at_copies, tmp_path)
+    assert ours == stock
+
+
+def refuse_batches(kind: Kind, directory: Path) -> list[str]:
+    messages = []
+    for batch_sampler in (DrawnPairs(8), Pairs(8, length=4), [[0, 1], [2, 3]]):
+        made = batched(batch_sampler)
+        with pytest.raises((SamplingError, ConfigurationError)) as raised:
+            fit(kind, directory, lambda made=made: made)  # type: ignore[misc]
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_batches_that_cannot_be_divided_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    """So are batches that do not come from the attribute `sampler`, and a length that counts those of all ranks."""
+    for drawn, counted, listed in on_ranks("ours", refuse_batches, tmp_path):
+        assert drawn.startswith("batch_sampler DrawnPairs yields indices that it does not read from its attribute")
+        assert counted.startswith("batch_sampler Pairs yields 2 of this rank's batches, but its length is 4 for all")
+        assert listed.startswith("list takes no distributed sampler")
+        for message in (drawn, counted, listed):
+            assert "batch_sampler=DistributedBatchSamplerWrapper(...)" in message
+            assert "Trainer(use_distributed_sampler=False)" in message
+
+
+class Predicting(Net):
+    def predict_step(self, batch: Any, index: int) -> list[int]:
+        return [int(number) for number in batch.flatten()]
+
+
+def predict_scaled(kind: Kind, directory: Path) -> tuple[Any, ...]:
+    own = Scaled(Numbers(9), 10, batch_size=2, drop_last=True)
+    writer = Writer()
+    found = make_trainer(make_strategy(kind, directory), callbacks=[writer]).predict(Predicting(list), own)
+    return found, [indices for _, indices in writer.written[:-1]]  # the last ones are those of all batches
+
+
+def test_a_loader_keeps_its_arguments_in_prediction(tmp_path: Path) -> None:
+    """Each rank predicts its samples with them, the last one too, and Lightning knows their indices."""
+    first, second = on_ranks("ours", predict_scaled, tmp_path)
+    assert first == ([[0, 20], [40, 60], [80]], [[0, 2], [4, 6], [8]])
+    assert second == ([[10, 30], [50, 70]], [[1, 3], [5, 7]])

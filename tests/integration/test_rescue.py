@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
 
 from lightning_ddp_ext.checkpoint import rank_notes
 from lightning_ddp_ext.integration.checkpoint_paths import modified
@@ -25,7 +26,25 @@ from tests.harness.outcomes import stories
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script
 from tests.harness.training import At, make_strategy, make_trainer
-from tests.integration.rescuing import MOMENTS, NAME, REFUSED, Kill, Net, Plan, Skipping, saved, survive, train
+from tests.integration.rescuing import (
+    MOMENTS,
+    NAME,
+    REFUSED,
+    Clipping,
+    Kill,
+    Momentum,
+    Net,
+    Normalising,
+    OtherGenerator,
+    Plan,
+    Skipping,
+    Slow,
+    assign,
+    assign_inside,
+    saved,
+    survive,
+    train,
+)
 
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0)) // 3
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +91,37 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Weights]
     return run
 
 
+TWO: dict[str, Any] = {"accumulate_grad_batches": 2}
+CHANGED = [
+    pytest.param(functools.partial(Momentum, Tensor.copy_), {}, id="momentum by copy_"),
+    pytest.param(functools.partial(Momentum, assign), TWO, id="momentum by data ="),
+    pytest.param(functools.partial(Momentum, assign_inside), TWO, id="momentum by data.copy_"),
+    (Normalising, {}),
+    (Clipping, {}),
+    (OtherGenerator, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CHANGED)
+def test_a_model_that_changes_outside_of_the_optimiser_continues_exactly(
+    kind: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A momentum encoder in the file is that of the last finished step, whichever way it is updated."""
+    plan = Plan(trainer=options, kind=kind)
+    kills = [Kill("on_before_backward", 9, [0]), Kill("on_validation_batch_start", 1), Kill("on_before_backward", 3)]
+    ended = survive(2, plan, kills, tmp_path)
+    (tmp_path / "unbroken").mkdir()
+    unbroken = run_ranks(train, 2, plan, tmp_path / "unbroken")
+    torch.testing.assert_close(ended, unbroken, rtol=0, atol=0)
+
+
+def test_a_survivor_in_a_long_step_saves_once_the_step_ends(tmp_path: Path) -> None:
+    """Without a rescue it would be ended by force, as nothing interrupts a computation."""
+    survivor, _ = launch_ranks(train, 2, Plan(Kill("on_before_backward", 5), kind=Slow), tmp_path)
+    assert "saved step 5 to" in survivor.output, survivor.story()
+    assert "RankDiedError: rank 1 " in survivor.output
+
+
 CASES = [*CHAINS[::2], *(pytest.param(each, marks=pytest.mark.nightly) for each in CHAINS[1::2])]
 
 
@@ -106,6 +156,23 @@ def test_a_run_that_resumes_from_an_older_file_keeps_it(tmp_path: Path) -> None:
     launch_ranks(train, 2, Plan(Kill("on_after_backward", 5)), tmp_path)
     run_ranks(train, 2, Plan(trainer={"max_epochs": 2}, resumed=older), tmp_path)
     assert (tmp_path / NAME).exists()
+
+
+def train_twice(rank: int, world_size: int, kill: Kill | None, directory: Path) -> None:
+    """Train in two fits of one script, of which a kill hits the second one."""
+    for plan in (Plan(), Plan(kill)):
+        train(rank, world_size, plan, directory)
+
+
+def test_the_fits_of_a_script_do_not_resume_from_each_others_rescue(tmp_path: Path) -> None:
+    """The first one starts from the beginning, and the second one continues."""
+    launch_ranks(train_twice, 2, Kill("on_after_backward", 5), tmp_path)
+    first, _ = launch_ranks(train_twice, 2, None, tmp_path)
+    assert first.exit_code == 0, first.story()
+    before, found, _ = first.output.partition(f"ckpt_path='last' is {tmp_path / NAME}")
+    assert found
+    assert f"{tmp_path / NAME} belongs to a fit with another number in its script; pass its path" in before
+    assert not (tmp_path / NAME).exists()
 
 
 def train_without_space(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
@@ -143,9 +210,9 @@ def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
 def test_the_process_that_starts_ranks_lets_a_survivor_save(
     start_method: str, unbroken: Callable[..., Weights], tmp_path: Path
 ) -> None:
-    """It waits up to ``save_deadline`` and then raises the cause; the same command continues."""
+    """It waits up to ``save_deadline`` for a long step and a slow save, and then raises the cause."""
     options = {"start_method": start_method}
-    killed = Plan(Kill("on_after_backward", 5), rescue="slow", strategy=options)
+    killed = Plan(Kill("on_before_backward", 5), rescue="slow", strategy=options, kind=Slow)
     (outcome,) = launch_ranks(train, 1, killed, tmp_path)
     assert "RankDiedError: local rank 1 " in outcome.output, outcome.story()
     assert saved(tmp_path) >= 5

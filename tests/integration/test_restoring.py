@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext import CheckpointError, RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.archive import Archive
-from tests.harness.training import KINDS, At, Kind, assert_same, on_ranks, weights
+from tests.harness.training import KINDS, At, Kind, assert_same, on_both, on_ranks, weights
 from tests.integration.checkpointing import (
     MODES,
     Keeper,
@@ -198,6 +198,25 @@ def test_last_is_what_rank_zero_finds(kind: Kind, tmp_path: Path) -> None:
     before = train_and_save(tmp_path / kind / "0" / "last.ckpt")
     for state in on_ranks(kind, last_on_rank_zero, tmp_path):
         assert_same(state, before)
+
+
+class Distilled(L.Callback):
+    """Knows the file of a teacher, whose weights a student learns to imitate."""
+
+    def __init__(self, ckpt_path: Path) -> None:
+        self.ckpt_path = ckpt_path
+
+
+def last_with_a_teacher(kind: Kind, directory: Path, teacher: Path) -> tuple[int, int]:
+    trainer = trainer_for(kind, directory, None, [Distilled(teacher)], max_epochs=1)
+    return fit_from(trainer, "last")["step"], trainer.global_step
+
+
+def test_last_ignores_a_file_that_a_users_callback_names(tmp_path: Path) -> None:
+    """Of the callbacks that save no checkpoint, no attribute is read."""
+    train_and_save(tmp_path / "teacher.ckpt")
+    ours, stock = on_both(last_with_a_teacher, tmp_path, tmp_path / "teacher.ckpt")
+    assert ours == stock == [(0, 4), (0, 4)]
 
 
 def check_what_was_sent(archive: Archive, *tensors: Any, check: Any = Archive.check) -> None:

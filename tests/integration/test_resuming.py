@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.harness.ranks import by_hand_env, run_ranks
-from tests.harness.training import At, make_strategy, make_trainer
+from tests.harness.training import At, Kind, assert_same, make_strategy, make_trainer, on_both, on_ranks
 from tests.integration.continuing import (
     KEPT,
     Loaders,
@@ -284,3 +286,85 @@ def test_each_rank_continues_with_its_own_next_batch_and_saves_its_state(tmp_pat
             assert with_two == 0 if "without" in name else 2 <= with_two <= 4, name
             if name != "stream, by hand":
                 assert (first, again, resumed) == (18, 18, 14)
+
+
+def load_a_teacher(kind: Kind, directory: Path, teacher: Path, plain: Path) -> list[Any]:
+    """Return runs in which hooks read files: on all ranks a checkpoint, and on rank 0 only a file of weights."""
+    found: list[Any] = []
+
+    def read(trainer: L.Trainer) -> None:
+        content = [trainer.strategy.load_checkpoint(teacher)]
+        if trainer.is_global_zero:
+            content.append(trainer.strategy.load_checkpoint(plain))
+        found.append([len(each) for each in content])
+
+    training = Training(one_epoch, directory, side=kind, options={"max_epochs": 1})
+    for hook in ("setup", "on_fit_start", "on_train_start", "on_train_batch_start"):
+        run = training.run(callbacks=[At(hook, read)])
+        found.append([run.steps, run.counts, run.weights])
+    return found
+
+
+def one_epoch() -> DataLoader[Tensor]:
+    return shuffled(12)(0, 2)
+
+
+def save_a_teacher(kind: Kind, directory: Path) -> str:
+    return Training(one_epoch, directory, options={"max_epochs": 1}).run("train_batch_end-2").saved["train_batch_end-2"]
+
+
+def test_a_file_that_a_hook_reads_moves_no_run(tmp_path: Path) -> None:
+    """As with stock, training starts at the first batch, and a rank gets the file's content even if it reads alone."""
+    teacher, _ = on_ranks("ours", save_a_teacher, tmp_path)
+    torch.save({"layers.0.weight": torch.ones(4, 1)}, tmp_path / "plain.pt")
+    ours, stock = on_both(load_a_teacher, tmp_path, Path(teacher), tmp_path / "plain.pt")
+    assert_same(ours, stock)
+
+
+class Taught(Net):
+    """Reads a teacher while it is restored: another file, or the one that it is restored from."""
+
+    teachers: Sequence[str] = ()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for path in self.teachers:
+            self.trainer.strategy.load_checkpoint(path)
+
+
+def resume_with_a_teacher(rank: int, world_size: int, directory: Path) -> str:
+    training = Training(one_epoch, directory, options={"max_epochs": 2})
+    whole = training.run("train_batch_end-1", "train_batch_end-4")
+    Taught.teachers = [whole.saved[point] for point in ("train_batch_end-4", "train_batch_end-1")]
+    resumed = training.run(kind=Taught, ckpt_path=whole.saved["train_batch_end-4"])
+    return difference(training, whole, 4, resumed)
+
+
+def test_a_resume_ignores_files_that_hooks_read(tmp_path: Path) -> None:
+    """Training continues where the file given as ``ckpt_path`` was saved."""
+    assert run_ranks(resume_with_a_teacher, 2, tmp_path, env=by_hand_env(2)) == ["", ""]
+
+
+class Tuned(Net):
+    """Has the one optimiser that a finder of learning rates needs."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def find_a_rate(kind: Kind, directory: Path, path: str) -> list[int]:
+    """Return the steps of a run that resumes and then looks for a learning rate, which needs four more steps."""
+    finder = LearningRateFinder(num_training_steps=4, update_attr=False)
+    training = Training(one_epoch, directory, side=kind, options={"max_epochs": 2, "default_root_dir": directory})
+    run = training.run(kind=Tuned, callbacks=[finder], ckpt_path=path)
+    return [len(run.steps), *run.counts]
+
+
+def save_for_a_finder(kind: Kind, directory: Path) -> str:
+    return Training(one_epoch, directory).run("train_batch_end-1", kind=Tuned).saved["train_batch_end-1"]
+
+
+def test_a_finder_of_learning_rates_restores_its_own_file(tmp_path: Path) -> None:
+    """As with stock, Lightning's loops then start from there, and so does the data."""
+    path, _ = on_ranks("ours", save_for_a_finder, tmp_path)
+    ours, stock = on_both(find_a_rate, tmp_path, path)
+    assert ours == stock

@@ -143,8 +143,60 @@ def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
     }
 
 
+class Counting(Net):
+    """Asks for the number of steps in the first hook, and records the batches that it is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Any] = []
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        self.estimated = self.trainer.estimated_stepping_batches
+        return []
+
+    def on_train_batch_start(self, batch: Batch, index: int) -> None:
+        self.batches.append(batch)
+
+
+def steps_in_configure_callbacks(kind: Kind, directory: Path) -> Result:
+    model = Counting()
+    result = fit(kind, directory, model)
+    assert result["step"] == model.estimated
+    return {**result, "batches": model.batches}
+
+
+class Collating(Module):
+    """Its spawned worker gets a bound method, and with it this data module and its Trainer."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
+        return DataLoader(data(8), batch_size=4, collate_fn=self.collate, **workers)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def collate(self, samples: list[Any]) -> Batch:
+        x, y = zip(*samples, strict=True)
+        return [2 * torch.stack(x), torch.stack(y)]
+
+
+def bound_collate_function(kind: Kind, directory: Path) -> Result:
+    trainer = trainer_in(kind, directory)
+    return {
+        "validated": trainer.validate(Net(), Collating(), verbose=False),
+        "tested": trainer.test(Net(), Collating(), verbose=False),
+        "predicted": trainer.predict(Net(), Collating()),
+    }
+
+
 FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
-    feature.__name__: feature for feature in (prediction_writer, loggers, checkpoints_and_early_stopping)
+    feature.__name__: feature
+    for feature in (
+        prediction_writer,
+        loggers,
+        checkpoints_and_early_stopping,
+        steps_in_configure_callbacks,
+        bound_collate_function,
+    )
 }
 
 

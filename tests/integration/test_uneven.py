@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import SamplingError
-from lightning_ddp_ext.errors import RankFailedError
+from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
+from tests.harness import training as harness
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.integration.continuing import Numbers, Run, Training, generations
 
@@ -186,12 +188,30 @@ def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: P
         == second[0]
         == (
             "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), so some ranks would wait "
-            "forever after 3 batches; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or use a "
+            "forever after 3 batches; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a "
             "sampler or drop_last=True so that every rank gets the same number of batches"
         )
     )
     for message in (first[1], second[1]):  # each names the rank's own loader
         assert "or training would hang (lengths by rank: (inf, 3); inf means no length)" in message
+
+
+class Counting(harness.Net):
+    def configure_callbacks(self) -> list[L.Callback]:
+        assert self.trainer.estimated_stepping_batches
+        return []
+
+
+def count_too_early(rank: int, world_size: int, directory: Path) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        harness.make_trainer(harness.make_strategy("ours", directory, uneven_inputs="stop_at_shortest")).fit(Counting())
+    return str(caught.value)
+
+
+def test_lengths_that_the_ranks_cannot_compare_yet_are_refused(tmp_path: Path) -> None:
+    """`configure_callbacks` runs before the ranks connect; the error names a hook that runs afterwards."""
+    for message in run_ranks(count_too_early, 2, tmp_path, env=by_hand_env(2)):
+        assert "configure_callbacks runs before they connect; read estimated_stepping_batches in setup" in message
 
 
 def warned(rank: int, world_size: int, directory: Path) -> list[list[str]]:
@@ -246,13 +266,9 @@ def part(rank: int, samples: int) -> DataLoader[Any]:
 def share_out(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     """Return the warnings about loaders whose samples the ranks divide, and the error about different lengths."""
     ended = DataLoader(TooLong(rank, [2]), 1)
-    batches = DataLoader(
-        Numbers(8), batch_sampler=BatchSampler(Clocked(0), 4, False), collate_fn=torch.utils.data.default_convert
-    )
     loaders = {
         "parts": (part(rank, 8), "the tensors or lists in the dataset differ between the ranks"),
         "orders": (DataLoader(Numbers(8), 1, sampler=Clocked(rank)), "the list that BatchSampler over SharedSampler"),
-        "batches": (batches, "reads single samples in place of the batches of BatchSampler over Clocked, as with ddp"),
         "same": (DataLoader(Subset(Numbers(8), range(4)), 1), ""),
         "length": (ended, "TooLong ended after 2 batches, but its length is 4, so Lightning did not know which batch"),
     }
@@ -272,7 +288,7 @@ def test_data_that_the_ranks_cannot_share_out_are_named(tmp_path: Path) -> None:
     """Rank 0 warns, as stock reads less than all data silently; lengths that differ are an error on every rank."""
     first, second = run_ranks(share_out, 2, tmp_path, env=by_hand_env(2))
     refused = first.pop("refused")
-    assert first == {"parts": [True], "orders": [True], "batches": [True], "same": [], "length": [True]}
+    assert first == {"parts": [True], "orders": [True], "same": [], "length": [True]}
     assert second == {**{name: [] for name in first}, "refused": refused}
     assert refused == (
         "the ranks cannot share out the samples of Subset, because the length differs (5 on rank 0, 4 on rank 1); "

@@ -1,4 +1,4 @@
-"""Preserve the state of all metrics during a step that does not count."""
+"""Run a step that does not count: restore logged values and metrics after it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 
 @contextmanager
-def preserve_metric_state(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
+def uncounted(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
     """Make ``self.log`` and torchmetrics work on copies within the block, and discard the copies afterwards.
 
     A key that is logged for the first time is kept with a value that does not affect any reduction, so that this rank
     takes part in the reductions at the end of the epoch. A value that is not reduced across ranks is kept if nothing
     else was logged for its key, because a neutral value would be infinite or NaN.
+
+    A metric with a list that torchmetrics gathers item by item counts the step, because this list must have the same
+    number of items on all ranks.
 
     Args:
         results: Lightning's collection of logged values, by key.
@@ -42,10 +45,19 @@ def preserve_metric_state(results: dict[str, Any], module: nn.Module) -> Iterato
 
 
 def _metrics(results: Mapping[str, Any], module: nn.Module) -> list[nn.Module]:
-    """Return all metrics and metric collections, each once."""
+    """Return the metrics that a step can be taken out of, and metric collections, each once."""
     logged = (result.value for result in results.values() if not result.is_tensor)
     found = (each for root in (module, *logged) for each in root.modules())
-    return list({id(each): each for each in found if isinstance(each, (Metric, MetricCollection))}.values())
+    kept = (each for each in found if isinstance(each, (Metric, MetricCollection)) and not _is_gathered_by_item(each))
+    return list({id(each): each for each in kept}.values())
+
+
+def _is_gathered_by_item(metric: nn.Module) -> bool:
+    """Whether a metric has a list whose items torchmetrics does not join before it gathers them."""
+    return isinstance(metric, Metric) and any(
+        isinstance(metric._defaults[name], list) and reduction is not dim_zero_cat
+        for name, reduction in metric._reductions.items()
+    )
 
 
 def _copied(value: Any) -> Any:

@@ -1,0 +1,55 @@
+"""Detect changes of saved values that nothing records, such as those of persistent metrics."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_ext.supervision.checksum import checksum
+
+
+class FixedValues:
+    """The values in a module's ``state_dict`` other than recorded tensors; they must not change.
+
+    Args:
+        module: the module.
+        recorded: returns the tensors whose changes are recorded elsewhere.
+    """
+
+    def __init__(self, module: nn.Module, recorded: Callable[[], Iterable[Tensor]]) -> None:
+        self._module = module
+        self._recorded = recorded
+        self._at_first = self._contents()
+
+    def find_changed(self) -> str | None:
+        """Return the name of a value that has changed since the start, if any."""
+        first = self._at_first
+        now = self._contents()
+        return next((name for name in {**first, **now} if first.get(name) != now.get(name)), None)
+
+    def _contents(self) -> dict[str, Any]:
+        addresses = {_address_of(each) for each in self._recorded()} - {None}
+        state = self._module.state_dict()
+        others = (name for name, value in state.items() if _address_of(value) not in addresses)
+        return {name: _content_of(state[name]) for name in others}
+
+
+def _address_of(value: Any) -> int | None:
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+    return value.data_ptr() if is_dense else None
+
+
+def _content_of(value: Any) -> Any:
+    """Return what represents a value in a later comparison."""
+    if isinstance(value, Tensor):
+        content = value._version if _address_of(value) is None else int(checksum(value))
+        return [*value.shape, content]
+    if isinstance(value, (list, tuple)):  # such as a metric's values of each batch
+        return [_content_of(each) for each in value]
+    if isinstance(value, Mapping):
+        return {name: _content_of(each) for name, each in value.items()}
+    return pickle.dumps(value)

@@ -1,0 +1,149 @@
+"""Detect changes of parameters outside of optimiser steps, and undo those of an unfinished step.
+
+A momentum encoder, for example, changes frozen parameters before each forward pass. If code writes
+into ``parameter.data``, no version counter changes, so contents are also compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_ext.supervision.checksum import checksum
+
+_COMPARED_AT_FIRST = 2  # steps: a momentum encoder that equals its source changes in the second
+_SHARE = 0.01  # of the time that comparing contents takes after these steps
+
+
+class SavedParameters:
+    """The parameters of a module, as they were when the current step started.
+
+    Each step records the versions of trainable parameters. Contents are compared in the first two
+    steps, and later as often as takes 1 % of the time. A parameter whose contents change outside
+    of the optimiser is copied at the start of each later step, on its own device.
+
+    Attributes:
+        has_finished_step: whether an optimiser step has finished.
+        is_in_step: whether a step has started that the optimiser has not finished.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.has_finished_step = False
+        self.is_in_step = False
+        self._module = module
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._frozen: set[str] = set()
+        self._versions: dict[str, tuple[int, int]] = {}  # of trainable parameters
+        self._contents: dict[str, int] = {}  # checksums at the last comparison
+        self._changing: set[str] = set()
+        self._copies: dict[str, Tensor] = {}
+        self._started = 0  # steps with these parameters
+        self._is_comparing = False
+        self._next_comparison = 0.0
+
+    def start_epoch(self) -> None:
+        """Find the parameters, since hooks between epochs may replace, freeze or unfreeze some."""
+        parameters = dict(self._module.named_parameters())
+        frozen = {name for name, each in parameters.items() if not each.requires_grad}
+        if frozen == self._frozen and _are_same(parameters, self._parameters):
+            return
+        self._parameters = parameters
+        self._frozen = frozen
+        self._contents = {}
+        self._changing = set()
+        self._copies = {}
+        self._started = 0
+        self.record()
+
+    def start_step(self) -> None:
+        """Record the parameters before the first batch of an optimiser step is fetched."""
+        self.is_in_step = True
+        self._started += 1
+        is_early = self._started <= _COMPARED_AT_FIRST
+        self._is_comparing = is_early or time.monotonic() >= self._next_comparison
+        if self._is_comparing:
+            self._find_changing(self._frozen)
+        for name in self._changing:
+            self._copy(name)
+        self.record()
+
+    def before_backward(self) -> None:
+        """Find the parameters that this step has changed before its backward pass."""
+        if self._is_comparing:
+            self._is_comparing = False
+            began = time.monotonic()
+            self._find_changing(self._parameters)
+            now = time.monotonic()
+            self._next_comparison = now + 2 * (now - began) / _SHARE
+
+    @property
+    def changes_early(self) -> bool:
+        """Whether a parameter is known to change outside of the optimiser."""
+        return bool(self._changing)
+
+    def end_step(self) -> None:
+        """Record the parameters after the optimiser has changed them."""
+        self.is_in_step = False
+        self.has_finished_step = True
+        self.record()
+
+    def record(self) -> None:
+        """Record the versions of trainable parameters, which must not change until the next call.
+
+        Nothing written into ``data`` changes a version.
+        """
+        self._versions = self._trainable_versions()
+
+    def undo(self, *, step: bool) -> str | None:
+        """Restore the parameters as they were recorded; return the name of one that is unknown.
+
+        Args:
+            step: whether to undo the changes of an unfinished step, rather than to expect none.
+        """
+        if not _are_same(dict(self._module.named_parameters()), self._parameters):
+            return "a parameter that was added or replaced in this epoch"
+        copies = self._copies if step else {}
+        versions = self._trainable_versions()
+        for name in self._parameters:
+            is_changed = versions.get(name) != self._versions.get(name)
+            if name not in copies and (is_changed or (step and self._may_have_changed(name))):
+                return name
+        with torch.no_grad():
+            for name, copied in copies.items():
+                self._parameters[name].copy_(copied)
+        return None
+
+    def _trainable_versions(self) -> dict[str, tuple[int, int]]:
+        return {
+            name: (each._version, each.data_ptr())
+            for name, each in self._parameters.items()
+            if name not in self._frozen
+        }
+
+    def _find_changing(self, names: Iterable[str]) -> None:
+        """Add those of the parameters whose contents have changed since the last comparison."""
+        earlier = self._contents
+        self._contents = {name: int(checksum(each)) for name, each in self._parameters.items()}
+        now = self._contents
+        self._changing.update(name for name in names if earlier.get(name, now[name]) != now[name])
+
+    def _may_have_changed(self, name: str) -> bool:
+        """Whether a parameter may have changed in this step without a change of its version."""
+        if name in self._changing:
+            return True
+        is_frozen = name in self._frozen
+        return is_frozen and self._contents.get(name) != int(checksum(self._parameters[name]))
+
+    def _copy(self, name: str) -> None:
+        if name not in self._copies:
+            self._copies[name] = self._parameters[name].detach().clone()
+        else:
+            self._copies[name].copy_(self._parameters[name].detach())
+
+
+def _are_same(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter]) -> bool:
+    has_same_names = first.keys() == second.keys()
+    return has_same_names and all(each is second[name] for name, each in first.items())

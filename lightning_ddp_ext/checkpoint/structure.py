@@ -1,0 +1,67 @@
+"""Read an entry of a checkpoint file without its tensors, and without importing or running any class in it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+from zipfile import ZipFile
+
+from typing_extensions import override
+
+from lightning_ddp_ext.checkpoint.archive import Archive, reading
+from lightning_ddp_ext.checkpoint.location import Location
+
+
+def entry_of(location: Location, key: str) -> Any:
+    """Return an entry of a checkpoint, in which a placeholder replaces objects; ``None`` if the file lacks it.
+
+    Raises:
+        CheckpointNotFoundError: the file does not exist.
+        DamagedCheckpointError: a local file is empty, truncated, or not a checkpoint.
+        CheckpointError: the file cannot be read.
+    """
+    if location.local is not None and not Archive.open(location.local, location.url).records:
+        return None  # written before torch 1.6
+    with reading(location.url), location.fs.open(location.path, "rb") as file:
+        pickled = _pickled(file)
+    try:
+        content = _Unpickler(io.BytesIO(pickled)).load()
+    except Exception:  # another program's file may contain any pickle, or a damaged one
+        return None
+    return content.get(key) if isinstance(content, dict) else None
+
+
+def _pickled(file: Any) -> bytes:
+    with ZipFile(file) as archive:
+        [name] = [each for each in archive.namelist() if each.partition("/")[2] == "data.pkl"]
+        return archive.read(name)
+
+
+class _Ignoring(type):
+    """The class of the placeholder: calling it or changing it has no effect."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls
+
+    def _ignore(cls, *args: Any) -> None:
+        pass
+
+    __setitem__ = __setstate__ = append = extend = add = _ignore
+
+
+class _Ignored(metaclass=_Ignoring):
+    """Stands for all classes, functions and objects, so that none of their code runs."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls
+
+
+class _Unpickler(pickle.Unpickler):
+    @override
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        return _Ignored
+
+    @override
+    def persistent_load(self, pid: Any) -> Any:
+        return None
