@@ -32,6 +32,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         epoch: the epoch whose order is read next.
         dataset, shuffle, seed, uneven: as given.
         length: the number of positions in an epoch's global order.
+        next_order: the order for the next iterator, if :meth:`draw` has drawn it.
+        next_size: returns the size of a batch; the next iterator calls it when a batch begins.
         was_read: whether an item of any iterator was requested.
     """
 
@@ -59,10 +61,16 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.epoch = 0
         self.was_read = False
         self._position = 0
+        self.next_order: Order | None = None
+        self.next_size: Callable[[], int] | None = None
 
     def _order(self) -> Order:
         """Return the order of ``self.epoch``: a function from positions to the sampler's items."""
         raise NotImplementedError
+
+    def draw(self, epoch: int) -> tuple[Order | None, int | None]:
+        """Draw an epoch's order and return its fingerprint with it; ``None`` twice if seed and epoch determine it."""
+        return None, None
 
     def _set_wrapped_epoch(self) -> None:
         """Set the epoch of wrapped objects, if the subclass has any."""
@@ -109,13 +117,27 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     def _iterate(self) -> Iterator[list[Any]]:
         self.was_read = True
-        shard, order = self.shard(self._position), self._order()
-        end, size = 0, FIRST_BLOCK
+        shard = self.shard(self._position)
+        order = self.next_order or self._order()
+        size_of_next = self.next_size or (lambda: CHUNK)
+        self._forget_next()
+        end = left = 0
+        size = FIRST_BLOCK
         while end < len(shard):
             items = order(shard.positions(end, end + size))
-            for first in range(0, len(items), CHUNK):
-                yield items[first : first + CHUNK].tolist()
-            end, size = end + len(items), BLOCK
+            first = 0
+            while first < len(items):
+                left = left or size_of_next()
+                part = items[first : first + left].tolist()
+                yield part
+                first += len(part)
+                left -= len(part)
+            end += len(items)
+            size = BLOCK
+
+    def _forget_next(self) -> None:
+        self.next_order = None
+        self.next_size = None
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order is read; a new epoch is read from its beginning.
@@ -155,6 +177,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         remedy = "a position is only valid for the length that it was saved with"
         self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
+        self._forget_next()
         self._set_wrapped_epoch()
 
     def identity(self) -> dict[str, int | bool | str]:

@@ -7,7 +7,7 @@ and dropped, see ``position``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from math import inf
 from typing import Any
@@ -16,10 +16,12 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRand
 from typing_extensions import override
 
 from lightning_ddp_ext.data.epochs import samplers_below
+from lightning_ddp_ext.data.fingerprints import Trace, fingerprint_of_data
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, make_permanent
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
 from lightning_ddp_ext.data.seeding import workers_seeded_apart
+from lightning_ddp_ext.data.shortest import AHEAD
 
 DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -67,18 +69,46 @@ class OrderPosition(LoaderPosition):
         assert sampler is not None
         self._sampler = sampler
         index_sampler = index_sampler_of(loader)
-        self._batch_size = 1 if index_sampler is sampler else index_sampler.batch_size  # counted in sampler items
+        self._batches = None if index_sampler is sampler else index_sampler
+        self._data = fingerprint_of_data(loader.dataset)
+
+    @property
+    def _batch_size(self) -> int:
+        """The current number of the sampler's items in a batch, which users may change during an epoch."""
+        return 1 if self._batches is None else int(self._batches.batch_size)
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
-        self._sampler.resume_at(self.epoch, start.at)
-        return iter(self.loader)
+        return self._redraw(start)()
 
-    _resume = _begin
+    @override
+    def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
+        order, start.order = self._sampler.draw(self.epoch)
+        start.drawn = self._trace()
+
+        def read() -> Iterator[Any]:
+            self._sampler.resume_at(self.epoch, start.at)
+            self._sampler.next_order = order
+            at_start = self._batch_size
+            keeps_size = getattr(self._batches, "drop_last", True)  # torch then reads the size when an epoch begins
+            self._sampler.next_size = lambda: start.drawn.add_size(at_start if keeps_size else self._batch_size)
+            return iter(self.loader)
+
+        return read
+
+    @override
+    def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
+        return start.order
 
     @override
     def _position(self, start: IteratorStart, batches: int) -> int:
-        return self._sampler.shard(start.at).position_after(batches * self._batch_size)
+        items = start.drawn.after(batches)
+        return self._sampler.shard(start.at).position_after(batches * self._batch_size if items is None else items)
+
+    @override
+    def shared(self) -> dict[str, Any]:
+        order = self._starts[-1].order if self._starts else None
+        return {**self._sampler.identity(), "order": order, "data": self._data}
 
     @override
     def left_after(self, position: int) -> float:
@@ -105,28 +135,33 @@ class IndexPosition(LoaderPosition):
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
         def draw() -> Iterator[Any]:
             self._record(start)
-            return iter(self._sampler.batch_sampler)
+            return start.drawn.follow_indices(iter(self._sampler.batch_sampler))
 
         self._sampler.draw_next_by(draw)
         return iter(self.loader)
 
     @override
-    def _resume(self, start: IteratorStart) -> Iterator[Any]:
+    def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         self._restore(start.random)
-        order = iter(self._sampler.batch_sampler)
+        start.drawn = self._trace()
+        order = start.drawn.follow_indices(iter(self._sampler.batch_sampler))
         self._drop(order, start.at)
         ahead = list(islice(order, start.own or 0))  # drawn before the random states were saved; the rest was not
-        self._sampler.draw_next_by(lambda: chain(ahead, order))
-        with workers_seeded_apart(self.loader, self.epoch, self.given):  # the sampler may draw more numbers later
-            return iter(self.loader)
+
+        def read() -> Iterator[Any]:
+            self._sampler.draw_next_by(lambda: chain(ahead, order))
+            with workers_seeded_apart(self.loader, self.epoch, self.given):  # the sampler may draw more numbers later
+                return iter(self.loader)
+
+        return read
 
     @override
     def state_dict(self, done: int, given: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
-        prefetched = self.loader.num_workers * (self.loader.prefetch_factor or 0)
         if given < start.after + batches:  # recorded before this position, as when the first loader ended earlier
             given = self.given
-        return {**super().state_dict(done, given), "own": given + self.ahead - start.after - batches + prefetched}
+        ahead = given + self.ahead - start.after - batches + self._prefetched
+        return {**super().state_dict(done, given), "own": ahead}
 
 
 class StatePosition(LoaderPosition):
@@ -139,32 +174,46 @@ class StatePosition(LoaderPosition):
     kind = "state"
     is_by_rank = True
     _drawn: int | None = None  # number of batches drawn from the newest iterator; ``None`` after its end
+    _restored: Iterator[Any] | None = None  # the newest iterator, if it continues from a restored state
 
     @override
     def state_dict(self, done: int, given: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
         if self._starts and self._drawn is not None:  # some loaders start again after their end
-            self._starts[-1].states.append((self._drawn, self.loader.state_dict()))
+            latest = self._starts[-1]
+            fingerprint = latest.drawn.after(latest.at + self._drawn)
+            latest.states.append((self._drawn, self.loader.state_dict(), fingerprint))
         known = [each for each in start.states if each[0] <= batches]
-        drawn, state = known[-1] if known else (-start.at, None)
+        drawn, state, fingerprint = known[-1] if known else (-start.at, None, 0)
         start.states = [each for each in start.states if each[0] >= drawn]  # no later checkpoint needs an older state
-        return {**super().state_dict(done, given), "own": {"state": state, "dropped": batches - drawn}}
+        own = {"state": state, "dropped": batches - drawn, "drawn": fingerprint}
+        return {**super().state_dict(done, given), "own": own}
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
+        if self._restored is not None and self._drawn == self._left:
+            next(self._restored, None)  # some loaders, such as litdata's, forget a restored state only at the end
+        self._restored = None
         rewind(self.loader)  # an earlier iterator of this epoch may have continued in the middle
         return self._count_drawn(super()._begin(start))
 
     @override
-    def _resume(self, start: IteratorStart) -> Iterator[Any]:
+    def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         # If no state of this rank was saved, Lightning has loaded rank 0's state, or none.
-        state, dropped = (None, 0) if start.own is None else (start.own["state"], start.own["dropped"])
-        if state is None:
+        own = {"state": None, "dropped": 0, **(start.own or {})}
+        dropped = own["dropped"]
+        start.drawn = Trace(self._remembered + AHEAD, start.at - dropped, own.get("drawn") or 0)
+        if own["state"] is None:
             rewind(self.loader)
         else:
-            start.states, start.random = [(-dropped, state)], []
-            self.loader.load_state_dict(state)
-        return self._count_drawn(self._redraw(start, dropped))
+            start.states = [(-dropped, own["state"], own.get("drawn"))]
+            start.random = []
+            self.loader.load_state_dict(own["state"])
+        batches = self._count_drawn(self._read_again(start, dropped))
+        if own["state"] is not None:
+            self._restored = batches
+            self._left = batches_of(self.loader) - start.at
+        return lambda: batches
 
     def _count_drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
         self._drawn = 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
 from lightning_ddp_ext.data.epochs import samplers_below
+from lightning_ddp_ext.data.fingerprints import Trace
 from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, name_of, parameters_of
 from lightning_ddp_ext.data.random_state import (
     generators_of,
@@ -16,6 +17,7 @@ from lightning_ddp_ext.data.random_state import (
     record_random_state,
     restore_random_state,
 )
+from lightning_ddp_ext.data.shortest import AHEAD
 from lightning_ddp_ext.errors import ResumeError
 
 FROM_THE_EPOCHS_START = 'pass DDPExtStrategy(resume_data="epoch") to repeat that epoch from its beginning'
@@ -31,7 +33,9 @@ class IteratorStart:
         at: the position at which it started; 0 at the beginning.
         random: the random states from which it drew numbers, recorded just before.
         own: the data that the resumed run saved only for this kind of loader.
-        states: states of the loader, each with the number of batches drawn by then.
+        states: states of the loader, each with the number of batches drawn by then and their fingerprint.
+        drawn: what was drawn, by the position reached.
+        order: the fingerprint of the order of the epoch, if all of it is drawn when the iterator starts.
     """
 
     number: int = 0
@@ -39,7 +43,9 @@ class IteratorStart:
     at: int = 0
     random: list[Any] = field(default_factory=list)
     own: Any = None
-    states: list[tuple[int, Any]] = field(default_factory=list)
+    states: list[tuple[int, Any, int | None]] = field(default_factory=list)
+    drawn: Trace = field(default_factory=Trace)
+    order: int | None = None
 
 
 class LoaderPosition:
@@ -58,6 +64,7 @@ class LoaderPosition:
         epoch: the current epoch.
         given: the number of batches that the Trainer got in this epoch, including those in the resumed run.
         generators: the generators of the loader and its samplers, besides the global ones.
+        on_progress: called for each batch that is read again.
     """
 
     kind = "batches"
@@ -74,52 +81,64 @@ class LoaderPosition:
         self.epoch = -1
         self.given = 0
         self.generators = generators_of(loader, *samplers_below(index_sampler_of(loader)))
+        self.on_progress: Callable[[], object] = lambda: None
+        self._remembered = remembered
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
-        self._resumed: Mapping[str, Any] | None = None
+        self._continue: Callable[[], Iterator[Any]] | None = None
+        self._has_to_end = False
 
     # Reading.
 
-    def start_epoch(self, epoch: int, *, done: int = 0, state: Mapping[str, Any] | None = None) -> None:
-        """Set the epoch of the next iterators.
+    def start_epoch(self, epoch: int) -> None:
+        """Make the next iterators start at the beginning of an epoch."""
+        self.epoch = epoch
+        self.given = 0
+        self._starts.clear()
+        self._continue = None
+        self._has_to_end = False
+
+    def continue_epoch(self, epoch: int, state: Mapping[str, Any], *, done: int) -> bool:
+        """Make the next iterators continue where another run was, and return whether that run drew the same.
 
         Args:
             epoch: the epoch.
-            done: the number of its batches that are done, converted to the current number of ranks.
-            state: the :meth:`state_dict` of the run to resume; ``None`` to start at the beginning.
-        """
-        self.epoch, self.given = epoch, done
-        self._starts.clear()
-        self._resumed = state
-        self._has_to_end = state is not None and state["number"] > 0
-
-    def start_iterator(self) -> Iterator[Any]:
-        """Start the next iterator of the epoch.
+            state: the :meth:`state_dict` of that run.
+            done: the number of its batches in this epoch, converted to the current number of ranks.
 
         Raises:
             ResumeError: the data ends before the position.
         """
+        self.start_epoch(epoch)
+        if epoch > 0 and isinstance(self.loader, Iterator):
+            return False  # cannot be read again, and how much earlier epochs have read of it is unknown
+        self.given = done
+        self._has_to_end = state["number"] > 0
+        start = IteratorStart(state["number"], done, state["at"], state["random"] or [], state.get("own"))
+        self._starts.append(start)
+        with preserve_random_state(self.generators):  # the resumed run had already created this iterator
+            self._continue = self._redraw(start)
+        return state.get("drawn") in (None, self._drawn_by(start, start.at))
+
+    def start_iterator(self) -> Iterator[Any]:
+        """Start the next iterator of the epoch."""
         if self._has_to_end:  # Lightning ends the epoch once it has seen the end of each loader, even a cycled one
             self._has_to_end = False
             return iter(())
-        state, self._resumed = self._resumed, None
-        if state is None:
+        if self._continue is None:
             return self._start_at_beginning()
-        batches = self._continue(state)
-        if not state["number"]:
+        with preserve_random_state(self.generators):
+            batches = self._continue()
+        self._continue = None
+        if not self._starts[-1].number:
             return batches
         first = list(islice(batches, 1))
         return chain(first, batches) if first else self._start_at_beginning()  # a second end would end the epoch
 
     def _start_at_beginning(self) -> Iterator[Any]:
         start = IteratorStart(self._starts[-1].number + 1 if self._starts else 0, self.given)
+        start.drawn = self._trace()
         self._starts.append(start)
         return self._begin(start)
-
-    def _continue(self, state: Mapping[str, Any]) -> Iterator[Any]:
-        start = IteratorStart(state["number"], self.given, state["at"], state["random"] or [], state.get("own"))
-        self._starts.append(start)
-        with preserve_random_state(self.generators):  # the resumed run had already created this iterator
-            return self._resume(start)
 
     def give(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield ``batches`` and count them in ``given``."""
@@ -144,6 +163,7 @@ class LoaderPosition:
             "number": start.number,
             "at": self._position(start, batches),
             "data": self._description(),
+            "drawn": self._drawn_by(start, start.at + batches),
             "random": start.random,
         }
 
@@ -171,6 +191,10 @@ class LoaderPosition:
                     f"ranks (ScalableDistributedSampler allows any number), or {FROM_THE_EPOCHS_START}"
                 )
 
+    def shared(self) -> dict[str, Any]:
+        """Return the properties that must be equal on all ranks, by name."""
+        return {}
+
     def left_after(self, position: int) -> float:
         """Return the number of batches that this rank reads between a position and the end of the data."""
         return batches_of(self.loader) - position
@@ -184,17 +208,36 @@ class LoaderPosition:
 
     def _record_first(self, start: IteratorStart, batches: Iterator[Any]) -> Iterator[Any]:
         self._record(start)  # an __iter__ that is a generator function only draws for its first item
-        yield from batches
+        yield from start.drawn.follow_batches(batches)
 
-    def _resume(self, start: IteratorStart) -> Iterator[Any]:
-        """Create an iterator that continues at ``start``; the caller restores the random state."""
-        return self._redraw(start, start.at)
+    def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
+        """Return the fingerprint of what an iterator drew up to a position; ``None`` if nothing has to be compared."""
+        return start.drawn.after(position)
 
-    def _redraw(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
+    def _trace(self) -> Trace:
+        return Trace(self._remembered + AHEAD + self._prefetched)
+
+    @property
+    def _prefetched(self) -> int:
+        """The number of batches whose indices are drawn for workers before the batches are needed."""
+        workers = getattr(self.loader, "num_workers", 0)
+        return int(workers * self.loader.prefetch_factor) if workers else 0
+
+    def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
+        """Draw again what the resumed run drew before ``start``; return a function that starts the rest.
+
+        The caller restores the random state.
+        """
+        start.drawn = self._trace()
+        batches = self._read_again(start, start.at)
+        return lambda: batches
+
+    def _read_again(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
         """Repeat an iterator of the resumed run with the same random numbers, and drop its first batches."""
         self._restore(start.random[:1])
-        batches: Iterator[Any] = iter(self.loader)
+        read = iter(self.loader)
         self._restore(start.random[1:])
+        batches = start.drawn.follow_batches(read)
         self._drop(batches, dropped)
         return batches
 
@@ -216,9 +259,12 @@ class LoaderPosition:
         return {"loader": self.kind, "ranks": self._world_size, "samples": samples, **self._parameters}
 
     def _drop(self, batches: Iterator[Any], number: int) -> None:
-        dropped = sum(1 for _ in islice(batches, number))
-        if dropped < number:
-            raise ResumeError(
-                f"epoch {self.epoch} cannot be resumed in the middle: {self.name} ends after {dropped} batches, but "
-                f"{number} were done before; resume with the same data, or {FROM_THE_EPOCHS_START}"
-            )
+        for dropped in range(number):
+            try:
+                next(batches)
+            except StopIteration:
+                raise ResumeError(
+                    f"epoch {self.epoch} cannot be resumed in the middle: {self.name} ends after {dropped} batches, "
+                    f"but {number} were done before; resume with the same data, or {FROM_THE_EPOCHS_START}"
+                ) from None
+            self.on_progress()

@@ -6,10 +6,12 @@ from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_ddp_ext.data.checks import length_of
 from lightning_ddp_ext.data.epochs import has_set_epoch, samplers_below
+from lightning_ddp_ext.data.fingerprints import fingerprint_of_list
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.loader import identity_of
 from lightning_ddp_ext.data.partition import Uneven
@@ -72,7 +74,17 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
                 sampler.set_epoch(self.epoch)
 
     @override
+    def draw(self, epoch: int) -> tuple[Order | None, int | None]:
+        self.set_epoch(epoch)
+        items = self._items()
+        return items.__getitem__, fingerprint_of_list(items.tolist())
+
+    @override
     def _order(self) -> Order:
+        return self._items().__getitem__
+
+    def _items(self) -> NDArray[Any]:
+        """Draw the items of all ranks."""
         length = self.length
         with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset)):
             items = islice(self.dataset, length)
@@ -83,7 +95,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
                 f"{self._field} must yield at least len({self._field}) = {length} items (got {len(drawn)});"
                 f" correct {type(self.dataset).__name__}.__len__"
             )
-        return drawn.__getitem__
+        return drawn
 
 
 class SharedSampler(DistributedBatchSamplerWrapper):

@@ -7,10 +7,11 @@ Lightning calls :meth:`DataPath.prepare` where it would put its own sampler into
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from math import inf
 from typing import Any, Literal, get_args
 
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
@@ -146,7 +147,9 @@ class DataPath:
         is_predicted = stage == RunningStage.PREDICTING
         options = {**self._strategy.distributed_sampler_kwargs, "seed": self.training.seed}
         inner = getattr(loader.batch_sampler, "sampler", None)
-        sampler = inner if isinstance(inner, DRAWING) else loader.sampler
+        is_divided = isinstance(inner, DistributedSampler) or batches_of(inner) == inf
+        is_plain = type(loader.batch_sampler) is BatchSampler and not is_divided
+        sampler = inner if is_plain or isinstance(inner, DRAWING) else loader.sampler
         if not yields_each_once(sampler, loader.dataset):
             return SharedSampler(sampler, uneven="exact" if is_predicted else "pad", **options)
         shuffle = shuffle and not self._strategy.current_trainer.overfit_batches
@@ -167,20 +170,27 @@ class DataPath:
         In the fit loop it starts at the training position; in an evaluation loop or user code, at the beginning.
         """
         trainer = self._strategy.current_trainer
-        epoch = self.training.epoch
-        keeps_workers = start_epoch(loader.loader, epoch, rank=trainer.global_rank, seed=self.worker_seed)
         is_trained = loader.position is not None
         loop = trainer.fit_loop if is_trained else active_loop_of(trainer)
-        if not any(iterator is each for each in iterators_of(loop)):
-            rewind(loader.loader)
-            return iter(own_copy(loader.loader))
-        # A resumed run may start persistent workers in a later epoch; seeding them then must not draw another number.
-        is_later = keeps_workers and (epoch > 0 or not is_trained)
-        with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
+        with self.in_epoch(loader):
+            if not any(iterator is each for each in iterators_of(loop)):
+                rewind(loader.loader)
+                return iter(own_copy(loader.loader))
             if is_trained:
-                return self.training.start_iterator(loader, epoch)
+                return self.training.start_iterator(loader, self.training.epoch)
             rewind(loader.loader)
             return iter(loader.loader) if loader.start_evaluation is None else loader.start_evaluation()
+
+    @contextmanager
+    def in_epoch(self, loader: DistributedLoader) -> Iterator[None]:
+        """Set the current epoch in a loader, of which an iterator is created within the block."""
+        epoch = self.training.epoch
+        rank = self._strategy.current_trainer.global_rank
+        keeps_workers = start_epoch(loader.loader, epoch, rank=rank, seed=self.worker_seed)
+        # A resumed run may start persistent workers in a later epoch; seeding them then must not draw another number.
+        is_later = keeps_workers and (epoch > 0 or loader.position is None)
+        with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
+            yield
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:

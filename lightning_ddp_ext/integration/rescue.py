@@ -29,7 +29,7 @@ from .lightning_tree import pl, rank_zero_warn
 from .loop_state import Restart, Stopped, find_restart
 from .named_calls import ranks_of
 from .recorder import Recorder
-from .resume import KEY, positions_of, shared_state
+from .resume import KEY, positions_of, shared_state, without_random_state
 from .run_files import KEY as FILE_KEY
 
 # Events of a rank that leave the others in a state from which training can continue.
@@ -239,9 +239,11 @@ class Rescue:
         positions = positions_of(self._trainer) if restart.is_within else []
         if any(position.kind == "state" for position in positions):
             raise Refused("the training loaders have states that only their own ranks can save")
-        shared = shared_state({"loaders": [each.state_dict(restart.done, each.given) for each in positions]})
+        own = {"loaders": [each.state_dict(restart.done, each.given) for each in positions]}
+        shared = shared_state(own)
+        known = {self._strategy.global_rank: without_random_state(own)}
         ranks = range(self._strategy.world_size)
-        states = [self._state_of(rank, restart, batches, shared["loaders"]) for rank in ranks]
+        states = [self._state_of(rank, restart, batches, known.get(rank, shared)["loaders"]) for rank in ranks]
         lost = [rank for rank in ranks if states[rank] is None]
         if lost and any(position.is_by_rank for position in positions):
             raise Refused(f"the order in which rank {lost[0]} reads its samples is not recorded on this host")

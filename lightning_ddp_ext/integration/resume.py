@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from lightning_ddp_ext.data.loader import batches_of
+from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
+from lightning_ddp_ext.data.loader_kinds import OrderPosition
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
 from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.data.random_state import restore_random_state
 from lightning_ddp_ext.errors import ResumeError
+from lightning_ddp_ext.rank_lists import ranks_in_words
 
+from .callbacks.hang_watchdog import report_progress
 from .compat import combined_loader_of, end_epoch_after, end_restart, mode_of
 from .lightning_tree import rank_zero_warn
 from .loop_state import Restart, change_to, find_restart
 from .named_calls import ranks_of, refuse
 
-ResumeData = Literal["exact", "epoch", "stock"]
+ResumeData = Literal["exact", "strict", "epoch", "stock"]
 
 KEY = "lightning_ddp_ext"
 VERSION = 6
@@ -29,8 +34,12 @@ _NO_RESTART = Restart("epoch_start", epoch=-1)
 
 def positions_of(trainer: Any) -> list[LoaderPosition]:
     """Return the position of each training loader, in the order of the combined loader."""
+    return [loader.position for loader in _loaders_of(trainer)]
+
+
+def _loaders_of(trainer: Any) -> list[DistributedLoader]:
     combined = combined_loader_of(trainer.fit_loop)
-    return [] if combined is None else [iterable_of(loader).position for loader in combined.flattened]
+    return [] if combined is None else [iterable_of(loader) for loader in combined.flattened]
 
 
 def training_generators(strategy: Any, *, with_loaders: bool = True) -> list[Any]:
@@ -40,9 +49,18 @@ def training_generators(strategy: Any, *, with_loaders: bool = True) -> list[Any
     return [*on_device, *(each for position in positions for each in position.generators)]
 
 
+def without_random_state(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rank's saved state without what only an uninterrupted save of all ranks can restore."""
+    return {"random": None, "loaders": [{**each, "random": None, "own": None} for each in own["loaders"]]}
+
+
 def shared_state(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a rank's saved state that is the same on all ranks."""
-    return {"random": None, "loaders": [{**each, "random": None, "own": None} for each in own["loaders"]]}
+    shared = without_random_state(own)
+    for each in shared["loaders"]:
+        if each["data"]["loader"] != OrderPosition.kind:
+            each["drawn"] = None
+    return shared
 
 
 class Resume:
@@ -53,7 +71,6 @@ class Resume:
     Attributes:
         restart: the point where training continues.
         seed: the seed for the order of samples in the resumed run; ``None`` if the checkpoint has none.
-        states: the states in which this rank's loaders start; empty until :meth:`find_data` sets them.
         done: the number of the epoch's batches that are done, converted to the current number of ranks.
         has_restored_random: whether random states were already restored.
     """
@@ -61,7 +78,10 @@ class Resume:
     def __init__(self, strategy: Any, checkpoint: dict[str, Any] | None = None, data: ResumeData = "exact") -> None:
         self._strategy = strategy
         self._ranks: Sequence[Mapping[str, Any]] = ()  # the saved state of each rank
-        self.states: Sequence[Mapping[str, Any]] = ()
+        self._found: Sequence[LoaderPosition] = ()  # the positions in the loaders that continue
+        self._from_epoch_start: dict[str, Any] | None = None  # the loops' state if the epoch starts again after all
+        self._is_strict = data == "strict"
+        self._warnings = ExitStack()
         self.restart = _NO_RESTART
         self.has_restored_random = False
         self.seed: int | None = None
@@ -78,12 +98,14 @@ class Resume:
         if restart.is_within and not section:
             rank_zero_warn(f"the checkpoint has no data position in epoch {restart.epoch}, so that epoch starts again")
             data = "epoch"
+        stopped = section.get("stopped")
         if restart.is_within and data == "epoch":
-            restart, self._ranks = Restart("epoch_start", restart.epoch, has_started=True), ()
-        changed = change_to(loops, restart, stopped=section.get("stopped"))
-        if self._has_own_states or restart.has_started or (section and restart.at == "epoch_start"):
-            changed["state_dict"].pop("combined_loader", None)  # has rank 0's states, but each rank has its own
-        checkpoint["loops"]["fit_loop"] = changed
+            restart, self._ranks = _start_again(restart), ()
+        if section or restart.has_started:  # `combined_loader` has rank 0's states, but each rank has its own or none
+            loops["state_dict"].pop("combined_loader", None)
+        if restart.is_within:
+            self._from_epoch_start = change_to(loops, _start_again(restart), stopped=stopped)
+        checkpoint["loops"]["fit_loop"] = change_to(loops, restart, stopped=stopped)
         self.restart = restart
 
     @property
@@ -116,19 +138,27 @@ class Resume:
         """Set the random state and counters with which training continues, before Lightning uses them."""
         if self.restart is _NO_RESTART:
             return
+        self.find_data()
+        fit_loop = self._trainer.fit_loop
+        if self.restart.has_started and self._from_epoch_start is not None:
+            fit_loop.load_state_dict(self._from_epoch_start)
+            fit_loop.update_restart_stage()
         if self.restart.at == "epoch_start":
-            end_restart(self._trainer.fit_loop)
+            end_restart(fit_loop)
         if self.restart.is_within:
-            self.find_data()
-            # Lightning would warn that the loaders cannot be resumed.
-            warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
+            self._warnings.enter_context(_ignoring(".*resuming from a checkpoint that ended before the epoch ended"))
             if self.done != self.restart.done:
                 self._set_counters()
         if not (self.restart.at == "epoch_start" and self.has_restored_random):
             self.restore_random_state()
 
+    def end(self) -> None:
+        """Show Lightning's warnings again."""
+        self._warnings.close()
+
     def on_train_batch_start(self) -> None:
         """Let Lightning's loops continue as usual after the first batch of a resumed epoch was read."""
+        self.end()
         if self.restart.is_within:  # otherwise the end of the epoch would skip schedulers that monitor a metric
             end_restart(self._trainer.fit_loop)
 
@@ -154,15 +184,25 @@ class Resume:
         return self.restart.is_last or is_cut
 
     def find_data(self) -> None:
-        """Find where each training loader continues, or raise if the data differs. Collective the first time."""
-        if self.states:
+        """Continue in each training loader, or let the epoch start again. Collective the first time.
+
+        Raises:
+            ResumeError: the data differs from the resumed run's; or its order does, with ``resume_data="strict"``.
+        """
+        positions = positions_of(self._trainer)
+        if not self.restart.is_within or (self._found and self._found[0] is positions[0]):
             return
+        self._found = positions
+        ranks = ranks_of(self._strategy)
         try:
-            ranks_of(self._strategy).on_every_rank(self._check_data, "the resume")
+            ranks.on_every_rank(self._check_data, "the resume")
+            self._count_batches()
+            different = ranks.on_every_rank(self._continue_loaders, "the resume")
         except ResumeError as error:
             refuse(self._strategy, error)
-        self.states = self._own["loaders"]
-        self._count_batches()
+        by_rank = {rank: name for rank, name in enumerate(ranks.gather(different)) if name is not None}
+        if by_rank:
+            self._start_again(by_rank)
 
     def _check_data(self) -> None:
         positions, states = positions_of(self._trainer), self._own["loaders"]
@@ -173,12 +213,38 @@ class Resume:
             )
         for position, state in zip(positions, states, strict=True):
             position.check(state)
+
+    def _continue_loaders(self) -> str | None:
+        """Continue in each loader; return the name of the first one that does not draw what the resumed run drew."""
+        found = []
+        for loader, state in zip(_loaders_of(self._trainer), self._own["loaders"], strict=True):
+            position = loader.position
+            position.on_progress = partial(report_progress, self._trainer)
             if position.is_by_rank and state["at"] and not self._has_own_states:
-                rank_zero_warn(
-                    f"the checkpoint lacks each rank's position in {position.name}, because a single rank or another "
-                    f"strategy saved it, so epoch {self.restart.epoch} may repeat or skip batches; "
-                    f"{FROM_THE_EPOCHS_START}"
-                )
+                found.append(position.name)
+                continue
+            with self._strategy.data.in_epoch(loader):
+                if not position.continue_epoch(self.restart.epoch, state, done=self.done):
+                    found.append(position.name)
+        return found[0] if found else None
+
+    def _start_again(self, by_rank: Mapping[int, str]) -> None:
+        """Start the epoch again, as stock Lightning does, because loaders do not draw what the resumed run drew."""
+        names = " and ".join(dict.fromkeys(by_rank.values()))
+        message = (
+            f"epoch {self.restart.epoch} cannot be resumed in the middle: {names} on {ranks_in_words(by_rank)} does "
+            "not yield the samples that it yielded before the checkpoint was saved"
+        )
+        remedy = (
+            "derive its order from the epoch that set_epoch() gets, or draw it from a generator that is an attribute "
+            "of the loader or sampler, and save with trainer.save_checkpoint or ModelCheckpoint"
+        )
+        if self._is_strict:
+            refuse(self._strategy, ResumeError(f"{message}; {remedy}, or {FROM_THE_EPOCHS_START}"))
+        rank_zero_warn(f'{message}, so that epoch starts again; {remedy} (resume_data="strict" raises instead)')
+        self.restart = _start_again(self.restart)
+        self.done = 0
+        self._ranks = ()
 
     def _count_batches(self) -> None:
         """Compute the number of batches done, up to an optimiser step, and the epoch's end, for this number of ranks.
@@ -187,7 +253,7 @@ class Resume:
         size, the number of done batches therefore changes. Loaders that restarted within the epoch are ignored for the
         remaining batches, because the longest loader, which ends the epoch, is read only once.
         """
-        pairs = list(zip(positions_of(self._trainer), self.states, strict=True))
+        pairs = list(zip(positions_of(self._trainer), self._own["loaders"], strict=True))
         combine = min if mode_of(combined_loader_of(self._trainer.fit_loop)) == "min_size" else max
         whole = combine(batches_of(position.loader) for position, _ in pairs)
         left = combine(position.left_after(state["at"]) for position, state in pairs if not state["number"])
@@ -195,3 +261,19 @@ class Resume:
             accumulated = self._trainer.accumulate_grad_batches
             self.done = int(whole - left) // accumulated * accumulated
             self._end = self.done + int(left)
+
+
+def _start_again(restart: Restart) -> Restart:
+    return Restart("epoch_start", restart.epoch, has_started=True)
+
+
+@contextmanager
+def _ignoring(message: str) -> Iterator[None]:
+    """Ignore warnings within the block, without undoing other changes of the filters as ``catch_warnings`` does."""
+    warnings.filterwarnings("ignore", message)
+    added = warnings.filters[0]
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            warnings.filters.remove(added)  # type: ignore[attr-defined]

@@ -75,8 +75,8 @@ class DDPExtStrategy(RankDevicesStrategy):
             ``"stop_at_shortest"`` ends it after the last step for which every rank has a batch. ``None`` raises if the
             lengths of the loaders differ.
         resume_data: where training continues in a checkpoint's epoch: ``"exact"`` continues with the next batch and
-            each rank's random states; ``"epoch"`` repeats the epoch, for data that changed; ``"stock"`` does what
-            Lightning does.
+            each rank's random states, or repeats the epoch if its order cannot be drawn again; ``"strict"`` raises in
+            that case; ``"epoch"`` repeats the epoch, for data that changed; ``"stock"`` does what Lightning does.
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name,
             which is placed next to the other checkpoints, or below ``default_root_dir`` if a logger decides where these
             are; ``None`` saves nothing. ``ckpt_path="last"`` finds the file in the same fit of the same command.
@@ -328,6 +328,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             super().teardown()
         finally:
             self._replaced.restore_all()
+            self.data.training.end()
             self.rescue.end()
             self.stops.detach()
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from lightning_ddp_ext.checkpoint.rank_notes import Kind
-from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
 from lightning_ddp_ext.data.random_state import record_random_state
 
 from .compat import (
@@ -26,8 +26,9 @@ from .compat import (
     iterators_of,
     schedule_timed_validation,
 )
+from .lightning_tree import rank_zero_warn
 from .loop_state import Restart, Stopped, epoch_of, find_restart
-from .resume import KEY, VERSION, Resume, ResumeData, positions_of, shared_state, training_generators
+from .resume import KEY, VERSION, Resume, ResumeData, positions_of, training_generators, without_random_state
 
 Recorded = Literal["epoch", "step", "validation"]
 
@@ -45,6 +46,7 @@ class TrainingData:
         if trainer is None or trainer.state.fn == "fit":  # otherwise a checkpoint still describes the earlier training
             self._seed: int | None = None
             self._has_ended = False  # whether the last epoch's data was exhausted when training ended
+            self._at_end: tuple[Restart, dict[str, Any]] | None = None  # where it ended, if in the middle of an epoch
         self.resume = Resume(self._strategy)
         self._resumed_from: Mapping[str, Any] | None = None  # until Lightning's loops are restored
         # At the start of the last epoch, step and validation: random states, and the batches that each loader gave.
@@ -101,8 +103,21 @@ class TrainingData:
         self.resume.on_validation_end()
 
     def on_train_end(self) -> None:
-        """Record whether the last epoch's data was exhausted, before Lightning resets its loops."""
-        self._has_ended = fetcher_of(self._strategy.current_trainer.fit_loop).done
+        """Record where training ended, before Lightning resets its loops and an evaluation removes the loaders."""
+        loop = self._strategy.current_trainer.fit_loop
+        self._has_ended = fetcher_of(loop).done
+        # Its whole state would include those of loaders, which may be large.
+        loops = {
+            "epoch_progress": loop.epoch_progress.state_dict(),
+            "epoch_loop.batch_progress": loop.epoch_loop.batch_progress.state_dict(),
+        }
+        restart = self._find_restart(loops)
+        if restart.is_within:
+            self._at_end = restart, self._own_state(restart, loops)
+
+    def end(self) -> None:
+        """End what must not outlive the Trainer's run."""
+        self.resume.end()
 
     # Reading.
 
@@ -115,7 +130,7 @@ class TrainingData:
         loop = self._strategy.current_trainer.fit_loop
         combined = combined_iterator_of(loop)
         if combined is self._epoch_started:
-            return self._start_at_position(loader)
+            return self._start_at_position(loader, is_restarted=True)
         self._epoch_started = combined
         self._start_epoch(epoch)
         batches = self._start_at_position(loader)
@@ -128,43 +143,39 @@ class TrainingData:
 
     def _start_epoch(self, epoch: int) -> None:
         if epoch > self.resume.restart.epoch:
+            self.resume.end()
             self.resume = Resume(self._strategy)
         resume = self.resume
+        resume.find_data()
         # If no length is known, Lightning reads the first batch before it starts training and restores the state.
         if resume.restart.has_started or (resume.restart.at == "epoch_start" and not resume.has_restored_random):
             resume.restore_random_state()
-        if resume.restart.is_within:
-            resume.find_data()
-        for position, state in zip_longest(positions_of(self._strategy.current_trainer), resume.states):
-            position.start_epoch(epoch, done=resume.done, state=state)
+        if not resume.restart.is_within:
+            for position in positions_of(self._strategy.current_trainer):
+                position.start_epoch(epoch)
         self.record_random_state("epoch")
         self._strategy.rescue.recorder.note(Kind.EPOCH)
 
-    def _start_at_position(self, loader: DistributedLoader) -> Iterator[Any]:
+    def _start_at_position(self, loader: DistributedLoader, *, is_restarted: bool = False) -> Iterator[Any]:
         if self.resume.is_over:
             return iter(())
-        batches = self._strategy.data.uneven.end_together(loader.position.start_iterator(), loader.position)
+        uneven = self._strategy.data.uneven
+        batches: Iterator[Any] = uneven.end_together(loader.position.start_iterator(), loader.position)
         self._strategy.rescue.recorder.has_new_iterator = True
-        is_first = loader.position is positions_of(self._strategy.current_trainer)[0]
-        return self._announce(batches) if is_first else batches
+        if loader.position is not positions_of(self._strategy.current_trainer)[0]:
+            return batches
+        return _Announced(batches, self._before_batch, partial(_warn_of_early_end, loader), is_restarted=is_restarted)
 
-    def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches; before each, stop if the ranks have agreed to; at a step's start, record the random state."""
+    def _before_batch(self) -> None:
+        """Stop if the ranks have agreed to; at a step's start, record the random state."""
         trainer = self._strategy.current_trainer
         accumulated = trainer.accumulate_grad_batches
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        while True:
-            self._strategy.stops.before_batch()
-            schedule_timed_validation(trainer, self._validated_at)
-            if progress.processed % accumulated == 0:
-                self._strategy.rescue.recorder.note(Kind.WINDOW)
-                if accumulated > 1:
-                    self.record_random_state("step")
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            yield batch
+        self._strategy.stops.before_batch()
+        schedule_timed_validation(trainer, self._validated_at)
+        if trainer.fit_loop.epoch_loop.batch_progress.current.processed % accumulated == 0:
+            self._strategy.rescue.recorder.note(Kind.WINDOW)
+            if accumulated > 1:
+                self.record_random_state("step")
 
     # Saving.
 
@@ -172,24 +183,39 @@ class TrainingData:
         """Add all ranks' data positions to a checkpoint in the call ``what``. Collective unless interrupted."""
         if "loops" not in checkpoint:
             return
-        trainer, checkpoints = self._strategy.current_trainer, self._strategy.checkpoints
-        stopped, accumulated = self._strategy.stops.stopped, trainer.accumulate_grad_batches
+        trainer = self._strategy.current_trainer
+        checkpoints = self._strategy.checkpoints
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
-        fetcher = fetcher_of(trainer.fit_loop)
-        has_ended = self._has_ended if fetcher is None else fetcher.done
-        restart = find_restart(loops, accumulated=accumulated, stopped=stopped, has_ended=has_ended)
+        restart = self._find_restart(loops)
         has_loaders = combined_loader_of(trainer.fit_loop) is not None
-        if not has_loaders and (restart.is_within or restart.epoch == 0):  # a validation removes the loaders
+        if has_loaders or not (restart.is_within or restart.epoch == 0):
+            own = self._own_state(restart, loops)
+        elif self._at_end is not None and self._at_end[0] == restart:  # an evaluation has removed the loaders
+            own = self._at_end[1]
+        else:
             return
-        positions = positions_of(trainer) if restart.is_within else []
-        random, given = self._state_of(restart, loops)
-        loaders = [each.state_dict(restart.done, number) for each, number in zip(positions, given, strict=False)]
-        own = {"random": random, "loaders": loaders}
         if not checkpoints.is_interrupted:
             ranks = checkpoints.to_rank_zero(own, what)
         else:  # the other ranks skip this call
-            ranks = [own if self._strategy.world_size == 1 else shared_state(own)]
-        checkpoint[KEY] = self.section(restart, stopped, ranks)
+            ranks = [own if self._strategy.world_size == 1 else without_random_state(own)]
+        checkpoint[KEY] = self.section(restart, self._strategy.stops.stopped, ranks)
+
+    def _find_restart(self, loops: Mapping[str, Any]) -> Restart:
+        trainer = self._strategy.current_trainer
+        fetcher = fetcher_of(trainer.fit_loop)
+        return find_restart(
+            loops,
+            accumulated=trainer.accumulate_grad_batches,
+            stopped=self._strategy.stops.stopped,
+            has_ended=self._has_ended if fetcher is None else fetcher.done,
+        )
+
+    def _own_state(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's random states and positions."""
+        positions = positions_of(self._strategy.current_trainer) if restart.is_within else []
+        random, given = self._state_of(restart, loops)
+        loaders = [each.state_dict(restart.done, number) for each, number in zip(positions, given, strict=False)]
+        return {"random": random, "loaders": loaders}
 
     def section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
         """Return the section for a checkpoint; ``ranks`` contains the state of each rank."""
@@ -207,3 +233,45 @@ class TrainingData:
             moment = "step"
         recorded = None if moment is None else self._recorded.get(moment)
         return recorded or self._current_state()
+
+
+class _Announced(Iterator[Any]):
+    """The batches of the first loader, each announced once before it is requested, also after the loader's end.
+
+    Args:
+        batches: an iterator over the loader.
+        on_next: called when a batch is requested.
+        on_end: called once, when a batch is requested after the last one.
+        is_restarted: whether the batch that is requested first was announced when an earlier iterator ended.
+    """
+
+    def __init__(
+        self, batches: Iterator[Any], on_next: Callable[[], None], on_end: Callable[[], None], *, is_restarted: bool
+    ) -> None:
+        self._batches = batches
+        self._on_next = on_next
+        self._on_end: Callable[[], None] | None = on_end
+        self._is_announced = is_restarted
+
+    def __next__(self) -> Any:
+        if not self._is_announced:
+            self._on_next()
+        self._is_announced = False
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if self._on_end is not None:
+                self._on_end()
+            self._on_end = None
+            raise
+
+
+def _warn_of_early_end(loader: DistributedLoader) -> None:
+    """Warn if a loader ends before its length: Lightning finds the last batch by the length."""
+    length, position = batches_of(loader), loader.position
+    if position.given < length < math.inf:
+        rank_zero_warn(
+            f"{position.name} ended after {position.given} batches, but its length is {length:g}, so Lightning did "
+            "not know which batch was the last: validation, learning-rate schedulers and loggers that act at the end "
+            "of an epoch were skipped, as with ddp; let __len__ return the number of samples of this rank, or remove it"
+        )

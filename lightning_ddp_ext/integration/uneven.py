@@ -94,12 +94,16 @@ class UnevenInputs:
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
-        loaders = [position.loader for position in positions_of(trainer)]
+        positions = positions_of(trainer)
+        loaders = [position.loader for position in positions]
         streams = [name_of(loader) for loader in loaders if index_sampler_of(loader) is None]
-        found = self._by_rank((trainer.num_training_batches, _checksums(batch) if streams else ()))
-        lengths, checksums = zip(*found, strict=True)
+        own = [position.shared() for position in positions]
+        found = self._by_rank((trainer.num_training_batches, _checksums(batch) if streams else (), own))
+        lengths, checksums, shared = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
-        problem = _unevenness(trainer, lengths) if self._mode is None else None
+        problem = _different_orders(positions, shared)
+        if problem is None and self._mode is None:
+            problem = _unevenness(trainer, lengths)
         if problem is not None:
             refuse(self._strategy, SamplingError(problem))
         _warn_of_same_batches(checksums, streams)
@@ -122,6 +126,27 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
         f"{fewest} batches; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or "
         "drop_last=True so that every rank gets the same number of batches"
     )
+
+
+def _different_orders(positions: list[LoaderPosition], by_rank: tuple[list[dict[str, Any]], ...]) -> str | None:
+    """Describe why the ranks cannot share out the samples of a loader; warn if they probably have different ones."""
+    remedy = (
+        "create the same dataset and sampler on every rank (seed random_split, for example), or pass "
+        "Trainer(use_distributed_sampler=False) if each rank has different data"
+    )
+    reasons = {"order": "the list that {} draws differs", "data": "the tensors or lists in the dataset differ"}
+    for position, *shared in zip(positions, *by_rank, strict=False):
+        what = f"the samples of {type(getattr(position.loader, 'dataset', None)).__name__}"
+        for key in [key for key in shared[0] if any(each.get(key) != shared[0][key] for each in shared)]:
+            if key not in reasons:
+                values = listed(f"{each.get(key)} on rank {rank}" for rank, each in enumerate(shared))
+                return f"the ranks cannot share out {what}, because the {key} differs ({values}); {remedy}"
+            reason = reasons[key].format(position.name)
+            rank_zero_warn(
+                f"the ranks share out {what}, but {reason} between the ranks, so some samples are probably never read; "
+                f"{remedy}"
+            )
+    return None
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:

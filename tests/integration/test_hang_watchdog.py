@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext import DDPExtStrategy, HangWatchdog
 from lightning_ddp_ext.errors import RankHungError
 from tests.harness.outcomes import Outcome
-from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
+from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks, run_ranks
 from tests.harness.training import Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
 from tests.supervision import model as waiting
 from tests.supervision.model import wait_for_ever
@@ -169,6 +169,48 @@ def test_ranks_that_move_are_left_alone(tmp_path: Path) -> None:
     """An epoch or a validation may take any time."""
     outcomes = launch_ranks(fit, 2, tmp_path, Slow(), limit_val_batches=1.0, env=by_hand_env(2))
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
+
+
+class Streamed(Stuck):
+    """Reads a stream, slowly in a resumed run."""
+
+    is_slow = False
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(StreamedRows(self.is_slow), batch_size=2)
+
+
+class StreamedRows(IterableDataset[Any]):
+    def __init__(self, is_slow: bool) -> None:
+        self.is_slow = is_slow
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, row in enumerate(data(30)):
+            if self.is_slow and number % 2:
+                pause()
+            yield row
+
+
+def resume_slowly(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Return the number of steps before and after a resume that reads nine batches again."""
+    steps = []
+    path = str(directory / "nine.ckpt")
+    for is_slow in (False, True):
+        model = Streamed()
+        model.is_slow = is_slow
+        callbacks = [HangWatchdog(model.timeout, directory=directory / "reports")]
+        options = {"callbacks": callbacks, "max_steps": 10 if is_slow else 9, "limit_val_batches": 0}
+        trainer = make_trainer(make_strategy("ours", directory), **options)
+        trainer.fit(model, ckpt_path=path if is_slow else None)
+        trainer.save_checkpoint(path)
+        steps.append(trainer.global_step)
+    return steps
+
+
+def test_reading_a_stream_again_is_progress(tmp_path: Path) -> None:
+    """A resumed run may take longer than the timeout until it is where the other run was."""
+    assert run_ranks(resume_slowly, 2, tmp_path, env=by_hand_env(2)) == [[9, 10]] * 2
+    assert not (tmp_path / "reports").exists()
 
 
 def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ def orders(kind: Kind, directory: Path) -> dict[str, Any]:
         "two loaders": lambda: [loader(7, shuffle=True)(), loader(5, shuffle=True)()],
     }
     found: dict[str, Any] = {name: fit(kind, directory, each, max_epochs=2) for name, each in loaders.items()}
+    generator = (torch.tensor([[float(number)]]) for number in range(9))
+    found["generator"] = fit(kind, directory, lambda: generator, max_epochs=2, limit_train_batches=3)
     found["overfit"] = fit(kind, directory, loader(11, shuffle=True), overfit_batches=3)
     saver = Saver(directory, ["train_epoch_end-3"])
     L.seed_everything(123, verbose=False)
@@ -70,6 +72,7 @@ def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
     ours, stock = on_both(orders, tmp_path)
     assert ours == stock
     assert ours[0]["resumed"].keys() == {1, 2}
+    assert ours[0]["generator"] == {0: [[0], [1], [2]], 1: [[3], [4], [5]]}
     assert ours[0]["seeded"] != ours[0]["padded"]
 
 
@@ -98,6 +101,7 @@ def draw(kind: Kind, directory: Path) -> tuple[Batches, ...]:
     own = [fit(kind, directory, loader(40, sampler=each), max_epochs=1) for each in others]
     own.append(fit(kind, directory, loader(40, shuffle=True), max_epochs=1))
     own.append(fit(kind, directory, loader(40, batch_sampler=Backwards(others[0], 2, False)), max_epochs=1))
+    own.append(fit(kind, directory, loader(40, batch_sampler=BatchSampler(others[2], 2, False)), max_epochs=1))
     by_weight = loader(4, batch_size=100, sampler=WeightedRandomSampler([1.0, 3.0, 0.0, 6.0], 4000))
     return fit(kind, directory, each_once), fit(kind, directory, by_weight, max_epochs=1), *own
 
@@ -106,10 +110,10 @@ def test_ranks_share_out_what_a_sampler_draws(tmp_path: Path) -> None:
     """All ranks divide one weighted draw per epoch, even if their seeds differ."""
     env = {"PL_GLOBAL_SEED": lambda rank: str(100 + rank)}
     whole, by_weight, *others = zip(*on_ranks("ours", draw, tmp_path, env=env), strict=True)  # type: ignore[arg-type]
-    replaced, part, even, shuffled, batched = (samples(each, 0) for each in others)
+    replaced, part, even, shuffled, batched, batches = (samples(each, 0) for each in others)
     assert sorted(shuffled) == list(range(40))
     assert len(replaced) == len(batched) == len(part) == len({*part}) == 36 > max(len({*replaced}), len({*batched}))
-    assert ({*even}, len(even)) == ({*range(0, 40, 2)}, 40)
+    assert ({*even}, len(even)) == ({*batches}, len(batches)) == ({*range(0, 40, 2)}, 40)
     epochs = [samples(whole, epoch) for epoch in range(3)]
     for drawn in epochs:
         assert len(drawn) == len(set(drawn)) == 36

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.errors import ResumeError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Kind, assert_same, on_both, on_ranks
-from tests.integration.continuing import Loaders, Numbers, Point, Run, Step, Stream, Training, sampled, stream, workers
+from tests.integration.continuing import (
+    Loaders,
+    Net,
+    Numbers,
+    Point,
+    Run,
+    Step,
+    Stream,
+    Training,
+    sampled,
+    stream,
+    workers,
+)
 
 
 def sixteen(rank: int, world_size: int) -> DataLoader[Any]:
@@ -157,42 +181,189 @@ def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) 
         assert [sample for epoch, _, *samples in run.steps if epoch == 0 for sample in samples] == [*numbers]
 
 
-def resume_after_the_first_loader(rank: int, world_size: int, directory: Path) -> tuple[list[Step], list[Step]]:
-    """Return the steps from a save on, without a stop and resumed, with two batches per optimiser step."""
-
-    def loaders() -> CombinedLoader:
-        made = [(Numbers(number), torch.Generator().manual_seed(number)) for number in (8, 20)]
-        return CombinedLoader([DataLoader(data, 2, shuffle=True, generator=drawn) for data, drawn in made], "max_size")
-
-    options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
-    training = Training(loaders, directory, world_size, options)
-    whole = training.run("train_batch_end-7")
-    return whole.steps[6:], training.run(ckpt_path=whole.saved["train_batch_end-7"]).steps
+# By how two loaders are combined, the step after which a run resumes: two batches per optimiser step, and the first
+# loader ends after four batches.
+COMBINED = {"max_size": 7, "max_size_cycle": 5}
 
 
-def test_a_loader_that_is_longer_than_the_first_one_continues(tmp_path: Path) -> None:
-    """Random states of optimiser steps are recorded where the first loader gives a batch, so none is recent here."""
-    [(expected, resumed)] = run_ranks(resume_after_the_first_loader, 1, tmp_path, env=by_hand_env(1))
-    assert resumed == expected
+def resume_two_loaders(rank: int, world_size: int, directory: Path) -> dict[str, list[list[Step]]]:
+    """Return the steps from the last optimiser step on, without a stop and resumed."""
+    found = {}
+    for mode, done in COMBINED.items():
 
+        def loaders(mode: Any = mode) -> CombinedLoader:
+            own = torch.Generator().manual_seed(20)
+            return CombinedLoader(
+                [DataLoader(Numbers(8), 2, shuffle=True), DataLoader(Numbers(20), 2, shuffle=True, generator=own)], mode
+            )
 
-def resume_exceptions(rank: int, world_size: int, directory: Path) -> list[list[str]]:
-    """Return the warnings of runs that resume after an exception, with a drawn order and with a fixed one."""
-    found = []
-    for name, is_drawn in {"drawn": True, "listed": False}.items():
-        options = {"use_distributed_sampler": False}
-        training = Training(lambda d=is_drawn: DataLoader(Numbers(12), 2, shuffle=d), directory, 2, options, name=name)  # type: ignore[misc]
-        path = training.run("exception-3", fail_at=(0, 3)).saved["exception-3"]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            training.run(ckpt_path=path)
-        found.append([text for each in caught if "resume_data" in (text := str(each.message))])
+        options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
+        training = Training(loaders, directory, world_size, options, name=mode)
+        point = f"train_batch_end-{done}"
+        whole = training.run(point)
+        found[mode] = [whole.steps[done - 1 :], training.run(ckpt_path=whole.saved[point]).steps]
     return found
 
 
-def test_an_order_that_cannot_be_restored_is_reported(tmp_path: Path) -> None:
-    """A checkpoint of an exception has no random numbers; rank 0 warns where an order was drawn from them."""
-    (drawn, listed), others = run_ranks(resume_exceptions, 2, tmp_path, env=by_hand_env(2))
-    (message,) = drawn
-    assert "lacks each rank's position in BatchSampler over RandomSampler" in message
-    assert (listed, others) == ([], [[], []])
+def test_a_loader_that_is_longer_than_the_first_one_continues(tmp_path: Path) -> None:
+    """The run resumes at an optimiser step that begins after the first loader's end."""
+    [found] = run_ranks(resume_two_loaders, 1, tmp_path, env=by_hand_env(1))
+    for mode, (expected, resumed) in found.items():
+        assert resumed == expected, mode
+
+
+def resume_twice(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Return how often Lightning warns of a resume within an epoch that continues, and of one that does not."""
+    run = training(directory, 2, sixteen)
+    path = run.run("train_batch_end-2").saved["train_batch_end-2"]
+    found = []
+    before = list(warnings.filters)
+    for data in ("exact", "stock"):
+        run.strategy = {"resume_data": data}
+        with warnings.catch_warnings(record=True) as caught:
+            run.run(ckpt_path=path)
+            assert warnings.filters == before
+        found.append(sum("checkpoint that ended before the epoch ended" in str(each.message) for each in caught))
+    return found
+
+
+def test_lightnings_warning_is_hidden_only_where_an_epoch_continues(tmp_path: Path) -> None:
+    """No filter remains after a run, so a later run without our resume shows Lightning's warning."""
+    assert run_ranks(resume_twice, 2, tmp_path, env=by_hand_env(2)) == [[0, 1], [0, 0]]
+
+
+def resume_exceptions(rank: int, world_size: int, directory: Path) -> list[tuple[list[str], list[Step]]]:
+    """Return warnings and steps of runs that resume after an exception, with a drawn order and with a fixed one."""
+    found = []
+    for name, is_drawn in {"drawn": True, "listed": False}.items():
+        options = {"use_distributed_sampler": False, "max_epochs": 1}
+        training = Training(lambda d=is_drawn: DataLoader(Numbers(12), 2, shuffle=d), directory, 2, options, name=name)  # type: ignore[misc]
+        path = training.run("exception-3", fail_at=(0, 3)).saved["exception-3"]
+        found.append(resume_recorded(training, path))
+    return found
+
+
+def test_an_order_that_cannot_be_restored_starts_again(tmp_path: Path) -> None:
+    """A checkpoint of an exception has no random numbers, so an epoch whose order was drawn from them starts again."""
+    ((warned, steps), (silent, rest)), others = run_ranks(resume_exceptions, 2, tmp_path, env=by_hand_env(2))
+    assert [text.partition(" does not yield")[0] for text in warned] == [
+        "epoch 0 cannot be resumed in the middle: BatchSampler over RandomSampler on ranks 0, 1"
+    ]
+    assert (len(steps), silent, len(rest)) == (6, [], 3)
+    assert [messages for messages, _ in others] == [[], []]
+
+
+# Orders that nothing but the run itself determines.
+
+CLOCK = itertools.count()  # shows another time whenever it is read
+
+
+class Counting(IterableDataset[Tensor]):
+    """Counts its epochs itself, and shuffles this rank's numbers by that count, as WebDataset's ``detshuffle`` does."""
+
+    def __init__(self, rank: int) -> None:
+        self.numbers = range(100 * rank, 100 * rank + 24)
+        self.epoch = -1
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.epoch += 1
+        return self.shuffled(random.Random(self.epoch))
+
+    def shuffled(self, chance: Any) -> Iterator[Tensor]:
+        return iter(torch.tensor([chance.sample(self.numbers, 24)]).float().T)
+
+
+class Clocked(Counting):
+    """Shuffles by the clock, as WebDataset's ``shuffle`` does."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.shuffled(random.Random(next(CLOCK)))
+
+
+class Buffered(Counting):
+    """Shuffles by a buffer, from Python's global generator, while it is read."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        left = list(self.numbers)
+        while left:
+            yield torch.tensor([float(left.pop(random.randrange(min(8, len(left)))))])
+
+
+class Sampled(Sampler[int]):
+    """Draws the order of a stream of one of these classes."""
+
+    def __init__(self, stream: Counting) -> None:
+        self.stream = stream
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(number) for number in self.stream)
+
+
+class Mixing(Net):
+    """Draws from Python's global generator in each step, as mixup does."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        random.random()
+        return super().training_step(batch, index)
+
+
+def own_order(stream: Any, rank: int) -> DataLoader[Any]:
+    return DataLoader(Numbers(24), 2, sampler=Sampled(stream(0)))
+
+
+UNKNOWN: dict[str, Callable[[int], Any]] = {
+    **{each.__name__: lambda rank, kind=each: DataLoader(kind(rank), 2) for each in (Counting, Clocked, Buffered)},  # type: ignore[misc]
+    "sampler that counts": partial(own_order, Counting),
+    "sampler that draws late": partial(own_order, Buffered),
+    "divided sampler that counts": partial(own_order, Counting),
+    "two streams": lambda rank: [DataLoader(Numbers(24), 2), DataLoader(Clocked(rank), 2)],
+    "stateful loader, accumulating": lambda rank: StatefulDataLoader(Buffered(rank), 2),
+}
+
+
+def resume_recorded(training: Training, path: str, **options: Any) -> tuple[list[str], list[Step]]:
+    """Return the warnings about the resume, and the steps."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = training.run(ckpt_path=path, **options)
+    return [text for each in caught if "resume" in (text := str(each.message))], run.steps
+
+
+def resume_unknown_orders(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Return what runs do that resume in the middle of their second epoch, and runs that repeat it."""
+    found = {}
+    for name, loaders in UNKNOWN.items():
+        options = {"max_epochs": 2, "use_distributed_sampler": "divided" in name, "kind": Mixing}
+        options |= {"accumulate_grad_batches": 2 if "accumulating" in name else 1}
+        training = Training(lambda make=loaders: make(rank), directory, 2, options, name=name)  # type: ignore[misc]
+        first = training.run()
+        point = f"train_batch_end-{len(first.steps) // 2 + 5}"
+        path = training.run(point).saved[point]
+        warned, steps = resume_recorded(training, path)
+        resumed = training.run(ckpt_path=path)
+        training.strategy = {"resume_data": "epoch"}
+        repeated = training.run(ckpt_path=path)
+        training.strategy = {"resume_data": "strict"}
+        with pytest.raises(ResumeError, match="does not yield"):
+            training.run(ckpt_path=path)
+        found[name] = warned, steps, resumed, repeated
+    return found
+
+
+def test_an_epoch_whose_order_cannot_be_drawn_again_starts_again(tmp_path: Path) -> None:
+    """The run reads each sample of that epoch once, as with ``resume_data="epoch"``, and rank 0 warns."""
+    by_rank = run_ranks(resume_unknown_orders, 2, tmp_path, env=by_hand_env(2))
+    for rank, found in enumerate(by_rank):
+        for name, (warned, steps, resumed, repeated) in found.items():
+            assert [len(steps), *{epoch for epoch, *_ in steps}] == [6 if "divided" in name else 12, 1], name
+            assert [batch for _, batch, *_ in steps] == [*range(len(steps))], name
+            assert (resumed.counts, resumed.events) == (repeated.counts, repeated.events), name
+            assert [("does not yield" in text, "so that epoch starts again" in text) for text in warned] == [
+                (True, True)
+            ] * (rank == 0), name
+            if name in ("Counting", "Clocked", "Buffered"):
+                numbers = [number for step in steps for number in step[2:]]
+                assert sorted(numbers) == [*range(100 * rank, 100 * rank + 24)], name

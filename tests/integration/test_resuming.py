@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -95,23 +96,52 @@ def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Pa
     assert run_ranks(fail_again_and_again, 2, tmp_path, env=by_hand_env(2)) == [["", ""]] * 2
 
 
-def resume_ended_run(rank: int, world_size: int, directory: Path) -> str:
-    """Return the difference of a run that resumes from a checkpoint saved after ``validate``."""
-    training = Training(lambda: shuffled(20)(rank, 2), directory, 2, {"max_epochs": 2, "dropout": False})
-    path = str(directory / "validated.ckpt")
-    L.seed_everything(7, verbose=False)
-    net = Net(training.loaders)
-    net.layers[1] = nn.Identity()
-    trainer = make_trainer(make_strategy("ours", directory), max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
-    trainer.fit(net)
-    trainer.validate(net, verbose=False)
-    trainer.save_checkpoint(path)
-    return difference(training, training.run(), len(net.steps), training.run(ckpt_path=path))
+def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Return the differences of runs that resume from checkpoints saved after ``validate``."""
+    found = []
+    for name, ends in {"epoch": {"max_epochs": 1}, "step": {"max_epochs": 2, "max_steps": 3}}.items():
+        is_fixed = name == "epoch"  # random states are those after the validation otherwise
+        options = {"max_epochs": 2, "dropout": not is_fixed}
+        training = Training(lambda: shuffled(20)(rank, 2), directory, 2, options, name=name)
+        path = str(directory / f"{name}.ckpt")
+        L.seed_everything(7, verbose=False)
+        net = Net(training.loaders)
+        if is_fixed:
+            net.layers[1] = nn.Identity()
+        trainer = make_trainer(make_strategy("ours", directory), num_sanity_val_steps=0, limit_val_batches=0, **ends)
+        trainer.fit(net)
+        trainer.validate(net, verbose=False)
+        trainer.save_checkpoint(path)
+        found.append(difference(training, training.run(), len(net.steps), training.run(ckpt_path=path)))
+    return found
 
 
 def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
-    """Its checkpoint is saved after ``validate``."""
-    assert run_ranks(resume_ended_run, 2, tmp_path, env=by_hand_env(2)) == [""] * 2
+    """Its checkpoint is saved after ``validate``, which followed an epoch, or a step in the middle of one."""
+    assert run_ranks(resume_ended_runs, 2, tmp_path, env=by_hand_env(2)) == [["", ""]] * 2
+
+
+def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[Step]]:
+    """Return the steps of an epoch with batches that grow after the third one, and of a run resumed after the fifth."""
+
+    def grow(trainer: L.Trainer) -> None:
+        trainer.train_dataloader.batch_sampler.batch_size = 4
+
+    options = {"max_epochs": 1, "callbacks": [At("on_train_batch_end", grow, earlier=2)]}
+    training = Training(lambda: shuffled(48)(rank, 2), directory, 2, options)
+    run = training.run("train_batch_end-5")
+    return [run.steps, training.run(ckpt_path=run.saved["train_batch_end-5"], callbacks=[]).steps]
+
+
+def test_batches_that_grow_during_an_epoch_are_read_once(tmp_path: Path) -> None:
+    """A resumed run reads the samples that are left, in batches of the size that it was given."""
+    by_rank = run_ranks(change_batch_size, 2, tmp_path, env=by_hand_env(2))
+    read = []
+    for steps, resumed in by_rank:
+        assert [len(samples) for _, _, *samples in steps] == [2, 2, 2, 4, 4, 4, 4, 2]
+        assert [len(samples) for _, _, *samples in resumed] == [2] * 5
+        read += [sample for _, _, *samples in [*steps[:5], *resumed] for sample in samples]
+    assert sorted(read) == [*range(48)]
 
 
 SAMPLES = 48
@@ -200,6 +230,26 @@ class ByHand(DataLoader[Any]):
         self.start = state["given"]
 
 
+class LikeLitdata(DataLoader[Any]):
+    """Forgets a restored state only when an iterator is read to its end, as litdata's loader does."""
+
+    given, is_restored = 0, False
+
+    def __iter__(self) -> Any:
+        start = self.given if self.is_restored else 0
+        self.given = start
+        for batch in islice(DataLoader.__iter__(self), start, None):
+            self.given += 1
+            yield batch
+        self.is_restored = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given, self.is_restored = state["given"], True
+
+
 LOADERS: dict[str, Callable[[int], Any]] = {
     "samples": lambda rank: Asked(Counted(18), batch_size=2, shuffle=True),
     "samples without a state": lambda rank: DataLoader(Counted(18), 2, sampler=DistributedSampler(range(18), 2, rank)),
@@ -221,7 +271,10 @@ def read(rank: int, world_size: int, directory: Path) -> tuple[dict[str, Counts]
             counts.setdefault(name, []).append((Counted.reads, Asked.asked))
             path = run.saved.get("train_batch_end-2")
     training.options |= {"dropout": False, "accumulate_grad_batches": 2}
-    return counts, generations(training, ["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"])
+    wrong = generations(training, ["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"])
+    training.loaders = lambda: LikeLitdata(Numbers(10), 2)
+    training.options |= {"max_epochs": 3, "use_distributed_sampler": False}
+    return counts, wrong | generations(training, ["train_batch_end-2"], ["train_batch_end-8"])
 
 
 def test_each_rank_continues_with_its_own_next_batch_and_saves_its_state(tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import SamplingError
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from tests.harness import training as harness
 from tests.harness.ranks import by_hand_env, run_ranks
-from tests.integration.continuing import Run, Training, generations
+from tests.integration.continuing import Numbers, Run, Training, generations
 
 Lengths = list[int]  # of a rank's data, by epoch
 STOP = {"uneven_inputs": "stop_at_shortest"}
@@ -235,3 +235,63 @@ def test_ranks_that_read_the_same_are_warned_once(tmp_path: Path) -> None:
     )
     assert "Tensor is probably not split" in first[2][0]
     assert second == [[], [], [], []]
+
+
+class Clocked(Sampler[int]):
+    """Yields an order that no other rank yields."""
+
+    def __init__(self, rank: int) -> None:
+        self.order = range(8) if rank == 0 else range(7, -1, -1)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+class TooLong(Stream):
+    """A stream with a length that is larger than what it yields."""
+
+    def __len__(self) -> int:
+        return 2 * self.length
+
+
+def part(rank: int, samples: int) -> DataLoader[Any]:
+    """Return a loader of this rank's own part of the samples, which the strategy divides once more."""
+    own = range(samples)[rank::2]
+    return DataLoader(Subset(Numbers(samples), own), 1)
+
+
+def share_out(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Return the warnings about loaders whose samples the ranks divide, and the error about different lengths."""
+    ended = DataLoader(TooLong(rank, [2]), 1)
+    loaders = {
+        "parts": (part(rank, 8), "the tensors or lists in the dataset differ between the ranks"),
+        "orders": (DataLoader(Numbers(8), 1, sampler=Clocked(rank)), "the list that BatchSampler over SharedSampler"),
+        "same": (DataLoader(Subset(Numbers(8), range(4)), 1), ""),
+        "length": (ended, "TooLong ended after 2 batches, but its length is 4, so Lightning did not know which batch"),
+    }
+    found: dict[str, Any] = {}
+    for name, (loader, expected) in loaders.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(directory, loader, use_distributed_sampler=True, max_epochs=1)
+        texts = [text for each in caught if "rank" in (text := str(each.message)) or "batches" in text]
+        found[name] = [expected in text and expected != "" for text in texts if "num_workers" not in text]
+    with pytest.raises(SamplingError) as refused:
+        fit(directory, part(rank, 9), use_distributed_sampler=True)
+    return {**found, "refused": str(refused.value)}
+
+
+def test_data_that_the_ranks_cannot_share_out_are_named(tmp_path: Path) -> None:
+    """Rank 0 warns, as stock reads less than all data silently; lengths that differ are an error on every rank."""
+    first, second = run_ranks(share_out, 2, tmp_path, env=by_hand_env(2))
+    refused = first.pop("refused")
+    assert first == {"parts": [True], "orders": [True], "same": [], "length": [True]}
+    assert second == {**{name: [] for name in first}, "refused": refused}
+    assert refused == (
+        "the ranks cannot share out the samples of Subset, because the length differs (5 on rank 0, 4 on rank 1); "
+        "create the same dataset and sampler on every rank (seed random_split, for example), or pass "
+        "Trainer(use_distributed_sampler=False) if each rank has different data"
+    )

@@ -118,6 +118,13 @@ class HangWatchdog(pl.Callback):
     teardown = on_exception = _leave
 
 
+def report_progress(trainer: pl.Trainer) -> None:
+    """Tell a Trainer's ``HangWatchdog`` that this rank makes progress outside Lightning's hooks."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, HangWatchdog):
+            callback._move()
+
+
 for _name in dir(pl.Callback):
     if re.fullmatch(r"on_\w+_(start|end|checkpoint)", _name):
         setattr(HangWatchdog, _name, HangWatchdog._move)
