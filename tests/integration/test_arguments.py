@@ -47,7 +47,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sampler": "fast"}, "sampler must be 'torch' or 'scalable' (got 'fast')"),
     ({"exact_evaluation": 1}, "exact_evaluation must be True or False (got 1)"),
     ({"uneven_inputs": "join"}, "uneven_inputs must be None or 'stop_at_shortest' (got 'join')"),
-    ({"resume_data": False}, "resume_data must be 'exact' or 'epoch' or 'stock' (got False)"),
+    ({"resume_data": False}, "resume_data must be 'exact' or 'strict' or 'epoch' or 'stock' (got False)"),
     ({"devices_per_rank": 0}, "devices_per_rank must be at least 1 (got 0)"),
     ({"start_method": "thread"}, "start_method must be 'popen' or 'spawn' or 'fork' or 'forkserver' (got 'th"),
     (
