@@ -289,9 +289,8 @@ def _hparams(args: tuple[Any, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in args:
         if isinstance(each, (pl.LightningModule, pl.LightningDataModule)):
-            name = type(each).__qualname__
+            name = "module" if isinstance(each, pl.LightningModule) else "datamodule"
             hparams = each.hparams if isinstance(each.hparams, dict) else {"hparams": each.hparams}
-            found[f"class {name}"] = ""
             found |= {f"{name}.{key}": _hashed(value) for key, value in hparams.items() if not _asks_to_resume(key)}
     return found
 
