@@ -161,7 +161,12 @@ def results_of(trainer: Any) -> dict[str, Any]:
 def result_reduced_by(trainer: Any, reduction: object) -> Any:
     """Return the logged value for which Lightning keeps this object as its function that reduces, or ``None``."""
     results = results_of(trainer) or {}
-    return next((each for each in results.values() if _sync_of(each).fn is reduction), None)
+    return next((each for each in reversed(results.values()) if _sync_of(each).fn is reduction), None)
+
+
+def is_computing_epoch(trainer: Any) -> bool:
+    """Whether Lightning computes an epoch's logged values now, rather than those of a step."""
+    return _read(trainer._logger_connector, "_first_loop_iter") is None
 
 
 def _sync_of(result: Any) -> Any:

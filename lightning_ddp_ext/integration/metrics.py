@@ -1,26 +1,35 @@
-"""Reduce values of ``self.log(..., sync_dist=True)`` across ranks when they are logged, and compare their names."""
+"""Reduce values of ``self.log(..., sync_dist=True)`` across ranks, all values of a step in one collective."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext.errors import DivergenceError
-from lightning_ddp_ext.ranks import Ranks
+from lightning_ddp_ext.rank_lists import listed
+from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
-from lightning_ddp_ext.reductions.compared import OPS, Exchange, PendingTensor, reduced, resolve
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.reductions.batched import (
+    DTYPES,
+    OPS,
+    PER_MESSAGE,
+    PendingTensor,
+    Reduced,
+    Value,
+    reduce_common,
+)
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.survey import Survey
 
-from .compat import result_reduced_by
-from .named_calls import ranks_of, refuse, report_step
+from .compat import is_computing_epoch, result_reduced_by, results_of
+from .named_calls import report_step
 
 
 class Reduction:
@@ -32,9 +41,10 @@ class Reduction:
 
     def __init__(self, values: LoggedValues) -> None:
         self._values = values
+        self.result: Any = None  # Lightning's result for the name, once it is known
 
     def __call__(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor in place, and return it; return other objects unchanged. Collective."""
+        """Reduce a tensor, and return it; return other objects unchanged. Collective."""
         return self._values.reduce(tensor, group, reduce_op, self)
 
     def __eq__(self, other: object) -> bool:  # Lightning compares the arguments with which a name is logged
@@ -43,46 +53,16 @@ class Reduction:
     __hash__ = None  # type: ignore[assignment]
 
 
-class LoggedExchanges:
-    """All exchanges of logged values between a context's ranks; several Trainers share them.
-
-    Their group is used for nothing else: collectives of ranks that log different values would otherwise mix.
-    """
-
-    def __init__(self, context: ProcessContext) -> None:
-        self._context = context
-        self._group: dist.ProcessGroup | None = None
-        self._started = 0
-
-    def start(self, name: str, number: float = 0.0) -> Exchange:
-        """Start an exchange. Collective."""
-        group = self._context.new_group(backend="gloo", purpose="logged values")
-        if group is not self._group:
-            self._group = group
-            self._started = 0
-        self._started += 1
-        return Exchange(name, number, group)
-
-    def align(self, ranks: Ranks) -> None:
-        """Complete exchanges that only some ranks have started, because exceptions ended a run. Collective."""
-        if self._group not in self._context.groups.others.values():
-            return  # nothing has been logged in the current groups
-        most = max(ranks.gather(self._started))
-        for filler in [self.start("") for _ in range(self._started, most)]:
-            with suppress(DivergenceError):
-                filler.numbers()
-
-
 class LoggedValues:
     """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
 
-    The call that logs a value starts its exchange, and its first read waits for the result, at the latest the end of
-    the phase, such as a training step. The ranks compare the names of their values, and all of them raise if they log
-    different ones.
+    Values logged in a step are queued, and reduced together at the end of the step or before a call of the strategy
+    that communicates. A read before that reduces the values logged so far, so that no code sees this rank's own value.
+    If only some ranks read, the others join that exchange at their next one. The values of an epoch are reduced
+    together at its end. Everything else is reduced immediately.
 
-    A training step expects as many values as the last one. In a phase with another number of values, ranks also detect
-    values that only some of them log: a rank with fewer than expected exchanges a message without a name at the end,
-    and a rank with more first waits in a named barrier. After that, the end of the phase is compared.
+    If ranks log different values, all ranks raise. After a training step with values, all ranks also exchange after
+    the next one. In all other cases they first wait for each other, so that a rank without values can be named.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -90,111 +70,140 @@ class LoggedValues:
         self.start_run()
 
     def start_run(self) -> None:
-        """Forget an earlier run, which may have stopped anywhere."""
-        self._is_aligned = False  # whether exchanges of earlier runs are complete
-        self._values: list[Tensor] = []  # those of this phase
-        self._expected = 0  # the number of values that all ranks expect in this phase
-        self._of_last_step = 0  # the number of values in the last training step
-        self._is_open = False  # whether all ranks will compare the end of this phase
+        """Reset the state, because an earlier run may have stopped anywhere."""
+        self._is_in_step = False
+        self._queue: list[tuple[Value, PendingTensor]] = []
+        self._has_logged = False  # whether this step, or the last one, has logged values
+        self._is_expected = False  # whether all ranks exchange after this step, even without values
+        self._is_open = False  # whether another rank waits for this rank's further values
+        # The epoch's results that Lightning requests next, each with its source.
+        self._ahead: deque[tuple[Tensor, Tensor]] = deque()
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
-        """Make the block a phase. Collective if it, or the training step before it, has values."""
+        """After the block, reduce the values that it logged. Collective if it logged any."""
         if is_training:
-            report_step()  # first, so that this rank is named if it skipped a call in which the others wait
-        self.end_phase()
-        self._expected = self._of_last_step if is_training else 0
-        yield
-        count = self.end_phase()
+            report_step()
+        self._is_expected = is_training and self._has_logged and self._strategy.world_size > 1
+        self._has_logged = False
+        self._is_open = False
+        self._is_in_step = True
+        try:
+            yield
+            self._end_step()
+        finally:
+            self._is_in_step = False
+            self._is_expected = False
+            self._abandon()
         if is_training:
-            self._of_last_step = count
             report_step()  # so that a rank without values is named when the others reduce theirs
 
-    def end_phase(self) -> int:
-        """Wait for the values of the current phase, and return their number. Collective if it has or expects any."""
-        values, self._values = self._values, []
-        is_compared = self._is_open or len(values) < self._expected
-        self._is_open = False
-        self._expected = 0
-        with self._every_rank():
-            end = self._exchanges.start("") if is_compared else None
-            for value in values:
-                resolve(value)
-            if end is not None:
-                end.numbers()
-        return len(values)
+    def _end_step(self) -> None:
+        is_due = bool(self._queue) or self._is_expected or self._is_open
+        while is_due:
+            is_due = not self._exchange(is_last=len(self._queue) <= PER_MESSAGE).is_over
 
-    def end_run(self) -> None:
-        """Give every value a result, as Lightning still reads them; after an exception, not all of them have one."""
-        for value in self._values:
-            resolve(value)
+    def _abandon(self) -> None:
+        """Leave values without a result as NaN, after an exception in the step."""
+        for value, pending in self._queue:
+            pending.settle()
+            if value.tensor.is_floating_point():
+                value.tensor.fill_(math.nan)
+        self._queue = []
+
+    def flush(self) -> None:
+        """Reduce the values that are queued. Collective if there are any."""
+        while self._queue:
+            self._exchange(is_last=False)
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any, reduction: Reduction) -> Any:
         """Reduce a tensor for :meth:`Reduction.__call__`."""
         is_alone = not dist.is_initialized() or self._strategy.checkpoints.is_handling_exception
         if is_alone or not isinstance(tensor, Tensor):
             return tensor
-        result = self._result_of(reduction) if group is None and reduce_op in OPS else None
-        if result is None:
+        result = self._result_of(reduction)
+        if result is None or not self._can_batch(tensor, group, reduce_op):
+            self.flush()
             return all_reduce(tensor, group, reduce_op, idle_ranks=self._strategy.data.idle_ranks)
-        name = f"{result.meta.fx}.{result.meta.name} ({reduce_op})"
-        self._admit(name)
-        start = self._start_on_cpu if tensor.device.type == "cpu" else self._reduce_on_device
-        value = start(name, tensor, reduce_op)
-        self._values.append(value)
+        if is_computing_epoch(self._strategy.current_trainer):
+            return self._reduce_epoch(result)
+        value = Value(_name_of(result), reduce_op, tensor)
+        if not self._is_in_step:
+            return self._reduce([value], is_last=True).results[0]
+        self._has_logged = True
+        pending = PendingTensor.of(tensor, self.flush)
+        self._queue.append((value, pending))
         if result.meta.enable_graph:  # Lightning shows this value itself, and not a detached one
-            resolve(value)
-        return value
+            self.flush()
+        return pending
 
     def _result_of(self, reduction: Reduction) -> Any:
-        """Return the logged value that calls a reduction, if the ranks can compare its name; otherwise ``None``."""
-        if self._strategy.world_size == 1 or current() is None:
-            return None
-        return result_reduced_by(self._strategy.current_trainer, reduction)
+        """Return the logged value that calls a reduction; ``None`` if other code does."""
+        if reduction.result is None and self._strategy.lightning_module is not None:
+            reduction.result = result_reduced_by(self._strategy.current_trainer, reduction)
+        return reduction.result
 
-    def _admit(self, name: str) -> None:
-        """Wait until all ranks have a further value, unless this one is expected or the end will be compared."""
+    def _exchange(self, *, is_last: bool) -> Reduced:
+        """Reduce the first queued values, as many as all ranks have. Collective."""
+        sent = self._queue[:PER_MESSAGE]
+        reduced = self._reduce([value for value, _ in sent], is_last=is_last)
+        for (value, pending), result in zip(sent, reduced.results, strict=False):
+            pending.settle()
+            value.tensor.copy_(result)
+        del self._queue[: len(reduced.results)]
+        self._is_open = not (reduced.is_over or reduced.is_even)
+        if reduced.is_even:
+            self._is_expected = False  # all ranks have logged; none waits for the end of the step
+        return reduced
+
+    def _reduce_epoch(self, logged: Any) -> Tensor:
+        """Reduce a number of an epoch's result together with those of all results that Lightning computes next."""
+        if not (self._ahead and self._ahead[0][0] is logged.value):
+            due = [each for each in results_of(self._strategy.current_trainer).values() if self._is_due(each)]
+            due = due if due and due[0] is logged else [logged]
+            numbers = [(each, number) for each in due[: PER_MESSAGE // 2] for number in _numbers_of(each)]
+            values = [Value(_name_of(each), each.meta.sync.op, number) for each, number in numbers]
+            results = self._reduce(values, is_last=False).results
+            self._ahead = deque((each.value, result) for (each, _), result in zip(numbers, results, strict=False))
+        return self._ahead.popleft()[1]
+
+    def _is_due(self, result: Any) -> bool:
+        """Whether Lightning will compute this result of the epoch next, and reduce it across all ranks."""
+        meta = result.meta
+        sync = meta.sync
+        is_computed = result.has_reset or result._computed is not None or not (result.is_tensor and meta.on_epoch)
+        if is_computed or not sync.should or sync.rank_zero_only:
+            return False
+        return all(self._can_batch(number, sync.group, sync.op) for number in _numbers_of(result))
+
+    def _reduce(self, values: list[Value], *, is_last: bool) -> Reduced:
+        """Wait until all ranks reduce logged values, unless that is expected, and reduce them. Collective."""
         context = current()
-        assert context is not None
-        if len(self._values) >= self._expected and not self._is_open:
-            check = context.component(Survey).check_that_all_answer  # detects a stopped process before the timeout
-            kind = "a reduction of logged values"
-            context.barriers.enter(f"the reduction of {name}", call_site(), name=kind, check=check)
-            self._is_open = True
-        if not self._is_aligned:
-            self._is_aligned = True
-            self._exchanges.align(ranks_of(self._strategy))
-
-    def _start_on_cpu(self, name: str, tensor: Tensor, op: str) -> Tensor:
-        exchange = self._exchanges.start(name, float(tensor))
-        checkpoints = self._strategy.checkpoints
+        device: torch.device = self._strategy.root_device
+        group = None
+        if context is not None:
+            if not self._is_expected:
+                check = context.component(Survey).check_that_all_answer  # detects a stopped process before the timeout
+                what = f"the reduction of {listed(dict.fromkeys(map(str, values)))}"
+                context.barriers.enter(what, call_site(), name="a reduction of logged values", check=check)
+            if is_gloo(device):  # other code's collectives must not mix with these
+                group = context.new_group(backend="gloo", purpose="logged values")
+        wire = torch.device("cpu") if is_gloo(device) else device
         idle_ranks = self._strategy.data.idle_ranks
+        reduced = reduce_common(values, is_last=is_last, device=wire, group=group, idle_ranks=idle_ranks)
+        if context is not None and context.peers.cause is not None:
+            raise context.peers.cause.to_error()  # an aborted collective of NCCL returns arbitrary numbers
+        return reduced
 
-        def compute() -> float:
-            # After an exception some ranks may never log this value.
-            is_lost = checkpoints.is_interrupted and not exchange.is_completed()
-            return math.nan if is_lost else reduced(exchange.numbers(), op, idle_ranks)
+    def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:
+        is_scalar = tensor.ndim == 0 and tensor.dtype in DTYPES
+        return is_scalar and op in OPS and group is None and self._strategy.world_size > 1
 
-        is_mean_of_integers = op == "mean" and not tensor.is_floating_point()
-        dtype = torch.get_default_dtype() if is_mean_of_integers else tensor.dtype  # as in `all_reduce`
-        return PendingTensor.of(compute, dtype)
 
-    def _reduce_on_device(self, name: str, tensor: Tensor, op: str) -> Tensor:
-        """Reduce a tensor without waiting for its device."""
-        with self._every_rank():  # a device would wait for a collective that other ranks do not start
-            self._exchanges.start(name).numbers()
-        return all_reduce(tensor, None, op, idle_ranks=self._strategy.data.idle_ranks)
+def _name_of(logged: Any) -> str:
+    return f"{logged.meta.fx}.{logged.meta.name}"
 
-    @contextmanager
-    def _every_rank(self) -> Iterator[None]:
-        """Raise an error about different names, once every rank has found it."""
-        try:
-            yield
-        except DivergenceError as error:
-            refuse(self._strategy, error)
 
-    @property
-    def _exchanges(self) -> LoggedExchanges:
-        context = current()
-        assert context is not None
-        return context.component(LoggedExchanges)
+def _numbers_of(logged: Any) -> list[Tensor]:
+    """Return the numbers of an epoch's result that Lightning reduces, in Lightning's order."""
+    return [logged.value, logged.cumulated_batch_size] if logged.meta.is_mean_reduction else [logged.value]

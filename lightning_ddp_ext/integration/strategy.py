@@ -279,7 +279,6 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_start(self) -> None:
         self.data.uneven.report_phase()
-        self.metrics.end_phase()
         self.data.training.on_train_start()
         self.monitored.start_training()
         self.averaging.on_train_start()
@@ -292,14 +291,12 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     def _start_evaluation(self) -> None:
         self.data.uneven.report_phase()
-        self.metrics.end_phase()
 
     on_test_start = on_predict_start = _start_evaluation
 
     @override
     def on_train_end(self) -> None:
         self.data.uneven.report_phase()
-        self.metrics.end_phase()
         self.monitored.compare()
         self.data.training.on_train_end()
         self.stops.at_end()
@@ -307,7 +304,6 @@ class DDPExtStrategy(RankDevicesStrategy):
     def _end_evaluation(self) -> None:
         self.data.evaluation.end()
         self.data.uneven.report_phase()
-        self.metrics.end_phase()
         self.stops.at_end_of_evaluation()
 
     @override
@@ -322,7 +318,6 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def teardown(self) -> None:
         try:
-            self.metrics.end_run()
             self.checkpoints.finish()
             self.files.remove_obsolete(getattr(self.lightning_module, "_trainer", None))
             super().teardown()
@@ -370,6 +365,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.metrics.flush()
         with self.rescue.recorder.backward(), self.averaging.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -417,6 +413,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         # After an exception some ranks never call this, so callbacks that save a checkpoint must not wait for them.
         if self.checkpoints.is_interrupted:
             return
+        self.metrics.flush()
         is_past_barrier = report_call(f"barrier {name!r}" if name else "a barrier", is_waiting=True)
         if not is_past_barrier or self.root_device.type != "cpu":  # also waits for earlier work on the accelerator
             super().barrier(name, *args, **kwargs)
@@ -425,6 +422,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self.checkpoints.is_handling_exception:
             return obj
+        self.metrics.flush()
         is_training = self.lightning_module is not None and self.lightning_module.trainer.training
         if not (is_training and called_by_lightning()):  # max_time, for example, requires one in every batch
             report_call(f"broadcast from rank {src}")
@@ -434,9 +432,15 @@ class DDPExtStrategy(RankDevicesStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self.checkpoints.is_handling_exception:
             return decision
+        self.metrics.flush()
         report_call("a decision of all ranks (reduce_boolean_decision)")
         # Lightning counts the ranks that agree, but an idle rank must not count.
         return super().reduce_boolean_decision(bool(decision) != all, all=False) != all
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        self.metrics.flush()
+        return super().all_gather(tensor, group, sync_grads)
 
     @property
     @override

@@ -1,0 +1,173 @@
+"""Reduce many scalars over the ranks in one all-gather; each rank computes the results itself.
+
+All messages have the same length, since a process would otherwise abort, and contain a digest of each
+value's name, op and dtype, so ranks can detect that they logged different values.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_ddp_ext.errors import DivergenceError
+from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
+
+DTYPES = (torch.float32, torch.float64, torch.int64)
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda rows: rows.mean(0),
+    "sum": lambda rows: rows.sum(0),
+    "min": lambda rows: rows.amin(0),  # keeps a NaN of any rank; gloo's result would depend on the order
+    "max": lambda rows: rows.amax(0),
+}
+
+PER_MESSAGE = 127
+"""The number of values in a message."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A scalar to reduce: its op is one of ``OPS``, and its dtype one of ``DTYPES``."""
+
+    name: str
+    op: str
+    tensor: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.op})"
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The outcome of an exchange.
+
+    Attributes:
+        results: the results of the first values, as many as all ranks have sent.
+        is_over: whether every rank has sent its last values.
+        is_even: whether every rank has sent equally many values, and more may follow.
+    """
+
+    results: list[Tensor]
+    is_over: bool
+    is_even: bool
+
+
+def reduce_common(
+    values: Sequence[Value],
+    *,
+    is_last: bool,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    idle_ranks: Collection[int] = (),
+) -> Reduced:
+    """Reduce the first values, as many as all ranks have; the results are bit-identical on every rank.
+
+    Collective: every rank must call it, including a rank that has no values.
+
+    Args:
+        values: up to ``PER_MESSAGE`` values, in the same order on every rank; some ranks may have more.
+        is_last: whether this rank has no further values.
+        device: the device for messages, from which the group can send.
+        group: the ranks; ``None`` for the default group.
+        idle_ranks: ranks whose values do not count.
+
+    Raises:
+        DivergenceError: values at the same position differ in name, op or dtype, or a rank whose values
+            are its last has fewer than another one; raised on every rank.
+    """
+    sent = torch.zeros(2, 1 + PER_MESSAGE, dtype=torch.float64, device=device)
+    sent[0, 0] = float(is_last)
+    if values:
+        sent[0, 1 : 1 + len(values)] = sent.new_tensor([_digest(value) for value in values])
+        sent[1, 1 : 1 + len(values)] = torch.stack([value.tensor.to(sent) for value in values])
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    received = sent.new_empty(dist.get_world_size(group) * sent.numel())
+    gather(received, sent.flatten(), group=group)
+    headers, rows = received.view(-1, *sent.shape).unbind(1)
+    digests = headers[:, 1:]
+    are_last = headers[:, 0].bool()
+    counts = (digests != 0).sum(1)
+    common = int(counts.min())
+    is_short = bool((are_last & (counts < counts.max())).any())
+    if is_short or bool((digests[:, :common] != digests[0, :common]).any()):
+        raise _mismatch(values, group)
+    results = _results(values[:common], rows[:, 1:], idle_ranks)
+    return Reduced(results, bool(are_last.all()), bool((counts == common).all()) and not are_last.any())
+
+
+def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int]) -> list[Tensor]:
+    """Return the results; ``rows`` has a row for each rank and a column for each value."""
+    if idle_ranks:
+        rows = rows[[rank for rank in range(len(rows)) if rank not in idle_ranks]]
+    by_op = {op: OPS[op](rows) for op in {value.op for value in values}}
+    return [by_op[value.op][column].to(value.tensor.device, _dtype_of(value)) for column, value in enumerate(values)]
+
+
+def _dtype_of(value: Value) -> torch.dtype:
+    """Return the dtype of a result: the value's dtype, but float for a mean of integers, as in ``all_reduce``."""
+    is_float = value.op == "mean" and not value.tensor.is_floating_point()
+    return torch.get_default_dtype() if is_float else value.tensor.dtype
+
+
+def _digest(value: Value) -> int:
+    """Return a positive number that differs between values that must not be reduced together."""
+    return 1 + zlib.crc32(f"{value} {value.tensor.dtype}".encode())
+
+
+class PendingTensor(Tensor):
+    """A view of a tensor that is not reduced yet. It is an ordinary tensor from its first use on."""
+
+    reduce_now: Callable[[], object]
+
+    @staticmethod
+    def of(tensor: Tensor, reduce_now: Callable[[], object]) -> PendingTensor:
+        """Return a view of a tensor; before any use, ``reduce_now`` must fill it and call :meth:`settle`."""
+        pending = tensor.as_subclass(PendingTensor)
+        pending.reduce_now = reduce_now
+        return pending
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, PendingTensor):
+                each.reduce_now()
+        return func(*args, **(kwargs or {}))
+
+    def settle(self) -> None:
+        """Make this an ordinary tensor."""
+        vars(self).pop("reduce_now")
+        self.__class__ = Tensor  # type: ignore[assignment] # as torch's uninitialised parameters do
+
+
+def _mismatch(values: Sequence[Value], group: dist.ProcessGroup | None) -> DivergenceError:
+    """Return an error that describes how the ranks differ. Collective."""
+    by_rank: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, tuple(map(str, values)), group=group)
+    with suppress(RuntimeError):  # this rank raises the error even if another one has closed its group
+        dist.barrier(group)
+    usual, _ = Counter(by_rank).most_common(1)[0]
+    usual_ranks = [rank for rank, names in enumerate(by_rank) if names == usual]
+    deviations = {rank: _deviation(names, usual) for rank, names in enumerate(by_rank) if names != usual}
+    return DivergenceError(
+        "ranks logged different values with sync_dist=True: "
+        f"{listed(f'{ranks_in_words(who)} {deviation}' for deviation, who in grouped(deviations))} (compared with "
+        f"{ranks_in_words(usual_ranks)}); every rank must log the same names in the same "
+        "order, so log them outside of code that only some ranks run, or omit sync_dist"
+    )
+
+
+def _deviation(names: tuple[str, ...], usual: tuple[str, ...]) -> str:
+    more = Counter(names) - Counter(usual)
+    less = Counter(usual) - Counter(names)
+    parts = [f"logged {listed(more)}"] * bool(more) + [f"did not log {listed(less)}"] * bool(less)
+    return " and ".join(parts) or f"logged in a different order: {listed(dict.fromkeys(names))}"
