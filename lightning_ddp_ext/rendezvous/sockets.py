@@ -80,6 +80,12 @@ def is_loopback(host: str) -> bool:
     return host in ("::1", "localhost") or host.startswith(("127.", "::ffff:127."))
 
 
+def host_of(address: tuple[Any, ...]) -> str:
+    """Return the numeric host of a socket's address; a link-local host includes its scope, as in ``fe80::1%eth0``."""
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    return socket.getnameinfo(address, numeric)[0].removeprefix("::ffff:")
+
+
 def own_addresses() -> list[str]:
     """Return the numeric addresses of this host: first those that other hosts can reach, and IPv4 before IPv6."""
     families = (socket.AF_INET, socket.AF_INET6)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RankFailedError, RendezvousError
-from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous import coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Handshake
@@ -27,6 +27,7 @@ from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.rendezvous.store import connect_store
+from lightning_ddp_ext.rendezvous.wire import Connection, Message
 from tests.harness.network import Network
 from tests.harness.outcomes import stories
 from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, launch_ranks
@@ -63,14 +64,14 @@ def connect(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings
 
 def announce_connected_ranks() -> None:
     """On rank 0, announce that it listens, and each rank that it accepted."""
-    reply = Channel.reply
+    reply = coordinator._reply
 
-    def reply_and_record(channel: Channel, connection: Any, topic: str, body: dict[str, Any]) -> None:
-        reply(channel, connection, topic, body)
+    def reply_and_announce(connection: Connection, body: Message) -> None:
+        reply(connection, body)
         if "accepted" in body:
             announce("connected")
 
-    Channel.reply = reply_and_record  # type: ignore[method-assign]
+    coordinator._reply = reply_and_announce
     TcpEndpoint.publish = lambda self, address: announce("listens")  # type: ignore[method-assign]
 
 
