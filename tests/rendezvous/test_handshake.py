@@ -19,7 +19,7 @@ from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, encode
 from tests.harness.ranks import RankProcesses, free_port
-from tests.rendezvous.servers import Answer, place, server, silent, url, web
+from tests.rendezvous.servers import Answer, drip, place, server, silent, url, web
 from tests.rendezvous.test_start_up import HOST, LONG, connect, endings, process, same_sentence, sentence, started
 
 CLAIMED = r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; set a different RANK .* for each process"
@@ -145,7 +145,7 @@ def test_other_connections_do_not_disturb_a_start() -> None:
         stranger.close()
 
 
-@pytest.mark.parametrize("answer", [silent, web])
+@pytest.mark.parametrize("answer", [silent, web, drip])
 def test_a_stale_address_is_replaced(answer: Answer, tmp_path: Path) -> None:
     """A rank that read the address of a killed run reads it again, even if another program now listens there."""
     path = tmp_path / "run"

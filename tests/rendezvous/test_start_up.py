@@ -31,7 +31,7 @@ from lightning_ddp_ext.rendezvous.wire import Connection, Message
 from tests.harness.network import Network
 from tests.harness.outcomes import stories
 from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, launch_ranks
-from tests.rendezvous.servers import Answer, forward, place, request, server, silent, url, web
+from tests.rendezvous.servers import Answer, drip, forward, place, request, server, silent, url, web
 
 HOST = os.uname().nodename
 LONG = 60.0  # an init_timeout that cannot be what ends a test
@@ -293,7 +293,7 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
     assert f"rank 0 at {where.host}:{where.port} did not reply after accepting" in sentence(there, RendezvousError)
 
 
-@pytest.mark.parametrize("answer", [silent, web])
+@pytest.mark.parametrize("answer", [silent, web, drip])
 def test_a_server_that_is_not_ours(answer: Answer) -> None:
     """Rank 0 reports that it cannot bind the port, rank 1 that another program listens there."""
     with server(answer) as where:
@@ -306,7 +306,7 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
         f"{process(1, second.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it accepted the "
         "connection, but did not reply); check that rank 0 is running, that its host has this address, and that no "
         "firewall blocks the connection"
-        if answer is silent
+        if answer is not web
         else f"a program other than rank 0 is listening at 127.0.0.1:{where.port}; choose a port that no "
         "other program uses, or correct the address of rank 0's host"
     )
