@@ -18,7 +18,7 @@ from lightning_ddp_ext.rendezvous.endpoint import Address
 from lightning_ddp_ext.rendezvous.handshake import Connections, error_in, gave_up_error, refusal_of
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, difference_between
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, is_loopback, own_addresses
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, is_loopback, own_addresses, without_scope
 from lightning_ddp_ext.rendezvous.store import host_store
 from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode, exchange
 
@@ -146,13 +146,12 @@ class Coordinator:
                 versions = f"{self._hello.info} has {name} {version}, {info} has {hello.versions[name]}"
                 _logger.warning("%s; install the same version on every rank", versions)
         self._present[info.rank] = info
-        own_host = host_of(connection.socket.getsockname())
-        hosts = [own_host.partition("%")[0], *self._addresses]
+        hosts = [host_of(connection.socket.getsockname()), *self._addresses]
         if info.network != self._hello.info.network:
             hosts.sort(key=is_loopback)  # a tunnel may end at a loopback address
             self._route = hosts[0]
         self._channel.adopt(info.rank, connection)
-        _reply(connection, {"accepted": [self._store.port, hosts]})
+        _reply(connection, {"accepted": [self._store.port, list(map(without_scope, hosts))]})
         if len(self._present) == self._hello.world_size:
             self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
             self._channel.send("handshake", {"welcome": list(map(astuple, self._table)), "route": self._route})

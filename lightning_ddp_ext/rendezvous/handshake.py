@@ -22,7 +22,7 @@ from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint
 from lightning_ddp_ext.rendezvous.peer_event import event_of
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, is_loopback
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, is_loopback, without_scope
 from lightning_ddp_ext.rendezvous.store import connect_store
 from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
@@ -171,7 +171,7 @@ class Handshake:
         """Open the store before the welcome: after it, hundreds of ranks would connect to the store simultaneously."""
         port, hosts = self._answers["accepted"]
         try:
-            if self._host.partition("%")[0] != hosts[0]:
+            if without_scope(self._host) != hosts[0]:
                 self._find_store(sorted(dict.fromkeys([*hosts, self._host]), key=is_loopback), port)
             return connect_store(self._host, port, self._deadline, self._raise_if_over)
         except RendezvousError:

@@ -91,6 +91,11 @@ def host_of(address: tuple[Any, ...]) -> str:
     return socket.getnameinfo(address, numeric)[0].removeprefix("::ffff:")
 
 
+def without_scope(host: str) -> str:
+    """Remove the scope of a link-local host, which means nothing on other hosts."""
+    return host.partition("%")[0]
+
+
 def own_addresses() -> list[str]:
     """Return the numeric addresses of this host: first those that other hosts can reach, and IPv4 before IPv6."""
     families = (socket.AF_INET, socket.AF_INET6)

@@ -267,6 +267,16 @@ def test_a_rank_that_is_connected_to_itself(two_hosts: Network) -> None:
 
 
 @pytest.mark.netns
+def test_a_link_local_address(two_hosts: Network) -> None:
+    """Its scope names the network interface, also for the store, and for gloo where names do not help."""
+    for host in two_hosts:
+        host.hosts_file.write_text("127.0.0.1 localhost host-a host-b\n")
+    two_hosts[0].ip("addr add fe80::77/64 dev eth0 nodad")
+    with started(Tcp("fe80::77%eth0", free_port()), [{"init_timeout": LONG}] * 2, namespaces=list(two_hosts)) as ranks:
+        assert [outcome.result for outcome in ranks.wait()] == [2.0, 2.0]
+
+
+@pytest.mark.netns
 def test_a_name_that_resolves_late(two_hosts: Network) -> None:
     """Like the name of a headless service: rank 0 listens and logs the reason; the others retry."""
     known = two_hosts[0].hosts_file.read_text()
