@@ -95,6 +95,33 @@ def test_sending_never_waits() -> None:
     zero.close()
 
 
+def test_the_last_messages_arrive_even_if_sending_fails_first() -> None:
+    """A rank that fails sends the cause and exits; a message to it may then fail before the cause is read."""
+    with listen("127.0.0.1", 0) as listener:
+        there = socket.create_connection(listener.getsockname()[:2])
+        here = listener.accept()[0]
+    zero, received = Channel(heartbeat=30.0), queue.SimpleQueue[Message]()
+    is_busy, is_closed = threading.Event(), threading.Event()
+
+    def send_to_closed(body: Message) -> None:
+        is_busy.set()
+        assert is_closed.wait(WITHIN)
+        zero.send("unread", {})
+
+    zero.listen("first", send_to_closed)
+    zero.listen("cause", received.put)
+    zero.connect(1, here)
+    zero.send("unread", {})
+    assert select.select([there], [], [], WITHIN)[0]
+    there.sendall(encode("first", {}))
+    assert is_busy.wait(WITHIN)
+    there.sendall(encode("cause", {"text": "rain"}))
+    there.close()  # a reset, since it has not read everything
+    is_closed.set()
+    assert received.get(timeout=WITHIN) == {"text": "rain", "from": 1}
+    zero.close()
+
+
 class RawConnection:
     """Open a connection, both ends, without Python's socket objects, as C++ code does."""
 
