@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from lightning_ddp_ext.rendezvous.wire import CLOSED, MAX_MESSAGE, Connection, Message, encode
@@ -29,7 +29,7 @@ OnClosed = Callable[[int, str], None]
 
 _logger = logging.getLogger(__name__)
 
-_PAUSE_WITHOUT_DESCRIPTORS = 0.1
+_PAUSE_AFTER_ERROR = 0.1
 _FLUSH_WITHIN = 1.0
 _LEAVING = "leaving"
 
@@ -48,7 +48,7 @@ class Channel:
         self._heartbeat = heartbeat
         self._peers: dict[int, Connection] = {}
         self._connections: set[Connection] = set()
-        self._listening: socket.socket | None = None
+        self._listening = ExitStack()
         self._admit: Admit = lambda connection, topic, body: None
         self._on_closed: OnClosed = lambda rank, reason: None
         self._listeners: dict[str, Listener] = {}
@@ -69,7 +69,7 @@ class Channel:
     def accept(self, listener: socket.socket, admit: Admit) -> None:
         """Accept connections on ``listener``; ``admit`` receives a connection's messages until it is adopted."""
         listener.setblocking(False)
-        self._listening = listener
+        self._listening.enter_context(listener)
         self._admit = admit
         self._start()
         asyncio.run_coroutine_threadsafe(self._accept(listener), self._loop)
@@ -147,8 +147,7 @@ class Channel:
         self._is_closing = True
         for connection in self._connections:
             connection.socket.close()
-        if self._listening is not None:
-            self._listening.close()
+        self._listening.close()
 
     # On the serving thread.
 
@@ -187,25 +186,20 @@ class Channel:
         for connection in list(self._connections):
             connection.close(CLOSED)
         await asyncio.sleep(0)  # in which the loop closes their sockets
-        if self._listening is not None:
-            self._listening.close()
+        self._listening.close()
 
     async def _accept(self, listener: socket.socket) -> None:
-        # asyncio's own server would retry a thousand times at once without descriptors.
+        # Without descriptors, asyncio's own server calls accept a thousand times in each attempt.
         has_warned = False
         while True:
             try:
                 connected, _ = await self._loop.sock_accept(listener)
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    if not has_warned:
-                        _logger.warning(
-                            "rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)"
-                        )
-                    has_warned = True
-                    await asyncio.sleep(_PAUSE_WITHOUT_DESCRIPTORS)
-            else:
                 await self._open(connected)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not has_warned:
+                    _logger.warning("rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)")
+                    has_warned = True
+                await asyncio.sleep(_PAUSE_AFTER_ERROR)
 
     async def _open(self, connected: socket.socket, rank: int | None = None) -> None:
         connection = Connection(connected, self._heartbeat, self._handle_message, self._handle_lost)

@@ -127,13 +127,9 @@ class Coordinator:
 
     def _handle_hello(self, connection: Connection, hello: Hello) -> None:
         info = hello.info
-        if info in self._table:
-            # The sender is already a rank, and has started a new handshake before rank 0.
-            _reply(connection, {"retry": "another run is answering there"})
-            return
-        if self._table and info.rank in self._channel.ended:
-            # The sender may belong to the next script of the same job, for which rank 0 is not ready yet.
-            _reply(connection, {"retry": "an earlier run there has not ended"})
+        if self._table and (info in self._table or info.rank in self._channel.ended):
+            # The sender has left this run, and starts the next one before rank 0 does.
+            _reply(connection, {"retry": "an earlier run has not ended there"})
             return
         error = self._objection_to(hello)
         if error is not None:
