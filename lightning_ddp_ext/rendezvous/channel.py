@@ -39,7 +39,8 @@ class Channel:
 
     Attributes:
         ended: the ranks whose connections closed, with the reasons; a reason is empty if the rank left in order.
-        arrived: notified after each message and each closed connection; any thread may hold its lock briefly.
+        arrived: notified after each message and each closed connection; any thread may
+            hold its lock briefly.
     """
 
     def __init__(self, heartbeat: float) -> None:
@@ -82,9 +83,9 @@ class Channel:
     # Callable from any thread.
 
     def send(self, topic: str, body: Message, ranks: Collection[int] | None = None) -> None:
-        """Send a message to rank 0, or from rank 0 to ``ranks`` (by default all others). Never waits or raises.
+        """Send a message to rank 0, or from rank 0 to ``ranks`` (by default all others).
 
-        All ranks receive messages in the same order.
+        All ranks receive messages in the same order. Never waits or raises.
         """
         line = encode(topic, body)
         if len(line) > MAX_MESSAGE:  # the receiver would close the connection
@@ -107,7 +108,10 @@ class Channel:
             self._listeners[topic] = listener
 
     def on_closed(self, listener: OnClosed) -> None:
-        """Call ``listener`` with each rank whose connection closes or has closed, and the reason, as in ``ended``."""
+        """Call ``listener`` with each rank whose connection closes or has closed.
+
+        It also gets the reason, as in ``ended``.
+        """
         with self.arrived:
             self._on_closed = listener
             ended = dict(self.ended)
@@ -115,7 +119,10 @@ class Channel:
             listener(rank, reason)
 
     def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until ``condition`` holds, checked after each message and closed connection; return whether it does."""
+        """Wait until ``condition`` holds, and return whether it does.
+
+        It is checked after each message and each closed connection.
+        """
         with self.arrived:
             return self.arrived.wait_for(condition, seconds)
 
@@ -140,9 +147,10 @@ class Channel:
         self._listeners.clear()
 
     def close_inherited_sockets(self) -> None:
-        """Close a forked child's copies of the sockets, so that other ranks notice the death of its parent.
+        """Close a forked child's copies, so that other ranks notice the death of its parent.
 
-        The loop is left alone: it would remove the parent's sockets from the selector, which the processes share.
+        The loop must not close them, since it would also remove the parent's sockets from
+        the selector, which both processes share.
         """
         self._is_closing = True
         for connection in self._connections:
@@ -177,7 +185,8 @@ class Channel:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # The peers close first: closing a socket with unread data would discard undelivered messages.
+        # The peers close first: closing a socket with unread data would discard
+        # undelivered messages.
         peers = list(self._peers.values())
         for connection in peers:
             connection.close_in_order()

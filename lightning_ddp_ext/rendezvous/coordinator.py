@@ -129,7 +129,7 @@ class Coordinator:
         info = hello.info
         if self._table and (info in self._table or info.rank in self._channel.ended):
             # The sender has left this run, and starts the next one before rank 0 does.
-            _reply(connection, {"retry": "an earlier run has not ended there"})
+            _reply(connection, {"retry": "an earlier run has not exited there"})
             return
         error = self._objection_to(hello)
         if error is not None:

@@ -221,7 +221,11 @@ class Handshake:
     def _wait_for(self, answer: str, seconds: float) -> bool:
         """Return whether this answer or a refusal arrives, or the connection closes, within ``seconds``."""
         ends = {answer, "refused", "retry"}
-        return self._channel.wait_for(lambda: not ends.isdisjoint(self._answers) or 0 in self._channel.ended, seconds)
+
+        def is_over() -> bool:
+            return not ends.isdisjoint(self._answers) or 0 in self._channel.ended
+
+        return self._channel.wait_for(is_over, seconds)
 
 
 # Errors sent as messages between rank 0 and the other ranks.

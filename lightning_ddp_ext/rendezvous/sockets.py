@@ -86,7 +86,10 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(address: tuple[Any, ...]) -> str:
-    """Return the numeric host of a socket's address; a link-local host includes its scope, as in ``fe80::1%eth0``."""
+    """Return the numeric host of a socket's address.
+
+    A link-local host includes its scope, as in ``fe80::1%eth0``.
+    """
     numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
     return socket.getnameinfo(address, numeric)[0].removeprefix("::ffff:")
 

@@ -61,7 +61,10 @@ class Connection(asyncio.Protocol):
         self._unread = b""
 
     def send(self, line: bytes) -> None:
-        """Send an encoded message, or close the connection if the peer does not read. Never waits or raises."""
+        """Send an encoded message, or close the connection if the peer does not read.
+
+        Never waits or raises.
+        """
         if self._transport.is_closing():
             return
         self._transport.write(line)
@@ -69,7 +72,7 @@ class Connection(asyncio.Protocol):
             self.close(NOT_READING)
 
     def close_in_order(self) -> None:
-        """Send what is still unsent; the peer closes the connection when it has received everything."""
+        """Send unsent messages; the peer closes the connection after receiving them."""
         with suppress(OSError):  # the peer has closed it
             self._transport.write_eof()
 
