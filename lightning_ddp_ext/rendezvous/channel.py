@@ -1,27 +1,27 @@
 """The control channel: one TCP connection from each rank to rank 0, for messages by topic.
 
-A closed connection reveals a dead rank, whatever state Python, the store or a collective is in. The main thread serves
-the connections during the handshake, and a daemon thread does so afterwards. Callbacks on that thread must not wait for
-messages, since the thread itself would have to deliver them.
+A closed connection reveals a dead rank, whatever state Python, the store or a collective is in.
+An asyncio event loop on a daemon thread serves the connections. Callbacks on that thread must not
+wait for messages, since the thread itself would have to deliver them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
-import selectors
 import socket
 import threading
-import time
 import weakref
-from collections.abc import Callable, Collection
-from contextlib import suppress
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
 
-from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, SILENT, Connection, Message, encode, keep_alive
+from lightning_ddp_ext.rendezvous.wire import CLOSED, MAX_MESSAGE, Connection, Message, encode
 
+T = TypeVar("T")
 Listener = Callable[[Message], None]
 # Called with the topic and body of a message from a connection that has no rank yet.
 Admit = Callable[[Connection, str, Message], None]
@@ -29,7 +29,7 @@ OnClosed = Callable[[int, str], None]
 
 _logger = logging.getLogger(__name__)
 
-_PAUSE_WITHOUT_DESCRIPTORS = 0.1
+_PAUSE_AFTER_ERROR = 0.1
 _FLUSH_WITHIN = 1.0
 _LEAVING = "leaving"
 
@@ -39,105 +39,92 @@ class Channel:
 
     Attributes:
         ended: the ranks whose connections closed, with the reasons; a reason is empty if the rank left in order.
+        arrived: notified after each message and each closed connection; any thread may
+            hold its lock briefly.
     """
 
     def __init__(self, heartbeat: float) -> None:
         self.ended: dict[int, str] = {}
+        self.arrived = threading.Condition(threading.RLock())
         self._heartbeat = heartbeat
         self._peers: dict[int, Connection] = {}
-        self._listener: socket.socket | None = None
-        self._admit: Admit | None = None
+        self._connections: set[Connection] = set()
+        self._listening = ExitStack()
+        self._admit: Admit = lambda connection, topic, body: None
         self._on_closed: OnClosed = lambda rank, reason: None
         self._listeners: dict[str, Listener] = {}
         self._unclaimed: dict[str, list[Message]] = {}
-        self._lock = threading.RLock()
+        self._outgoing: deque[tuple[bytes, Collection[int] | None]] = deque()
+        self._loop = asyncio.SelectorEventLoop()
         self._thread: threading.Thread | None = None
-        self._is_closing = self._has_warned = False
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)  # a full pipe also wakes the reader
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_wake)
+        self._is_closing = False
+        self._closing = asyncio.Event()
         _open_channels.add(self)
 
-    # During the handshake.
+    # Connecting.
 
     def connect(self, rank: int, connected: socket.socket) -> None:
         """Serve a connection to a rank, and close an earlier one to the same rank."""
-        if rank in self._peers:
-            self._close(self._peers[rank])
-        keep_alive(connected, self._heartbeat)
-        connection = Connection(connected)
-        self.adopt(rank, connection)
-        self._watch(connection)
+        self.run(self._open(connected, rank))
 
     def accept(self, listener: socket.socket, admit: Admit) -> None:
         """Accept connections on ``listener``; ``admit`` receives a connection's messages until it is adopted."""
         listener.setblocking(False)
-        self._listener, self._admit = listener, admit
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._listening.enter_context(listener)
+        self._admit = admit
+        self._start()
+        asyncio.run_coroutine_threadsafe(self._accept(listener), self._loop)
 
-    def adopt(self, rank: int, connection: Connection) -> None:
-        """Assign a connection to a rank."""
-        connection.rank = rank
-        with self._lock:
-            self.ended.pop(rank, None)
-            self._peers[rank] = connection
-
-    def poll(self, seconds: float | None = None) -> None:
-        """Wait up to ``seconds`` for events, and handle those that are ready."""
-        for key, events in self._selector.select(seconds):
-            if self._selector.get_map().get(key.fd) is not key:  # an earlier event of this poll closed it
-                continue
-            try:
-                key.data(events)
-            except Exception:
-                _logger.exception("the control channel continues after an error")
-
-    def start(self, on_closed: OnClosed) -> None:
-        """Start a thread that serves the connections, if there are any.
-
-        Args:
-            on_closed: called with each rank whose connection closes or has closed, and the reason, as in ``ended``.
-        """
-        self._on_closed = on_closed
-        for rank, reason in self.ended.items():
-            on_closed(rank, reason)
-        if self._peers or self._listener is not None:
-            self._thread = threading.Thread(target=self._serve, name="ddpx-channel", daemon=True)
-            self._thread.start()
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the serving thread, and return its result; for other threads."""
+        self._start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # Callable from any thread.
 
     def send(self, topic: str, body: Message, ranks: Collection[int] | None = None) -> None:
-        """Send a message to rank 0, or from rank 0 to ``ranks`` (by default all others). Never waits or raises."""
+        """Send a message to rank 0, or from rank 0 to ``ranks`` (by default all others).
+
+        All ranks receive messages in the same order. Never waits or raises.
+        """
         line = encode(topic, body)
         if len(line) > MAX_MESSAGE:  # the receiver would close the connection
             _logger.error("a message on %r was not sent: it has %d bytes (limit: %d)", topic, len(line), MAX_MESSAGE)
             return
-        with self._lock:  # all ranks receive messages in the same order
-            for rank, connection in self._peers.items():
-                if ranks is None or rank in ranks:
-                    connection.send(line)
-            is_unfinished = any(connection.unsent for connection in self._peers.values())
-        if is_unfinished:
-            self._wake()
-
-    def reply(self, connection: Connection, topic: str, body: Message) -> None:
-        """Send a message over one connection; for ``admit``."""
-        connection.send(encode(topic, body))
-        self._watch(connection)
+        if self._thread is None or self._is_closing:
+            return
+        self._outgoing.append((line, ranks))
+        if self.is_current_thread:
+            self._flush()
+        else:
+            with suppress(RuntimeError):  # closed meanwhile
+                self._loop.call_soon_threadsafe(self._flush)
 
     def listen(self, topic: str, listener: Listener) -> None:
         """Pass a topic's messages to ``listener`` on the serving thread, earlier ones immediately on this thread."""
-        while True:
-            with self._lock:
-                waiting = self._unclaimed.pop(topic, [])
-                if not waiting:
-                    self._listeners[topic] = listener
-                    return
-            for body in waiting:
+        with self.arrived:  # no later message is delivered meanwhile
+            for body in self._unclaimed.pop(topic, []):
                 listener(body)
+            self._listeners[topic] = listener
+
+    def on_closed(self, listener: OnClosed) -> None:
+        """Call ``listener`` with each rank whose connection closes or has closed.
+
+        It also gets the reason, as in ``ended``.
+        """
+        with self.arrived:
+            self._on_closed = listener
+            ended = dict(self.ended)
+        for rank, reason in ended.items():
+            listener(rank, reason)
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait until ``condition`` holds, and return whether it does.
+
+        It is checked after each message and each closed connection.
+        """
+        with self.arrived:
+            return self.arrived.wait_for(condition, seconds)
 
     @property
     def is_current_thread(self) -> bool:
@@ -152,72 +139,105 @@ class Channel:
             self.send(_LEAVING, {})
         self._is_closing = True
         if self._thread is None:
-            self._finish()
-        else:
-            self._wake()
-            if not self.is_current_thread:
-                self._thread.join(timeout=2 * _FLUSH_WITHIN)
+            self._loop.close()
+            return
+        self._loop.call_soon_threadsafe(self._closing.set)
+        if not self.is_current_thread:
+            self._thread.join(timeout=2 * _FLUSH_WITHIN)
         self._listeners.clear()
 
-    def close_sockets(self) -> None:
-        """Close all sockets. A forked child closes its copies, so that other ranks notice the death of its parent."""
-        self._wake_writer.close()
-        if self._listener is not None:
-            self._listener.close()
-        for key in list(self._selector.get_map().values()):
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
+    def close_inherited_sockets(self) -> None:
+        """Close a forked child's copies, so that other ranks notice the death of its parent.
+
+        The loop must not close them, since it would also remove the parent's sockets from
+        the selector, which both processes share.
+        """
+        self._is_closing = True
+        for connection in self._connections:
+            connection.socket.close()
+        self._listening.close()
 
     # On the serving thread.
 
+    def adopt(self, rank: int, connection: Connection) -> None:
+        """Assign a connection to a rank, and close an earlier one."""
+        connection.rank = rank
+        with self.arrived:
+            self.ended.pop(rank, None)
+            earlier = self._peers.get(rank)
+            self._peers[rank] = connection
+        if earlier is not None:
+            earlier.close(CLOSED)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="ddpx-channel", daemon=True)
+            self._thread.start()
+
     def _serve(self) -> None:
-        while not self._is_closing:
-            self.poll()
-        self._finish()
+        self._loop.run_until_complete(self._serve_until_closing())
+        self._loop.close()
 
-    def _wake(self) -> None:
-        with suppress(OSError):
-            self._wake_writer.send(b".")
+    async def _serve_until_closing(self) -> None:
+        await self._closing.wait()
+        self._flush()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # The peers close first: closing a socket with unread data would discard
+        # undelivered messages.
+        peers = list(self._peers.values())
+        for connection in peers:
+            connection.close_in_order()
+        if peers:
+            await asyncio.wait([connection.lost for connection in peers], timeout=_FLUSH_WITHIN)
+        for connection in list(self._connections):
+            connection.close(CLOSED)
+        await asyncio.sleep(0)  # in which the loop closes their sockets
+        self._listening.close()
 
-    def _on_wake(self, _events: int) -> None:
-        with suppress(OSError):
-            self._wake_reader.recv(1 << 12)
-        with self._lock:
-            unfinished = [connection for connection in self._peers.values() if connection.unsent]
-        for connection in unfinished:
-            self._watch(connection)
-
-    def _watch(self, connection: Connection) -> None:
-        """Watch a connection for incoming messages and, if it has unsent ones, for room to send them."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        serve = partial(self._serve_connection, connection)
-        with suppress(OSError, ValueError):  # the connection is closed
+    async def _accept(self, listener: socket.socket) -> None:
+        # Without descriptors, asyncio's own server calls accept a thousand times in each attempt.
+        has_warned = False
+        while True:
             try:
-                self._selector.modify(connection.socket, events, serve)
-            except KeyError:
-                self._selector.register(connection.socket, events, serve)
+                connected, _ = await self._loop.sock_accept(listener)
+                await self._open(connected)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not has_warned:
+                    _logger.warning("rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)")
+                    has_warned = True
+                await asyncio.sleep(_PAUSE_AFTER_ERROR)
 
-    def _serve_connection(self, connection: Connection, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            connection.flush()
-            self._watch(connection)
-        if events & selectors.EVENT_READ:
-            for topic, body in connection.receive():
-                self._handle_message(connection, topic, body)
-            if connection.close_reason:
-                self._end(connection)
+    async def _open(self, connected: socket.socket, rank: int | None = None) -> None:
+        connection = Connection(connected, self._heartbeat, self._handle_message, self._handle_lost)
+        self._connections.add(connection)
+        if rank is not None:
+            self.adopt(rank, connection)
+        await self._loop.create_connection(lambda: connection, sock=connected)
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            line, ranks = self._outgoing.popleft()
+            for rank, connection in self._peers.items():
+                if ranks is None or rank in ranks:
+                    connection.send(line)
 
     def _handle_message(self, connection: Connection, topic: str, body: Message) -> None:
+        if self._is_closing:
+            return
         if connection.rank is None:
-            assert self._admit is not None
             self._admit(connection, topic, body)
         elif topic == _LEAVING:
             self.ended[connection.rank] = ""
         else:
             self._route(topic, {**body, "from": connection.rank})
+        with self.arrived:
+            self.arrived.notify_all()
 
     def _route(self, topic: str, body: Message) -> None:
-        with self._lock:
+        with self.arrived:
             listener = self._listeners.get(topic)
             if listener is None:
                 self._unclaimed.setdefault(topic, []).append(body)
@@ -227,53 +247,18 @@ class Channel:
         except Exception:
             _logger.exception("the control channel continues after an error in a listener for %r", topic)
 
-    def _end(self, connection: Connection) -> None:
-        rank, reason = connection.rank, connection.close_reason
-        self._close(connection)
-        with self._lock:
-            if rank is None or self._peers.get(rank) is not connection:
-                return
-            del self._peers[rank]
-            reason = f"{reason} for {self._heartbeat:g} s" if reason == SILENT else reason
-            reason = self.ended.setdefault(rank, reason)
-        if not self._is_closing:
-            self._on_closed(rank, reason)
-
-    def _close(self, connection: Connection) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(connection.socket)
-        connection.close()
-
-    def _accept(self, _events: int) -> None:
-        assert self._listener is not None
-        try:
-            connected, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                if not self._has_warned:
-                    _logger.warning("rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)")
-                self._has_warned = True
-                time.sleep(_PAUSE_WITHOUT_DESCRIPTORS)  # the listener stays ready, which would keep this thread busy
+    def _handle_lost(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        rank = connection.rank
+        if rank is None or self._peers.get(rank) is not connection:
             return
-        keep_alive(connected, self._heartbeat)
-        self._watch(Connection(connected))
-
-    def _finish(self) -> None:
-        """Close the connections after the peers: closing a socket with unread data discards undelivered messages."""
-        deadline = Deadline(_FLUSH_WITHIN)
-        connections = list(self._peers.values())
-        for connection in connections:
-            with suppress(OSError):
-                connection.flush()
-                connection.socket.shutdown(socket.SHUT_WR)
-        for connection in connections:
-            with suppress(OSError):
-                connection.socket.settimeout(max(0.001, deadline.remaining))
-                while connection.socket.recv(1 << 16):
-                    pass
-        self.close_sockets()
-        self._selector.close()
-        _open_channels.discard(self)
+        with self.arrived:
+            del self._peers[rank]
+            reason = self.ended.setdefault(rank, connection.close_reason)
+            on_closed = self._on_closed
+            self.arrived.notify_all()
+        if not self._is_closing:
+            on_closed(rank, reason)
 
 
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -281,7 +266,7 @@ _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 def _close_inherited() -> None:
     for channel in list(_open_channels):
-        channel.close_sockets()
+        channel.close_inherited_sockets()
 
 
 os.register_at_fork(after_in_child=_close_inherited)

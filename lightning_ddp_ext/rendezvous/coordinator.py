@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import socket
 from contextlib import suppress
@@ -17,9 +18,9 @@ from lightning_ddp_ext.rendezvous.endpoint import Address
 from lightning_ddp_ext.rendezvous.handshake import Connections, error_in, gave_up_error, refusal_of
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, difference_between
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, is_loopback, own_addresses
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, is_loopback, own_addresses, without_scope
 from lightning_ddp_ext.rendezvous.store import host_store
-from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, Connection, Message, decode, encode
+from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode, exchange
 
 _logger = rank_logger(__name__, ranks=0)
 
@@ -46,6 +47,7 @@ class Coordinator:
         with OpenedSockets() as self._store_sockets:
             self._store = host_store(listener.getsockname()[0])
         channel.listen("handshake", self._handle_message)
+        channel.on_closed(self._handle_exit)
         channel.accept(listener, self._admit)
         self._endpoint.publish(self._address)
 
@@ -58,11 +60,10 @@ class Coordinator:
         """
         withdraw = partial(self._endpoint.withdraw, self._address)
         try:
-            while not self._table:
+            while not self._channel.wait_for(self._is_decided, min(_POLL, self._deadline.remaining)):
                 self._check_conditions()
-                if self._error is not None:
-                    raise self._error
-                self._channel.poll(min(_POLL, self._deadline.remaining))
+            if self._error is not None:
+                raise self._error
         except BaseException as error:
             self._refuse(gave_up_error(self._hello.info, error))
             if isinstance(error, RendezvousError):
@@ -73,11 +74,11 @@ class Coordinator:
             withdraw()
         return Connections(self._channel, self._table, self._store, self._store_sockets, self._route, withdraw)
 
+    def _is_decided(self) -> bool:
+        return bool(self._table) or self._error is not None
+
     def _check_conditions(self) -> None:
         """Check the conditions that end the wait without a message."""
-        for rank, reason in self._channel.ended.items():
-            ended = f"exited before all ranks had connected ({reason or 'it left'}); look at its output"
-            self._refuse(RendezvousError(f"{self._present[rank]} {ended}"))
         sentence = self._launch_failure()
         if sentence is not None:
             self._refuse(RendezvousError(sentence))
@@ -103,37 +104,37 @@ class Coordinator:
 
     def _check_rank_zero_at(self, address: Address) -> None:
         """Raise the refusal of another rank 0 if one is answering at this address."""
-        line = encode("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
+        hello = {"nonce": address.nonce, "hello": asdict(self._hello)}
         seconds = min(self._timeouts.connect, max(0.1, self._deadline.remaining))
         for host in address.candidates(self._hello.info.network):
             try:
-                with socket.create_connection((host, address.port), timeout=seconds) as connected:
-                    connected.sendall(line)
-                    message = decode(connected.makefile("rb").readline(MAX_MESSAGE))
-            except OSError:
+                answering = exchange(host, address.port, "hello", hello)
+                reply = self._channel.run(asyncio.wait_for(answering, seconds))
+            except (OSError, asyncio.TimeoutError):
                 continue
-            if message is not None and "refused" in message[1]:
-                raise error_in(message[1]["refused"])
+            if reply is not None and "refused" in reply:
+                raise error_in(reply["refused"])
 
-    # Messages from other ranks, even after the start.
+    # On the channel's thread, even after the start.
 
     def _admit(self, connection: Connection, topic: str, body: Message) -> None:
         with suppress(KeyError, TypeError, ValueError):  # the sender is not a rank; it may stay connected
             if topic == "hello" and body["nonce"] != self._address.nonce:
-                self._channel.reply(connection, "handshake", {"stranger": True})
+                _reply(connection, {"retry": "another run is answering there"})
             elif topic == "hello":
-                self._handle_hello(connection, Hello.of(body["hello"]))
+                with self._channel.arrived:
+                    self._handle_hello(connection, Hello.of(body["hello"]))
 
     def _handle_hello(self, connection: Connection, hello: Hello) -> None:
         info = hello.info
-        if info in self._table:
-            # The sender is already a rank, and has started a new handshake before rank 0.
-            self._channel.reply(connection, "handshake", {"stranger": True})
+        if self._table and (info in self._table or info.rank in self._channel.ended):
+            # The sender has left this run, and starts the next one before rank 0 does.
+            _reply(connection, {"retry": "an earlier run has not exited there"})
             return
         error = self._objection_to(hello)
         if error is not None:
             self._refused.add(info.rank)
-            self._channel.reply(connection, "handshake", refusal_of(error))
+            _reply(connection, refusal_of(error))
             self._refuse(error)
             return
         for name, version in self._hello.versions.items():
@@ -141,12 +142,12 @@ class Coordinator:
                 versions = f"{self._hello.info} has {name} {version}, {info} has {hello.versions[name]}"
                 _logger.warning("%s; install the same version on every rank", versions)
         self._present[info.rank] = info
-        hosts = [str(connection.socket.getsockname()[0]).removeprefix("::ffff:"), *self._addresses]
+        hosts = [host_of(connection.socket.getsockname()), *self._addresses]
         if info.network != self._hello.info.network:
             hosts.sort(key=is_loopback)  # a tunnel may end at a loopback address
             self._route = hosts[0]
         self._channel.adopt(info.rank, connection)
-        self._channel.reply(connection, "handshake", {"accepted": [self._store.port, hosts]})
+        _reply(connection, {"accepted": [self._store.port, list(map(without_scope, hosts))]})
         if len(self._present) == self._hello.world_size:
             self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
             self._channel.send("handshake", {"welcome": list(map(astuple, self._table)), "route": self._route})
@@ -162,6 +163,11 @@ class Coordinator:
         known = self._present.get(hello.info.rank)
         return None if known is None else _duplicate(known, hello.info)
 
+    def _handle_exit(self, rank: int, reason: str) -> None:
+        if not self._is_decided():
+            ended = f"exited before all ranks had connected ({reason or 'it left'}); look at its output"
+            self._refuse(RendezvousError(f"{self._present[rank]} {ended}"))
+
     def _handle_message(self, body: Message) -> None:
         if "overdue" in body:
             self._refuse_missing()
@@ -172,28 +178,33 @@ class Coordinator:
 
     def _refuse(self, error: RendezvousError) -> None:
         """Refuse the start for all ranks, unless it has already succeeded or failed."""
-        if not self._table and self._error is None:
-            self._error = error
-            self._channel.send("handshake", refusal_of(error))
+        with self._channel.arrived:
+            if not self._is_decided():
+                self._error = error
+                self._channel.send("handshake", refusal_of(error))
+                self._channel.arrived.notify_all()
 
     def _stay(self) -> None:
         """Keep listening for some seconds, so that late ranks learn why the start failed."""
         late = set(range(1, self._hello.world_size)) - self._present.keys()
-        deadline = Deadline(self._timeouts.after_refusal)
-        while not deadline.expired and not late <= self._refused:
-            self._channel.poll(deadline.remaining)
+        self._channel.wait_for(lambda: late <= self._refused, self._timeouts.after_refusal)
 
     def _refuse_missing(self) -> None:
-        missing = [rank for rank in range(self._hello.world_size) if rank not in self._present]
+        known = dict(self._present)
+        missing = [rank for rank in range(self._hello.world_size) if rank not in known]
         if missing:  # otherwise the last rank has just connected
-            present = listed(self._present[rank] for rank in sorted(self._present))
+            present = listed(known[rank] for rank in sorted(known))
             sentence = (
                 f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to {self._hello.init_method} "
                 f"within {self._deadline.seconds:g} s (init_timeout); present: {present}; check that every rank is "
                 "running and can reach rank 0, or raise init_timeout"
             )
-            obstacle = self._endpoint.obstacle() if len(self._present) == 1 else None
+            obstacle = self._endpoint.obstacle() if len(known) == 1 else None
             self._refuse(obstacle or MissingRanksError(sentence, missing=tuple(missing)))
+
+
+def _reply(connection: Connection, body: Message) -> None:
+    connection.send(encode("handshake", body))
 
 
 def _raise_limit_of_descriptors(ranks: int) -> None:

@@ -22,7 +22,7 @@ from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint
 from lightning_ddp_ext.rendezvous.peer_event import event_of
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, is_loopback
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, is_loopback, without_scope
 from lightning_ddp_ext.rendezvous.store import connect_store
 from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
@@ -105,9 +105,10 @@ class Handshake:
             self._obstacle = error
             return False
         self._where = f"{host}:{address.port}"
-        self._host, self._own_address = str(connected.getpeername()[0]), str(connected.getsockname()[0])
-        self._answers.clear()
+        self._host = host_of(connected.getpeername())
+        self._own_address = host_of(connected.getsockname())
         self._channel.connect(0, connected)
+        self._answers.clear()
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         # Rank 0 may be busy, so only a closed connection, the deadline or a changed address ends this wait.
         while not self._wait_for("accepted", min(self._timeouts.connect, self._deadline.remaining)):
@@ -139,8 +140,8 @@ class Handshake:
                 f"a program other than rank 0 is listening at {self._where}; choose a port that no other "
                 "program uses, or correct the address of rank 0's host"
             )
-        if "stranger" in self._answers:
-            return "another run is answering there"
+        if "retry" in self._answers:
+            return str(self._answers["retry"])
         if closed is None:
             return "it accepted the connection, but did not reply"
         return "it closed the connection without replying"
@@ -170,9 +171,9 @@ class Handshake:
         """Open the store before the welcome: after it, hundreds of ranks would connect to the store simultaneously."""
         port, hosts = self._answers["accepted"]
         try:
-            if self._host != hosts[0]:
+            if without_scope(self._host) != hosts[0]:
                 self._find_store(sorted(dict.fromkeys([*hosts, self._host]), key=is_loopback), port)
-            return connect_store(self._host, port, self._deadline, self._check)
+            return connect_store(self._host, port, self._deadline, self._raise_if_over)
         except RendezvousError:
             self._await_welcome()  # raises a better error if rank 0 has refused, or is not replying
             raise
@@ -180,19 +181,16 @@ class Handshake:
     def _find_store(self, hosts: list[str], port: int) -> None:
         """Find rank 0's host behind a service or a tunnel that may forward only the port of rank 0's listener."""
         for _ in self._deadline.ticks():
-            self._check()
+            self._raise_if_over()
             for host in hosts:
                 with suppress(OSError), self._connect(host, port) as connected:
-                    self._host, self._own_address = host, str(connected.getsockname()[0])
+                    self._host = host
+                    self._own_address = host_of(connected.getsockname())
                     return
         raise RendezvousError(
             f"{self._hello.info} reached rank 0 at {self._where}, but not its store at port {port} of {listed(hosts)}; "
             "allow connections between all hosts on every port, which collectives also need"
         )
-
-    def _check(self) -> None:
-        self._channel.poll(0.0)
-        self._raise_if_over()
 
     def _await_welcome(self) -> tuple[RankInfo, ...]:
         if not self._wait_for("welcome", self._deadline.remaining):
@@ -222,12 +220,12 @@ class Handshake:
 
     def _wait_for(self, answer: str, seconds: float) -> bool:
         """Return whether this answer or a refusal arrives, or the connection closes, within ``seconds``."""
-        ends, deadline = {answer, "refused", "stranger"}, Deadline(seconds)
-        while ends.isdisjoint(self._answers) and 0 not in self._channel.ended:
-            if deadline.expired:
-                return False
-            self._channel.poll(deadline.remaining)
-        return True
+        ends = {answer, "refused", "retry"}
+
+        def is_over() -> bool:
+            return not ends.isdisjoint(self._answers) or 0 in self._channel.ended
+
+        return self._channel.wait_for(is_over, seconds)
 
 
 # Errors sent as messages between rank 0 and the other ranks.

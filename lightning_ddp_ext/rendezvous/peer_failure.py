@@ -6,7 +6,6 @@ unblocks its main thread with an error. If nothing unblocks that thread, the pro
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -32,18 +31,19 @@ class PeerFailure:
         table: all ranks, in order.
         channel: the channel to rank 0, or on rank 0 to all other ranks.
         timeouts: the timeouts of the control channel.
-        arrived: notified at each event; other waits for the channel's messages also use it.
+        arrived: the channel's condition, which is also notified at each event.
         cause: the first event after which the ranks cannot continue together: a death, a failure (even this rank's
             own), a hang, or a missed call.
         has_raised: whether the main thread has raised an error because of the cause.
     """
 
     def __init__(self, rank: int, connections: Connections, timeouts: Timeouts, abort: Callable[[], None]) -> None:
-        self.arrived = threading.Condition(threading.RLock())
         self.cause: PeerEvent | None = None
         self.has_raised = False
         self.rank = rank
-        self.table, self.channel = connections.table, connections.channel
+        self.table = connections.table
+        self.channel = connections.channel
+        self.arrived = self.channel.arrived
         self.timeouts = timeouts
         self._abort = abort
         self._departed: PeerEvent | None = None
@@ -52,7 +52,7 @@ class PeerFailure:
     def start(self) -> None:
         """Handle events from now on, and those that have already arrived."""
         self.channel.listen("event", self._handle_message)
-        self.channel.start(self._on_closed)
+        self.channel.on_closed(self._on_closed)
 
     @property
     def cause_or_departure(self) -> PeerEvent | None:

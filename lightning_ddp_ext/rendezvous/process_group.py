@@ -180,6 +180,8 @@ class ProcessGroups:
                 dist.destroy_process_group()
             self._kept.extend(self.others.values())
             gc.collect()
+        if not is_broken:
+            self._kept.clear()
         self.others.clear()
         self._sockets.clear()
         for name in self._variables:

@@ -53,9 +53,12 @@ def _identity(descriptor: int) -> str:
 
 
 def _end_connection(descriptor: int) -> None:
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
-        duplicate.getpeername()  # raises for a listening socket: shutting it down would abort gloo's process
-        duplicate.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):
+        is_blocking = os.get_blocking(descriptor)
+        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            os.set_blocking(descriptor, is_blocking)  # socket.setdefaulttimeout changes it
+            duplicate.getpeername()  # raises for a listening socket: shutting it down would abort gloo's process
+            duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -72,12 +75,28 @@ def listen(host: str, port: int) -> socket.socket:
     is_dual = not is_loopback(host) and socket.has_dualstack_ipv6()
     place = host if is_loopback(host) else "::" if is_dual else "0.0.0.0"
     family, *_, address = socket.getaddrinfo(place, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family, backlog=1024, dualstack_ipv6=is_dual)
+    listener = socket.create_server(address[:2], family=family, backlog=1024, dualstack_ipv6=is_dual)
+    listener.setblocking(True)  # regardless of socket.setdefaulttimeout
+    return listener
 
 
 def is_loopback(host: str) -> bool:
     """Whether a host name or address is only reachable from this host."""
     return host in ("::1", "localhost") or host.startswith(("127.", "::ffff:127."))
+
+
+def host_of(address: tuple[Any, ...]) -> str:
+    """Return the numeric host of a socket's address.
+
+    A link-local host includes its scope, as in ``fe80::1%eth0``.
+    """
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    return socket.getnameinfo(address, numeric)[0].removeprefix("::ffff:")
+
+
+def without_scope(host: str) -> str:
+    """Remove the scope of a link-local host, which means nothing on other hosts."""
+    return host.partition("%")[0]
 
 
 def own_addresses() -> list[str]:

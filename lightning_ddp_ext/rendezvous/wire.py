@@ -2,95 +2,124 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
-import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
+
+from typing_extensions import override
 
 MAX_MESSAGE = 1 << 20
 MAX_HELLO = 1 << 14
 MAX_UNSENT = 8 << 20
 
 CLOSED = "its process ended unexpectedly"
-SILENT = "no sign of life from its host"
 NOT_READING = "it stopped reading messages"
 MALFORMED = "it sent a malformed message"
+
+_CHUNK = 1 << 16
 
 Message = dict[str, Any]
 
 
-class Connection:
-    """A connection. Any thread may send; only the thread that owns the socket may receive from it or close it.
+class Connection(asyncio.Protocol):
+    """A connection to a peer; only for the event loop's thread.
+
+    Until ``rank`` is set, the peer is not trusted, and its messages may only be as long as a hello.
+
+    Args:
+        connected: the socket, which the connection closes.
+        heartbeat: the silence in seconds after which the kernel closes it.
+        on_message: called with the topic and body of each message.
+        on_lost: called once, after the connection was closed.
 
     Attributes:
+        socket: the connected socket.
         rank: the peer's rank; ``None`` until it is known.
         close_reason: why the connection was closed; empty while it is open.
-        unsent: bytes that the kernel has not accepted yet.
+        lost: done after ``on_lost`` was called.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(
+        self,
+        connected: socket.socket,
+        heartbeat: float,
+        on_message: Callable[[Connection, str, Message], None],
+        on_lost: Callable[[Connection], None],
+    ) -> None:
         connected.setblocking(False)
+        _keep_alive(connected, heartbeat)
         self.socket = connected
         self.rank: int | None = None
         self.close_reason = ""
-        self.unsent = b""
+        self.lost = asyncio.get_running_loop().create_future()
+        self._silent = f"no sign of life from its host for {heartbeat:g} s"
+        self._on_message = on_message
+        self._on_lost = on_lost
         self._unread = b""
-        self._lock = threading.Lock()
 
     def send(self, line: bytes) -> None:
-        """Send an encoded message; bytes that the kernel does not accept stay in ``unsent``. Never blocks or raises."""
-        with self._lock:
-            self.unsent += line
-            if len(self.unsent) > MAX_UNSENT:
-                self._end(NOT_READING)
-        self.flush()
+        """Send an encoded message, or close the connection if the peer does not read.
 
-    def flush(self) -> None:
-        """Send as much of ``unsent`` as the kernel accepts."""
-        with self._lock, suppress(OSError):  # the owner of the socket finds the reason when it reads
-            while self.unsent and not self.close_reason:
-                sent = self.socket.send(self.unsent)
-                self.unsent = self.unsent[sent:]
-
-    def receive(self) -> list[tuple[str, Message]]:
-        """Return the complete messages that have arrived; set ``close_reason`` if the connection is closed or must be.
-
-        Until ``rank`` is set, the peer is not trusted, and its messages may only be as long as a hello.
+        Never waits or raises.
         """
-        try:
-            received = self.socket.recv(1 << 16)
-        except BlockingIOError:
-            return []
-        except OSError as error:
-            self._end(CLOSED if isinstance(error, ConnectionError) else SILENT)
-            return []
-        if not received:
-            self._end(CLOSED)
-        longest = MAX_HELLO if self.rank is None else MAX_MESSAGE
-        *lines, self._unread = (self._unread + received).split(b"\n")
-        messages = []
+        if self._transport.is_closing():
+            return
+        self._transport.write(line)
+        if self._transport.get_write_buffer_size() > MAX_UNSENT:
+            self.close(NOT_READING)
+
+    def close_in_order(self) -> None:
+        """Send unsent messages; the peer closes the connection after receiving them."""
+        with suppress(OSError):  # the peer has closed it
+            self._transport.write_eof()
+
+    def close(self, reason: str) -> None:
+        """Close the connection now."""
+        self.close_reason = self.close_reason or reason
+        self._transport.abort()
+
+    # Called by the event loop.
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            message = decode(line) if len(line) <= longest else None
+            message = decode(line) if len(line) <= self._longest else None
             if message is None:
-                self._end(MALFORMED)
-                break
-            messages.append(message)
-        if len(self._unread) > longest:
-            self._end(MALFORMED)
-        return messages
+                self.close(MALFORMED)
+                return
+            self._on_message(self, *message)
+        if len(self._unread) > self._longest:
+            self.close(MALFORMED)
 
-    def close(self) -> None:
-        """Close the socket; only for its owner."""
-        with self._lock:
-            self._end(CLOSED)
-            self.socket.close()
+    @override
+    def eof_received(self) -> None:
+        self.close(CLOSED)
 
-    def _end(self, reason: str) -> None:
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
         if not self.close_reason:
-            self.close_reason = reason
-            with suppress(OSError):
-                self.socket.shutdown(socket.SHUT_RDWR)
+            self._receive_rest()  # a failed write ends reading, but earlier messages may explain it
+            is_closed = exc is None or isinstance(exc, ConnectionError)
+            self.close_reason = self.close_reason or (CLOSED if is_closed else self._silent)
+        self._on_lost(self)
+        self.lost.set_result(None)
+
+    @property
+    def _longest(self) -> int:
+        return MAX_HELLO if self.rank is None else MAX_MESSAGE
+
+    def _receive_rest(self) -> None:
+        with suppress(OSError):
+            while not self.close_reason and (data := self.socket.recv(_CHUNK)):
+                self.data_received(data)
 
 
 def encode(topic: str, body: Message) -> bytes:
@@ -107,7 +136,24 @@ def decode(line: bytes) -> tuple[str, Message] | None:
     return (topic, body) if isinstance(topic, str) and isinstance(body, dict) else None
 
 
-def keep_alive(connected: socket.socket, heartbeat: float) -> None:
+async def exchange(host: str, port: int, topic: str, body: Message) -> Message | None:
+    """Connect, send one message, and return the body of the reply; ``None`` if it is malformed.
+
+    Raises:
+        OSError: the connection failed.
+    """
+    reader, writer = await asyncio.open_connection(host, port, limit=MAX_MESSAGE)
+    try:
+        writer.write(encode(topic, body))
+        reply = decode(await reader.readline())
+    except ValueError:  # the line is too long
+        return None
+    finally:
+        writer.close()
+    return None if reply is None else reply[1]
+
+
+def _keep_alive(connected: socket.socket, heartbeat: float) -> None:
     """Disable delays, and have the kernel close the connection after ``heartbeat`` seconds of silence."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

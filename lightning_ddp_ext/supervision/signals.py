@@ -54,6 +54,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         reader, self._writer = socket.socketpair()
+        reader.setblocking(True)  # regardless of socket.setdefaulttimeout
         self._writer.setblocking(False)
         self._former_descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for each in signals:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -73,6 +75,26 @@ def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[Any]
         groups.append(dist.group.WORLD)
         timeouts.append(timeout_of_collectives())
     return [timeouts, [groups.index(group) for group in groups]]
+
+
+def resources_of_trainers(rank: int, world_size: int, directory: Path, *, is_destroyed: bool) -> list[list[int]]:
+    """Count descriptors and threads after each Trainer, whose group differs from the one before."""
+    found = []
+    for number in range(5):
+        interface = None if is_destroyed or number % 2 else "lo"
+        make_trainer(DDPExtStrategy(f"file://{directory}/store", interface=interface), max_steps=1).fit(Net())
+        if is_destroyed:
+            dist.destroy_process_group()
+        gc.collect()
+        found.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")])
+    return found
+
+
+@pytest.mark.parametrize("is_destroyed", [True, False])
+def test_groups_formed_one_after_another_free_their_sockets_and_threads(is_destroyed: bool, tmp_path: Path) -> None:
+    """A script may destroy the group after each fit, or alternate between network interfaces."""
+    for found in run_ranks(resources_of_trainers, 2, tmp_path, env=BY_HAND, is_destroyed=is_destroyed):
+        assert found[1:] == [found[1]] * 4
 
 
 def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path) -> None:

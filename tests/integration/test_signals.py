@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -245,15 +246,17 @@ def test_a_second_interrupt_exits_immediately(tmp_path: Path) -> None:
     assert run_ranks(interrupted_twice, 2, tmp_path, env=by_hand_env(2)) == [(1, [])] * 2
 
 
-def held(rank: int, world_size: int, directory: Path, **strategy: Any) -> None:
-    """Run with all ranks but 0 stuck in the middle of a step."""
+def held(rank: int, world_size: int, directory: Path, timeout: float | None, **strategy: Any) -> None:
+    """Run with all ranks but 0 stuck in the middle of a step, and with a default timeout for sockets."""
+    socket.setdefaulttimeout(timeout)
     callbacks = [At(STEP, lambda _: hold("in step 1"), earlier=1)] if rank > 0 else []
     fit(directory, "run", *callbacks, strategy=strategy, devices=world_size)
 
 
-def test_all_end_within_the_deadline_though_a_rank_does_not_stop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("timeout", [None, 0.001])
+def test_all_end_within_the_deadline_though_a_rank_does_not_stop(timeout: float | None, tmp_path: Path) -> None:
     """They exit with the signal's status, and print where each of them was and which one did not reply."""
-    with RankProcesses(held, 2, tmp_path, env=by_hand_env(2), save_deadline=1) as ranks:
+    with RankProcesses(held, 2, tmp_path, timeout, env=by_hand_env(2), save_deadline=1) as ranks:
         ranks.wait_for("in step 1", rank=1)
         ranks.kill(1, signal.SIGSTOP)
         ranks.kill(0, signal.SIGTERM)

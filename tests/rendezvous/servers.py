@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -89,6 +90,18 @@ def web(connection: socket.socket) -> None:
         connection.recv(1 << 16)
         connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         connection.shutdown(socket.SHUT_WR)
+
+
+def drip(connection: socket.socket) -> None:
+    """Send a byte now and then, and never a whole line."""
+
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection.sendall(b"x")
+                time.sleep(0.1)
+
+    threading.Thread(target=send, daemon=True).start()
 
 
 def forward(end: tuple[str, int], connection: socket.socket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -16,7 +17,7 @@ import pytest
 
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, is_loopback, listen
-from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, MAX_UNSENT, NOT_READING, Connection, Message, encode
+from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, NOT_READING, Message, encode
 from tests.harness.environment import loopback
 from tests.harness.ranks import RankProcesses
 
@@ -34,7 +35,6 @@ def test_messages_are_passed_on_in_their_order_whatever_is_wrong_with_some(caplo
     zero, other = Channel(heartbeat=30.0), Channel(heartbeat=30.0)
     for rank, channel in enumerate((other, zero)):
         channel.connect(rank, sockets[rank])
-        channel.start(lambda rank, reason: None)
     zero.listen("bad weather", fail)
     for topic, body in (("weather", {"number": 0}), ("bad weather", {}), ("weather", {"text": "x" * MAX_MESSAGE})):
         other.send(topic, body)
@@ -52,7 +52,6 @@ def run_out_of_descriptors(rank: int, world_size: int) -> int:
     """Connect where no descriptor is left, until one is given back; the rank that has been admitted."""
     zero, listener, admitted = Channel(heartbeat=30.0), listen("127.0.0.1", 0), queue.SimpleQueue[int]()
     zero.accept(listener, lambda connection, topic, body: admitted.put(body["rank"]))
-    zero.start(lambda rank, reason: None)
     given_back, late = socket.socket(), socket.socket()
     resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     held = []
@@ -78,21 +77,49 @@ def test_without_descriptors_rank_0_logs_and_waits() -> None:
 
 def test_sending_never_waits() -> None:
     """Data that the kernel does not accept are sent later, up to a limit: beyond it the peer is dropped."""
-    here, there = socket.socketpair()
-    with here, there:
-        connection, line = Connection(here), encode("a", {"text": "x" * 300_000})
-        connection.send(line)
-        assert connection.unsent
-        received = b""
-        while len(received) < len(line):
-            received += there.recv(1 << 16)
-            connection.flush()
-        assert received == line
-        assert not connection.unsent
-        line = encode("a", {"text": "x" * (MAX_UNSENT // 4)})
-        for _ in range(6):
-            connection.send(line)
-        assert connection.close_reason == NOT_READING
+    text = "x" * (MAX_MESSAGE // 2)
+    with listen("127.0.0.1", 0) as listener:
+        there = socket.create_connection(listener.getsockname()[:2])
+        here = listener.accept()[0]
+    there.settimeout(WITHIN)
+    zero, ended = Channel(heartbeat=30.0), queue.SimpleQueue[tuple[int, str]]()
+    zero.connect(1, here)
+    zero.on_closed(lambda rank, reason: ended.put((rank, reason)))
+    with there, there.makefile("rb") as stream:
+        for number in range(12):
+            zero.send("a", {"text": text, "number": number})
+        assert [json.loads(stream.readline())[1]["number"] for _ in range(12)] == list(range(12))
+        while ended.empty():
+            zero.send("a", {"text": text})
+        assert ended.get() == (1, NOT_READING)
+    zero.close()
+
+
+def test_the_last_messages_arrive_even_if_sending_fails_first() -> None:
+    """A rank that fails sends the cause and exits; a message to it may then fail before the cause is read."""
+    with listen("127.0.0.1", 0) as listener:
+        there = socket.create_connection(listener.getsockname()[:2])
+        here = listener.accept()[0]
+    zero, received = Channel(heartbeat=30.0), queue.SimpleQueue[Message]()
+    is_busy, is_closed = threading.Event(), threading.Event()
+
+    def send_to_closed(body: Message) -> None:
+        is_busy.set()
+        assert is_closed.wait(WITHIN)
+        zero.send("unread", {})
+
+    zero.listen("first", send_to_closed)
+    zero.listen("cause", received.put)
+    zero.connect(1, here)
+    zero.send("unread", {})
+    assert select.select([there], [], [], WITHIN)[0]
+    there.sendall(encode("first", {}))
+    assert is_busy.wait(WITHIN)
+    there.sendall(encode("cause", {"text": "rain"}))
+    there.close()  # a reset, since it has not read everything
+    is_closed.set()
+    assert received.get(timeout=WITHIN) == {"text": "rain", "from": 1}
+    zero.close()
 
 
 class RawConnection:

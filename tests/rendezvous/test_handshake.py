@@ -12,15 +12,27 @@ import psutil
 import pytest
 
 from lightning_ddp_ext.errors import RendezvousError
+from lightning_ddp_ext.rendezvous import coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Tcp
+from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
 from lightning_ddp_ext.rendezvous.request import Timeouts
-from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, encode
-from tests.harness.ranks import RankProcesses, free_port
-from tests.rendezvous.servers import Answer, place, server, silent, url, web
-from tests.rendezvous.test_start_up import HOST, LONG, connect, endings, process, same_sentence, sentence, started
+from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, Connection, Message, encode
+from tests.harness.ranks import RankProcesses, announce, free_port, hold
+from tests.rendezvous.servers import Answer, drip, place, request, server, silent, url, web
+from tests.rendezvous.test_start_up import (
+    HOST,
+    LONG,
+    add_ones,
+    connect,
+    endings,
+    process,
+    same_sentence,
+    sentence,
+    started,
+)
 
 CLAIMED = r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; set a different RANK .* for each process"
 DIFFERENT = r"{} must be the same on all ranks: .+; start every rank with the same settings and the same installation"
@@ -81,6 +93,40 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
             "init_method for this one"
         )
     assert [outcome.exit_code for outcome in running] == [0, 0]
+
+
+def run_in_turn(seat: int, seats: int, where: Tcp | str) -> float:
+    """Join as one of two ranks of the first or second run; rank 0 of the first one exits when the test lets it."""
+    reply = coordinator._reply
+
+    def reply_and_announce(connection: Connection, body: Message) -> None:
+        reply(connection, body)
+        if "retry" in body:
+            announce("retry")
+
+    coordinator._reply = reply_and_announce
+    hold("ready")
+    join(request(seat % 2, 2, where, init_timeout=LONG))
+    found = add_ones()
+    if seat == 0:
+        hold("done")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(kind: str, tmp_path: Path) -> None:
+    """``srun bash -c "python fit.py; python test.py"`` starts them when their predecessors exit."""
+    with RankProcesses(run_in_turn, 4, place(kind, tmp_path)) as ranks:
+        for seat in (0, 1):
+            ranks.release(seat)
+        ranks.wait_for("done", 0)
+        ranks.wait(1)
+        ranks.release(3)
+        ranks.wait_for("retry", 0)
+        ranks.release(0)
+        ranks.wait(0)
+        ranks.release(2)
+        assert [outcome.result for outcome in ranks.wait()] == [2.0] * 4
 
 
 def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> None:
@@ -145,7 +191,7 @@ def test_other_connections_do_not_disturb_a_start() -> None:
         stranger.close()
 
 
-@pytest.mark.parametrize("answer", [silent, web])
+@pytest.mark.parametrize("answer", [silent, web, drip])
 def test_a_stale_address_is_replaced(answer: Answer, tmp_path: Path) -> None:
     """A rank that read the address of a killed run reads it again, even if another program now listens there."""
     path = tmp_path / "run"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RankFailedError, RendezvousError
-from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous import coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Handshake
@@ -27,10 +27,11 @@ from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.rendezvous.store import connect_store
+from lightning_ddp_ext.rendezvous.wire import Connection, Message
 from tests.harness.network import Network
 from tests.harness.outcomes import stories
 from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, launch_ranks
-from tests.rendezvous.servers import Answer, forward, place, request, server, silent, url, web
+from tests.rendezvous.servers import Answer, drip, forward, place, request, server, silent, url, web
 
 HOST = os.uname().nodename
 LONG = 60.0  # an init_timeout that cannot be what ends a test
@@ -63,14 +64,14 @@ def connect(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings
 
 def announce_connected_ranks() -> None:
     """On rank 0, announce that it listens, and each rank that it accepted."""
-    reply = Channel.reply
+    reply = coordinator._reply
 
-    def reply_and_record(channel: Channel, connection: Any, topic: str, body: dict[str, Any]) -> None:
-        reply(channel, connection, topic, body)
+    def reply_and_announce(connection: Connection, body: Message) -> None:
+        reply(connection, body)
         if "accepted" in body:
             announce("connected")
 
-    Channel.reply = reply_and_record  # type: ignore[method-assign]
+    coordinator._reply = reply_and_announce
     TcpEndpoint.publish = lambda self, address: announce("listens")  # type: ignore[method-assign]
 
 
@@ -266,6 +267,16 @@ def test_a_rank_that_is_connected_to_itself(two_hosts: Network) -> None:
 
 
 @pytest.mark.netns
+def test_a_link_local_address(two_hosts: Network) -> None:
+    """Its scope names the network interface, also for the store, and for gloo where names do not help."""
+    for host in two_hosts:
+        host.hosts_file.write_text("127.0.0.1 localhost host-a host-b\n")
+    two_hosts[0].ip("addr add fe80::77/64 dev eth0 nodad")
+    with started(Tcp("fe80::77%eth0", free_port()), [{"init_timeout": LONG}] * 2, namespaces=list(two_hosts)) as ranks:
+        assert [outcome.result for outcome in ranks.wait()] == [2.0, 2.0]
+
+
+@pytest.mark.netns
 def test_a_name_that_resolves_late(two_hosts: Network) -> None:
     """Like the name of a headless service: rank 0 listens and logs the reason; the others retry."""
     known = two_hosts[0].hosts_file.read_text()
@@ -292,7 +303,7 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
     assert f"rank 0 at {where.host}:{where.port} did not reply after accepting" in sentence(there, RendezvousError)
 
 
-@pytest.mark.parametrize("answer", [silent, web])
+@pytest.mark.parametrize("answer", [silent, web, drip])
 def test_a_server_that_is_not_ours(answer: Answer) -> None:
     """Rank 0 reports that it cannot bind the port, rank 1 that another program listens there."""
     with server(answer) as where:
@@ -305,7 +316,7 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
         f"{process(1, second.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it accepted the "
         "connection, but did not reply); check that rank 0 is running, that its host has this address, and that no "
         "firewall blocks the connection"
-        if answer is silent
+        if answer is not web
         else f"a program other than rank 0 is listening at 127.0.0.1:{where.port}; choose a port that no "
         "other program uses, or correct the address of rank 0's host"
     )
