@@ -76,7 +76,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._strategy.is_global_zero)
         # The handler is the Trainer's calling frame, which runs hooks and teardown after this call.
         safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._strategy.rescue.save}
-        return supervised(function, *args, harmless=_HARMLESS, **safety, **kwargs)
+        is_joint = self.num_processes * self.num_nodes > 1
+        return supervised(function, *args, harmless=_HARMLESS, is_joint=is_joint, **safety, **kwargs)
 
     def _start(self, trainer: Any) -> None:
         variables = self._strategy.rendezvous.start_variables(self.cluster_environment, self.num_nodes)

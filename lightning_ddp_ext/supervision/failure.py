@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import re
+import dis
 import traceback
 from collections.abc import Callable, Iterator
+from enum import Enum
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_ddp_ext.at_exit import print_in_time
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
-from lightning_ddp_ext.ranks import reason_of
-from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.rendezvous.run import start_run
+from lightning_ddp_ext.rendezvous.peer_event import PeerEvent
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.rendezvous.run import current_run, start_run
 from lightning_ddp_ext.supervision.call_site import is_main_thread_in
 from lightning_ddp_ext.supervision.common_end import CommonEnd
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
@@ -22,11 +24,8 @@ from lightning_ddp_ext.supervision.survey import Survey
 T = TypeVar("T")
 Rescue = Callable[[BaseException], object]
 
-# gloo and NCCL raise plain RuntimeErrors; stores raise DistErrors.
-_BROKEN_CONNECTION = re.compile(
-    r"\bgloo\b|nccl|by peer|broken pipe|process group|pair closure|\bsockets?\b", re.IGNORECASE
-)
-_CLOSED_GROUP = re.compile("process group", re.IGNORECASE)  # the ValueError of a collective in a closed group
+# Modules that call collectives, or wait for them, in C++.
+_COLLECTIVE = ("torch.distributed.", "torch.nn.parallel.distributed.", "lightning_ddp_ext.")
 
 
 def supervised(
@@ -35,6 +34,7 @@ def supervised(
     harmless: tuple[type[BaseException], ...] = (),
     handler: FrameType | None = None,
     rescue: Rescue = lambda exception: None,
+    is_joint: bool = True,
     **kwargs: Any,
 ) -> T:
     """Call ``function``; if it raises, report this to the other ranks, or find the rank that caused it.
@@ -43,13 +43,14 @@ def supervised(
     announced, unless every rank raises one. An exception that only follows from another rank's exit is replaced by an
     error that names that rank. ``harmless`` exceptions, which all ranks raise as a signal to their caller, pass
     unchanged. ``rescue`` is called with an exception that another rank caused, before this rank's groups are closed.
+    ``is_joint`` is false for a job of this rank alone.
 
     After an exception the process must exit in time, unless the call with the frame ``handler`` returns first.
 
     Raises:
         RankFailedError: another rank failed, died or left.
     """
-    with start_run() as run:
+    with start_run(is_joint=is_joint) as run:
         try:
             return function(*args, **kwargs)
         except harmless:
@@ -67,50 +68,94 @@ def supervised(
             raise explanation from explanation.__cause__
 
 
+class Origin(Enum):
+    """The origin of an exception, as far as other ranks are concerned."""
+
+    UNRELATED = "this process is not connected to other ranks"
+    NAMED = "it names the rank that caused it"
+    ECHO = "another rank broke a collective or store in which this rank waited"
+    COMMON = "every rank raises, and its caller may catch it"
+    OWN = "it is this rank's own failure"
+
+
 def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False) -> Any:
     """Announce the exception to the other ranks and return it, or return the error of the rank that caused it.
 
     If the caller may catch it and every rank raises, it is not announced, so the groups stay intact.
     """
     context = current()
-    if context is None or isinstance(exception, RendezvousError):
-        return exception
-    if isinstance(exception, RankFailedError):
+    origin, event = _origin_of(exception, context, is_caught)
+    if context is not None and origin is Origin.NAMED:
         rescue(exception)
         context.peers.record_raised()
-        return exception
-    if echoes_another_rank(exception):
-        event = context.component(Survey).cause_of(" ".join(map(reason_of, chain_of(exception))))
-        if event is not None:
-            rescue(exception)  # the groups are already aborted; closing them takes longer
-            context.close_group()
-            error = event.to_error()
-            if event.kind == "left":
-                error.__cause__ = exception  # a guess: this rank's own error may mention a store
-            return error
-    if is_caught and context.component(CommonEnd).is_reached():
-        return exception
-    context.announce_failure(exception, "".join(traceback.format_exception(exception)))
+    elif context is not None and origin is Origin.OWN:
+        context.announce_failure(exception, "".join(traceback.format_exception(exception)))
+    elif context is not None and event is not None:
+        return _replace(exception, event, context, rescue)
     return exception
 
 
-def echoes_another_rank(exception: BaseException) -> bool:
-    """Whether ``exception`` or one of its causes comes from a broken collective or store.
+def _origin_of(
+    exception: BaseException, context: ProcessContext | None, is_caught: bool
+) -> tuple[Origin, PeerEvent | None]:
+    """Return the origin of an exception and, if another rank caused it, that rank's event. May take some seconds."""
+    if context is None or isinstance(exception, RendezvousError):
+        return Origin.UNRELATED, None
+    if isinstance(exception, RankFailedError):
+        return Origin.NAMED, None
+    event = context.component(Survey).cause_of_broken_collective() if may_be_echo(exception) else None
+    if event is not None:
+        return Origin.ECHO, event
+    is_common = is_caught and context.component(CommonEnd).is_reached()
+    return Origin.COMMON if is_common else Origin.OWN, None
+
+
+def _replace(exception: BaseException, event: PeerEvent, context: ProcessContext, rescue: Rescue) -> BaseException:
+    """Return the error of the rank that broke a collective, and print the exception that this error replaces."""
+    text = "".join(traceback.format_exception(exception)).rstrip()
+    print_in_time(f"[rank {context.world.rank}] an exception that follows from the failure of rank {event.rank}:\n{text}\n")
+    rescue(exception)  # the groups are already aborted; closing them takes longer
+    context.close_group()
+    error = event.to_error()
+    error.__cause__ = error.__cause__ or exception
+    return error
+
+
+def may_be_echo(exception: BaseException) -> bool:
+    """Whether ``exception`` or one of its causes was raised in a collective or store, judging by the place.
 
     Ctrl-C reaches all ranks, perhaps while this one handles another rank's exit, so it counts as this rank's own.
     """
-    return not isinstance(exception, KeyboardInterrupt) and any(
-        _is_broken_connection(link) for link in chain_of(exception)
-    )
+    return not isinstance(exception, KeyboardInterrupt) and any(map(_is_from_collective, chain_of(exception)))
 
 
-def _is_broken_connection(exception: BaseException) -> bool:
-    if isinstance(exception, DDPExtError):
+def _is_from_collective(exception: BaseException) -> bool:
+    """Whether an exception was raised in a collective, or after other ranks' failures aborted all of them.
+
+    Backends raise from C++, and only these types. After an abort, a collective that user code waits for raises in the
+    user's frame, and a collective in a closed group raises in torch's Python code.
+    """
+    stack = list(traceback.walk_tb(exception.__traceback__))
+    if not stack or isinstance(exception, DDPExtError):
         return False
-    if isinstance(exception, dist.DistError):
-        return True
-    pattern = _BROKEN_CONNECTION if isinstance(exception, RuntimeError) else _CLOSED_GROUP
-    return isinstance(exception, (RuntimeError, ValueError)) and bool(pattern.search(reason_of(exception)))
+    context = current()
+    is_aborted = context is not None and context.peers.cause is not None
+    frame, module = stack[-1][0], str(stack[-1][0].f_globals.get("__name__"))
+    is_in_backward = module == "torch.autograd.graph" and current_run() is not None
+    is_in_collective = is_in_backward or f"{module}.".startswith(_COLLECTIVE)
+    is_of_backend = type(exception) is RuntimeError or isinstance(exception, dist.DistError)
+    if is_of_backend and not _raises(frame, exception):
+        return is_in_collective or is_aborted
+    return is_in_collective and is_aborted
+
+
+def _raises(frame: FrameType, exception: BaseException) -> bool:
+    """Whether a ``raise`` statement of the innermost frame raised the exception, rather than C++ code that it called."""
+    trace = exception.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    assert trace is not None
+    return dis.opname[frame.f_code.co_code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
 
 
 def chain_of(exception: BaseException) -> Iterator[BaseException]:
