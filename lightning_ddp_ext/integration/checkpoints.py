@@ -24,7 +24,7 @@ from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
-from lightning_ddp_ext.supervision.failure import may_be_echo, explain
+from lightning_ddp_ext.supervision.failure import explain, may_be_echo
 
 from .checkpoint_io import RankZeroCheckpointIO
 from .lightning_tree import TrainerStatus, lightning_version, pl, rank_zero_info, rank_zero_warn

@@ -6,7 +6,7 @@ only ranks of such a circle have not made, or if it has left the Trainer's run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ddp_ext.rank_lists import activities_in_words, grouped
@@ -42,8 +42,8 @@ class Deadlock:
     @property
     def event(self) -> PeerEvent:
         """The event that all ranks raise."""
-        by_rank = {report.who: self.calls[report.who.rank] for report in self.reports}
-        odd = min(grouped(by_rank)[0][1], key=lambda who: who.rank)
+        by_rank: dict[object, str] = {report.who: self.calls[report.who.rank] for report in self.reports}
+        odd = grouped(by_rank)[0][1][0]
         remedy = next(remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes or not purpose)
         places = activities_in_words(by_rank, "is in")
         return event_of("absent", odd, f"ranks are waiting for each other in different calls: {places}; {remedy}")

@@ -140,8 +140,8 @@ def _in_collective(is_for_some: bool, group: str, number: int, reports: Sequence
     collective = inside[0][1].describe(number)
     if absent:
         return _absent(collective, absent, [report for report, flight in inside if flight.pending])
-        calls = {flight.describe(number) for _, flight in inside if str(number) in flight.recent}
-    return _mismatched(number, inside) if len(calls) > 1 else None
+        entered = {flight.describe(number) for _, flight in inside if str(number) in flight.recent}
+    return _mismatched(number, inside) if len(entered) > 1 else None
 
 
 def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]) -> PeerEvent:

@@ -6,7 +6,7 @@ import dis
 import traceback
 from collections.abc import Callable, Iterator
 from enum import Enum
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -26,6 +26,8 @@ Rescue = Callable[[BaseException], object]
 
 # Modules that call collectives, or wait for them, in C++.
 _COLLECTIVE = ("torch.distributed.", "torch.nn.parallel.distributed.", "lightning_ddp_ext.")
+_BACKWARD = "torch.autograd.graph"
+_RAISING = ("RAISE_VARARGS", "RERAISE")
 
 
 def supervised(
@@ -73,7 +75,8 @@ class Origin(Enum):
 
     UNRELATED = "this process is not connected to other ranks"
     NAMED = "it names the rank that caused it"
-    ECHO = "another rank broke a collective or store in which this rank waited"
+    ABORTED = "it was raised in a collective that this rank aborted after another rank's failure"
+    BROKEN = "it was raised in a collective or store that another rank probably broke"
     COMMON = "every rank raises, and its caller may catch it"
     OWN = "it is this rank's own failure"
 
@@ -84,41 +87,55 @@ def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *
     If the caller may catch it and every rank raises, it is not announced, so the groups stay intact.
     """
     context = current()
+    if context is None or isinstance(exception, RendezvousError):
+        return exception
     origin, event = _origin_of(exception, context, is_caught)
-    if context is not None and origin is Origin.NAMED:
+    if origin is Origin.BROKEN:
+        _print_replaced(exception, context)
+    if event is not None:
+        return _replacement(exception, event, context, rescue)
+    if origin is Origin.NAMED:
         rescue(exception)
         context.peers.record_raised()
-    elif context is not None and origin is Origin.OWN:
+    elif origin is Origin.OWN:
         context.announce_failure(exception, "".join(traceback.format_exception(exception)))
-    elif context is not None and event is not None:
-        return _replace(exception, event, context, rescue)
     return exception
 
 
 def _origin_of(
-    exception: BaseException, context: ProcessContext | None, is_caught: bool
+    exception: BaseException,
+    context: ProcessContext,
+    is_caught: bool,
 ) -> tuple[Origin, PeerEvent | None]:
-    """Return the origin of an exception and, if another rank caused it, that rank's event. May take some seconds."""
-    if context is None or isinstance(exception, RendezvousError):
-        return Origin.UNRELATED, None
+    """Return the origin and, if another rank broke a collective, that rank's event; this may take some seconds."""
     if isinstance(exception, RankFailedError):
         return Origin.NAMED, None
+    is_aborted = context.peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
     event = context.component(Survey).cause_of_broken_collective() if may_be_echo(exception) else None
     if event is not None:
-        return Origin.ECHO, event
+        return Origin.ABORTED if is_aborted else Origin.BROKEN, event
     is_common = is_caught and context.component(CommonEnd).is_reached()
     return Origin.COMMON if is_common else Origin.OWN, None
 
 
-def _replace(exception: BaseException, event: PeerEvent, context: ProcessContext, rescue: Rescue) -> BaseException:
-    """Return the error of the rank that broke a collective, and print the exception that this error replaces."""
-    text = "".join(traceback.format_exception(exception)).rstrip()
-    print_in_time(f"[rank {context.world.rank}] an exception that follows from the failure of rank {event.rank}:\n{text}\n")
+def _replacement(
+    exception: BaseException,
+    event: PeerEvent,
+    context: ProcessContext,
+    rescue: Rescue,
+) -> BaseException:
+    """Return the error that names the rank that broke a collective, after closing this rank's groups."""
     rescue(exception)  # the groups are already aborted; closing them takes longer
     context.close_group()
     error = event.to_error()
-    error.__cause__ = error.__cause__ or exception
+    if event.kind == "left":
+        error.__cause__ = exception
     return error
+
+
+def _print_replaced(exception: BaseException, context: ProcessContext) -> None:
+    text = "".join(traceback.format_exception(exception))
+    print_in_time(f"[rank {context.world.rank}] this exception probably follows from another rank's failure:\n{text}")
 
 
 def may_be_echo(exception: BaseException) -> bool:
@@ -126,36 +143,43 @@ def may_be_echo(exception: BaseException) -> bool:
 
     Ctrl-C reaches all ranks, perhaps while this one handles another rank's exit, so it counts as this rank's own.
     """
-    return not isinstance(exception, KeyboardInterrupt) and any(map(_is_from_collective, chain_of(exception)))
+    return not isinstance(exception, KeyboardInterrupt) and any(map(_may_be_from_backend, chain_of(exception)))
 
 
-def _is_from_collective(exception: BaseException) -> bool:
-    """Whether an exception was raised in a collective, or after other ranks' failures aborted all of them.
+def _may_be_from_backend(exception: BaseException) -> bool:
+    """Whether a backend may have raised the exception: it raises from C++, and only these types.
 
-    Backends raise from C++, and only these types. After an abort, a collective that user code waits for raises in the
-    user's frame, and a collective in a closed group raises in torch's Python code.
+    After an abort, this may be in a frame of user code that waits for a collective. A collective in a closed group
+    raises in torch's Python code.
     """
-    stack = list(traceback.walk_tb(exception.__traceback__))
-    if not stack or isinstance(exception, DDPExtError):
-        return False
     context = current()
     is_aborted = context is not None and context.peers.cause is not None
-    frame, module = stack[-1][0], str(stack[-1][0].f_globals.get("__name__"))
-    is_in_backward = module == "torch.autograd.graph" and current_run() is not None
-    is_in_collective = is_in_backward or f"{module}.".startswith(_COLLECTIVE)
     is_of_backend = type(exception) is RuntimeError or isinstance(exception, dist.DistError)
-    if is_of_backend and not _raises(frame, exception):
-        return is_in_collective or is_aborted
-    return is_in_collective and is_aborted
+    if is_of_backend and not _is_raised_in_python(exception):
+        return is_aborted or _is_in_collective(exception)
+    return is_aborted and _is_in_collective(exception)
 
 
-def _raises(frame: FrameType, exception: BaseException) -> bool:
-    """Whether a ``raise`` statement of the innermost frame raised the exception, rather than C++ code that it called."""
+def _is_in_collective(exception: BaseException) -> bool:
+    """Whether the innermost frame is in code that waits for other ranks, such as a backward pass within a run."""
+    trace = _innermost(exception)
+    if trace is None or isinstance(exception, DDPExtError):
+        return False
+    module = str(trace.tb_frame.f_globals.get("__name__"))
+    return f"{module}.".startswith(_COLLECTIVE) or (module == _BACKWARD and current_run() is not None)
+
+
+def _is_raised_in_python(exception: BaseException) -> bool:
+    """Whether a ``raise`` statement raised the exception; true without a traceback."""
+    trace = _innermost(exception)
+    return trace is None or dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in _RAISING
+
+
+def _innermost(exception: BaseException) -> TracebackType | None:
     trace = exception.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    assert trace is not None
-    return dis.opname[frame.f_code.co_code[trace.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+    return trace
 
 
 def chain_of(exception: BaseException) -> Iterator[BaseException]:

@@ -26,7 +26,7 @@ from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
-from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls, Replies
+from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 from lightning_ddp_ext.rendezvous.run import current_run, joint_runs
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.deadlock import deadlock_in, mismatch_in
@@ -202,7 +202,7 @@ class Survey:
                 self._remote.call(self._everyone, "end", kind)
 
     def _report_deadlock(self) -> None:
-        glances = dict(self._replies("glance", self._everyone))
+        glances = self._replies("glance", self._everyone)
         # A reply contains the calls in which the rank waits, and two bools. Working ranks need not be disturbed.
         ranks = [rank for rank, (*waits, _, is_in_run) in glances.items() if waits or not is_in_run]
         if len(ranks) < 2 or glances == self._glances:
@@ -231,7 +231,7 @@ class Survey:
         silent = [rank for rank in ranks if rank not in replies]
         return Findings(reports, [self._silence(rank) for rank in silent])
 
-    def _replies(self, function: str, ranks: Collection[int]) -> Replies:
+    def _replies(self, function: str, ranks: Collection[int]) -> dict[int, Any]:
         replies = self._remote.call(ranks, function)
         self._peers.wait_for(lambda: len(replies) == len(ranks), self._seconds)
         with self._peers.arrived:
