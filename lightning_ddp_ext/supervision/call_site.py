@@ -37,9 +37,14 @@ def called_by_lightning() -> bool:
 
 def call_site_of(frame: FrameType | None) -> str:
     """Return file and line of the innermost call in the user's code, starting at ``frame``; empty if not found."""
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
+    while frame is not None and not is_users(frame):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame belongs to the user's code."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN
 
 
 def call_site_in(lines: Iterable[tuple[str, int]]) -> str:

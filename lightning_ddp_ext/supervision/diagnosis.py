@@ -140,7 +140,7 @@ def _in_collective(is_for_some: bool, group: str, number: int, reports: Sequence
     collective = inside[0][1].describe(number)
     if absent:
         return _absent(collective, absent, [report for report, flight in inside if flight.pending])
-        entered = {flight.describe(number) for _, flight in inside if str(number) in flight.recent}
+    entered = {flight.describe(number) for _, flight in inside if str(number) in flight.recent}
     return _mismatched(number, inside) if len(entered) > 1 else None
 
 

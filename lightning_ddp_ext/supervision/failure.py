@@ -16,7 +16,7 @@ from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousErr
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.run import current_run, start_run
-from lightning_ddp_ext.supervision.call_site import is_main_thread_in
+from lightning_ddp_ext.supervision.call_site import is_main_thread_in, is_users
 from lightning_ddp_ext.supervision.common_end import CommonEnd
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 from lightning_ddp_ext.supervision.survey import Survey
@@ -25,7 +25,14 @@ T = TypeVar("T")
 Rescue = Callable[[BaseException], object]
 
 # Modules that call collectives, or wait for them, in C++.
-_COLLECTIVE = ("torch.distributed.", "torch.nn.parallel.distributed.", "lightning_ddp_ext.")
+_COLLECTIVE = (
+    "torch.distributed.",
+    "torch.nn.parallel.distributed.",
+    "lightning_ddp_ext.batchnorm.",
+    "lightning_ddp_ext.data.shortest.",
+    "lightning_ddp_ext.ranks.",
+    "lightning_ddp_ext.reductions.",
+)
 _BACKWARD = "torch.autograd.graph"
 _RAISING = ("RAISE_VARARGS", "RERAISE")
 
@@ -111,7 +118,12 @@ def _origin_of(
     if isinstance(exception, RankFailedError):
         return Origin.NAMED, None
     is_aborted = context.peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
-    event = context.component(Survey).cause_of_broken_collective() if may_be_echo(exception) else None
+    event = None
+    if may_be_echo(exception):
+        event = context.component(Survey).cause_of_broken_collective()
+    elif _is_raised_for_user(exception):
+        context.peers.wait(context.peers.timeouts.first_cause)
+        event = context.peers.cause
     if event is not None:
         return Origin.ABORTED if is_aborted else Origin.BROKEN, event
     is_common = is_caught and context.component(CommonEnd).is_reached()
@@ -143,21 +155,26 @@ def may_be_echo(exception: BaseException) -> bool:
 
     Ctrl-C reaches all ranks, perhaps while this one handles another rank's exit, so it counts as this rank's own.
     """
-    return not isinstance(exception, KeyboardInterrupt) and any(map(_may_be_from_backend, chain_of(exception)))
+    return not isinstance(exception, KeyboardInterrupt) and any(map(_is_broken_collective, chain_of(exception)))
 
 
-def _may_be_from_backend(exception: BaseException) -> bool:
-    """Whether a backend may have raised the exception: it raises from C++, and only these types.
-
-    After an abort, this may be in a frame of user code that waits for a collective. A collective in a closed group
-    raises in torch's Python code.
-    """
+def _is_broken_collective(exception: BaseException) -> bool:
+    """Whether a backend raised the exception or, after another rank's failure, torch because the group is closed."""
     context = current()
     is_aborted = context is not None and context.peers.cause is not None
+    return _is_in_collective(exception) and (is_aborted or _may_be_of_backend(exception))
+
+
+def _is_raised_for_user(exception: BaseException) -> bool:
+    """Whether a backend may have raised the exception in user code that waits for a collective."""
+    trace = _innermost(exception)
+    return trace is not None and is_users(trace.tb_frame) and _may_be_of_backend(exception)
+
+
+def _may_be_of_backend(exception: BaseException) -> bool:
+    """Whether a backend may have raised the exception: it raises from C++, and only these types."""
     is_of_backend = type(exception) is RuntimeError or isinstance(exception, dist.DistError)
-    if is_of_backend and not _is_raised_in_python(exception):
-        return is_aborted or _is_in_collective(exception)
-    return is_aborted and _is_in_collective(exception)
+    return is_of_backend and not _is_raised_in_python(exception)
 
 
 def _is_in_collective(exception: BaseException) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
-from lightning_ddp_ext.supervision.flight import Flight, flights_in
+from lightning_ddp_ext.supervision.flight import Collective, Flight, flights_in
 
 
 def who(rank: int) -> RankInfo:
@@ -21,8 +21,8 @@ def report(rank: int, flights: list[Flight] | None = None, **values: Any) -> Rep
 
 
 def flight(entered: int, pending: int | None = None, name: str = "all_reduce", label: str = "") -> Flight:
-    recent = {str(number): "all_reduce" for number in range(1, entered)}
-    return Flight(label or "0", label, entered, pending, {**recent, str(entered): name})
+    recent = {str(number): Collective("all_reduce") for number in range(1, entered)}
+    return Flight(label or "0", label, entered, pending, {**recent, str(entered): Collective(name)})
 
 
 MOVING = {"is_still": False, "idle": 0.5}
@@ -65,6 +65,6 @@ def test_collectives_of_a_trace() -> None:
     """Each group has its last entered and its first unfinished collective; a new group with an old name starts at 0."""
     old = [entry(1, 1), entry(2, 2, "started")]
     new = [entry(1, 7), entry(2, 8), entry(3, 9, "started"), entry(4, 10, "started")]
-    first, other = flights_in({"entries": [*old, *new, entry(1, 1, group="5"), {**entry(9, 9), "is_p2p": True}]})
+    first, other = flights_in({"entries": [*old, *new, entry(1, 1, group="5"), {**entry(9, 9), "is_p2p": True}]}, {})
     assert (first.label, first.entered, first.pending) == ("", 4, 3)
     assert (other.label, other.entered, other.pending) == ("5", 1, None)
