@@ -38,6 +38,7 @@ Kind = Literal["deadlock", "collective", "silence", "hang"]
 
 # Seconds within which all ranks return from a collective once one has, so rank 0 waits this long before asking again.
 _FOLLOWS_WITHIN = 1.0
+_GLANCED_WITHIN = 1.0  # seconds; a rank that does not reply is not part of a deadlock, and must not delay other surveys
 _LOOKS = 8  # checks for calls that wait, within the time after which rank 0 compares the ranks
 _NEARLY = 0.9  # a rank may have entered the last of several collectives a little later than the one that timed out
 _REMEDY = "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to the strategy"
@@ -73,6 +74,7 @@ class Survey:
             start=self._start,
             glance=self._glance,
             report=lambda: asdict(self._report()),
+            calls=lambda: asdict(self._completed(report_of(self._mine))),
             end=self._over.add,
         )
 
@@ -168,7 +170,10 @@ class Survey:
         return self._context.barriers.awaited is not None or is_in_collective(main_frame())
 
     def _report(self) -> Report:
-        report = self.describe()
+        return self._completed(self.describe())
+
+    def _completed(self, report: Report) -> Report:
+        """Return a report with the calls in which this rank waits."""
         barriers = self._context.barriers
         return replace(
             report,
@@ -202,17 +207,17 @@ class Survey:
                 self._remote.call(self._everyone, "end", kind)
 
     def _report_deadlock(self) -> None:
-        glances = self._replies("glance", self._everyone)
+        glances = self._replies("glance", self._everyone, min(_GLANCED_WITHIN, self._seconds))
         # A reply contains the calls in which the rank waits, and two bools. Working ranks need not be disturbed.
         ranks = [rank for rank, (*waits, _, is_in_run) in glances.items() if waits or not is_in_run]
         if len(ranks) < 2 or glances == self._glances:
             return
-        found = deadlock_in(self._collect(ranks).reports)
+        found = deadlock_in(self._collect(ranks, "calls").reports)
         if found is None:
             self._glances = glances
             return
         self._peers.wait(min(_FOLLOWS_WITHIN, self._peers.timeouts.deadlock / 2))
-        later = deadlock_in(self._collect(ranks).reports)
+        later = deadlock_in(self._collect(ranks, "calls").reports)
         if self._peers.cause is None and found.persists_in(later):
             self._peers.report(found.event)
 
@@ -224,16 +229,16 @@ class Survey:
         if self._peers.cause_or_departure is None:
             self._conclude(kind, wait, findings)
 
-    def _collect(self, ranks: Collection[int]) -> Findings:
+    def _collect(self, ranks: Collection[int], function: str = "report") -> Findings:
         """Request a report from each of the ranks."""
-        replies = self._replies("report", ranks)
+        replies = self._replies(function, ranks, self._seconds)
         reports = [Report.of(replies[rank]) for rank in sorted(replies)]
         silent = [rank for rank in ranks if rank not in replies]
         return Findings(reports, [self._silence(rank) for rank in silent])
 
-    def _replies(self, function: str, ranks: Collection[int]) -> dict[int, Any]:
+    def _replies(self, function: str, ranks: Collection[int], seconds: float) -> dict[int, Any]:
         replies = self._remote.call(ranks, function)
-        self._peers.wait_for(lambda: len(replies) == len(ranks), self._seconds)
+        self._peers.wait_for(lambda: len(replies) == len(ranks), seconds)
         with self._peers.arrived:
             return replies.copy()
 

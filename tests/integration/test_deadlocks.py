@@ -74,7 +74,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Validating(Plain):
-    """Each rank validates on a stream of its own."""
+    """Each rank validates on its own stream."""
 
     def __init__(self, samples: list[int], on_step: bool) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ def fit_busy(rank: int, world_size: int, directory: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUSY)
-def test_a_rank_that_works_is_no_deadlock(name: str, tmp_path: Path) -> None:
+def test_a_rank_that_works_can_continue(name: str, tmp_path: Path) -> None:
     """The others wait for it, however often rank 0 compares the ranks."""
     with RankProcesses(fit_busy, 2, tmp_path, name, env=by_hand_env(2)) as ranks:
         ranks.wait_for("busy", 0)
@@ -376,7 +376,7 @@ def fit_stopped(rank: int, world_size: int, directory: Path) -> None:
     fit(rank, world_size, directory, lambda rank: setting, seconds=0.2)
 
 
-def test_a_stopped_process_is_no_deadlock(tmp_path: Path) -> None:
+def test_a_stopped_process_can_continue(tmp_path: Path) -> None:
     """A process that SIGSTOP stopped and SIGCONT continued finishes, and so do the ranks that waited for it."""
     with RankProcesses(fit_stopped, 2, tmp_path, env=by_hand_env(2)) as ranks:
         ranks.wait_for("busy", 1)

@@ -139,7 +139,7 @@ class ReadsFromStore(Net):
 
 
 class FailsInBackward(Net):
-    """The backward pass of rank 1 fails with an error of its own in C++, while rank 0 works."""
+    """The backward pass of rank 1 fails in C++ for its own reason, while rank 0 works."""
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         if index == 1 and self.global_rank == 0:
