@@ -24,7 +24,7 @@ from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
-from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
+from lightning_ddp_ext.supervision.failure import explain, may_be_echo
 
 from .checkpoint_io import RankZeroCheckpointIO
 from .lightning_tree import TrainerStatus, lightning_version, pl, rank_zero_info, rank_zero_warn
@@ -114,7 +114,7 @@ class Checkpoints:
         except (DDPExtError, OSError):
             raise
         except Exception as error:
-            if not echoes_another_rank(error):
+            if not may_be_echo(error):
                 raise
             # Outside the Trainer's functions, nothing else names the rank that failed.
             explanation: BaseException = explain(error)

@@ -99,7 +99,7 @@ class Rendezvous:
         context = join(request if debugged is None else without_limits(request))
         if context is not None:
             install_excepthook()
-            context.component(Survey).limit_collectives()  # from now on, these two reply to other ranks
+            context.component(Survey).watch()  # from now on, these two reply to other ranks
             context.component(CommonEnd)
             if is_first:
                 size, where = request.world.world_size, request.init_method

@@ -75,9 +75,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         files = self._strategy.files
         # The handler is the Trainer's calling frame, which runs hooks and teardown after this call.
         safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._strategy.rescue.save}
+        is_joint = self.num_processes * self.num_nodes > 1
         with files.count_fit(trainer):
             args = files.resolve_last(args, trainer, is_rank_zero=self._strategy.is_global_zero)
-            return supervised(function, *args, harmless=_HARMLESS, **safety, **kwargs)
+            return supervised(function, *args, harmless=_HARMLESS, is_joint=is_joint, **safety, **kwargs)
 
     def _start(self, trainer: Any) -> None:
         variables = self._strategy.rendezvous.start_variables(self.cluster_environment, self.num_nodes)

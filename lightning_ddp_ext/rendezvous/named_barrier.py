@@ -61,6 +61,10 @@ class NamedBarriers:
     Args:
         peers: the other ranks.
         timeout: returns the collective timeout.
+
+    Attributes:
+        made: the number of calls that this rank has started.
+        awaited: the call in which this rank is waiting for the others, if any.
     """
 
     def __init__(self, peers: PeerFailure, timeout: Callable[[], timedelta]) -> None:
@@ -68,6 +72,7 @@ class NamedBarriers:
         self._timeout = timeout
         self._everyone = range(len(peers.table))
         self._waiting: dict[int, list[Call]] = {}
+        self.awaited: Call | None = None
         self.forget()
         self._remote = RemoteCalls(
             peers, "barrier", record=self._record, open=self._open_barrier, overdue=self._report_overdue
@@ -75,7 +80,7 @@ class NamedBarriers:
 
     def forget(self) -> None:
         """Reset the counts of calls and steps; only on all ranks together, while none of them is in a call."""
-        self._steps = self._made = self._open = 0
+        self._steps = self.made = self._open = 0
         self._waiting.clear()
 
     def advance(self) -> None:
@@ -93,7 +98,7 @@ class NamedBarriers:
 
     def _missed(self) -> Call | None:
         """Return a call in which another rank is waiting and which this rank has skipped, if any."""
-        waiting = self._waiting.get(self._made + 1, [])
+        waiting = self._waiting.get(self.made + 1, [])
         earliest = min(waiting, key=lambda call: call.steps, default=None)
         return earliest if earliest is not None and self._steps > earliest.steps else None
 
@@ -107,8 +112,8 @@ class NamedBarriers:
         """
         what, where, name = what[:_LONGEST_TEXT], where[:_LONGEST_TEXT], (name or what)[:_LONGEST_TEXT]
         with self._peers.arrived:
-            self._made += 1
-            call = Call(self._peers.rank, self._made, self._steps, name, what, where)
+            self.made += 1
+            call = Call(self._peers.rank, self.made, self._steps, name, what, where)
         self._remote.call(self._everyone if self._peers.rank == 0 else [0], "record", asdict(call))
         return call
 
@@ -136,10 +141,14 @@ class NamedBarriers:
             RankAbsentError: a rank skipped this call, started another one, or did not start it in time.
             RankFailedError: a rank failed, died or left; it may be a subclass.
         """
-        while not self._is_open(call, self._timeout().total_seconds()):
-            check()
-            if not is_patient:
-                self._end_wait(call)
+        self.awaited = call
+        try:
+            while not self._is_open(call, self._timeout().total_seconds()):
+                check()
+                if not is_patient:
+                    self._end_wait(call)
+        finally:
+            self.awaited = None
 
     def _end_wait(self, call: Call) -> None:
         """Have rank 0 name the absent ranks; if rank 0 does not answer, rank 0 is absent."""

@@ -22,6 +22,7 @@ class Timeouts:
         answer: how long a live process may take to reply, since its threads may wait for the GIL.
         after_refusal: how long rank 0 keeps listening, so that late ranks learn why the start failed.
         first_cause: how long a rank waits for the cause that explains a broken connection.
+        deadlock: how long a rank waits in a call before rank 0 compares the calls of all ranks.
         grace: how long the main thread may take to raise before its process is forced to exit, by kind of event.
     """
 
@@ -30,6 +31,7 @@ class Timeouts:
     answer: float = 5.0
     after_refusal: float = 3.0
     first_cause: float = 2.0
+    deadlock: float = 10.0
     # A busy rank notices a failure at its next collective, and may then save a checkpoint.
     grace: dict[str, float] = field(default_factory=lambda: {"died": 3.0, "failed": 30.0, "absent": 30.0, "hung": 5.0})
 

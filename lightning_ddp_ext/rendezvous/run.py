@@ -22,15 +22,19 @@ class Run:
 
 
 _under_way: list[Run] = []
+_joint_runs = 0
 
 
 @contextmanager
-def start_run() -> Iterator[Run]:
+def start_run(*, is_joint: bool = False) -> Iterator[Run]:
     """Mark the block as a run: another rank's death then ends this process if its main thread stays blocked.
 
     Outside of runs, such as in the user's code after ``fit``, a death is only recorded, and signals do not stop ranks.
+    If ``is_joint``, all ranks make this run.
     """
+    global _joint_runs
     run = Run(is_outermost=not _under_way)
+    _joint_runs += run.is_outermost and is_joint
     _under_way.append(run)
     try:
         yield run
@@ -41,3 +45,8 @@ def start_run() -> Iterator[Run]:
 def current_run() -> Run | None:
     """Return the innermost run that is under way in the main thread, if any."""
     return _under_way[-1] if _under_way else None
+
+
+def joint_runs() -> int:
+    """Return the number of runs that all ranks make and that this rank has started."""
+    return _joint_runs

@@ -17,7 +17,8 @@ _HOST = "127.0.0.1"  # local, since any client of the port can run code
 
 def without_limits(request: Request) -> Request:
     """Return the request with time limits too long to apply in practice, for a run in which a rank is debugged."""
-    timeouts = replace(request.timeouts, heartbeat=12 * 3600.0)  # close to the kernel's maximum
+    heartbeat = 12 * 3600.0  # close to the kernel's maximum
+    timeouts = replace(request.timeouts, heartbeat=heartbeat, deadlock=NO_LIMIT.total_seconds())
     return replace(request, timeout=NO_LIMIT, timeouts=timeouts)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ddp_ext.rank_lists import activities_in_words, listed, ranks_in_words
+from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.flight import Flight
@@ -35,6 +36,20 @@ class Report:
     flights: list[Flight] = field(default_factory=list)
     """Its collectives, as far as torch records them."""
     stacks: str = ""
+    is_blocked: bool = False
+    """Whether its main thread cannot continue before other ranks make the calls that it waits in."""
+    cpu_seconds: float = 0.0
+    """The processor time of its main thread."""
+    calls: int = 0
+    """The number of calls of named barriers that it has started."""
+    awaited: Call | None = None
+    """The call of a named barrier that it waits in."""
+    run: int = 0
+    """The ordinal of its Trainer's run, or of the last one."""
+    is_in_run: bool = True
+    """Whether that run is under way."""
+    has_timed_out: bool = False
+    """Whether it has waited in a collective for the timeout."""
 
     @property
     def where(self) -> str:
@@ -49,8 +64,9 @@ class Report:
     @classmethod
     def of(cls, values: dict[str, Any]) -> Report:
         """Restore a report from the result of ``dataclasses.asdict``."""
-        flights = [Flight(**flight) for flight in values["flights"]]
-        return cls(**{**values, "who": RankInfo(**values["who"]), "flights": flights})
+        flights = [Flight.of(flight) for flight in values["flights"]]
+        awaited = values["awaited"] and Call(**values["awaited"])
+        return cls(**{**values, "who": RankInfo(**values["who"]), "flights": flights, "awaited": awaited})
 
 
 @dataclass(frozen=True)
@@ -124,8 +140,8 @@ def _in_collective(is_for_some: bool, group: str, number: int, reports: Sequence
     collective = inside[0][1].describe(number)
     if absent:
         return _absent(collective, absent, [report for report, flight in inside if flight.pending])
-    calls = {report.who.rank: flight.recent.get(str(number), "") for report, flight in inside}
-    return _mismatched(number, inside) if len(set(calls.values()) - {""}) > 1 else None
+    entered = {flight.describe(number) for _, flight in inside if str(number) in flight.recent}
+    return _mismatched(number, inside) if len(entered) > 1 else None
 
 
 def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]) -> PeerEvent:

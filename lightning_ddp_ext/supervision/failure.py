@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import re
+import dis
 import traceback
 from collections.abc import Callable, Iterator
-from types import FrameType
+from enum import Enum
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_ddp_ext.at_exit import print_in_time
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
-from lightning_ddp_ext.ranks import reason_of
-from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.rendezvous.run import start_run
-from lightning_ddp_ext.supervision.call_site import is_main_thread_in
+from lightning_ddp_ext.rendezvous.peer_event import PeerEvent
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.rendezvous.run import current_run, start_run
+from lightning_ddp_ext.supervision.call_site import is_main_thread_in, is_users
 from lightning_ddp_ext.supervision.common_end import CommonEnd
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 from lightning_ddp_ext.supervision.survey import Survey
@@ -22,11 +24,17 @@ from lightning_ddp_ext.supervision.survey import Survey
 T = TypeVar("T")
 Rescue = Callable[[BaseException], object]
 
-# gloo and NCCL raise plain RuntimeErrors; stores raise DistErrors.
-_BROKEN_CONNECTION = re.compile(
-    r"\bgloo\b|nccl|by peer|broken pipe|process group|pair closure|\bsockets?\b", re.IGNORECASE
+# Modules that call collectives, or wait for them, in C++.
+_COLLECTIVE = (
+    "torch.distributed.",
+    "torch.nn.parallel.distributed.",
+    "lightning_ddp_ext.batchnorm.",
+    "lightning_ddp_ext.data.shortest.",
+    "lightning_ddp_ext.ranks.",
+    "lightning_ddp_ext.reductions.",
 )
-_CLOSED_GROUP = re.compile("process group", re.IGNORECASE)  # the ValueError of a collective in a closed group
+_BACKWARD = "torch.autograd.graph"
+_RAISING = ("RAISE_VARARGS", "RERAISE")
 
 
 def supervised(
@@ -35,6 +43,7 @@ def supervised(
     harmless: tuple[type[BaseException], ...] = (),
     handler: FrameType | None = None,
     rescue: Rescue = lambda exception: None,
+    is_joint: bool = True,
     **kwargs: Any,
 ) -> T:
     """Call ``function``; if it raises, report this to the other ranks, or find the rank that caused it.
@@ -43,13 +52,14 @@ def supervised(
     announced, unless every rank raises one. An exception that only follows from another rank's exit is replaced by an
     error that names that rank. ``harmless`` exceptions, which all ranks raise as a signal to their caller, pass
     unchanged. ``rescue`` is called with an exception that another rank caused, before this rank's groups are closed.
+    ``is_joint`` is false for a job of this rank alone.
 
     After an exception the process must exit in time, unless the call with the frame ``handler`` returns first.
 
     Raises:
         RankFailedError: another rank failed, died or left.
     """
-    with start_run() as run:
+    with start_run(is_joint=is_joint) as run:
         try:
             return function(*args, **kwargs)
         except harmless:
@@ -67,6 +77,17 @@ def supervised(
             raise explanation from explanation.__cause__
 
 
+class Origin(Enum):
+    """The origin of an exception, as far as other ranks are concerned."""
+
+    UNRELATED = "this process is not connected to other ranks"
+    NAMED = "it names the rank that caused it"
+    ABORTED = "it was raised in a collective that this rank aborted after another rank's failure"
+    BROKEN = "it was raised in a collective or store that another rank probably broke"
+    COMMON = "every rank raises, and its caller may catch it"
+    OWN = "it is this rank's own failure"
+
+
 def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False) -> Any:
     """Announce the exception to the other ranks and return it, or return the error of the rank that caused it.
 
@@ -75,42 +96,107 @@ def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *
     context = current()
     if context is None or isinstance(exception, RendezvousError):
         return exception
-    if isinstance(exception, RankFailedError):
+    origin, event = _origin_of(exception, context, is_caught)
+    if origin is Origin.BROKEN:
+        _print_replaced(exception, context)
+    if event is not None:
+        return _replacement(exception, event, context, rescue)
+    if origin is Origin.NAMED:
         rescue(exception)
         context.peers.record_raised()
-        return exception
-    if echoes_another_rank(exception):
-        event = context.component(Survey).cause_of(" ".join(map(reason_of, chain_of(exception))))
-        if event is not None:
-            rescue(exception)  # the groups are already aborted; closing them takes longer
-            context.close_group()
-            error = event.to_error()
-            if event.kind == "left":
-                error.__cause__ = exception  # a guess: this rank's own error may mention a store
-            return error
-    if is_caught and context.component(CommonEnd).is_reached():
-        return exception
-    context.announce_failure(exception, "".join(traceback.format_exception(exception)))
+    elif origin is Origin.OWN:
+        context.announce_failure(exception, "".join(traceback.format_exception(exception)))
     return exception
 
 
-def echoes_another_rank(exception: BaseException) -> bool:
-    """Whether ``exception`` or one of its causes comes from a broken collective or store.
+def _origin_of(
+    exception: BaseException,
+    context: ProcessContext,
+    is_caught: bool,
+) -> tuple[Origin, PeerEvent | None]:
+    """Return the origin and, if another rank broke a collective, that rank's event; this may take some seconds."""
+    if isinstance(exception, RankFailedError):
+        return Origin.NAMED, None
+    is_aborted = context.peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
+    event = None
+    if may_be_echo(exception):
+        event = context.component(Survey).cause_of_broken_collective()
+    elif _is_raised_for_user(exception):
+        context.peers.wait(context.peers.timeouts.first_cause)
+        event = context.peers.cause
+    if event is not None:
+        return Origin.ABORTED if is_aborted else Origin.BROKEN, event
+    is_common = is_caught and context.component(CommonEnd).is_reached()
+    return Origin.COMMON if is_common else Origin.OWN, None
+
+
+def _replacement(
+    exception: BaseException,
+    event: PeerEvent,
+    context: ProcessContext,
+    rescue: Rescue,
+) -> BaseException:
+    """Return the error that names the rank that broke a collective, after closing this rank's groups."""
+    rescue(exception)  # the groups are already aborted; closing them takes longer
+    context.close_group()
+    error = event.to_error()
+    if event.kind == "left":
+        error.__cause__ = exception
+    return error
+
+
+def _print_replaced(exception: BaseException, context: ProcessContext) -> None:
+    text = "".join(traceback.format_exception(exception))
+    print_in_time(f"[rank {context.world.rank}] this exception probably follows from another rank's failure:\n{text}")
+
+
+def may_be_echo(exception: BaseException) -> bool:
+    """Whether ``exception`` or one of its causes was raised in a collective or store, judging by the place.
 
     Ctrl-C reaches all ranks, perhaps while this one handles another rank's exit, so it counts as this rank's own.
     """
-    return not isinstance(exception, KeyboardInterrupt) and any(
-        _is_broken_connection(link) for link in chain_of(exception)
-    )
+    return not isinstance(exception, KeyboardInterrupt) and any(map(_is_broken_collective, chain_of(exception)))
 
 
-def _is_broken_connection(exception: BaseException) -> bool:
-    if isinstance(exception, DDPExtError):
+def _is_broken_collective(exception: BaseException) -> bool:
+    """Whether a backend raised the exception or, after another rank's failure, torch because the group is closed."""
+    context = current()
+    is_aborted = context is not None and context.peers.cause is not None
+    return _is_in_collective(exception) and (is_aborted or _may_be_of_backend(exception))
+
+
+def _is_raised_for_user(exception: BaseException) -> bool:
+    """Whether a backend may have raised the exception in user code that waits for a collective."""
+    trace = _innermost(exception)
+    return trace is not None and is_users(trace.tb_frame) and _may_be_of_backend(exception)
+
+
+def _may_be_of_backend(exception: BaseException) -> bool:
+    """Whether a backend may have raised the exception: it raises from C++, and only these types."""
+    is_of_backend = type(exception) is RuntimeError or isinstance(exception, dist.DistError)
+    return is_of_backend and not _is_raised_in_python(exception)
+
+
+def _is_in_collective(exception: BaseException) -> bool:
+    """Whether the innermost frame is in code that waits for other ranks, such as a backward pass within a run."""
+    trace = _innermost(exception)
+    if trace is None or isinstance(exception, DDPExtError):
         return False
-    if isinstance(exception, dist.DistError):
-        return True
-    pattern = _BROKEN_CONNECTION if isinstance(exception, RuntimeError) else _CLOSED_GROUP
-    return isinstance(exception, (RuntimeError, ValueError)) and bool(pattern.search(reason_of(exception)))
+    module = str(trace.tb_frame.f_globals.get("__name__"))
+    return f"{module}.".startswith(_COLLECTIVE) or (module == _BACKWARD and current_run() is not None)
+
+
+def _is_raised_in_python(exception: BaseException) -> bool:
+    """Whether a ``raise`` statement raised the exception; true without a traceback."""
+    trace = _innermost(exception)
+    return trace is None or dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in _RAISING
+
+
+def _innermost(exception: BaseException) -> TracebackType | None:
+    trace = exception.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
 
 
 def chain_of(exception: BaseException) -> Iterator[BaseException]:

@@ -22,6 +22,15 @@ _WAITING_IF_INNERMOST = {
 }
 
 
+# The innermost frame of a call that waits in C++.
+_BLOCKING = _WAITING_IF_INNERMOST | {"torch.autograd.graph", "torch.distributed.distributed_c10d"}
+
+
+def is_in_collective(frame: FrameType | None) -> bool:
+    """Whether a call that waits for other ranks in C++ is the innermost one, so that no Python code is running."""
+    return frame is not None and frame.f_globals.get("__name__") in _BLOCKING
+
+
 def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
     """Whether a frame is in a call that is or may be waiting for other ranks, as far as its Python stack shows."""
     if frame is not None and frame.f_globals.get("__name__") in _WAITING_IF_INNERMOST:

@@ -1,18 +1,23 @@
-"""Collect a report from every rank after a collective has timed out, or a watchdog has detected no progress.
+"""Collect a report from every rank when a rank waits for a long time, or a watchdog has detected no progress.
 
 Rank 0 requests the reports in a thread, on behalf of any rank. Each rank replies from the channel's thread, even if its
-main thread is blocked. The survey names a rank that does not reply, otherwise one that is not waiting for the others.
-The latter may just be returning from the collective that timed out elsewhere, so rank 0 first sends a second request.
+main thread is blocked. There are surveys of four kinds:
+
+- ``"deadlock"``: a rank has waited in a call for some seconds. Only a deadlock that is certain is reported, after a
+  second survey has found it unchanged. Ranks that work are asked only whether they wait.
+- ``"collective"``: a collective has timed out. A rank that does not reply is named, otherwise one that is not waiting
+  for the others. The latter may just be returning from the same collective, so rank 0 first sends a second request.
+- ``"silence"``: only a rank that does not reply is named.
+- ``"hang"``: a watchdog has detected no progress.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -22,21 +27,20 @@ from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
+from lightning_ddp_ext.rendezvous.run import current_run, joint_runs
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
+from lightning_ddp_ext.supervision.deadlock import deadlock_in, mismatch_in
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
-from lightning_ddp_ext.supervision.flight import flights
-from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
+from lightning_ddp_ext.supervision.flight import Flight, flights, unfinished
+from lightning_ddp_ext.supervision.stacks import is_in_collective, may_be_waiting_for_ranks
 
-# ``"collective"``: a collective has timed out. ``"silence"``: only a rank that does not reply is named. ``"hang"``: a
-# watchdog has detected no progress.
-Kind = Literal["collective", "silence", "hang"]
+Kind = Literal["deadlock", "collective", "silence", "hang"]
 
-# gloo's errors after a timeout: on the rank that timed out, and on the ranks whose connections it closed.
-_TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure")
-_CLOSED = re.compile(r"Connection (closed|reset) by peer|pair closure")
 # Seconds within which all ranks return from a collective once one has, so rank 0 waits this long before asking again.
 _FOLLOWS_WITHIN = 1.0
-_LOOKS_EVERY = 5.0  # seconds between checks for collectives that timed out
+_GLANCED_WITHIN = 1.0  # seconds; a rank that does not reply is not part of a deadlock, and must not delay other surveys
+_LOOKS = 8  # checks for calls that wait, within the time after which rank 0 compares the ranks
+_NEARLY = 0.9  # a rank may have entered the last of several collectives a little later than the one that timed out
 _REMEDY = "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to the strategy"
 
 
@@ -58,30 +62,33 @@ class Survey:
         self._rank = context.world.rank
         self._mine = context.table[self._rank]
         self._seconds = context.peers.timeouts.answer
-        self._had_broken_collective = False  # set after a failed collective
-        self._limiter: threading.Thread | None = None
+        self._has_broken_collective = False
+        self._watcher: threading.Thread | None = None
+        self._glances: dict[int, Any] = {}  # the ranks' replies before the last survey that found no deadlock
         self._over: set[Kind] = set()
         self._requested: set[Kind] = set()
         self._one_at_a_time = threading.Lock()
         self._remote = RemoteCalls(
-            context.peers, "survey", start=self._start, report=lambda: asdict(self._report()), end=self._over.add
+            context.peers,
+            "survey",
+            start=self._start,
+            glance=self._glance,
+            report=lambda: asdict(self._report()),
+            calls=lambda: asdict(self._completed(report_of(self._mine))),
+            end=self._over.add,
         )
 
     # For any thread except the channel's; most of these calls take several seconds.
 
-    def cause_of(self, text: str) -> PeerEvent | None:
-        """Return the event that broke a collective or store, the same on all ranks; ``None`` if no rank caused it.
-
-        Args:
-            text: the error's text; it shows whether this rank timed out, or other ranks closed its connections.
-        """
-        has_timed_out, was_closed = bool(_TIMED_OUT.search(text)), bool(_CLOSED.search(text))
-        self._had_broken_collective |= has_timed_out or was_closed
-        if has_timed_out:
-            return self._request("collective", self._waited)
-        event = self._peers.wait(self._peers.timeouts.first_cause)
-        if event is None and was_closed:
-            event = self._request("collective", f"the connections of rank {self._rank} were closed in a collective")
+    def cause_of_broken_collective(self) -> PeerEvent | None:
+        """Return the event that broke a collective or store, the same on all ranks; ``None`` if no rank caused it."""
+        self._has_broken_collective = True
+        has_timed_out = self._has_timed_out(flights())
+        event = None if has_timed_out else self._peers.wait(self._peers.timeouts.first_cause)
+        if event is None:
+            broken = f"a collective of rank {self._rank} failed"
+            event = self._request("collective", self._waited if has_timed_out else broken)
+        self._has_broken_collective = event is not None
         return event
 
     def check_that_all_answer(self) -> None:
@@ -95,27 +102,6 @@ class Survey:
         if event is not None:
             raise event.to_error()
 
-    def limit_collectives(self) -> None:
-        """Have NCCL collectives raise after their timeout and name the missing rank, as gloo's do."""
-        if self._context.groups.uses_nccl and self._limiter is None:
-            self._limiter = threading.Thread(target=self._limit_collectives, name="ddpx-timeout", daemon=True)
-            self._limiter.start()
-
-    def _limit_collectives(self) -> None:
-        since: dict[object, float] = {}
-        while current() is self._context and self._peers.cause is None:
-            now = time.monotonic()
-            pending = {(flight.group, flight.pending) for flight in flights() if flight.pending is not None}
-            since = {each: since.get(each, now) for each in pending}
-            left = self._peers.cause_or_departure
-            seconds = self._context.groups.timeout.total_seconds() if left is None else self._seconds
-            if self._context.groups.uses_nccl and now - min(since.values(), default=now) >= seconds:
-                event = self._request("collective", self._waited)
-                if left is not None and event is left:  # NCCL keeps no connection that closes with the rank
-                    self._peers.report(event_of("absent", self._peers.table[left.rank], str(left.to_error())))
-                since.clear()
-            time.sleep(min(seconds / 8, _LOOKS_EVERY))
-
     def after_standstill(self) -> None:
         """Find the rank that is stuck, and report it to all ranks if they should stop."""
         self._request("hang", "")
@@ -126,13 +112,80 @@ class Survey:
         if self._peers.wait_for(lambda: bool(replies), self._seconds):
             # A survey of another kind may run first.
             self._peers.wait_for(lambda: kind in self._over, 4 * self._seconds)
-        if self._rank != 0 and kind not in self._over and self._peers.cause_or_departure is None:
+        is_unanswered = kind not in self._over and self._peers.cause_or_departure is None
+        if self._rank != 0 and is_unanswered and kind != "deadlock":
             self._conclude(kind, wait, Findings([self._report()], [self._silence(0)]))
         return self._peers.cause_or_departure
 
+    # The calls of this rank that wait.
+
+    def watch(self) -> None:
+        """Start to watch for calls in which this rank waits for a long time, if there are other ranks."""
+        if len(self._everyone) > 1 and self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="ddpx-waits", daemon=True)
+            self._watcher.start()
+
+    def _watch(self) -> None:
+        since: dict[str, float] = {}
+        surveyed_at = 0.0
+        limit = self._peers.timeouts.deadlock
+        while current() is self._context and self._peers.cause is None:
+            now = time.monotonic()
+            since = {each: since.get(each, now) for each in self._waits()}
+            start = min(since.values(), default=now)
+            if self._is_overdue(now - start):
+                self._end_overdue_collective()
+                since.clear()
+            elif now - max(start, surveyed_at) >= limit:
+                self._request("deadlock", "")
+                surveyed_at = time.monotonic()
+            time.sleep(min(limit, self._context.groups.timeout.total_seconds()) / _LOOKS)
+
+    def _waits(self) -> list[str]:
+        """Return the calls in which this rank waits, or in which its device does."""
+        call = self._context.barriers.awaited
+        return unfinished() + ([] if call is None else [f"call {call.number}"])
+
+    def _is_overdue(self, seconds: float) -> bool:
+        """Whether NCCL has waited for its timeout, or for a rank that left; unlike gloo, it does not raise then."""
+        has_departure = self._peers.cause_or_departure is not None
+        limit = self._seconds if has_departure else self._context.groups.timeout.total_seconds()
+        return self._context.groups.uses_nccl and bool(unfinished()) and seconds >= limit
+
+    def _end_overdue_collective(self) -> None:
+        left = self._peers.cause_or_departure
+        event = self._request("collective", self._waited)
+        if left is not None and event is left:  # NCCL keeps no connection that closes with the rank
+            self._peers.report(event_of("absent", self._peers.table[left.rank], str(left.to_error())))
+
+    def _has_timed_out(self, found: Collection[Flight]) -> bool:
+        """Whether a collective of this rank took as long as its timeout, as far as torch records collectives."""
+        limit = self._context.groups.timeout.total_seconds()
+        return not found or any(each.seconds >= _NEARLY * min(limit, each.limit) for each in found)
+
+    def _glance(self) -> list[Any]:
+        return [*self._waits(), self._is_blocked(), current_run() is not None]
+
+    def _is_blocked(self) -> bool:
+        return self._context.barriers.awaited is not None or is_in_collective(main_frame())
+
     def _report(self) -> Report:
-        report = self.describe()
-        return replace(report, is_waiting=report.is_waiting or self._had_broken_collective)
+        return self._completed(self.describe())
+
+    def _completed(self, report: Report) -> Report:
+        """Return a report with the calls in which this rank waits."""
+        barriers = self._context.barriers
+        return replace(
+            report,
+            is_waiting=report.is_waiting or self._has_broken_collective,
+            is_blocked=self._is_blocked(),
+            cpu_seconds=0.0 if self._context.groups.uses_nccl else _cpu_seconds(),  # CUDA may poll while it waits
+            calls=barriers.made,
+            awaited=barriers.awaited,
+            run=joint_runs(),
+            is_in_run=current_run() is not None,
+            has_timed_out=self._has_timed_out(report.flights),
+        )
 
     # On rank 0.
 
@@ -145,24 +198,49 @@ class Survey:
     def _survey(self, kind: Kind, wait: str) -> None:
         with self._one_at_a_time:
             try:
-                findings = self._collect()
-                if kind == "collective" and not findings.silences and findings.elsewhere:
-                    self._peers.wait(_FOLLOWS_WITHIN)
-                    findings = self._collect()
-                if self._peers.cause_or_departure is None:
-                    self._conclude(kind, wait, findings)
+                if kind == "deadlock":
+                    self._report_deadlock()
+                else:
+                    self._report_findings(kind, wait)
             finally:
                 self._requested.discard(kind)
                 self._remote.call(self._everyone, "end", kind)
 
-    def _collect(self) -> Findings:
-        """Request a report from each rank."""
-        replies = self._remote.call(self._everyone, "report")
-        self._peers.wait_for(lambda: len(replies) == len(self._everyone), self._seconds)
-        with self._peers.arrived:
-            reports = [Report.of(replies[rank]) for rank in sorted(replies)]
-            silent = [rank for rank in self._everyone if rank not in replies]
+    def _report_deadlock(self) -> None:
+        glances = self._replies("glance", self._everyone, min(_GLANCED_WITHIN, self._seconds))
+        # A reply contains the calls in which the rank waits, and two bools. Working ranks need not be disturbed.
+        ranks = [rank for rank, (*waits, _, is_in_run) in glances.items() if waits or not is_in_run]
+        if len(ranks) < 2 or glances == self._glances:
+            return
+        found = deadlock_in(self._collect(ranks, "calls").reports)
+        if found is None:
+            self._glances = glances
+            return
+        self._peers.wait(min(_FOLLOWS_WITHIN, self._peers.timeouts.deadlock / 2))
+        later = deadlock_in(self._collect(ranks, "calls").reports)
+        if self._peers.cause is None and found.persists_in(later):
+            self._peers.report(found.event)
+
+    def _report_findings(self, kind: Kind, wait: str) -> None:
+        findings = self._collect(self._everyone)
+        if kind == "collective" and not findings.silences and findings.elsewhere:
+            self._peers.wait(_FOLLOWS_WITHIN)
+            findings = self._collect(self._everyone)
+        if self._peers.cause_or_departure is None:
+            self._conclude(kind, wait, findings)
+
+    def _collect(self, ranks: Collection[int], function: str = "report") -> Findings:
+        """Request a report from each of the ranks."""
+        replies = self._replies(function, ranks, self._seconds)
+        reports = [Report.of(replies[rank]) for rank in sorted(replies)]
+        silent = [rank for rank in ranks if rank not in replies]
         return Findings(reports, [self._silence(rank) for rank in silent])
+
+    def _replies(self, function: str, ranks: Collection[int], seconds: float) -> dict[int, Any]:
+        replies = self._remote.call(ranks, function)
+        self._peers.wait_for(lambda: len(replies) == len(ranks), seconds)
+        with self._peers.arrived:
+            return replies.copy()
 
     # Actions after a survey.
 
@@ -196,12 +274,24 @@ def report_of(who: RankInfo, **more: Any) -> Report:
     return Report(who, place=call_site_of(frame), is_waiting=is_waiting, flights=flights(), **more)
 
 
+def _cpu_seconds() -> float:
+    """Return the processor time of the main thread, or 0 where it is unknown."""
+    clock_of = getattr(time, "pthread_getcpuclockid", None)
+    ident = threading.main_thread().ident
+    return 0.0 if clock_of is None or ident is None else time.clock_gettime(clock_of(ident))
+
+
 def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
     """Return the event for the rank that the others are waiting for; ``None`` if it is not found."""
     silences, elsewhere = findings.silences, findings.elsewhere
     if silences:
         return event_of("hung", silences[0].who, f"{listed(silences, separator='; ')}; {wait}")
-    if kind == "silence" or not elsewhere:
+    if kind == "silence":
+        return None
+    mismatch = mismatch_in(findings.reports)
+    if mismatch is not None:
+        return mismatch.event
+    if not elsewhere or not any(report.has_timed_out for report in findings.reports):
         return None
     places = listed((f"{each.who} is in {each.place or 'library code'}" for each in elsewhere), separator=" and ")
     return event_of("absent", elsewhere[0].who, f"{wait}, but {places}; {_REMEDY}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
+from lightning_ddp_ext.supervision.deadlock import deadlock_in
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
-from lightning_ddp_ext.supervision.flight import Flight, flights_in
+from lightning_ddp_ext.supervision.flight import Collective, Flight, flights_in
 
 
 def who(rank: int) -> RankInfo:
@@ -21,8 +24,8 @@ def report(rank: int, flights: list[Flight] | None = None, **values: Any) -> Rep
 
 
 def flight(entered: int, pending: int | None = None, name: str = "all_reduce", label: str = "") -> Flight:
-    recent = {str(number): "all_reduce" for number in range(1, entered)}
-    return Flight(label or "0", label, entered, pending, {**recent, str(entered): name})
+    recent = {str(number): Collective("all_reduce") for number in range(1, entered)}
+    return Flight(label or "0", label, entered, pending, {**recent, str(entered): Collective(name)})
 
 
 MOVING = {"is_still": False, "idle": 0.5}
@@ -65,6 +68,60 @@ def test_collectives_of_a_trace() -> None:
     """Each group has its last entered and its first unfinished collective; a new group with an old name starts at 0."""
     old = [entry(1, 1), entry(2, 2, "started")]
     new = [entry(1, 7), entry(2, 8), entry(3, 9, "started"), entry(4, 10, "started")]
-    first, other = flights_in({"entries": [*old, *new, entry(1, 1, group="5"), {**entry(9, 9), "is_p2p": True}]})
+    first, other = flights_in({"entries": [*old, *new, entry(1, 1, group="5"), {**entry(9, 9), "is_p2p": True}]}, {})
     assert (first.label, first.entered, first.pending) == ("", 4, 3)
     assert (other.label, other.entered, other.pending) == ("5", 1, None)
+
+
+def waiting(rank: int, *pending: tuple[str, int, int | None], calls: int = 0, call: int = 0, **values: Any) -> Report:
+    """Return the report of a rank: (group, entered, pending) of its groups, and its calls of named barriers."""
+    flights = [Flight(group, group, entered, number, members=[0, 1, 2]) for group, entered, number in pending]
+    awaited = Call(rank, call, 0, "saving", "saving", "train.py:7") if call else None
+    chosen = {"is_blocked": True, "calls": calls, "awaited": awaited, "run": 1, **values}
+    return Report(who(rank), place="train.py:5", flights=flights, **chosen)
+
+
+COMPUTING = {"is_blocked": False}
+LEFT = {"is_blocked": False, "is_in_run": False}
+# Reports, and the ranks of the deadlock.
+WAITS: dict[str, tuple[list[Report], set[int]]] = {
+    "a collective and a barrier": (
+        [waiting(0, ("", 5, 5)), waiting(1, ("", 4, None), calls=3, call=3), waiting(2, ("", 5, 5))],
+        {0, 1, 2},
+    ),
+    "a circle of three groups": (
+        [waiting(0, ("a", 1, 1)), waiting(1, ("b", 1, 1)), waiting(2, ("c", 1, 1))],
+        {0, 1, 2},
+    ),
+    "one computes": ([waiting(0, ("", 5, 5)), waiting(1, ("", 4, None), **COMPUTING)], set()),
+    "one computes, others wait for each other": (
+        [waiting(0, ("", 5, 5)), waiting(1, ("", 4, None), calls=1, call=1), waiting(2, **COMPUTING)],
+        {0, 1},
+    ),
+    "all are in the same call": ([waiting(0, ("", 5, 5)), waiting(1, ("", 5, 5))], set()),
+    "one has left the run": ([waiting(0, ("", 5, 5)), waiting(1, ("", 4, None), **LEFT)], {0, 1}),
+    "one has not started the run": (
+        [waiting(0, ("", 5, 5), run=2), waiting(1, ("", 4, None), **LEFT)],
+        set(),
+    ),
+    "both work after the run": ([waiting(0, **LEFT), waiting(1, **LEFT)], set()),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_ranks_of_a_deadlock(name: str) -> None:
+    """Only ranks that certainly cannot continue are part of a deadlock."""
+    reports, expected = WAITS[name]
+    found = deadlock_in(reports)
+    assert (set(found.calls) if found is not None else set()) == expected
+
+
+def test_a_deadlock_must_persist() -> None:
+    """It is certain if a second look finds the same calls, and no rank that waits has computed since."""
+    first = [waiting(0, ("", 5, 5)), waiting(1, ("", 4, None), calls=1, call=1)]
+    found = deadlock_in(first)
+    assert found is not None
+    assert found.persists_in(deadlock_in(first))
+    assert not found.persists_in(None)
+    assert not found.persists_in(deadlock_in([waiting(0, ("", 6, 6)), first[1]]))
+    assert not found.persists_in(deadlock_in([replace(first[0], cpu_seconds=0.5), first[1]]))

@@ -11,19 +11,22 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lightning_ddp_ext.errors import RankDiedError
+from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from lightning_ddp_ext.supervision.failure import echoes_another_rank
-from tests.harness.ranks import launch_ranks
+from lightning_ddp_ext.supervision.failure import may_be_echo
+from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
+from tests.harness.training import At, Batch, Net, make_strategy, make_trainer
 from tests.supervision import model
-from tests.supervision.model import BoomError, Fault, boom, in_step, throw, wait_for_another_ranks_end
+from tests.supervision.model import BoomError, Fault, boom, error_of, in_step, throw, wait_for_another_ranks_end
 from tests.supervision.test_launchers import lines_of
 
 BOOM = "tests.supervision.model.BoomError: no such layer"
@@ -113,13 +116,136 @@ def test_a_users_hook_is_called_once(chains: bool, tmp_path: Path) -> None:
     assert [line for line in outcome.output.splitlines() if BOOM in line] == [f"[rank0]: {BOOM}"] * chains
 
 
-def finding(work: Callable[[], object]) -> tuple[str, bool]:
-    """Return type and text of the exception, and whether it counts as an echo of another rank's exit."""
-    try:
+class Reading(torch.utils.data.Dataset[Any]):
+    """Rank 0 reads a sample for a long time; in a loader worker of rank 1, a client of a store fails meanwhile."""
+
+    reads = 0
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if self.reads == 5 and torch.utils.data.get_worker_info() is not None:
+            raise RuntimeError("store: gloo: [Errno 104] Connection reset by peer, process group, socket")
+        if self.reads == 5 and dist.get_rank() == 0:
+            hold("reading")
+        return torch.ones(4), torch.ones(1)
+
+
+class ReadsFromStore(Net):
+    def train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
+        return torch.utils.data.DataLoader(Reading(), batch_size=2, num_workers=int(self.global_rank == 1))
+
+
+class FailsInBackward(Net):
+    """The backward pass of rank 1 fails in C++ for its own reason, while rank 0 works."""
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        if index == 1 and self.global_rank == 0:
+            hold("reading")
+        loss = self.loss(batch)
+        return loss.detach() if index == 1 and self.global_rank == 1 else loss
+
+
+OWN: dict[str, tuple[type[Net], str]] = {
+    "a loader worker": (ReadsFromStore, r"RuntimeError: .*store: gloo: \[Errno 104\] Connection reset by peer"),
+    "a backward pass": (FailsInBackward, "RuntimeError: element 0 of tensors does not require grad"),
+}
+
+
+def train(rank: int, world_size: int, directory: Path, model: type[Net]) -> None:
+    make_trainer(make_strategy("ours", directory), max_epochs=1, limit_val_batches=0).fit(model())
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_error_with_the_words_of_a_backend_is_the_ranks_own(name: str, tmp_path: Path) -> None:
+    """Its rank raises and prints it while another rank reads for a long time, and that rank names the first one."""
+    model, sentence = OWN[name]
+    with RankProcesses(train, 2, tmp_path, model, env=by_hand_env(2)) as ranks:
+        ranks.wait_for("reading", 0)
+        (failed,) = ranks.wait(1)
+        ranks.release(0)
+        (told,) = ranks.wait(0)
+    assert re.search(sentence, failed.output, re.DOTALL), failed.story()
+    assert failed.error is not None
+    assert failed.error.type_name == "RuntimeError", failed.story()
+    error_of(told, RankFailedError, 1, failed.pid)
+
+
+def use_socket() -> None:
+    raise RuntimeError("gloo: no socket is left, connection reset by peer")
+
+
+def use_closed_group() -> None:
+    dist.destroy_process_group()
+    dist.barrier()
+
+
+def fail_after_fit(rank: int, world_size: int, directory: Path, work: Callable[[], object]) -> None:
+    make_trainer(make_strategy("ours", directory), max_epochs=1).fit(Net())
+    if rank == 0:
+        hold("after fit")
         work()
-    except Exception as error:
-        return reason_of(error), echoes_another_rank(error)
-    raise AssertionError("this was to fail")
+
+
+@pytest.mark.parametrize(
+    ("work", "sentence"),
+    [
+        (use_socket, "RuntimeError: gloo: no socket is left"),
+        (use_closed_group, "ValueError: Default process group has not been initialized"),
+    ],
+)
+def test_an_error_after_fit_is_the_ranks_own(work: Callable[[], object], sentence: str, tmp_path: Path) -> None:
+    """Whatever its text, it is raised and printed, although another rank has finished and exited."""
+    with RankProcesses(fail_after_fit, 2, tmp_path, work, env=by_hand_env(2)) as ranks:
+        ranks.wait_for("after fit", 0)
+        ranks.wait(1)
+        ranks.release(0)
+        (failed,) = ranks.wait(0)
+    assert failed.error is not None
+    assert f"{failed.error.type_name}: {failed.error.message}".startswith(sentence), failed.story()
+    assert sentence in failed.output
+
+
+def need_another_rank() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def test_an_error_that_is_replaced_is_printed(tmp_path: Path) -> None:
+    """A collective after another rank's exit raises an error that names it; the backend's own error is printed."""
+    with RankProcesses(fail_after_fit, 2, tmp_path, need_another_rank, env=by_hand_env(2)) as ranks:
+        ranks.wait_for("after fit", 0)
+        ranks.wait(1)
+        ranks.release(0)
+        (failed,) = ranks.wait(0)
+    sentence = r"this exception probably follows .*in need_another_rank.*RuntimeError: "
+    assert re.search(sentence, failed.output, re.DOTALL)
+    assert "RankFailedError: rank 1" in failed.output, failed.story()
+
+
+def wait_for_work(trainer: Any) -> None:
+    """Wait in user code for a collective that the other rank, which dies, never enters."""
+    if trainer.global_rank == 1:
+        hold("dying")
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    announce("waiting")
+    work.wait()
+
+
+def fit_asynchronously(rank: int, world_size: int, directory: Path) -> None:
+    callbacks = [At("on_train_batch_end", wait_for_work)]
+    make_trainer(make_strategy("ours", directory), callbacks=callbacks).fit(Net())
+
+
+def test_a_collective_that_user_code_waits_for_names_the_dead_rank(tmp_path: Path) -> None:
+    """The backend raises in the user's own line, and the error still names the rank that died."""
+    with RankProcesses(fit_asynchronously, 2, tmp_path, env=by_hand_env(2)) as ranks:
+        ranks.wait_for("dying", 1)
+        ranks.wait_for("waiting", 0)
+        ranks.kill(1)
+        (told, died) = ranks.wait()
+    error_of(told, RankDiedError, 1, died.pid)
 
 
 class Fatal(torch.utils.data.Dataset[int]):
@@ -141,30 +267,52 @@ def lose_a_worker() -> None:
         gc.enable()
 
 
-OWN: dict[str, Callable[[], object]] = {
+def fail_in_backend() -> None:
+    """Fail in C++ code that a collective calls."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dist.all_gather([torch.ones(1)], torch.ones(2))
+    finally:
+        dist.destroy_process_group()
+
+
+def finding(work: Callable[[], object]) -> tuple[str, bool]:
+    """Return type and text of the exception, and whether another rank may have caused it."""
+    try:
+        work()
+    except Exception as error:
+        return reason_of(error), may_be_echo(error)
+    raise AssertionError("this was to fail")
+
+
+ELSEWHERE: dict[str, Callable[[], object]] = {
     "a lost worker": lose_a_worker,
     "other weights": lambda: torch.nn.Linear(2, 2).load_state_dict({"wight": torch.ones(2, 2)}),
     "other shapes": lambda: torch.ones(2, 3) @ torch.ones(2, 3),
     "a user's connection": lambda: throw(ConnectionRefusedError(111, "Connection refused by peer")),
-    "a store": lambda: throw(RuntimeError("cannot store the index: its store is read-only")),
-    "a value": lambda: throw(ValueError("cannot store sockets of gloo's")),
+    "a text": lambda: throw(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")),
     "what names a rank": lambda: throw(RankDiedError("gloo: rank 1 died", rank=1, host="here", pid=4242)),
+    "no group": lambda: dist.all_reduce(torch.ones(1)),
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", ELSEWHERE)
 def test_other_errors_are_the_ranks_own(name: str) -> None:
-    """Errors of models, data and a user's connections are not echoes, nor is one that already names the culprit."""
-    reason, is_echo = finding(OWN[name])
+    """No other rank can have caused an error that was raised outside of collectives."""
+    reason, is_echo = finding(ELSEWHERE[name])
     assert not is_echo, reason
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_an_error_because_of_an_echo_is_an_echo(hidden: bool) -> None:
-    """An error that user code raises because of a broken collective also counts as an echo."""
-    error = KeyError("logger")
-    error.__context__ = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:34712.")
-    error.__suppress_context__ = hidden
-    assert echoes_another_rank(error)
-    error.__context__ = LookupError("no")
-    assert not echoes_another_rank(error)
+def test_an_error_because_of_a_broken_collective_counts_as_one(hidden: bool) -> None:
+    """So does an error that user code raises while it handles another one."""
+
+    def handle() -> None:
+        try:
+            fail_in_backend()
+        except RuntimeError as error:
+            raise KeyError("logger") from (None if hidden else error)
+
+    reason, is_echo = finding(handle)
+    assert is_echo, reason

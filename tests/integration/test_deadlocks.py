@@ -1,0 +1,389 @@
+"""Ranks that wait for each other in different calls raise an error with both calls; no other wait does."""
+
+from __future__ import annotations
+
+import io
+import pdb
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import TorchCheckpointIO
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchmetrics import MeanMetric
+
+from lightning_ddp_ext import DDPExtStrategy
+from lightning_ddp_ext.errors import RankAbsentError
+from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
+from tests.harness.training import At, Batch, Net, make_trainer
+
+PLACE = r"\S+/test_deadlocks\.py:\d+"
+
+
+class Plain(Net):
+    """A model without buffers, so that only gradients need all ranks in a training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 1))
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        return self.loss(batch)
+
+
+class Lone(At):
+    """Calls a function of the Trainer on one rank only."""
+
+    def __init__(self, hook: str, do: Callable[[L.Trainer], object], *, rank: int = 0, earlier: int = 0) -> None:
+        super().__init__(hook, lambda trainer: do(trainer) if trainer.global_rank == rank else None, earlier=earlier)
+
+
+class WithoutTargets(Plain):
+    """On rank 1, the loss of some steps does not depend on the model."""
+
+    def __init__(self, steps: list[int], layers: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = layers or self.layers
+        self.steps = steps
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        if self.global_rank == 1 and index in self.steps:
+            return torch.zeros((), requires_grad=True)
+        return loss
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(4), torch.ones(1))] * self.samples)
+
+
+class Validating(Plain):
+    """Each rank validates on its own stream."""
+
+    def __init__(self, samples: list[int], on_step: bool) -> None:
+        super().__init__()
+        self.samples, self.on_step = samples, on_step
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch: Batch, index: int) -> None:
+        loss = self.loss(batch)
+        if self.on_step:
+            self.log("val", loss, on_step=True, on_epoch=True, sync_dist=True)
+        else:
+            self.mean(loss)
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.on_step and self.samples[self.global_rank]:
+            self.mean.compute()
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Stream(self.samples[self.global_rank]), batch_size=1)
+
+
+Setting = tuple[L.LightningModule, dict[str, Any]]
+
+
+def with_callback(hook: str, do: Callable[[L.Trainer], object], *, earlier: int = 0) -> Setting:
+    return Plain(), {"callbacks": [Lone(hook, do, earlier=earlier)]}
+
+
+def read_log_dir(trainer: L.Trainer) -> object:
+    return trainer.log_dir
+
+
+def gather(trainer: L.Trainer) -> object:
+    return trainer.lightning_module.all_gather(torch.ones(2))
+
+
+def reduce_in_own_group(trainer: L.Trainer) -> None:
+    dist.all_reduce(torch.ones(1), group=trainer.own_group)  # type: ignore[attr-defined]
+
+
+def form_own_group(trainer: L.Trainer) -> None:
+    trainer.own_group = dist.new_group([0, 1])  # type: ignore[attr-defined]
+
+
+def in_own_group(rank: int) -> Setting:
+    callbacks = [At("on_fit_start", form_own_group), Lone("on_train_batch_end", reduce_in_own_group, earlier=1)]
+    return Plain(), {"callbacks": callbacks}
+
+
+def validating(samples: list[int], *, on_step: bool) -> Setting:
+    return Validating(samples, on_step), {"limit_val_batches": 5}
+
+
+BACKWARD = "return a loss that depends on the model.*same callbacks and accumulate_grad_batches"
+# The settings of each rank; the calls of ranks 0 and 1; and the remedy.
+CASES: dict[str, tuple[Callable[[int], Setting], str, str, str]] = {
+    "log_dir at the start": (
+        lambda rank: with_callback("on_fit_start", read_log_dir),
+        r"broadcast #\d+ \[\[1\]\]",
+        "barrier '.*'",
+        r"such as trainer\.log_dir, on every rank",
+    ),
+    "log_dir in a step": (
+        lambda rank: with_callback("on_train_batch_end", read_log_dir, earlier=1),
+        r"broadcast #\d+ \[\[1\]\]",
+        r"all_reduce #\d+ \[\[5\]\]",
+        r"such as trainer\.log_dir, on every rank",
+    ),
+    "log_dir at the end": (
+        lambda rank: with_callback("on_train_end", read_log_dir),
+        r"broadcast #\d+ \[\[1\]\]",
+        "the final stop check",
+        r"such as trainer\.log_dir, on every rank",
+    ),
+    "no targets in a step": (
+        lambda rank: (WithoutTargets([1], Net().layers), {}),
+        r"all_reduce #\d+ \[\[65\]\]",
+        r"broadcast #\d+ \[\[16\]\]",
+        BACKWARD,
+    ),
+    "no targets in the last step": (
+        lambda rank: (WithoutTargets([3]), {}),
+        r"all_reduce #\d+ \[\[5\]\]",
+        r"the reduction of validation_step\.val_loss \(mean\)",
+        BACKWARD,
+    ),
+    "accumulate_grad_batches": (
+        lambda rank: (Plain(), {"accumulate_grad_batches": 1 + rank}),
+        r"all_reduce #\d+ \[\[5\]\]",
+        r"the reduction of validation_step\.val_loss \(mean\)",
+        BACKWARD,
+    ),
+    "callbacks": (
+        lambda rank: with_callback("on_train_batch_end", gather, earlier=1),
+        r"all_gather #\d+ \[\[2\]\]",
+        r"all_reduce #\d+ \[\[5\]\]",
+        BACKWARD,
+    ),
+    "two groups": (
+        in_own_group,
+        r"all_reduce #1 \[\[1\]\] of group \d+",
+        r"all_reduce #\d+ \[\[5\]\]",
+        BACKWARD,
+    ),
+    "no batch for a metric": (
+        lambda rank: validating([3, 0], on_step=False),
+        r"barrier #\d+",
+        "the final stop check",
+        "the same number of evaluation steps",
+    ),
+    "fewer batches with logged values": (
+        lambda rank: validating([3, 2], on_step=True),
+        r"all_gather\w* #\d+ \[\[\d+\]\]",
+        r"the reduction of validation_step\.val \(mean\)",
+        "log the same values",
+    ),
+}
+
+
+def make_strategy(directory: Path, seconds: float = 0.5, **options: Any) -> DDPExtStrategy:
+    strategy = DDPExtStrategy(f"file://{directory}/store", **options)
+    strategy.rendezvous.timeouts = replace(strategy.rendezvous.timeouts, deadlock=seconds)
+    return strategy
+
+
+def fit(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    setting: Callable[[int], Setting],
+    seconds: float = 0.5,
+    **more: Any,
+) -> None:
+    model, options = setting(rank)
+    chosen = {"max_epochs": 1, "num_sanity_val_steps": 0, "devices": world_size, **options, **more}
+    make_trainer(make_strategy(directory, seconds), **chosen).fit(model)
+
+
+def fit_case(rank: int, world_size: int, directory: Path, name: str) -> None:
+    fit(rank, world_size, directory, CASES[name][0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
+    """Both ranks raise an error with both calls, their lines and a remedy, long before the timeout."""
+    _, first, second, remedy = CASES[name]
+    outcomes = launch_ranks(fit_case, 2, tmp_path, name, env=by_hand_env(2))
+    by_rank = [rf"rank {rank} \(host \S+, pid {outcomes[rank].pid}\) is in" for rank in range(2)]
+    sentence = (
+        rf"ranks are waiting for each other in different calls: {by_rank[0]} {first}, {PLACE}; "
+        rf"{by_rank[1]} {second}, {PLACE}; .*{remedy}"
+    )
+    for outcome in outcomes:
+        assert outcome.error is not None, outcome.story()
+        assert outcome.error.type_name == "RankAbsentError", outcome.story()
+        assert re.search(sentence, outcome.error.message), outcome.story()
+
+
+def leave_early(rank: int, world_size: int, directory: Path) -> None:
+    """Rank 0 waits in a hook after the last barrier of ``fit``, which rank 1 leaves."""
+    hook = Lone("on_fit_end", lambda trainer: dist.all_reduce(torch.ones(1)))
+    trainer = make_trainer(make_strategy(directory), max_epochs=1, callbacks=[hook])
+    trainer.fit(Plain())
+    hold("after fit")
+
+
+def test_a_rank_that_has_left_fit_is_named(tmp_path: Path) -> None:
+    """The message has its line after `fit`, and the call in which the other rank waits for it."""
+    with RankProcesses(leave_early, 2, tmp_path, env=by_hand_env(2)) as ranks:
+        ranks.wait_for("after fit", 1)
+        (waiting,) = ranks.wait(0)
+        ranks.release(1)
+        ranks.wait(1)
+    assert waiting.error is not None
+    assert type(waiting.error.exception) is RankAbsentError, waiting.story()
+    left = r"rank 1 \(host \S+, pid \d+\) is in code after the Trainer's run, \S+/rank_process\.py:\d+"
+    assert re.search(rf"rank 0 .* is in all_reduce #\d+ \[\[1\]\], {PLACE}; {left}", waiting.error.message)
+
+
+# Waits that are not deadlocks: rank 0 is busy until the test releases it.
+
+
+def stay(*_: Any) -> None:
+    hold("busy")
+
+
+class Slow(Dataset[Any]):
+    """One of its samples takes long to read on rank 0."""
+
+    reads = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if self.reads == 5 and dist.get_rank() == 0:
+            stay()
+        return torch.ones(4), torch.ones(1)
+
+
+class ReadsSlowly(Plain):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Slow(), batch_size=2)
+
+
+class SavesSlowly(TorchCheckpointIO):
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        stay()
+        super().save_checkpoint(*args, **kwargs)
+
+
+def save(trainer: L.Trainer) -> None:
+    trainer.save_checkpoint(f"{trainer.default_root_dir}/it.ckpt")
+
+
+class Computing(torch.autograd.Function):
+    """On rank 0, the backward pass computes until the test releases the rank."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        if dist.get_rank() == 0:
+            released = threading.Thread(target=stay, daemon=True)
+            released.start()
+            while released.is_alive():
+                torch.ones(200, 200) @ torch.ones(200, 200)
+        return gradients
+
+
+class ComputesLong(Plain):
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        return Computing.apply(loss) if index == 1 else loss
+
+
+class Terminal(io.StringIO):
+    """A user at a debugger, who continues once the test releases the rank."""
+
+    def readline(self, *_: Any) -> str:
+        stay()
+        return "continue\n"
+
+
+def debug(trainer: L.Trainer) -> None:
+    pdb.Pdb(stdin=Terminal(), stdout=sys.stdout).set_trace()
+
+
+BUSY: dict[str, Callable[[int], Setting]] = {
+    "its own validation": lambda rank: with_callback("on_train_batch_end", stay, earlier=1),
+    "a slow loader": lambda rank: (ReadsSlowly(), {}),
+    "a debugger": lambda rank: with_callback("on_train_batch_end", debug, earlier=1),
+    "a long save": lambda rank: (
+        Plain(),
+        {"callbacks": [At("on_train_batch_end", save, earlier=1)], "plugins": [SavesSlowly()]},
+    ),
+    "a long backward pass": lambda rank: (ComputesLong(), {}),
+    "work before a barrier": lambda rank: with_callback("on_train_end", stay),
+    "work at the start": lambda rank: with_callback("setup", stay),
+}
+
+
+def announce_surveys() -> None:
+    """On rank 0: report each comparison of the ranks to the test."""
+    while True:
+        for thread in threading.enumerate():
+            if thread.name == "ddpx-survey":
+                with suppress(RuntimeError):  # not started yet
+                    thread.join()
+                    announce("survey")
+        time.sleep(0.001)
+
+
+def fit_busy(rank: int, world_size: int, directory: Path, name: str) -> None:
+    if rank == 0:
+        threading.Thread(target=announce_surveys, daemon=True).start()
+    fit(rank, world_size, directory, BUSY[name], seconds=0.2, default_root_dir=directory)
+
+
+@pytest.mark.parametrize("name", BUSY)
+def test_a_rank_that_works_can_continue(name: str, tmp_path: Path) -> None:
+    """The others wait for it, however often rank 0 compares the ranks."""
+    with RankProcesses(fit_busy, 2, tmp_path, name, env=by_hand_env(2)) as ranks:
+        ranks.wait_for("busy", 0)
+        for _ in range(4):
+            ranks.wait_for("survey", 0)
+        ranks.release(0)
+        outcomes = ranks.wait()
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes[0].story()
+
+
+def fit_stopped(rank: int, world_size: int, directory: Path) -> None:
+    if rank == 0:
+        threading.Thread(target=announce_surveys, daemon=True).start()
+    setting = Plain(), {"callbacks": [Lone("on_train_batch_end", stay, rank=1, earlier=1)]}
+    fit(rank, world_size, directory, lambda rank: setting, seconds=0.2)
+
+
+def test_a_stopped_process_can_continue(tmp_path: Path) -> None:
+    """A process that SIGSTOP stopped and SIGCONT continued finishes, and so do the ranks that waited for it."""
+    with RankProcesses(fit_stopped, 2, tmp_path, env=by_hand_env(2)) as ranks:
+        ranks.wait_for("busy", 1)
+        ranks.kill(1, signal.SIGSTOP)
+        ranks.release(1)
+        for _ in range(2):
+            ranks.wait_for("survey", 0)
+        ranks.kill(1, signal.SIGCONT)
+        outcomes = ranks.wait()
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes[0].story()
