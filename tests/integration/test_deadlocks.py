@@ -185,12 +185,6 @@ CASES: dict[str, tuple[Callable[[int], Setting], str, str, str]] = {
         "the final stop check",
         "the same number of evaluation steps",
     ),
-    "fewer batches with logged values": (
-        lambda rank: validating([3, 2], on_step=True),
-        r"all_gather\w* #\d+ \[\[\d+\]\]",
-        r"the reduction of validation_step\.val \(mean\)",
-        "log the same values",
-    ),
 }
 
 
@@ -231,6 +225,18 @@ def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
         assert outcome.error is not None, outcome.story()
         assert outcome.error.type_name == "RankAbsentError", outcome.story()
         assert re.search(sentence, outcome.error.message), outcome.story()
+
+
+def validate_unevenly(rank: int, world_size: int, directory: Path) -> None:
+    fit(rank, world_size, directory, lambda rank: validating([3, 2], on_step=True))
+
+
+def test_values_logged_in_other_numbers_of_steps_are_named(tmp_path: Path) -> None:
+    """Both ranks raise an error with the values, without waiting."""
+    for outcome in launch_ranks(validate_unevenly, 2, tmp_path, env=by_hand_env(2)):
+        assert outcome.error is not None, outcome.story()
+        assert outcome.error.type_name == "DivergenceError", outcome.story()
+        assert "ranks logged different values with sync_dist=True" in outcome.error.message
 
 
 def leave_early(rank: int, world_size: int, directory: Path) -> None:
