@@ -156,7 +156,8 @@ def _checksums(batch: Any) -> tuple[int, ...]:
     True
     """
     if isinstance(batch, Tensor):
-        return (int(checksum(batch)),) if batch.layout == torch.strided and batch.numel() else ()
+        is_dense = batch.layout == torch.strided and not batch.is_nested
+        return (int(checksum(batch)),) if is_dense and batch.numel() else ()
     items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
     return tuple(each for item in items for each in _checksums(item))
 

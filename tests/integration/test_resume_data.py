@@ -7,6 +7,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -302,12 +303,21 @@ class Sampled(Sampler[int]):
         return (int(number) for number in self.stream)
 
 
+class Split(IntEnum):
+    TRAIN = 1
+
+
+def unusual_batch(rows: list[Tensor]) -> dict[str, Any]:
+    """Return a batch with Python's numbers, and with values whose content is hard to read."""
+    return {"split": Split.TRAIN, "ragged": torch.nested.nested_tensor(rows), "numbers": [float(row) for row in rows]}
+
+
 class Mixing(Net):
     """Draws from Python's global generator in each step, as mixup does."""
 
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
+    def training_step(self, batch: Any, index: int) -> Tensor:
         random.random()
-        return super().training_step(batch, index)
+        return super().training_step(torch.tensor([batch["numbers"]]).T if isinstance(batch, dict) else batch, index)
 
 
 def own_order(stream: Any, rank: int) -> DataLoader[Any]:
@@ -316,6 +326,7 @@ def own_order(stream: Any, rank: int) -> DataLoader[Any]:
 
 UNKNOWN: dict[str, Callable[[int], Any]] = {
     **{each.__name__: lambda rank, kind=each: DataLoader(kind(rank), 2) for each in (Counting, Clocked, Buffered)},  # type: ignore[misc]
+    "Clocked, unusual": lambda rank: DataLoader(Clocked(rank), 2, collate_fn=unusual_batch),
     "sampler that counts": partial(own_order, Counting),
     "sampler that draws late": partial(own_order, Buffered),
     "divided sampler that counts": partial(own_order, Counting),
