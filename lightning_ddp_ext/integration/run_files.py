@@ -179,11 +179,13 @@ class RunFiles:
             not_newer = usable[usable.index(found) :]
             self._obsolete = {path: state_of(path) for path in not_newer if path in own}
         line = f"ckpt_path='last' is {found}" if found else self._none_found(trainer)
-        if found and changed.get(found):
-            line += f", saved by {_in_words(changed[found])}"
-            self._obsolete = {path: state for path, state in self._obsolete.items() if path == found}
         others = [f"{path} belongs to {owner}; {_PASS_PATH}" for path, owner in owners.items() if owner]
-        rank_zero_info("; ".join([line, *others]))
+        if found and changed.get(found):
+            self._obsolete = {}  # the other run may still need them
+            remedy = "if that was another run, move the file away and start again"
+            rank_zero_warn(f"{line}, saved by {_in_words(changed[found])}; {remedy}")
+        else:
+            rank_zero_info("; ".join([line, *others]))
         return found
 
     def _none_found(self, trainer: Any) -> str:

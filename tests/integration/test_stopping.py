@@ -200,6 +200,9 @@ def test_runs_that_differ_by_environment_keep_their_stop_checkpoints(tmp_path: P
         return in_words([outcome.result])[0], outcome.output
 
     assert launch("a", stops=True)[0] == "from the start"
+    begun, output = launch("z", stops=False)  # may be the same run, in another shell
+    assert begun == "resumed"
+    assert "if that was another run, move the file away" in output
     assert launch("b", stops=True, last=None)[0] == "from the start"
     begun, output = launch("c", stops=True)
     assert begun == "resumed"
