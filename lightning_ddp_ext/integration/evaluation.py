@@ -197,7 +197,7 @@ def can_count_once(loader: DataLoader[Any]) -> bool:
     """Whether the last samples of a loader can be read in a separate batch.
 
     With ``drop_last=True`` the user wants whole batches only, and a class with another ``__iter__`` may
-    not yield one batch for each of its batch sampler.
+    not yield one batch for each of its batch sampler. With ``in_order=False`` the batches' order is unknown.
     """
-    drops = getattr(index_sampler_of(loader), "drop_last", False)
+    drops = getattr(index_sampler_of(loader), "drop_last", False) or not getattr(loader, "in_order", True)
     return not drops and type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")

@@ -108,7 +108,8 @@ class LoggedValues:
         for value, pending in self._queue:
             pending.settle()
             if value.tensor.is_floating_point():
-                value.tensor.fill_(math.nan)
+                with torch.inference_mode(value.tensor.is_inference()):
+                    value.tensor.fill_(math.nan)
         self._queue = []
 
     def flush(self) -> None:
@@ -149,7 +150,8 @@ class LoggedValues:
         reduced = self._reduce([value for value, _ in sent], is_last=is_last)
         for (value, pending), result in zip(sent, reduced.results, strict=False):
             pending.settle()
-            value.tensor.copy_(result)
+            with torch.inference_mode(value.tensor.is_inference()):  # logged in this mode, which may have ended
+                value.tensor.copy_(result)
         del self._queue[: len(reduced.results)]
         self._is_open = not (reduced.is_over or reduced.is_even)
         if reduced.is_even:

@@ -66,7 +66,8 @@ def _copied(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):  # such as the groups of a collection
         copied = copy.copy(value)
-        copied.update((name, _copied(each)) for name, each in value.items())
+        for name, each in value.items():
+            copied[name] = _copied(each)  # Counter.update would add
         return copied
     return copy.copy(value) if isinstance(value, (list, set, deque)) else value
 
@@ -74,6 +75,7 @@ def _copied(value: Any) -> Any:
 def _restore(metric: nn.Module, before: dict[str, Any]) -> None:
     if isinstance(metric, Metric):
         before.update(_empty_lists(metric, before))
+        before["_computed"] = metric._computed  # a result to reuse, or none, as on the ranks that count the step
     vars(metric).clear()
     vars(metric).update(before)
 
