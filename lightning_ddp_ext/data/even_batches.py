@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from torch.utils.data import BatchSampler
+
+from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
+from lightning_ddp_ext.data.random_state import generators_of, preserve_random_state
 
 
 class EvenBatches:
@@ -47,11 +51,24 @@ class EvenBatches:
             self._apart.sampler = self._own
 
     @property
+    def samples(self) -> int:
+        """The number of samples of all ranks, without repeated ones."""
+        return self._sampler.length
+
+    @property
     def filling_ranks(self) -> tuple[int, ...]:
         """The ranks whose last sample is a repeated one."""
         world_size = self._sampler.num_replicas
         left_over = self._sampler.length % world_size
         return tuple(range(left_over, world_size)) if left_over else ()
+
+    @property
+    def yields_every_item(self) -> bool:
+        """Whether the batch sampler yields every item that it reads; others may drop some, or read another sampler."""
+        if not self._is_batched or type(self._together) is BatchSampler:
+            return True
+        with preserve_random_state(generators_of(*samplers_below(self._apart))):
+            return sum(map(len, self._apart)) == len(self._own)
 
     @property
     def _has_own_batch(self) -> bool:

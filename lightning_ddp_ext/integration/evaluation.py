@@ -91,19 +91,28 @@ class Evaluation:
         loader.start_evaluation = partial(self._start, loader)
         if takes_iterator(self._strategy.lightning_module, stage):
             return  # such a step may fetch several batches, of which some count
-        sampler = _sampler_to_even_out(loader.loader, is_dealt=is_dealt)
-        samples = None if sampler is None else sampler.length
+        even = self._even_batches(loader.loader, is_dealt=is_dealt)
+        samples = None if even is None else even.samples
         batches, samples_by_rank = zip(*ranks_of(self._strategy).gather((batches_of(loader), samples)), strict=True)
-        if sampler is not None and len({*samples_by_rank}) == 1:
+        if even is not None and len({*samples_by_rank}) == 1:
             loader.loader = own_copy(loader.loader)  # a stateful loader has not been copied yet
-            is_apart = partial(_is_sequential, self._loop)
-            even = EvenBatches(index_sampler_of(loader.loader), sampler, is_apart)
             permanent = make_permanent(loader.loader, even)
             loader.start_evaluation = partial(self._start_even, loader, even, permanent)
         elif _may_be_empty(loader, batches):
             if batches_of(loader) == 0 < max(batches):
                 loader.length = 1  # Lightning refuses a rank without batches
             loader.start_evaluation = partial(self._start_or_borrow, loader)
+
+    def _even_batches(self, loader: Any, *, is_dealt: bool) -> EvenBatches | None:
+        """Return even batches for a loader if each sample is to be read once; ``None`` if that is not asked for."""
+        own = index_sampler_of(loader)
+        sampler = own if isinstance(own, GlobalOrderSampler) else getattr(own, "sampler", None)
+        if not isinstance(sampler, GlobalOrderSampler) or not can_count_once(loader):
+            return None
+        if not is_dealt and sampler.uneven != "exact":
+            return None
+        even = EvenBatches(own, sampler, partial(_is_sequential, self._loop))
+        return even if even.yields_every_item else None
 
     @property
     def _loop(self) -> Any:
@@ -175,15 +184,6 @@ class Evaluation:
 def _is_sequential(loop: Any) -> bool:
     """Whether a loop reads its loaders one after another, so that each step has a batch of one loader."""
     return mode_of(combined_loader_of(loop)) == "sequential"
-
-
-def _sampler_to_even_out(loader: Any, *, is_dealt: bool) -> GlobalOrderSampler | None:
-    """Return our sampler in a loader if each sample is to be read once; ``None`` if that is not asked for."""
-    own = index_sampler_of(loader)
-    sampler = own if isinstance(own, GlobalOrderSampler) else getattr(own, "sampler", None)
-    if not isinstance(sampler, GlobalOrderSampler) or not can_count_once(loader):
-        return None
-    return sampler if is_dealt or sampler.uneven == "exact" else None
 
 
 def _may_be_empty(loader: DistributedLoader, batches: tuple[float, ...]) -> bool:

@@ -106,10 +106,9 @@ class LoggedValues:
     def _abandon(self) -> None:
         """Leave values without a result as NaN, after an exception in the step."""
         for value, pending in self._queue:
-            pending.settle()
             if value.tensor.is_floating_point():
-                with torch.inference_mode(value.tensor.is_inference()):
-                    value.tensor.fill_(math.nan)
+                _fill(value.tensor, math.nan)
+            pending.settle()
         self._queue = []
 
     def flush(self) -> None:
@@ -149,9 +148,8 @@ class LoggedValues:
         sent = self._queue[:PER_MESSAGE]
         reduced = self._reduce([value for value, _ in sent], is_last=is_last)
         for (value, pending), result in zip(sent, reduced.results, strict=False):
+            _fill(value.tensor, result)
             pending.settle()
-            with torch.inference_mode(value.tensor.is_inference()):  # logged in this mode, which may have ended
-                value.tensor.copy_(result)
         del self._queue[: len(reduced.results)]
         self._is_open = not (reduced.is_over or reduced.is_even)
         if reduced.is_even:
@@ -200,6 +198,11 @@ class LoggedValues:
     def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:
         is_scalar = tensor.ndim == 0 and tensor.dtype in DTYPES
         return is_scalar and op in OPS and group is None and self._strategy.world_size > 1
+
+
+def _fill(tensor: Tensor, value: Tensor | float) -> None:
+    with torch.inference_mode(tensor.is_inference()):  # the mode in which it was logged
+        tensor.fill_(value)
 
 
 def _name_of(logged: Any) -> str:

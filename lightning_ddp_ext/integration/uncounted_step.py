@@ -19,8 +19,7 @@ def uncounted(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
     """Make ``self.log`` and torchmetrics work on copies within the block, and discard the copies afterwards.
 
     A key that is logged for the first time is kept with a value that does not affect any reduction, so that this rank
-    takes part in the reductions at the end of the epoch. A value that is not reduced across ranks is kept if nothing
-    else was logged for its key, because a neutral value would be infinite or NaN.
+    takes part in the reductions at the end of the epoch. A value that is not reduced across ranks counts the step.
 
     A metric with a list that torchmetrics gathers item by item counts the step, because this list must have the same
     number of items on all ranks.
@@ -75,9 +74,20 @@ def _copied(value: Any) -> Any:
 def _restore(metric: nn.Module, before: dict[str, Any]) -> None:
     if isinstance(metric, Metric):
         before.update(_empty_lists(metric, before))
+        before.update(_shaped(metric, before))
         before["_computed"] = metric._computed  # a result to reuse, or none, as on the ranks that count the step
     vars(metric).clear()
     vars(metric).update(before)
+
+
+def _shaped(metric: Metric, before: dict[str, Any]) -> dict[str, Tensor]:
+    """Return earlier states in the shape that the step has given them, which ranks must have in common."""
+    states = {name: (before[name], getattr(metric, name)) for name in metric._reductions}
+    return {
+        name: earlier.expand(now.shape).clone()
+        for name, (earlier, now) in states.items()
+        if isinstance(earlier, Tensor) and isinstance(now, Tensor) and earlier.ndim < now.ndim
+    }
 
 
 def _empty_lists(metric: Metric, before: dict[str, Any]) -> dict[str, list[Tensor]]:
@@ -88,16 +98,18 @@ def _empty_lists(metric: Metric, before: dict[str, Any]) -> dict[str, list[Tenso
 
 
 def _restore_result(result: Any, before: dict[str, Any] | None) -> None:
-    """Restore the earlier value; if it is missing or was reset, set a neutral one where ranks reduce the value."""
+    """Restore the earlier value; if it is missing or was reset, set a neutral one.
+
+    A value that the ranks do not reduce is this rank's own; user code may have reduced it, and it stays.
+    """
     counted = None if before is None or before["has_reset"] else before
     is_joint = result.meta.sync.should and not result.meta.sync.rank_zero_only
     if not result.is_tensor:
         result._forward_cache = counted["_forward_cache"] if counted else None
-    elif counted:
-        of_step = result._forward_cache
+    elif is_joint and counted:
+        of_step = result._forward_cache  # reduced over the ranks that count
         vars(result).update(counted)
-        if is_joint:
-            result._forward_cache = of_step  # the value reduced over the ranks that count
+        result._forward_cache = of_step
     elif is_joint:
         for state, neutral in result._defaults.items():
             setattr(result, state, neutral.clone().to(getattr(result, state).device))

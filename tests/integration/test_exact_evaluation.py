@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics import CatMetric, ExplainedVariance, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecall
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
@@ -321,6 +321,47 @@ def test_ranks_that_have_other_numbers_of_batches_or_none(tmp_path: Path) -> Non
     }
 
 
+class Whole(BatchSampler):
+    """Yields whole batches only, although it says ``drop_last=False``."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = list(self.sampler)
+        for first in range(0, len(samples) - self.batch_size + 1, self.batch_size):
+            yield samples[first : first + self.batch_size]
+
+    def __len__(self) -> int:
+        return len(self.sampler) // self.batch_size  # type: ignore[arg-type]
+
+
+class Shaped(L.LightningModule):
+    """Has a metric that takes its shape from data, and logs what it has reduced itself and what one process counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variance, self.sums = ExplainedVariance(), InPlace()
+
+    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
+        x = batch["x"].repeat(2, 1).T
+        self.variance.update(x, x.square())
+        self.sums.update(x)
+        self.log("sums", self.sums)
+        self.log("gathered", self.all_gather(x.mean()).mean())  # type: ignore[union-attr]
+
+    def on_validation_epoch_end(self) -> None:
+        self.variance.compute()
+
+
+def reduce_otherwise(rank: int, world_size: int, directory: Path) -> list[Any]:
+    loaders = [[loader(5, 2), loader(1, 1)], [loader(1, 1)]]
+    return [make_on(world_size, directory).validate(Shaped(), each, verbose=False) for each in loaders]
+
+
+def test_metrics_of_any_shape_and_values_that_users_reduce(tmp_path: Path) -> None:
+    """A rank that only repeats a sample takes part in all reductions, and a value that a step gathered stays."""
+    first, second = run_ranks(reduce_otherwise, 2, tmp_path, env=by_hand_env(2))
+    assert first == second
+
+
 class Pulls(Measured):
     """Takes batches from an iterator."""
 
@@ -351,6 +392,7 @@ def as_stock(kind: Kind, directory: Path) -> list[Found]:
             found.append(validate(make(**options), both, Pairs(2, all_kinds=0)))
     found.append(validate(make(), loader(5, 2), Pulls()))
     found.append(validate(make(), loader(9, 2, drop_last=True)))
+    found.append(validate(make(), DataLoader(scores(9), batch_sampler=Whole(range(9), 5, False))))
     return found
 
 
