@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals, has_handler
+from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals, without_handler
 
 # Seconds in which the other ranks may exit after the first failure, before those that are not saving are stopped.
 _END_WITHIN = 5.0
@@ -125,7 +125,7 @@ class RankProcesses:
             Exception: the exception of the first process that failed; a ``RankFailedError`` if it left none.
         """
         signals = StopSignals(self._pass_on)
-        signals.install(signal.SIGTERM, *([] if has_handler(signal.SIGUSR1) else [signal.SIGUSR1]))
+        signals.install(signal.SIGTERM, *without_handler(signal.SIGHUP, signal.SIGUSR1))
         late: list[int] = []
         try:
             self._wait_for_an_end()
