@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import multiprocessing
 import multiprocessing.util
@@ -38,6 +39,14 @@ def at_exit(action: Callable[[], None]) -> None:
     """Run ``action`` when the process exits, also in children of multiprocessing, which skip ``atexit`` handlers."""
     atexit.register(action)
     multiprocessing.util.Finalize(None, action, exitpriority=100)
+
+
+def set_exit_status(status: int) -> None:
+    """Have this process exit with ``status`` after all other exit handlers; for an exit handler."""
+    # HACK: Python ignores what its exit handlers raise, and ``os._exit`` would skip those that are left. This handler
+    # of the C library calls ``exit`` again, with which glibc goes on with the remaining handlers and the new status.
+    libc = ctypes.CDLL(None)
+    libc["__cxa_atexit"](libc.exit, ctypes.c_void_p(status), None)
 
 
 def exclude_imports_from_collections() -> None:

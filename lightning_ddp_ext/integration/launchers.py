@@ -90,7 +90,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         deadline = self._strategy.stops.deadline.total_seconds()
         scripts = ChildScripts(list(self.procs), variables, save_within=deadline, **limit)
         record_started(scripts)
-        atexit.register(scripts.wait)  # exit handlers run in reverse order, so this one precedes the removal of files
+        # Exit handlers run in reverse order, so this one precedes the removal of files.
+        atexit.register(scripts.wait_at_exit)
 
 
 class ProcessesLauncher(MultiProcessingLauncher):

@@ -17,7 +17,7 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.run import Run, current_run
 from lightning_ddp_ext.supervision.checksum import checksum
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
-from lightning_ddp_ext.supervision.signals import StopSignals, has_handler, status_of
+from lightning_ddp_ext.supervision.signals import StopSignals, status_of, without_handler
 
 from .checkpoints import Checkpoints
 from .compat import active_loop_of, combined_loader_of, mode_of, restore_handlers
@@ -28,6 +28,8 @@ from .replaced_methods import ReplacedMethods
 # torchrun kills ranks 30 s after its SIGTERM; other launchers have no known limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)
 _ELSEWHERE = timedelta(minutes=10)
+# The signals that end a process even while it handles an exception.
+_ENDS_FAILED = (signal.SIGTERM, signal.SIGHUP)
 
 
 class StoppedException(pl.utilities.exceptions.SIGTERMException):
@@ -81,15 +83,14 @@ class StopController:
         self.detach()  # an earlier run may not have been torn down
         self._stopping = context.component(GracefulStop)
         self._stopping.start(self.deadline, self._acknowledge)
-        self._signals.install(signal.SIGTERM, signal.SIGINT, *self._time_limit_signals)
+        of_terminal = (signal.SIGINT, *without_handler(signal.SIGHUP))
+        self._signals.install(signal.SIGTERM, *of_terminal, *self._time_limit_signals)
 
     @property
     def _time_limit_signals(self) -> list[signal.Signals]:
         """Signals that announce a time limit: SLURM's requeue signal if set, or SIGUSR1 unless the user handles it."""
         requeue_signal = None if self._slurm is None else self._slurm.requeue_signal
-        if requeue_signal is None and has_handler(signal.SIGUSR1):
-            return []
-        return [requeue_signal or signal.SIGUSR1]
+        return without_handler(signal.SIGUSR1) if requeue_signal is None else [requeue_signal]
 
     @property
     def _slurm(self) -> SLURMEnvironment | None:
@@ -109,7 +110,7 @@ class StopController:
         self._stopping.end()
         self._stopping = None
         received = self._signals.received
-        is_due = received == signal.SIGTERM if has_failed else self._trainer.state.status != TrainerStatus.INTERRUPTED
+        is_due = received in _ENDS_FAILED if has_failed else self._trainer.state.status != TrainerStatus.INTERRUPTED
         if received is not None and is_due and not self._signals.has_passed_on:
             os.kill(os.getpid(), received)  # too late for any stop point: pass it to the current handler
 

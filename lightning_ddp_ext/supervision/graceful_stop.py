@@ -42,6 +42,7 @@ class StopRequest:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
 
 
+OnRequest = Callable[[StopRequest], object]
 # The numbers of stop points that a rank has passed, of evaluation steps started since, and of steps in that evaluation.
 Position = tuple[int, int, int]
 
@@ -63,6 +64,10 @@ def next_common(positions: Sequence[Position]) -> tuple[int, int]:
     return (points, steps + 1) if steps < shortest else (points + 1, 0)
 
 
+def _ignore(request: StopRequest) -> None:
+    pass
+
+
 class GracefulStop:
     """This rank's part in stopping together; one per process, since counts continue across Trainers.
 
@@ -82,7 +87,7 @@ class GracefulStop:
         self._target: tuple[int, int] | None = None
         self._replies = Replies()
         self._seconds = 0.0  # from the first signal to the deadline
-        self._on_request: Callable[[StopRequest], object] = lambda request: None
+        self._on_request: OnRequest = _ignore
         self._limit = Limit("ddpx-stop-deadline")
         self._everyone = range(len(context.table))
         self._remote = RemoteCalls(
@@ -95,7 +100,7 @@ class GracefulStop:
         self._limit_stop(request)
         self._remote.call([0], "accept", asdict(request))
 
-    def start(self, deadline: timedelta, on_request: Callable[[StopRequest], object] = lambda request: None) -> None:
+    def start(self, deadline: timedelta, on_request: OnRequest | None = None) -> None:
         """Handle requests from now on, since the ranks have begun a job that has stop points.
 
         Args:
@@ -108,7 +113,7 @@ class GracefulStop:
             self._position = (self._job << 32, 0, 0)  # after an exception, the ranks' counts may differ
             self.is_active = True
             self._seconds = deadline.total_seconds()
-            self._on_request = on_request
+            self._on_request = on_request or _ignore
             if self._request is not None:  # a rank that started before this one sent it
                 self._limit_stop(self._request)
                 self._start_agreement(self._request)
@@ -117,6 +122,7 @@ class GracefulStop:
         """Ignore requests from now on, since the ranks have stopped or passed the last stop point."""
         with self._peers.arrived:
             self.is_active = False
+            self._on_request = _ignore  # this object outlives the Trainer
             if self._request is None or self._is_over(self._request.job):
                 self._request, self._target, self._is_pausing = None, None, False
         self._limit.lift()

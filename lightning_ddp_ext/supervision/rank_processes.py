@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
+from lightning_ddp_ext.at_exit import set_exit_status
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals, has_handler
+from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals, status_of, without_handler
 
 # Seconds in which the other ranks may exit after the first failure, before those that are not saving are stopped.
 _END_WITHIN = 5.0
@@ -54,9 +55,19 @@ class ChildScripts:
                 )
         return None
 
-    def wait(self) -> None:
-        """Wait for the children for a limited time, which is shorter after an exception."""
-        failed = getattr(sys, "last_value", None) is not None
+    def wait_at_exit(self) -> None:
+        """Wait for the children, and have this process exit with the status of one that failed."""
+        status = self.wait()
+        if status != 0 and not _has_raised():  # otherwise this process has a status of its own
+            set_exit_status(status)
+
+    def wait(self) -> int:
+        """Wait for the children for a limited time, which is shorter after an exception.
+
+        Returns:
+            The status of the first child that failed, as shells write it, or 0.
+        """
+        failed = _has_raised()
         with suppress(KeyboardInterrupt):
             alive = self._alive_after(_END_WITHIN if failed else self.notice_after)
             if alive and failed:
@@ -72,6 +83,19 @@ class ChildScripts:
         for child in self.children:
             if child.poll() is None:
                 child.kill()
+        return self._status_of_failure()
+
+    def _status_of_failure(self) -> int:
+        """Return the status of the first child that failed, and name it unless a signal stopped all ranks."""
+        for local_rank, child in enumerate(self.children, start=1):
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_END_WITHIN)  # one that was killed may still be in the kernel
+            status = -signal.SIGKILL if child.returncode is None else child.returncode
+            if status != 0:
+                if status not in STOP_STATUSES:
+                    sys.stderr.write(f"local rank {local_rank} (pid {child.pid}) {_in_words(status)}\n")
+                return status if status > 0 else status_of(-status)
+        return 0
 
     def _alive_after(self, seconds: float) -> list[str]:
         moment = time.monotonic() + seconds
@@ -84,6 +108,11 @@ class ChildScripts:
             for local_rank, child in enumerate(self.children, start=1)
             if child.poll() is None
         ]
+
+
+def _has_raised() -> bool:
+    """Whether an exception other than ``SystemExit`` ends this process."""
+    return getattr(sys, "last_value", None) is not None
 
 
 _started: ChildScripts | None = None
@@ -125,7 +154,7 @@ class RankProcesses:
             Exception: the exception of the first process that failed; a ``RankFailedError`` if it left none.
         """
         signals = StopSignals(self._pass_on)
-        signals.install(signal.SIGTERM, *([] if has_handler(signal.SIGUSR1) else [signal.SIGUSR1]))
+        signals.install(signal.SIGTERM, *without_handler(signal.SIGHUP, signal.SIGUSR1))
         late: list[int] = []
         try:
             self._wait_for_an_end()

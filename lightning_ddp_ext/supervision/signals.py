@@ -134,13 +134,18 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def has_handler(signum: signal.Signals) -> bool:
-    """Whether a signal has a handler: a Python function, or C code such as ``faulthandler``'s."""
+    """Whether a signal is ignored or has a handler: a Python function, or C code such as ``faulthandler``'s."""
     if signal.getsignal(signum) is not signal.SIG_DFL:
         return True
     # Python does not report handlers in C, but the kernel lists them.
     status = Path("/proc/self/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+
+
+def without_handler(*signals: signal.Signals) -> list[signal.Signals]:
+    """Return those of the signals that would end this process: neither handled nor ignored, as by ``nohup``."""
+    return [each for each in signals if not has_handler(each)]
 
 
 class _Deferral:

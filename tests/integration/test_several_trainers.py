@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,13 +18,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext import DDPExtStrategy
+from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.harness.training import Kind, Net, assert_same, make_strategy, make_trainer, on_both, stock_group, weights
+from tests.harness.training import (
+    At,
+    Kind,
+    Net,
+    assert_same,
+    make_strategy,
+    make_trainer,
+    on_both,
+    stock_group,
+    weights,
+)
 from tests.supervision.model import BoomError, Fault, boom
 
 BY_HAND = by_hand_env(2)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def timeout_of_collectives() -> float:
@@ -95,6 +113,39 @@ def test_groups_formed_one_after_another_free_their_sockets_and_threads(is_destr
     """A script may destroy the group after each fit, or alternate between network interfaces."""
     for found in run_ranks(resources_of_trainers, 2, tmp_path, env=BY_HAND, is_destroyed=is_destroyed):
         assert found[1:] == [found[1]] * 4
+
+
+def objects_of_run(directory: Path, end: Callable[[], object]) -> dict[str, weakref.ref[Any]]:
+    """Return references to what a run used, which ends in its second step as ``end`` does."""
+    strategy = make_strategy("ours", directory, checkpoint_io=RankZeroCheckpointIO(background=True))
+    callbacks = [At("on_train_batch_start", lambda _: end(), earlier=1), HangWatchdog(600)]
+    options = {"enable_checkpointing": True, "default_root_dir": directory}
+    trainer = make_trainer(strategy, callbacks=callbacks, **options)
+    model = Net()
+    with suppress(BoomError, SystemExit):
+        trainer.fit(model)
+    used = {
+        "Trainer": trainer,
+        "strategy": strategy,
+        "module": model,
+        "optimiser": trainer.optimizers[0],
+        "loader": trainer.train_dataloader,
+        "validation loader": trainer.val_dataloaders,
+    }
+    return {name: weakref.ref(each) for name, each in used.items() if each is not None}
+
+
+def left_after_run(rank: int, world_size: int, directory: Path, end: Callable[[], object]) -> list[str]:
+    used = objects_of_run(directory, end)
+    assert {"Trainer", "strategy", "module", "optimiser", "loader"} <= set(used)
+    gc.collect()
+    return [name for name, reference in used.items() if reference() is not None]
+
+
+@pytest.mark.parametrize("end", [int, boom, stop], ids=["finished", "failed", "stopped"])
+def test_a_run_that_ended_holds_no_memory(end: Callable[[], object], tmp_path: Path) -> None:
+    """What a run used is freed with the script's last reference to it, before the next run."""
+    assert run_ranks(left_after_run, 2, tmp_path, end, env=BY_HAND) == [[], []]
 
 
 def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path) -> None:

@@ -171,6 +171,9 @@ def test_workers_leave_the_signal_of_a_group_to_their_rank(context: str, tmp_pat
     assert run_ranks(signalled_in_groups, 2, tmp_path, context, env=by_hand_env(2)) == [expected] * 2
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
 def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
     """Return the ends of runs by signal, with and without a user's handler, and whether handlers are restored."""
     found: list[Any] = []
@@ -178,7 +181,7 @@ def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
     def users(number: int, frame: Any) -> None:
         found.append(number)
 
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for signum in SIGNALS:
         before = signal.getsignal(signum)
         for handler in (before, users):
             signal.signal(signum, handler)
@@ -189,11 +192,12 @@ def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_each_signal_ends_with_its_status_and_is_passed_on(tmp_path: Path) -> None:
-    """The user's earlier handler is called, and restored afterwards; SIGUSR1 reaches only the user's handler."""
+    """The user's earlier handler is called, and restored afterwards; SIGUSR1 and SIGHUP reach only that handler."""
     expected: list[Any] = []
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for signum in SIGNALS:
         stopped = (128 + signum, ["last-preempted.ckpt"], True)
-        expected += [stopped, signum, (None, [], True) if signum == signal.SIGUSR1 else stopped]
+        is_left_to_user = signum in (signal.SIGUSR1, signal.SIGHUP)
+        expected += [stopped, signum, (None, [], True) if is_left_to_user else stopped]
     first, second = run_ranks(by_each_signal, 2, tmp_path, env=by_hand_env(2))
     assert second == expected
     assert first == [each for each in expected if not isinstance(each, int)]
@@ -208,6 +212,9 @@ def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a shell runs in the background
     ends.append(run(rank, directory, "ignored", signum=signal.SIGINT))
     assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    ends.append(run(rank, directory, "nohup", signum=signal.SIGHUP))
+    assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
     faulthandler.register(signal.SIGUSR1)
     ends.append(run(rank, directory, "stacks", signum=signal.SIGUSR1))
     faulthandler.unregister(signal.SIGUSR1)
@@ -216,11 +223,11 @@ def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 def test_signals_with_other_handlers(tmp_path: Path) -> None:
     """Ours act beside another loop's wake-up descriptor and after a nested run; the user's handlers are kept."""
-    for woken, nested, ignored, stacks in run_ranks(beside_others, 2, tmp_path, env=by_hand_env(2)):
+    for woken, nested, ignored, nohup, stacks in run_ranks(beside_others, 2, tmp_path, env=by_hand_env(2)):
         assert woken[:2] == nested[:2] == (143, ["last-preempted.ckpt"])
         assert woken[2] in range(2, 6)
         assert nested[2] in range(2, 6)
-        assert ignored == stacks == (None, [], 6)
+        assert ignored == nohup == stacks == (None, [], 6)
 
 
 def signalled_after_a_run(rank: int, world_size: int, directory: Path) -> None:

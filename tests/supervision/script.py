@@ -1,11 +1,12 @@
 """A training script, ``script.py STRATEGY [WHAT ...]``; each rank prints at its start and in its third step.
 
 It says that it begins before anything is imported. Rank 1 then ``stays`` there, or ``lingers`` after the
-training; ``endless`` has all train for ever.
+training, or ``raises`` or ``dies`` there; ``endless`` has all train for ever.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import re
@@ -45,9 +46,13 @@ def main(strategy: str, *what: str) -> None:
     faults = [model.Fault("on_train_batch_start", announce_third_step, earlier=2)]
     max_epochs = -1 if "endless" in what else 1
     trainer = model.make_trainer(2, strategy, *faults, max_epochs=max_epochs, limit_val_batches=0)
+    atexit.register(print, "exit handlers ran")  # buffered, and registered before ours
     trainer.fit(Net())
     if "lingers" in what and trainer.global_rank == 1:
         model.wait_for_another_ranks_end()
+    if trainer.global_rank == 1:
+        for each in {"raises", "dies"}.intersection(what):
+            {"raises": model.boom, "dies": model.die}[each]()
     print_line(f"rank {trainer.global_rank} is at the end")
 
 

@@ -23,7 +23,7 @@ import pytest
 from lightning_ddp_ext.supervision.rank_processes import ChildScripts
 from tests.harness.processes import MARK, marked, name_of, wait_until_exited
 from tests.harness.ranks import Environment, RankProcesses
-from tests.harness.scripts import be_the_script
+from tests.harness.scripts import be_the_script, run_script
 from tests.supervision.model import who
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
@@ -114,12 +114,25 @@ def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> N
     assert f"process group: gloo, 2 ranks, file://{tmp_path}/store" in done.output
 
 
+@pytest.mark.parametrize(
+    ("end", "status", "verdict"),
+    [("raises", 1, "exited with status 1"), ("dies", 137, "was killed by SIGKILL")],
+)
+def test_a_script_fails_with_a_rank_that_it_started(end: str, status: int, verdict: str) -> None:
+    """Its exit handlers still run, although rank 1 fails after ``fit`` and rank 0 does not."""
+    done = run_script(SCRIPT, "ddp_ext", end)
+    assert done.exit_code == status, done.output
+    assert re.search(rf"^local rank 1 \(pid \d+\) {verdict}$", done.output, re.MULTILINE), done.output
+    handlers_of_rank_one = 1 if end == "raises" else 0
+    assert done.output.count("exit handlers ran\n") == 1 + handlers_of_rank_one, done.output
+
+
 def test_a_child_that_is_stuck_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A finished script names the rank that it waits for, and kills it after the time limit."""
     monkeypatch.delattr(sys, "last_value", raising=False)  # of another test that has failed
     with subprocess.Popen(["sleep", "99"]) as child:
-        ChildScripts([child], at_most=0.1, notice_after=0.1).wait()
+        assert ChildScripts([child], at_most=0.1, notice_after=0.1).wait() == 137
     assert child.returncode == -signal.SIGKILL
     assert f"waiting for local rank 1 (pid {child.pid}) to exit" in capsys.readouterr().err
