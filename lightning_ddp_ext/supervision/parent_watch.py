@@ -6,7 +6,9 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from lightning_ddp_ext.at_exit import exit_now, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -26,15 +28,28 @@ _parent = os.getppid()
 _watched: set[int] = set()
 
 
+def _record_parent() -> None:
+    global _parent
+    _parent = os.getppid()
+
+
+os.register_at_fork(after_in_child=_record_parent)
+
+
 def watch_launcher(pid: int) -> None:
-    """Exit some seconds after process ``pid`` exits, or after this call if it is not running, as with ``pid`` 0.
+    """Exit some seconds after process ``pid`` exits, or after this call if it is not running.
 
     A second call for the same process does nothing.
     """
+    _watch(pid, partial(_wait_for_exit, pid))
+
+
+def _watch(pid: int, wait_for_exit: Callable[[], None]) -> None:
     if pid not in _watched:
         _watched.add(pid)
         _refuse_parent_death_signal()
-        threading.Thread(target=_end_after, args=[pid], name="ddpx-launcher", daemon=True).start()
+        arguments = [pid, wait_for_exit]
+        threading.Thread(target=_end_after, args=arguments, name="ddpx-launcher", daemon=True).start()
 
 
 def _refuse_parent_death_signal() -> None:
@@ -50,34 +65,38 @@ def watch_own_launcher() -> None:
 
 
 def watch_parent() -> None:
-    """Exit soon after the parent process exits, for launchers that the environment does not name."""
-    is_orphan = _parent == 1 and not _is_python(1)
-    watch_launcher(0 if is_orphan else _parent)
+    """Exit soon after the parent process exits, for launchers that the environment does not name.
+
+    Parent 0 is outside of this container. Process 1 has either adopted this orphan or is the first process of a
+    container, which ends with it. In doubt, this process continues.
+    """
+    if _parent > 1:
+        _watch(_parent, _wait_for_adoption)
 
 
-def _is_python(pid: int) -> bool:
-    """Whether a process may be a launcher. In a container, process 1 may be one, but also adopts orphans."""
-    import psutil
-
-    try:
-        return any("python" in word for word in psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return True
+def _wait_for_adoption() -> None:
+    """Wait until this process gets another parent because its own exited; ``/proc`` may not show that one."""
+    while os.getppid() == _parent:
+        time.sleep(_LOOK_EVERY)
 
 
-def _end_after(pid: int) -> None:
+def _wait_for_exit(pid: int) -> None:
     import psutil  # importing it takes 6 ms, and only ranks with a launcher need it
 
     with suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(pid)
         while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
             time.sleep(_LOOK_EVERY)
+
+
+def _end_after(pid: int, wait_for_exit: Callable[[], None]) -> None:
+    wait_for_exit()
     with suppress(KeyError, OSError):  # a killed rank 0 leaves the file behind
         os.unlink(os.environ[PRIVATE_FILE])
     time.sleep(_GRACE)
     if wait_for_delays():
         time.sleep(_GRACE)
-    sentence = f"the launcher of this process{f' (pid {pid})' if pid else ''} exited, so this process exits"
+    sentence = f"the launcher of this process (pid {pid}) exited, so this process exits"
     context = current()
     if context is not None:
         event = context.peers.cause_or_departure

@@ -21,6 +21,8 @@ from pathlib import Path
 import pytest
 
 from lightning_ddp_ext.supervision.rank_processes import ChildScripts
+from tests.harness.environment import skip_because
+from tests.harness.network import why_unavailable
 from tests.harness.processes import MARK, marked, name_of, wait_until_exited
 from tests.harness.ranks import Environment, RankProcesses
 from tests.harness.scripts import be_the_script, run_script
@@ -89,6 +91,28 @@ def test_a_rank_that_is_orphaned_while_it_starts_ends() -> None:
     with train() as script:
         wait_for_rank_one(script)
         script.kill(0)
+
+
+WATCHES = """
+    import threading
+
+    from lightning_ddp_ext.supervision import parent_watch
+
+    parent_watch.watch_parent()
+    for thread in threading.enumerate():
+        if thread.name == "ddpx-launcher":
+            thread.join(2 * parent_watch._GRACE)
+    print("still runs")
+"""
+SHELL = ("sh", "-c", '"$@"; exit $?', "sh")
+
+
+@pytest.mark.parametrize("shells", [(), SHELL], ids=["outside", "first"])
+def test_a_parent_that_cannot_be_seen_has_not_exited(shells: tuple[str, ...]) -> None:
+    """A rank runs on as the first process of a container, or below a shell that is the first process."""
+    skip_because(why_unavailable())
+    done = run_script(WATCHES, launcher=("unshare", "--pid", "--fork", *shells, "python"))
+    assert done.output.splitlines()[-1:] == ["still runs"], done.output
 
 
 @pytest.mark.nightly
