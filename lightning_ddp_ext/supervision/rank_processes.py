@@ -58,7 +58,7 @@ class ChildScripts:
     def wait_at_exit(self) -> None:
         """Wait for the children, and have this process exit with the status of one that failed."""
         status = self.wait()
-        if status != 0 and not _has_raised():  # otherwise this process has a status of its own
+        if status != 0 and not _has_raised():  # otherwise Python sets a status
             set_exit_status(status)
 
     def wait(self) -> int:
