@@ -58,14 +58,14 @@ class ChildScripts:
     def wait_at_exit(self) -> None:
         """Wait for the children, and have this process exit with the status of one that failed."""
         status = self.wait()
-        if status != 0 and not _has_raised():  # otherwise this process has a status of its own
+        if status != 0:
             set_exit_status(status)
 
     def wait(self) -> int:
         """Wait for the children for a limited time, which is shorter after an exception.
 
         Returns:
-            The status of the first child that failed, as shells write it, or 0.
+            The status of the first child that failed, as shells write it; 0 after an exception, which has set another.
         """
         failed = _has_raised()
         with suppress(KeyboardInterrupt):
@@ -83,7 +83,7 @@ class ChildScripts:
         for child in self.children:
             if child.poll() is None:
                 child.kill()
-        return self._status_of_failure()
+        return 0 if failed else self._status_of_failure()
 
     def _status_of_failure(self) -> int:
         """Return the status of the first child that failed, and name it unless a signal stopped all ranks."""
