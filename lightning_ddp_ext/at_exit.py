@@ -44,7 +44,7 @@ def at_exit(action: Callable[[], None]) -> None:
 def set_exit_status(status: int) -> None:
     """Have this process exit with ``status`` after all other exit handlers; for an exit handler."""
     # HACK: Python ignores what its exit handlers raise, and ``os._exit`` would skip those that are left. This handler
-    # of the C library calls ``exit`` again, which makes glibc run the remaining handlers and use the new status.
+    # of the C library calls ``exit`` again, with which glibc runs the remaining handlers and uses the new status.
     libc = ctypes.CDLL(None)
     libc["__cxa_atexit"](libc.exit, ctypes.c_void_p(status), None)
 

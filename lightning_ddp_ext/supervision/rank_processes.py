@@ -57,14 +57,16 @@ class ChildScripts:
 
     def wait_at_exit(self) -> None:
         """Wait for the children, and have this process exit with the status of one that failed."""
-        self.wait()
-        if not _has_raised():  # otherwise Python sets a status, and prints the reason
-            status = self._status_of_failure()
-            if status != 0:
-                set_exit_status(status)
+        status = self.wait()
+        if status != 0:
+            set_exit_status(status)
 
-    def wait(self) -> None:
-        """Wait for the children for a limited time, which is shorter after an exception."""
+    def wait(self) -> int:
+        """Wait for the children for a limited time, which is shorter after an exception.
+
+        Returns:
+            The status of the first child that failed, as shells write it; 0 after an exception, which has set another.
+        """
         failed = _has_raised()
         with suppress(KeyboardInterrupt):
             alive = self._alive_after(_END_WITHIN if failed else self.notice_after)
@@ -81,12 +83,10 @@ class ChildScripts:
         for child in self.children:
             if child.poll() is None:
                 child.kill()
+        return 0 if failed else self._status_of_failure()
 
     def _status_of_failure(self) -> int:
-        """Return the status of the first child that failed, as shells write it, or 0.
-
-        Name that child, unless a signal stopped all ranks.
-        """
+        """Return the status of the first child that failed, and name it unless a signal stopped all ranks."""
         for local_rank, child in enumerate(self.children, start=1):
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_END_WITHIN)  # one that was killed may still be in the kernel

@@ -114,6 +114,7 @@ def _call(rank: int, world_size: int, call: bytes) -> int:
         return status
     except BaseException as error:
         _send("error", RankError.of(error))
+        sys.last_value = error  # as Python does
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
