@@ -112,7 +112,8 @@ def resources_of_trainers(rank: int, world_size: int, directory: Path, *, is_des
 def test_groups_formed_one_after_another_free_their_sockets_and_threads(is_destroyed: bool, tmp_path: Path) -> None:
     """A script may destroy the group after each fit, or alternate between network interfaces."""
     for found in run_ranks(resources_of_trainers, 2, tmp_path, env=BY_HAND, is_destroyed=is_destroyed):
-        assert found[1:] == [found[1]] * 4
+        # A thread that looks for deadlocks may be reading at that moment; a leak adds some for each group.
+        assert all(last <= first + 1 for first, last in zip(found[1], found[4], strict=True)), found
 
 
 def objects_of_run(directory: Path, end: Callable[[], object]) -> dict[str, weakref.ref[Any]]:
