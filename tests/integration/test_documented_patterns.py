@@ -150,6 +150,36 @@ class WithClosure(ByHand):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
+class SchedulesEveryFew(ByHand):
+    """Steps the scheduler after every third batch, and logs within inference mode."""
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        super().training_step(batch, index)
+        if (index + 1) % 3 == 0:
+            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+        with torch.inference_mode():
+            self.log("spread", self(batch[0]).std(), sync_dist=True)
+
+
+class CollectsDictionaries(Net):
+    """Collects dictionaries in the test and gathers them together, as older versions' ``test_epoch_end`` did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.test_outputs: list[dict[str, Tensor]] = []
+        self.seen: Seen = {}
+
+    def test_step(self, batch: Batch, index: int) -> None:
+        super().test_step(batch, index)
+        self.test_outputs.append({"predicted": self(batch[0]), "target": batch[1]})
+
+    def on_test_epoch_end(self) -> None:
+        joined = {name: torch.cat([each[name] for each in self.test_outputs]) for name in self.test_outputs[0]}
+        everywhere: Any = self.all_gather(joined)
+        self.seen |= everywhere
+        self.log("worst", (everywhere["predicted"] - everywhere["target"]).abs().max(), rank_zero_only=True)
+
+
 class Reads(L.Callback):
     """Reads the metrics after each step and each evaluation, as loggers and progress bars do."""
 
@@ -182,7 +212,10 @@ def fit_and_test(kind: Kind, directory: Path, models: list[type[Net]], options: 
 
 def test_evaluation_and_manual_optimisation_as_documented(tmp_path: Path) -> None:
     """Weights, gathered outputs and every value that is read are stock's to the last bit."""
-    models = [CollectsOutputs, SeveralLoaders, ByHand, Accumulates, FollowsTheLoss, Net]
+    models = [
+        *(CollectsOutputs, CollectsDictionaries, SeveralLoaders, Net),
+        *(ByHand, Accumulates, FollowsTheLoss, SchedulesEveryFew),
+    ]
     for ours, stock in zip(*on_both(fit_and_test, tmp_path, models, {}), strict=True):
         for model_class, mine, expected in zip(models, ours, stock, strict=True):
             try:

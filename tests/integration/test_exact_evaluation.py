@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import isfinite
@@ -333,18 +334,38 @@ class Whole(BatchSampler):
         return len(self.sampler) // self.batch_size  # type: ignore[arg-type]
 
 
+class Counts(Metric):
+    """Counts labels in a counter beside its state."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0), "sum")
+        self.seen: Counter[int] = Counter()
+
+    def update(self, labels: Tensor) -> None:
+        self.seen.update(labels.tolist())
+        self.total += len(labels)
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
 class Shaped(L.LightningModule):
     """Has a metric that takes its shape from data, and logs what it has reduced itself and what one process counts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.variance, self.sums = ExplainedVariance(), InPlace()
+        self.variance, self.sums, self.counts = ExplainedVariance(), InPlace(), Counts()
 
     def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
         x = batch["x"].repeat(2, 1).T
         self.variance.update(x, x.square())
         self.sums.update(x)
+        self.counts.update(batch["label"])
         self.log("sums", self.sums)
+        self.log("counts", self.counts)
         self.log("gathered", self.all_gather(x.mean()).mean())  # type: ignore[union-attr]
 
     def on_validation_epoch_end(self) -> None:
@@ -360,6 +381,7 @@ def test_metrics_of_any_shape_and_values_that_users_reduce(tmp_path: Path) -> No
     """A rank that only repeats a sample takes part in all reductions, and a value that a step gathered stays."""
     first, second = run_ranks(reduce_otherwise, 2, tmp_path, env=by_hand_env(2))
     assert first == second
+    assert first[1][0]["counts"] == 1
 
 
 class Pulls(Measured):
