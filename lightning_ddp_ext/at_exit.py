@@ -92,7 +92,7 @@ def wait_for_delays() -> bool:
     return longest > 0
 
 
-class Limit:
+class ForcedExit:
     """A countdown in a thread called ``name``, after which this process exits unless the countdown is lifted."""
 
     def __init__(self, name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.supervision.checksum import checksum
+from lightning_ddp_ext.checksum import checksum
 
 
 class FixedValues:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.supervision.checksum import checksum
+from lightning_ddp_ext.checksum import checksum
 
 _COMPARED_AT_FIRST = 2  # steps: a momentum encoder that equals its source changes in the second
 _SHARE = 0.01  # of the time that comparing contents takes after these steps

@@ -20,14 +20,13 @@ from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, choose
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
-from lightning_ddp_ext.rendezvous.process_context import current, join
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
-from lightning_ddp_ext.supervision.common_end import CommonEnd
 from lightning_ddp_ext.supervision.debugger import wait_for_debugger, without_limits
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from lightning_ddp_ext.supervision.parent_watch import PRIVATE_FILE, watch_parent
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
-from lightning_ddp_ext.supervision.survey import Survey
+from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.version import __version__
 from lightning_ddp_ext.world import World
 
@@ -50,7 +49,7 @@ HEARTBEAT_TIMEOUT = timedelta(seconds=30)
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Rendezvous:
+class ConnectionSettings:
     """Where and how the ranks of a strategy connect; for the arguments see ``DDPExtStrategy``.
 
     Attributes:
@@ -96,11 +95,9 @@ class Rendezvous:
             watch_parent()  # torchrun's agent; other launchers stop their ranks themselves
         is_first = current() is None
         request = self._request(strategy)
-        context = join(request if debugged is None else without_limits(request))
-        if context is not None:
+        session = start_session(request if debugged is None else without_limits(request))
+        if session is not None:
             install_excepthook()
-            context.component(Survey).watch()  # from now on, these two reply to other ranks
-            context.component(CommonEnd)
             if is_first:
                 size, where = request.world.world_size, request.init_method
                 rank_zero_info(f"process group: {request.backend}, {size} rank{'s' * (size > 1)}, {where}")

@@ -91,7 +91,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         scripts = ChildScripts(list(self.procs), variables, save_within=deadline, **limit)
         record_started(scripts)
         # Exit handlers run in reverse order, so this one precedes the removal of files.
-        atexit.register(scripts.wait_at_exit)
+        atexit.register(scripts.join_at_exit)
 
 
 class ProcessesLauncher(MultiProcessingLauncher):

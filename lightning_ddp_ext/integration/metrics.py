@@ -24,9 +24,8 @@ from lightning_ddp_ext.reductions.batched import (
     Value,
     reduce_common,
 )
-from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
-from lightning_ddp_ext.supervision.survey import Survey
+from lightning_ddp_ext.supervision.session import current_session
 
 from .compat import is_computing_epoch, result_reduced_by, results_of
 from .named_calls import report_step
@@ -178,12 +177,13 @@ class LoggedValues:
 
     def _reduce(self, values: list[Value], *, is_last: bool) -> Reduced:
         """Wait until all ranks reduce logged values, unless that is expected, and reduce them. Collective."""
-        context = current()
+        session = current_session()
         device: torch.device = self._strategy.root_device
         group = None
-        if context is not None:
+        if session is not None:
+            context = session.context
             if not self._is_expected:
-                check = context.component(Survey).check_that_all_answer  # detects a stopped process before the timeout
+                check = session.survey.check_that_all_answer  # detects a stopped process before the timeout
                 what = f"the reduction of {listed(dict.fromkeys(map(str, values)))}"
                 context.barriers.enter(what, call_site(), name="a reduction of logged values", check=check)
             if is_gloo(device):  # other code's collectives must not mix with these
@@ -191,8 +191,8 @@ class LoggedValues:
         wire = torch.device("cpu") if is_gloo(device) else device
         idle_ranks = self._strategy.data.idle_ranks
         reduced = reduce_common(values, is_last=is_last, device=wire, group=group, idle_ranks=idle_ranks)
-        if context is not None and context.peers.cause is not None:
-            raise context.peers.cause.to_error()  # an aborted collective of NCCL returns arbitrary numbers
+        if session is not None and session.context.peers.cause is not None:
+            raise session.context.peers.cause.to_error()  # an aborted collective of NCCL returns arbitrary numbers
         return reduced
 
     def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:

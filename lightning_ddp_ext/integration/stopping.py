@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.checksum import checksum
 from lightning_ddp_ext.rendezvous.run import Run, current_run
-from lightning_ddp_ext.supervision.checksum import checksum
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
+from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.signals import StopSignals, status_of, without_handler
 
 from .checkpoints import Checkpoints
@@ -72,16 +72,18 @@ class StopController:
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Handle signals for a run of this Trainer; in a process group that we did not create, Lightning does."""
-        context, self.stopped, self._trainer = current(), None, trainer
+        session = current_session()
+        self.stopped = None
+        self._trainer = trainer
         self.run = current_run() or Run(is_outermost=False)
-        if context is None:
+        if session is None:
             return
         self._has_trained, self._weights = False, None
         replaced.leave_signals_to_us(trainer)
         if not self.run.is_outermost:
             return  # the group was set up by hand, or this Trainer runs in a hook of another one, which handles stops
         self.detach()  # an earlier run may not have been torn down
-        self._stopping = context.component(GracefulStop)
+        self._stopping = session.stops
         self._stopping.start(self.deadline, self._acknowledge)
         of_terminal = (signal.SIGINT, *without_handler(signal.SIGHUP))
         self._signals.install(signal.SIGTERM, *of_terminal, *self._time_limit_signals)

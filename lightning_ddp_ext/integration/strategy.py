@@ -26,7 +26,7 @@ from .data_path import DataPath, Order
 from .ddp import CommHook, GradientAveraging
 from .devices import RankDevicesStrategy
 from .environment import choose_environment, world_of
-from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
+from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, ConnectionSettings
 from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
 from .lightning_tree import ClusterEnvironment, pl, refuse_other_tree
@@ -165,7 +165,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self._rank_arguments = {"rank": rank, "world_size": world_size}
         read_world({}, **self._rank_arguments)  # raises if arguments contradict each other
         self.devices_per_rank = devices_per_rank
-        self.rendezvous = Rendezvous(
+        self.rendezvous = ConnectionSettings(
             init_method, init_timeout=init_timeout, heartbeat_timeout=heartbeat_timeout, nccl=nccl, interface=interface
         )
         self.stop_checkpoint = stop_checkpoint

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_ext.checksum import checksum
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, index_sampler_of, name_of
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import AHEAD, end_together
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.supervision.checksum import checksum
 
 from .compat import combined_loader_of, end_epoch_after, fetcher_of
 from .lightning_tree import rank_zero_warn

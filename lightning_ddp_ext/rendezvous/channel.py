@@ -65,7 +65,7 @@ class Channel:
 
     def connect(self, rank: int, connected: socket.socket) -> None:
         """Serve a connection to a rank, and close an earlier one to the same rank."""
-        self.run(self._open(connected, rank))
+        self.call(self._open(connected, rank))
 
     def accept(self, listener: socket.socket, admit: Admit) -> None:
         """Accept connections on ``listener``; ``admit`` receives a connection's messages until it is adopted."""
@@ -75,7 +75,7 @@ class Channel:
         self._start()
         asyncio.run_coroutine_threadsafe(self._accept(listener), self._loop)
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the serving thread, and return its result; for other threads."""
         self._start()
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

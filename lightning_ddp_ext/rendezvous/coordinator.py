@@ -9,17 +9,24 @@ from contextlib import suppress
 from dataclasses import asdict, astuple
 from functools import partial
 
+from torch.distributed import TCPStore
+
 from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
 from lightning_ddp_ext.rank_lists import listed, ranks_in_words
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import Address
+from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address
 from lightning_ddp_ext.rendezvous.handshake import Connections, error_in, gave_up_error, refusal_of
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, difference_between
-from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, is_loopback, own_addresses, without_scope
-from lightning_ddp_ext.rendezvous.store import host_store
+from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request, difference_between
+from lightning_ddp_ext.rendezvous.sockets import (
+    OpenedSockets,
+    host_of,
+    is_loopback,
+    listen,
+    own_addresses,
+    without_scope,
+)
 from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode, exchange
 
 _logger = rank_logger(__name__, ranks=0)
@@ -45,13 +52,13 @@ class Coordinator:
         _raise_limit_of_descriptors(hello.world_size)
         listener, self._address = self._listen()
         with OpenedSockets() as self._store_sockets:
-            self._store = host_store(listener.getsockname()[0])
+            self._store = _host_store(listener.getsockname()[0])
         channel.listen("handshake", self._handle_message)
         channel.on_closed(self._handle_exit)
         channel.accept(listener, self._admit)
         self._endpoint.publish(self._address)
 
-    def run(self) -> Connections:
+    def connect(self) -> Connections:
         """Wait until every rank has connected.
 
         Raises:
@@ -109,7 +116,7 @@ class Coordinator:
         for host in address.candidates(self._hello.info.network):
             try:
                 answering = exchange(host, address.port, "hello", hello)
-                reply = self._channel.run(asyncio.wait_for(answering, seconds))
+                reply = self._channel.call(asyncio.wait_for(answering, seconds))
             except (OSError, asyncio.TimeoutError):
                 continue
             if reply is not None and "refused" in reply:
@@ -231,4 +238,18 @@ def _too_late(hello: Hello, table: tuple[RankInfo, ...]) -> RendezvousError:
     return RendezvousError(
         f"another run of {len(table)} ranks is active at {hello.init_method} with {table[0]}, and {hello.info} of "
         f"{hello.world_size} cannot join it; stop that run, or choose another init_method for this one"
+    )
+
+
+def _host_store(bound_to: str) -> TCPStore:
+    """Open the server of a store. It starts a thread, so the process should not fork afterwards.
+
+    Args:
+        bound_to: the address of rank 0's control listener: a loopback address, or that of all interfaces.
+    """
+    listener = listen(bound_to, 0)
+    port = int(listener.getsockname()[1])
+    host = "127.0.0.1" if bound_to in ("::", "0.0.0.0") else bound_to  # a host may have IPv6 without ::1
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=STORE_OPERATION, master_listen_fd=listener.detach()
     )

@@ -17,22 +17,25 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 
 from torch.distributed import TCPStore
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import RendezvousError
+from lightning_ddp_ext.errors import DDPExtError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.sockets import listen, network_identity, own_addresses
-from lightning_ddp_ext.rendezvous.store import connect_store
 
 _logger = logging.getLogger(__name__)
 
 _LONGEST_ADDRESS = 1 << 16
+# The limit of one operation on an existing key of a store.
+STORE_OPERATION = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
@@ -206,3 +209,26 @@ def _address_in(content: bytes) -> Address | None:
         return Address(**{**values, "hosts": tuple(values["hosts"])})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def connect_store(host: str, port: int, deadline: Deadline, check: Callable[[], None] = lambda: None) -> TCPStore:
+    """Open a client of the store at ``host`` and ``port``.
+
+    The constructor of a client may ignore its timeout, for example if the server does not reply. It therefore runs in a
+    thread, and ``check`` may raise in the meantime.
+
+    Raises:
+        RendezvousError: the store could not be opened before the deadline.
+    """
+    client = partial(TCPStore, host, port, wait_for_workers=False, timeout=deadline.as_timedelta())
+    try:
+        store = deadline.bound(client, check=check)
+    except DDPExtError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise RendezvousError(
+            f"the store at {host}:{port} cannot be used ({reason}); look at the output of the process that hosts it"
+        ) from None
+    store.set_timeout(STORE_OPERATION)
+    return store

@@ -18,12 +18,10 @@ from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint
-from lightning_ddp_ext.rendezvous.peer_event import event_of
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
-from lightning_ddp_ext.rendezvous.request import Request
+from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint, connect_store
+from lightning_ddp_ext.rendezvous.peers import event_of
+from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, is_loopback, without_scope
-from lightning_ddp_ext.rendezvous.store import connect_store
 from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
 
@@ -59,7 +57,7 @@ class Handshake:
         self._published: Address | None = None
         self._host = self._where = self._own_address = ""
 
-    def run(self) -> Connections:
+    def connect(self) -> Connections:
         """Connect to rank 0, and wait until all ranks are connected.
 
         Raises:

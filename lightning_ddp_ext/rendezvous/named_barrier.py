@@ -18,8 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_ddp_ext.rank_lists import activities_in_words, listed
-from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
-from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure
+from lightning_ddp_ext.rendezvous.peers import PeerEvent, Peers, event_of
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 
 _LONGEST_TEXT = 500
@@ -67,18 +66,18 @@ class NamedBarriers:
         awaited: the call in which this rank is waiting for the others, if any.
     """
 
-    def __init__(self, peers: PeerFailure, timeout: Callable[[], timedelta]) -> None:
+    def __init__(self, peers: Peers, timeout: Callable[[], timedelta]) -> None:
         self._peers = peers
         self._timeout = timeout
         self._everyone = range(len(peers.table))
         self._waiting: dict[int, list[Call]] = {}
         self.awaited: Call | None = None
-        self.forget()
+        self.reset_counts()
         self._remote = RemoteCalls(
             peers, "barrier", record=self._record, open=self._open_barrier, overdue=self._report_overdue
         )
 
-    def forget(self) -> None:
+    def reset_counts(self) -> None:
         """Reset the counts of calls and steps; only on all ranks together, while none of them is in a call."""
         self._steps = self.made = self._open = 0
         self._waiting.clear()

@@ -1,16 +1,17 @@
 """Connect this process to the other ranks with :func:`join`; all its Trainers share the connections until exit.
 
-To turn a request into a process group, :func:`join` calls ``Coordinator.run`` on rank 0 and ``Handshake.run`` on every
-other rank, which both return the ``Connections``, and then ``ProcessGroups.form_default``.
+To turn a request into a process group, :func:`join` calls ``Coordinator.connect`` on rank 0 and
+``Handshake.connect`` on every other rank, which both return the ``Connections``, and then
+``ProcessGroups.form_default``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from enum import Enum
 
 import torch.distributed as dist
 from torch.distributed import HashStore
@@ -24,16 +25,20 @@ from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
-from lightning_ddp_ext.rendezvous.peer_event import event_of
-from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure
+from lightning_ddp_ext.rendezvous.peers import Peers, event_of
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, check_variables
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
-from lightning_ddp_ext.rendezvous.request import Request
+from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
 from lightning_ddp_ext.rendezvous.run import start_run
 
-T = TypeVar("T")
-
 _logger = rank_logger(__name__, ranks=0)  # for messages that are the same on all ranks
+
+
+class Reuse(Enum):
+    """What a further Trainer uses of an existing context."""
+
+    GROUPS = "the groups, with its own timeout"
+    CONNECTIONS = "the connections, over which the ranks form another default group"
+    NOTHING = "nothing: after a failure, or with another world size, the ranks connect again"
 
 
 class ProcessContext:
@@ -55,8 +60,9 @@ class ProcessContext:
         self.table = connections.table
         self._connections = connections
         self.groups = ProcessGroups(request, connections)
-        self._components: dict[object, Any] = {}
-        self.peers = PeerFailure(request.world.rank, connections, request.timeouts, self.groups.abort)
+        self.peers = Peers(
+            request.world.rank, connections.table, connections.channel, request.timeouts, self.groups.abort
+        )
         self.barriers = NamedBarriers(self.peers, lambda: self.groups.timeout)
 
     # Groups.
@@ -96,7 +102,7 @@ class ProcessContext:
 
     # Further Trainers.
 
-    def accept(self, request: Request) -> Request:
+    def adapted(self, request: Request) -> Request:
         """Return another Trainer's request, with the init method of the existing connections.
 
         Raises:
@@ -122,32 +128,13 @@ class ProcessContext:
             raise cause.to_error()
         return replace(request, init_method=first.init_method, endpoint=first.endpoint)
 
-    def serve(self, request: Request) -> bool:
-        """Adapt the groups to another Trainer's backend, variables and timeout.
-
-        Returns:
-            False if the Trainer has another world size, or after a failure.
-        """
-        is_same_size = len(self.table) == request.world.world_size
-        if not is_same_size or self.peers.cause is not None:
-            return False
+    def reuse_for(self, request: Request) -> Reuse:
+        """Return what a Trainer with an adapted request can use."""
+        if len(self.table) != request.world.world_size or self.peers.cause is not None:
+            return Reuse.NOTHING
         current = self.groups.request
         is_same_group = (request.backend, request.variables) == (current.backend, current.variables)
-        if not is_same_group or not dist.is_initialized():
-            self.groups.close(is_broken=False)
-            self.form_group(request, Deadline(request.init_timeout.total_seconds()))
-        else:
-            self.groups.set_timeout(request)
-        return True
-
-    # Components that use the channel.
-
-    def component(self, kind: Callable[[ProcessContext], T]) -> T:
-        """Return the single object of ``kind`` for this context."""
-        with self.peers.arrived:
-            if kind not in self._components:
-                self._components[kind] = kind(self)
-            return cast(T, self._components[kind])
+        return Reuse.GROUPS if is_same_group and dist.is_initialized() else Reuse.CONNECTIONS
 
     # Failure and close.
 
@@ -170,8 +157,7 @@ class ProcessContext:
         try:
             self.groups.close(is_broken=self.peers.cause is not None)
         finally:
-            self.groups.forget()
-            self._components.clear()
+            self.groups.release()
             self._connections.withdraw()
             self._connections.channel.close()
             self.peers.record_raised()
@@ -204,8 +190,14 @@ def join(request: Request) -> ProcessContext | None:
     """
     global _context
     if _context is not None:
-        request = _context.accept(request)
-        if _context.serve(request):
+        request = _context.adapted(request)
+        reuse = _context.reuse_for(request)
+        if reuse is Reuse.GROUPS:
+            _context.groups.set_timeout(request)
+            return _context
+        if reuse is Reuse.CONNECTIONS:
+            _context.groups.close(is_broken=False)
+            _context.form_group(request, Deadline(request.init_timeout.total_seconds()))
             return _context
         leave()
     if dist.is_initialized():
@@ -232,7 +224,7 @@ def connect(request: Request, deadline: Deadline) -> Connections:
     if world.world_size == 1:
         return Connections(channel, (hello.info,), HashStore())
     try:
-        return (Coordinator if world.is_rank_zero else Handshake)(request, hello, channel, deadline).run()
+        return (Coordinator if world.is_rank_zero else Handshake)(request, hello, channel, deadline).connect()
     except BaseException:
         channel.close(in_order=False)
         raise
@@ -261,14 +253,14 @@ def leave() -> None:
         _context = None
 
 
-def _forget() -> None:
+def _drop_in_child() -> None:
     """Drop the parent's context in a forked child, such as a loader worker."""
     global _context, _of_parent
     # Keep a reference: destroying a store joins threads, which only the parent has.
     _of_parent, _context = _context, None
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def _adopt_foreign_group(request: Request) -> None:

@@ -188,6 +188,6 @@ class ProcessGroups:
             os.environ.pop(name, None)
         self._variables.clear()
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Drop the last references to the closed groups."""
         self._kept.clear()

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
-from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure
+from lightning_ddp_ext.rendezvous.peers import Peers
 from lightning_ddp_ext.rendezvous.wire import Message
 
 
@@ -30,7 +30,7 @@ class RemoteCalls:
         functions: the functions, by name.
     """
 
-    def __init__(self, peers: PeerFailure, topic: str, **functions: Callable[..., Any]) -> None:
+    def __init__(self, peers: Peers, topic: str, **functions: Callable[..., Any]) -> None:
         self._peers = peers
         self._topic = topic
         self._functions = functions
@@ -46,7 +46,7 @@ class RemoteCalls:
         message = {"call": function, "arguments": arguments, "number": number}
         self._peers.channel.send(self._topic, message, ranks)
         if self._peers.rank in ranks:
-            self._record(replies, self._peers.rank, self._run(function, arguments))
+            self._record(replies, self._peers.rank, self._call(function, arguments))
         return replies
 
     def _handle_message(self, message: Message) -> None:
@@ -54,11 +54,11 @@ class RemoteCalls:
         if "call" not in message:
             self._record(self._awaited.get(number), sender, message["result"])
             return
-        result = self._run(message["call"], message["arguments"])
+        result = self._call(message["call"], message["arguments"])
         if result is not None:
             self._peers.channel.send(self._topic, {"result": result, "number": number}, [sender])
 
-    def _run(self, function: str, arguments: Collection[Any]) -> Any:
+    def _call(self, function: str, arguments: Collection[Any]) -> Any:
         with self._peers.arrived:
             result = self._functions[function](*arguments)
             self._peers.arrived.notify_all()

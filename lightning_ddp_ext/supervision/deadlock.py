@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ddp_ext.rank_lists import activities_in_words, grouped
-from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
+from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.supervision.diagnosis import Report
 from lightning_ddp_ext.supervision.flight import Flight
 

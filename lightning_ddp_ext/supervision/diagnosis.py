@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_ddp_ext.rank_lists import activities_in_words, listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.named_barrier import Call
-from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
-from lightning_ddp_ext.rendezvous.rank_table import RankInfo
+from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
+from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.flight import Flight
 
 

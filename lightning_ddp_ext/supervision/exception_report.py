@@ -17,7 +17,7 @@ from lightning_ddp_ext.errors import RankFailedError, RendezvousError
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.failure import explain
-from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
+from lightning_ddp_ext.supervision.session import current_session
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _behind: Hook | None = None  # the hook that ours replaced and calls
@@ -40,10 +40,12 @@ def install_excepthook() -> None:
 
 
 def _excepthook(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
-    context, print_as_before = current(), _behind or sys.__excepthook__
-    if context is None or isinstance(exception, RendezvousError):
+    session = current_session()
+    print_as_before = _behind or sys.__excepthook__
+    if session is None or isinstance(exception, RendezvousError):
         print_as_before(kind, exception, trace)
         return
+    context = session.context
     if not context.peers.has_raised:
         # An exception outside of Trainer calls also ends this rank, for which other ranks may be waiting.
         explanation: BaseException = explain(exception)
@@ -60,7 +62,7 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
         print_as_before(kind, exception, trace)
         sys.stderr.flush()
     if not (hasattr(sys, "ps1") or sys.flags.inspect):  # an interpreter with a prompt does not exit
-        context.component(GracefulStop).limit_exit()
+        session.stops.limit_exit()
 
 
 def _write_for_torchrun(exception: BaseException) -> None:

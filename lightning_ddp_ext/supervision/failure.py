@@ -13,13 +13,11 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.at_exit import print_in_time
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
-from lightning_ddp_ext.rendezvous.peer_event import PeerEvent
+from lightning_ddp_ext.rendezvous.peers import PeerEvent
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.run import current_run, start_run
 from lightning_ddp_ext.supervision.call_site import is_main_thread_in, is_users
-from lightning_ddp_ext.supervision.common_end import CommonEnd
-from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
-from lightning_ddp_ext.supervision.survey import Survey
+from lightning_ddp_ext.supervision.session import Session, current_session
 
 T = TypeVar("T")
 Rescue = Callable[[BaseException], object]
@@ -67,11 +65,9 @@ def supervised(
         except BaseException as exception:
             run.has_failed = True
             explanation = explain(exception, rescue, is_caught=True)
-            context = current()
-            if context is not None and run.is_outermost and context.component(GracefulStop).is_active:
-                context.component(GracefulStop).limit_exit(
-                    is_void=lambda: handler is not None and not is_main_thread_in(handler)
-                )
+            session = current_session()
+            if session is not None and run.is_outermost and session.stops.is_active:
+                session.stops.limit_exit(is_void=lambda: handler is not None and not is_main_thread_in(handler))
             if explanation is exception:
                 raise
             raise explanation from explanation.__cause__
@@ -93,10 +89,11 @@ def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *
 
     If the caller may catch it and every rank raises, it is not announced, so the groups stay intact.
     """
-    context = current()
-    if context is None or isinstance(exception, RendezvousError):
+    session = current_session()
+    if session is None or isinstance(exception, RendezvousError):
         return exception
-    origin, event = _origin_of(exception, context, is_caught)
+    context = session.context
+    origin, event = _origin_of(exception, session, is_caught)
     if origin is Origin.BROKEN:
         _print_replaced(exception, context)
     if event is not None:
@@ -111,22 +108,23 @@ def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *
 
 def _origin_of(
     exception: BaseException,
-    context: ProcessContext,
+    session: Session,
     is_caught: bool,
 ) -> tuple[Origin, PeerEvent | None]:
     """Return the origin and, if another rank broke a collective, that rank's event; this may take some seconds."""
     if isinstance(exception, RankFailedError):
         return Origin.NAMED, None
-    is_aborted = context.peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
+    peers = session.context.peers
+    is_aborted = peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
     event = None
     if may_be_echo(exception):
-        event = context.component(Survey).cause_of_broken_collective()
+        event = session.survey.cause_of_broken_collective()
     elif _is_raised_for_user(exception):
-        context.peers.wait(context.peers.timeouts.first_cause)
-        event = context.peers.cause
+        peers.wait(peers.timeouts.first_cause)
+        event = peers.cause
     if event is not None:
         return Origin.ABORTED if is_aborted else Origin.BROKEN, event
-    is_common = is_caught and context.component(CommonEnd).is_reached()
+    is_common = is_caught and session.exceptions.is_reached()
     return Origin.COMMON if is_common else Origin.OWN, None
 
 

@@ -18,13 +18,12 @@ from datetime import timedelta
 from signal import Signals
 from typing import Any
 
-from lightning_ddp_ext.at_exit import Limit
+from lightning_ddp_ext.at_exit import ForcedExit
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls, Replies
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.signals import status_of
-from lightning_ddp_ext.supervision.survey import Survey
 
 _AFTER_SAVES = 3.0  # seconds from a finished save to the exit, after the deadline
 
@@ -42,7 +41,7 @@ class StopRequest:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
 
 
-OnRequest = Callable[[StopRequest], object]
+Acknowledge = Callable[[StopRequest], object]
 # The numbers of stop points that a rank has passed, of evaluation steps started since, and of steps in that evaluation.
 Position = tuple[int, int, int]
 
@@ -71,11 +70,16 @@ def _ignore(request: StopRequest) -> None:
 class GracefulStop:
     """This rank's part in stopping together; one per process, since counts continue across Trainers.
 
+    Args:
+        context: the connections to the other ranks.
+        check_that_all_answer: raises if a rank does not reply.
+
     Attributes:
         is_active: whether a Trainer of this process handles requests.
     """
 
-    def __init__(self, context: ProcessContext) -> None:
+    def __init__(self, context: ProcessContext, check_that_all_answer: Callable[[], None]) -> None:
+        self._check_that_all_answer = check_that_all_answer
         self._context = context
         self._peers = context.peers
         self._rank = context.world.rank
@@ -87,33 +91,33 @@ class GracefulStop:
         self._target: tuple[int, int] | None = None
         self._replies = Replies()
         self._seconds = 0.0  # from the first signal to the deadline
-        self._on_request: OnRequest = _ignore
-        self._limit = Limit("ddpx-stop-deadline")
+        self._acknowledge: Acknowledge = _ignore
+        self._forced_exit = ForcedExit("ddpx-stop-deadline")
         self._everyone = range(len(context.table))
         self._remote = RemoteCalls(
-            context.peers, "stop", accept=self._accept, pause=self._pause, set_target=self._set_target
+            context.peers, "stop", handle_request=self._handle_request, pause=self._pause, set_target=self._set_target
         )
 
     def request_stop(self, signum: int) -> None:
         """Have all ranks stop; for any thread, but not for a signal handler. Further requests have no effect."""
         request = StopRequest(signum, self._rank, self._context.table[self._rank].host, self._job)
         self._limit_stop(request)
-        self._remote.call([0], "accept", asdict(request))
+        self._remote.call([0], "handle_request", asdict(request))
 
-    def start(self, deadline: timedelta, on_request: OnRequest | None = None) -> None:
+    def start(self, deadline: timedelta, acknowledge: Acknowledge | None = None) -> None:
         """Handle requests from now on, since the ranks have begun a job that has stop points.
 
         Args:
             deadline: the time from the first signal or an exception until ranks that are still running must exit.
-            on_request: called on rank 0 with the first request, in a thread.
+            acknowledge: called on rank 0 with the first request, in a thread.
         """
-        self._limit.lift()  # a run whose ``on_exception`` raised has skipped teardown
+        self._forced_exit.lift()  # a run whose ``on_exception`` raised has skipped teardown
         with self._peers.arrived:
             self._job += 1
             self._position = (self._job << 32, 0, 0)  # after an exception, the ranks' counts may differ
             self.is_active = True
             self._seconds = deadline.total_seconds()
-            self._on_request = on_request or _ignore
+            self._acknowledge = acknowledge or _ignore
             if self._request is not None:  # a rank that started before this one sent it
                 self._limit_stop(self._request)
                 self._start_agreement(self._request)
@@ -122,10 +126,10 @@ class GracefulStop:
         """Ignore requests from now on, since the ranks have stopped or passed the last stop point."""
         with self._peers.arrived:
             self.is_active = False
-            self._on_request = _ignore  # this object outlives the Trainer
+            self._acknowledge = _ignore  # this object outlives the Trainer
             if self._request is None or self._is_over(self._request.job):
                 self._request, self._target, self._is_pausing = None, None, False
-        self._limit.lift()
+        self._forced_exit.lift()
 
     # Stop points, in the main thread.
 
@@ -158,8 +162,7 @@ class GracefulStop:
         A rank sends its request before it enters the barrier, so all ranks pause before the barrier opens. A rank that
         is still in slow callbacks may be late, as long as it replies.
         """
-        check = self._context.component(Survey).check_that_all_answer
-        self._context.barriers.enter("the final stop check", check=check, is_patient=True)
+        self._context.barriers.enter("the final stop check", check=self._check_that_all_answer, is_patient=True)
         return self.at_point()
 
     def _decide(self, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
@@ -188,7 +191,7 @@ class GracefulStop:
         """Whether this rank has finished that job; a late message must not stop the next job."""
         return job < self._job or (job == self._job and not self.is_active)
 
-    def _accept(self, values: dict[str, Any]) -> None:
+    def _handle_request(self, values: dict[str, Any]) -> None:
         """Handle a request on rank 0: after the first one, pause all ranks as soon as rank 0 has started that job."""
         request = StopRequest(**values)
         if self._request is None and not self._is_over(request.job):
@@ -203,7 +206,7 @@ class GracefulStop:
             threading.Thread(target=self._agree, args=[request], name="ddpx-stop", daemon=True).start()
 
     def _agree(self, request: StopRequest) -> None:
-        self._on_request(request)
+        self._acknowledge(request)
         replies = self._replies
         if self._peers.wait_for(lambda: len(replies) == len(self._everyone), self._seconds):
             target = next_common([tuple(reply) for reply in replies.values()])
@@ -243,4 +246,4 @@ class GracefulStop:
                 "if the ranks only need more time"
             )
 
-        self._limit.start(self._seconds, status, sentence, **options)
+        self._forced_exit.start(self._seconds, status, sentence, **options)

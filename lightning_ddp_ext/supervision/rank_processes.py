@@ -55,13 +55,13 @@ class ChildScripts:
                 )
         return None
 
-    def wait_at_exit(self) -> None:
+    def join_at_exit(self) -> None:
         """Wait for the children, and have this process exit with the status of one that failed."""
-        status = self.wait()
+        status = self.join_or_kill()
         if status != 0:
             set_exit_status(status)
 
-    def wait(self) -> int:
+    def join_or_kill(self) -> int:
         """Wait for the children for a limited time, which is shorter after an exception.
 
         Returns:

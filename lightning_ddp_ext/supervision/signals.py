@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_ddp_ext.at_exit import Limit
+from lightning_ddp_ext.at_exit import ForcedExit
 
 # Seconds within which a process that exits because of another rank prints the cause.
 _PRINTS_CAUSE_WITHIN = 6.0
@@ -156,7 +156,8 @@ class _Deferral:
 
     def __init__(self) -> None:
         self._is_requested = self._is_over = False
-        Limit("ddpx-sigterm").start(_PRINTS_CAUSE_WITHIN, status_of(signal.SIGTERM), lambda: "", is_void=self._is_void)
+        status = status_of(signal.SIGTERM)
+        ForcedExit("ddpx-sigterm").start(_PRINTS_CAUSE_WITHIN, status, lambda: "", is_void=self._is_void)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         self._is_requested = True  # set before the check; the thread uses the opposite order

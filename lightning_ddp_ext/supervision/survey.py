@@ -23,10 +23,10 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from lightning_ddp_ext.rank_lists import listed
-from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
+from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
-from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
+from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.rendezvous.run import current_run, joint_runs
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.deadlock import deadlock_in, mismatch_in

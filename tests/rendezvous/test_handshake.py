@@ -17,8 +17,7 @@ from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
-from lightning_ddp_ext.rendezvous.request import Timeouts
+from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Timeouts
 from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, Connection, Message, encode
 from tests.harness.ranks import RankProcesses, announce, free_port, hold
 from tests.rendezvous.servers import Answer, drip, place, request, server, silent, url, web

@@ -21,12 +21,11 @@ import torch.distributed as dist
 from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RankFailedError, RendezvousError
 from lightning_ddp_ext.rendezvous import coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import TcpEndpoint
+from lightning_ddp_ext.rendezvous.endpoint import TcpEndpoint, connect_store
 from lightning_ddp_ext.rendezvous.handshake import Handshake
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
-from lightning_ddp_ext.rendezvous.store import connect_store
 from lightning_ddp_ext.rendezvous.wire import Connection, Message
 from tests.harness.network import Network
 from tests.harness.outcomes import stories

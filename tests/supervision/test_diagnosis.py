@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_ddp_ext.rendezvous.named_barrier import Call
-from lightning_ddp_ext.rendezvous.rank_table import RankInfo
+from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.deadlock import deadlock_in
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
 from lightning_ddp_ext.supervision.flight import Collective, Flight, flights_in

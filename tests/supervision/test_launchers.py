@@ -157,6 +157,6 @@ def test_a_child_that_is_stuck_is_not_waited_for_for_ever(
     """A finished script names the rank that it waits for, and kills it after the time limit."""
     monkeypatch.delattr(sys, "last_value", raising=False)  # of another test that has failed
     with subprocess.Popen(["sleep", "99"]) as child:
-        assert ChildScripts([child], at_most=0.1, notice_after=0.1).wait() == 137
+        assert ChildScripts([child], at_most=0.1, notice_after=0.1).join_or_kill() == 137
     assert child.returncode == -signal.SIGKILL
     assert f"waiting for local rank 1 (pid {child.pid}) to exit" in capsys.readouterr().err

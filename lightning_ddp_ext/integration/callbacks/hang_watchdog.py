@@ -15,10 +15,9 @@ from typing_extensions import override
 
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.rendezvous.rank_table import RankInfo
+from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.flight import enable
-from lightning_ddp_ext.supervision.survey import Survey
+from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
 
 from ..compat import current_hook, progress_of
@@ -91,14 +90,14 @@ class HangWatchdog(pl.Callback):
         if rank_debugger_of(trainer) is not None:
             rank_zero_info("HangWatchdog is off while a rank is being debugged")
             return
-        context = current()
+        session = current_session()
 
         def describe(frame: FrameType | None) -> tuple[str, str]:
             return current_hook(frame, trainer), progress_of(trainer)
 
         self._watchdog = Watchdog(
             RankInfo(trainer.global_rank),
-            None if context is None else context.component(Survey),
+            None if session is None else session.survey,
             timeout=self.timeout.total_seconds(),
             on_hang=self.on_hang,
             directory=Path(self.directory or trainer.default_root_dir),

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
+from lightning_ddp_ext.checksum import raise_if_different
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.supervision.checksum import raise_if_different
 
 from ..lightning_tree import pl
 from ..named_calls import ranks_of

@@ -11,7 +11,7 @@ _SECONDS_BETWEEN = 0.1
 _LOOKS = 3  # a rank must be found waiting in this many checks, since it may just be returning from a collective
 
 
-class CommonEnd:
+class CommonException:
     """Determines whether every rank is raising. Every rank must create its instance before any rank raises."""
 
     def __init__(self, context: ProcessContext) -> None:
@@ -64,4 +64,4 @@ class CommonEnd:
     def _settle(self, is_common: bool) -> None:
         self._is_common = is_common
         if is_common:
-            self._context.barriers.forget()  # the ranks may have raised after different calls
+            self._context.barriers.reset_counts()  # the ranks may have raised after different calls

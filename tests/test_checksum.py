@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_ddp_ext.supervision.checksum import checksum
+from lightning_ddp_ext.checksum import checksum
 
 DTYPES = [torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64, torch.complex128, torch.float8_e5m2]
 CHUNK = 32 * 1024  # words

@@ -1,4 +1,4 @@
-"""React to the death, failure or departure of another rank.
+"""Report the death, failure or departure of a rank to all others, and react to it.
 
 Rank 0 decides which event was first, and sends it to all ranks. Each rank then aborts pending collectives, which
 unblocks its main thread with an error. If nothing unblocks that thread, the process exits.
@@ -7,22 +7,70 @@ unblocks its main thread with an error. If nothing unblocks that thread, the pro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import Literal
 
-from lightning_ddp_ext.at_exit import Limit
-from lightning_ddp_ext.rendezvous.handshake import Connections
-from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
-from lightning_ddp_ext.rendezvous.request import Timeouts
+from lightning_ddp_ext.at_exit import ForcedExit
+from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankHungError
+from lightning_ddp_ext.ranks import RemoteTraceback, shortened
+from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous.request import RankInfo, Timeouts
 from lightning_ddp_ext.rendezvous.run import current_run
 from lightning_ddp_ext.rendezvous.wire import Message
 
+Kind = Literal["died", "failed", "left", "absent", "hung"]
 
-class PeerFailure:
+_LONGEST_TEXT = 1 << 15
+
+
+@dataclass(frozen=True)
+class PeerEvent:
+    """The event that a rank died, failed, left, hung, or did not make a call that other ranks made."""
+
+    kind: Kind
+    rank: int
+    host: str
+    pid: int
+    reason: str = ""
+    traceback_text: str = ""
+
+    def to_error(self) -> RankFailedError:
+        """Return the exception that other ranks raise because of this event; its traceback, if any, is the cause."""
+        who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        died = (
+            f"{who} died: {self.reason}; every rank stops. Look for the reason in its own output, "
+            "or in its host's log (out of memory?)"
+        )
+        left = (
+            f"{who} finished and exited, but this rank still needs it for a collective; "
+            "make sure that every rank makes the same calls in the same order"
+        )
+        kind, sentence = {
+            "died": (RankDiedError, died),
+            "failed": (RankFailedError, f"{who} failed, so this rank stops: {self.reason}"),
+            "left": (RankFailedError, left),
+            "absent": (RankAbsentError, self.reason),
+            "hung": (RankHungError, f"{self.reason}; every rank stops"),
+        }[self.kind]
+        error = kind(sentence, rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)
+        error.__cause__ = RemoteTraceback(self.traceback_text) if self.traceback_text else None
+        return error
+
+
+def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str = "") -> PeerEvent:
+    """Return the event of a rank in the table, short enough for one message."""
+    return PeerEvent(
+        kind, info.rank, info.host, info.pid, reason[:_LONGEST_TEXT], shortened(traceback_text, _LONGEST_TEXT)
+    )
+
+
+class Peers:
     """The other ranks, and their failures and departures.
 
     Args:
         rank: this process's rank.
-        connections: the connections to the other ranks.
+        table: all ranks, in order.
+        channel: the channel to rank 0, or on rank 0 to all other ranks.
         timeouts: the timeouts of the control channel.
         abort: called after the first failure, to unblock the main thread.
 
@@ -37,17 +85,24 @@ class PeerFailure:
         has_raised: whether the main thread has raised an error because of the cause.
     """
 
-    def __init__(self, rank: int, connections: Connections, timeouts: Timeouts, abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        table: tuple[RankInfo, ...],
+        channel: Channel,
+        timeouts: Timeouts,
+        abort: Callable[[], None],
+    ) -> None:
         self.cause: PeerEvent | None = None
         self.has_raised = False
         self.rank = rank
-        self.table = connections.table
-        self.channel = connections.channel
+        self.table = table
+        self.channel = channel
         self.arrived = self.channel.arrived
         self.timeouts = timeouts
         self._abort = abort
         self._departed: PeerEvent | None = None
-        self._limit = Limit("ddpx-exit")
+        self._forced_exit = ForcedExit("ddpx-exit")
 
     def start(self) -> None:
         """Handle events from now on, and those that have already arrived."""
@@ -90,7 +145,7 @@ class PeerFailure:
         with self.arrived:
             self.has_raised = True
             self.arrived.notify_all()
-        self._limit.lift()
+        self._forced_exit.lift()
 
     # On the channel's thread, or on the thread that reports.
 
@@ -125,6 +180,6 @@ class PeerFailure:
         with self.arrived:
             # Outside of a run the process continues. Since Python 3.12, no thread can start during shutdown.
             if not self.has_raised and current_run() is not None:
-                self._limit.start(
+                self._forced_exit.start(
                     seconds, 1, lambda: sentence, is_void=lambda: current_run() is None, after_saves=seconds
                 )

@@ -1,0 +1,47 @@
+"""Build what answers the other ranks' messages once the ranks are connected, and find it."""
+
+from __future__ import annotations
+
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current, join
+from lightning_ddp_ext.rendezvous.request import Request
+from lightning_ddp_ext.supervision.common_exception import CommonException
+from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
+from lightning_ddp_ext.supervision.survey import Survey
+
+
+class Session:
+    """This rank's part in what the connected ranks do together; it lasts as long as its context.
+
+    Messages that arrive before it is built are kept for it.
+
+    Attributes:
+        context: the connections and process groups.
+        survey: reports from all ranks.
+        stops: stopping together after a signal.
+        exceptions: exceptions that every rank raises.
+    """
+
+    def __init__(self, context: ProcessContext) -> None:
+        self.context = context
+        self.survey = Survey(context)
+        self.stops = GracefulStop(context, self.survey.check_that_all_answer)
+        self.exceptions = CommonException(context)
+        self.survey.watch()
+
+
+_session: Session | None = None
+
+
+def start_session(request: Request) -> Session | None:
+    """Connect the ranks with :func:`join`, and return the session of the connections. Collective."""
+    global _session
+    context = join(request)
+    if context is not None and current_session() is None:
+        _session = Session(context)
+    return current_session()
+
+
+def current_session() -> Session | None:
+    """Return this process's session; ``None`` while it is not connected."""
+    is_current = _session is not None and _session.context is current()
+    return _session if is_current else None
