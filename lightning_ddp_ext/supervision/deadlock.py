@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from lightning_ddp_ext.rank_lists import activities_in_words, grouped
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
-from lightning_ddp_ext.supervision.diagnosis import Report
 from lightning_ddp_ext.supervision.flight import Flight
+from lightning_ddp_ext.supervision.report import Report
 
 # Functions whose inputs must have the same number of elements on all ranks.
 _OF_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
@@ -64,13 +65,11 @@ def deadlock_in(reports: Sequence[Report]) -> Deadlock | None:
 
 def mismatch_in(reports: Sequence[Report]) -> Deadlock | None:
     """Return the ranks that entered different collectives with the same number, while one of them waits in it."""
-    for report in reports:
-        for flight in report.flights:
-            if flight.pending is not None:
-                others = [(each, _flight_of(each, flight.group)) for each in reports]
-                inside = [(each, other) for each, other in others if other and str(flight.pending) in other.recent]
-                if any(_differ(flight, other, flight.pending) for _, other in inside):
-                    return _mismatch(flight.pending, inside)
+    for flight, number in chain.from_iterable(report.pending for report in reports):
+        others = [(each, each.flight(flight.group)) for each in reports]
+        inside = [(each, other) for each, other in others if other and str(number) in other.recent]
+        if any(_differ(flight, other, number) for _, other in inside):
+            return _mismatch(number, inside)
     return None
 
 
@@ -98,13 +97,8 @@ def _circle_in(reports: Sequence[Report]) -> Deadlock | None:
         stuck = left
     if not stuck:
         return None
-    pending = [
-        flight.collective(flight.pending).purpose
-        for report in stuck
-        for flight in report.flights
-        if flight.pending is not None
-    ]
-    return Deadlock(stuck, {report.who.rank: _call_of(report) for report in stuck}, pending)
+    purposes = [flight.collective(number).purpose for report in stuck for flight, number in report.pending]
+    return Deadlock(stuck, {report.who.rank: _call_of(report) for report in stuck}, purposes)
 
 
 def _waits(report: Report, stuck: Sequence[Report]) -> bool:
@@ -121,17 +115,8 @@ def _is_waiting_for(report: Report, other: Report) -> bool:
         return False
     if report.awaited is not None:
         return other.calls < report.awaited.number
-    return any(_is_awaited(flight, other) for flight in report.flights)
-
-
-def _is_awaited(flight: Flight, other: Report) -> bool:
-    its = _flight_of(other, flight.group)
-    is_member = its is not None or not flight.label or other.who.rank in flight.members
-    return flight.pending is not None and is_member and (its is None or its.entered < flight.pending)
-
-
-def _flight_of(report: Report, group: str) -> Flight | None:
-    return next((flight for flight in report.flights if flight.group == group), None)
+    its_rank = other.who.rank
+    return any(flight.is_awaited(number, its_rank, other.flight(flight.group)) for flight, number in report.pending)
 
 
 def _call_of(report: Report) -> str:
@@ -139,13 +124,8 @@ def _call_of(report: Report) -> str:
     if report.awaited is not None:
         place = report.awaited.where or report.place
         return f"{report.awaited.what}, {place}"
-    pending = _pending(report)
-    calls = [_collective(report, flight, number) for flight, number in pending]
+    calls = [_collective(report, flight, number) for flight, number in report.pending]
     return calls[0] if calls else f"code after the Trainer's run, {report.place}"
-
-
-def _pending(report: Report) -> list[tuple[Flight, int]]:
-    return [(flight, flight.pending) for flight in report.flights if flight.pending is not None]
 
 
 def _collective(report: Report, flight: Flight, number: int) -> str:

@@ -81,6 +81,11 @@ class Flight:
         recent = {number: Collective(**each) for number, each in values["recent"].items()}
         return cls(**{**values, "recent": recent})
 
+    def is_awaited(self, number: int, rank: int, its: Flight | None) -> bool:
+        """Whether a rank is a member of this group, and has not entered a collective, given its progress."""
+        is_member = its is not None or not self.label or rank in self.members
+        return is_member and (its is None or its.entered < number)
+
     def collective(self, number: int) -> Collective:
         """Return a collective by its number."""
         return self.recent.get(str(number), Collective("a collective"))

@@ -6,6 +6,7 @@ from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.supervision.common_exception import CommonException
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
+from lightning_ddp_ext.supervision.long_waits import LongWaits
 from lightning_ddp_ext.supervision.survey import Survey
 
 
@@ -26,7 +27,7 @@ class Session:
         self.survey = Survey(context)
         self.stops = GracefulStop(context, self.survey.check_that_all_answer)
         self.exceptions = CommonException(context)
-        self.survey.watch()
+        LongWaits(context, self.survey).watch()
 
 
 _session: Session | None = None

@@ -24,14 +24,15 @@ from typing import Any, Literal
 
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.rendezvous.run import current_run, joint_runs
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.deadlock import deadlock_in, mismatch_in
-from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
+from lightning_ddp_ext.supervision.diagnosis import Findings
 from lightning_ddp_ext.supervision.flight import Flight, flights, unfinished
+from lightning_ddp_ext.supervision.report import Report, Silence
 from lightning_ddp_ext.supervision.stacks import is_in_collective, may_be_waiting_for_ranks
 
 Kind = Literal["deadlock", "collective", "silence", "hang"]
@@ -39,7 +40,6 @@ Kind = Literal["deadlock", "collective", "silence", "hang"]
 # Seconds within which all ranks return from a collective once one has, so rank 0 waits this long before asking again.
 _FOLLOWS_WITHIN = 1.0
 _GLANCED_WITHIN = 1.0  # seconds; a rank that does not reply is not part of a deadlock, and must not delay other surveys
-_LOOKS = 8  # checks for calls that wait, within the time after which rank 0 compares the ranks
 _NEARLY = 0.9  # a rank may have entered the last of several collectives a little later than the one that timed out
 _REMEDY = "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to the strategy"
 
@@ -63,7 +63,6 @@ class Survey:
         self._mine = context.table[self._rank]
         self._seconds = context.peers.timeouts.answer
         self._has_broken_collective = False
-        self._watcher: threading.Thread | None = None
         self._glances: dict[int, Any] = {}  # the ranks' replies before the last survey that found no deadlock
         self._over: set[Kind] = set()
         self._requested: set[Kind] = set()
@@ -87,7 +86,7 @@ class Survey:
         event = None if has_timed_out else self._peers.wait(self._peers.timeouts.first_cause)
         if event is None:
             broken = f"a collective of rank {self._rank} failed"
-            event = self._request("collective", self._waited if has_timed_out else broken)
+            event = self.request("collective", self.waited if has_timed_out else broken)
         self._has_broken_collective = event is not None
         return event
 
@@ -98,15 +97,21 @@ class Survey:
             RankHungError: a rank does not reply.
             RankFailedError: a rank died, failed or left; it may be a subclass.
         """
-        event = self._request("silence", f"rank {self._rank} has waited for {self._timeout}")
+        event = self.request("silence", f"rank {self._rank} has waited for {self._timeout}")
         if event is not None:
             raise event.to_error()
 
     def after_standstill(self) -> None:
         """Find the rank that is stuck, and report it to all ranks if they should stop."""
-        self._request("hang", "")
+        self.request("hang", "")
 
-    def _request(self, kind: Kind, wait: str) -> PeerEvent | None:
+    def request(self, kind: Kind, wait: str) -> PeerEvent | None:
+        """Have rank 0 make a survey, and return the event that it, or something else, found meanwhile.
+
+        Args:
+            kind: the kind of survey.
+            wait: describes how long which rank has waited, for the message.
+        """
         self._over.discard(kind)
         replies = self._remote.call([0], "start", kind, wait)
         if self._peers.wait_for(lambda: bool(replies), self._seconds):
@@ -117,46 +122,12 @@ class Survey:
             self._conclude(kind, wait, Findings([self._report()], [self._silence(0)]))
         return self._peers.cause_or_departure
 
-    # The calls of this rank that wait.
+    # Reports of this rank.
 
-    def watch(self) -> None:
-        """Start to watch for calls in which this rank waits for a long time, if there are other ranks."""
-        if len(self._everyone) > 1 and self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, name="ddpx-waits", daemon=True)
-            self._watcher.start()
-
-    def _watch(self) -> None:
-        since: dict[str, float] = {}
-        surveyed_at = 0.0
-        limit = self._peers.timeouts.deadlock
-        while current() is self._context and self._peers.cause is None:
-            now = time.monotonic()
-            since = {each: since.get(each, now) for each in self._waits()}
-            start = min(since.values(), default=now)
-            if self._is_overdue(now - start):
-                self._end_overdue_collective()
-                since.clear()
-            elif now - max(start, surveyed_at) >= limit:
-                self._request("deadlock", "")
-                surveyed_at = time.monotonic()
-            time.sleep(min(limit, self._context.groups.timeout.total_seconds()) / _LOOKS)
-
-    def _waits(self) -> list[str]:
+    def waits(self) -> list[str]:
         """Return the calls in which this rank waits, or in which its device does."""
         call = self._context.barriers.awaited
         return unfinished() + ([] if call is None else [f"call {call.number}"])
-
-    def _is_overdue(self, seconds: float) -> bool:
-        """Whether NCCL has waited for its timeout, or for a rank that left; unlike gloo, it does not raise then."""
-        has_departure = self._peers.cause_or_departure is not None
-        limit = self._seconds if has_departure else self._context.groups.timeout.total_seconds()
-        return self._context.groups.uses_nccl and bool(unfinished()) and seconds >= limit
-
-    def _end_overdue_collective(self) -> None:
-        left = self._peers.cause_or_departure
-        event = self._request("collective", self._waited)
-        if left is not None and event is left:  # NCCL keeps no connection that closes with the rank
-            self._peers.report(event_of("absent", self._peers.table[left.rank], str(left.to_error())))
 
     def _has_timed_out(self, found: Collection[Flight]) -> bool:
         """Whether a collective of this rank took as long as its timeout, as far as torch records collectives."""
@@ -164,7 +135,7 @@ class Survey:
         return not found or any(each.seconds >= _NEARLY * min(limit, each.limit) for each in found)
 
     def _glance(self) -> list[Any]:
-        return [*self._waits(), self._is_blocked(), current_run() is not None]
+        return [*self.waits(), self._is_blocked(), current_run() is not None]
 
     def _is_blocked(self) -> bool:
         return self._context.barriers.awaited is not None or is_in_collective(main_frame())
@@ -259,7 +230,8 @@ class Survey:
         return Silence(who, self._seconds, is_stopped(who, seen_from=self._mine))
 
     @property
-    def _waited(self) -> str:
+    def waited(self) -> str:
+        """Describes that this rank's collective timed out, for messages."""
         return f"rank {self._rank} has waited in a collective for its timeout of {self._timeout}"
 
     @property

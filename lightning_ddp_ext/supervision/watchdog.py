@@ -14,7 +14,8 @@ from typing import Any, Literal
 from lightning_ddp_ext.at_exit import exit_now, print_in_time
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.call_site import main_frame
-from lightning_ddp_ext.supervision.diagnosis import Findings, Report
+from lightning_ddp_ext.supervision.diagnosis import Findings
+from lightning_ddp_ext.supervision.report import Report
 from lightning_ddp_ext.supervision.stacks import all_stacks
 from lightning_ddp_ext.supervision.survey import Survey, report_of
 

@@ -10,8 +10,9 @@ import pytest
 from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.deadlock import deadlock_in
-from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
+from lightning_ddp_ext.supervision.diagnosis import Findings
 from lightning_ddp_ext.supervision.flight import Collective, Flight, flights_in
+from lightning_ddp_ext.supervision.report import Report, Silence
 
 
 def who(rank: int) -> RankInfo:
