@@ -99,7 +99,7 @@ class DataPath:
 
     def _before_validation(self) -> None:
         """Record the weights before any validation hook may exchange them."""
-        self._strategy.stops.before_validation()
+        self._strategy.stops.weights.before_validation(self._strategy.current_trainer)
         self._strategy.rescue.recorder.before_validation()
 
     # Samplers.

@@ -22,7 +22,6 @@ from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp,
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
-from lightning_ddp_ext.supervision.debugger import wait_for_debugger, without_limits
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from lightning_ddp_ext.supervision.parent_watch import PRIVATE_FILE, watch_parent
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
@@ -30,7 +29,7 @@ from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.version import __version__
 from lightning_ddp_ext.world import World
 
-from .callbacks.rank_debugger import RankDebugger
+from .callbacks.rank_debugger import RankDebugger, wait_for_debugger, without_limits
 from .environment import world_of
 from .lightning_tree import (
     ClusterEnvironment,

@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import leave
-from lightning_ddp_ext.supervision.debugger import NO_LIMIT
 from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
 from lightning_ddp_ext.supervision.parent_watch import LAUNCHER_PID, watch_launcher
@@ -30,7 +29,7 @@ from lightning_ddp_ext.supervision.rank_processes import (
     started_ranks,
 )
 
-from .callbacks.rank_debugger import rank_debugger_of
+from .callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
 from .environment import source_of
 from .joining import environment_of_started_ranks, temporary_path
 from .lightning_tree import (

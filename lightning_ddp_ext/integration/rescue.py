@@ -175,7 +175,7 @@ class Rescue:
                 return "the optimiser calls its closure several times per step"
             if is_in_optimizer_step(trainer) and not is_in_closure(exception):
                 return "the next step had started to change the weights"
-        elif not self._strategy.stops.has_training_weights():
+        elif not self._strategy.stops.weights.are(self._strategy.lightning_module.parameters()):
             return "the weights changed after the last step, for example because weight averaging swapped them"
         return None
 

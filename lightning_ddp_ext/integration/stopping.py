@@ -6,14 +6,11 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
-
-from lightning_ddp_ext.checksum import checksum
 from lightning_ddp_ext.rendezvous.run import Run, current_run
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.session import current_session
@@ -24,6 +21,7 @@ from .compat import active_loop_of, combined_loader_of, mode_of, restore_handler
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from .loop_state import Stopped
 from .replaced_methods import ReplacedMethods
+from .training_weights import TrainingWeights, saved_by
 
 # torchrun kills ranks 30 s after its SIGTERM; other launchers have no known limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)
@@ -48,6 +46,7 @@ class StopController:
 
     Attributes:
         run: the Trainer's current run, or its last one.
+        weights: whether the module has its training weights.
         stopped: the stop point at which all ranks are stopping, recorded in the checkpoint; otherwise ``None``.
     """
 
@@ -59,8 +58,7 @@ class StopController:
         self._stopping: GracefulStop | None = None
         self.stopped: Stopped | None = None
         self._signals = StopSignals(self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None)
-        self._has_trained = False
-        self._weights: list[int] | None = None
+        self.weights = TrainingWeights()
 
     # A strategy is pickled for spawned ranks, without the state of this process.
 
@@ -78,7 +76,7 @@ class StopController:
         self.run = current_run() or Run(is_outermost=False)
         if session is None:
             return
-        self._has_trained, self._weights = False, None
+        self.weights = TrainingWeights()
         replaced.leave_signals_to_us(trainer)
         if not self.run.is_outermost:
             return  # the group was set up by hand, or this Trainer runs in a hook of another one, which handles stops
@@ -105,16 +103,22 @@ class StopController:
         if self._trainer is None:
             return
         restore_handlers(self._trainer)  # Lightning installed its handlers after ours
-        has_failed, self.run.has_failed = self.run.has_failed, False
-        if self._stopping is None:
-            return
-        self._signals.restore(defers_sigterm=has_failed)
-        self._stopping.end()
-        self._stopping = None
+        has_failed = self.run.has_failed
+        self.run.has_failed = False
+        if self._stopping is not None:
+            self._signals.restore(defers_sigterm=has_failed)
+            self._stopping.end()
+            self._stopping = None
+            self._pass_on_late_signal(has_failed)
+
+    def _pass_on_late_signal(self, has_failed: bool) -> None:
+        """Pass a signal that came after the last stop point to the current handler, unless it has had its effect."""
         received = self._signals.received
-        is_due = received in _ENDS_FAILED if has_failed else self._trainer.state.status != TrainerStatus.INTERRUPTED
-        if received is not None and is_due and not self._signals.has_passed_on:
-            os.kill(os.getpid(), received)  # too late for any stop point: pass it to the current handler
+        if received is None or self._signals.has_passed_on:
+            return
+        has_interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
+        if received in _ENDS_FAILED if has_failed else not has_interrupted:
+            os.kill(os.getpid(), received)
 
     def _request_stop(self, signum: int) -> None:
         if self._stopping is not None and current_run() is not None:
@@ -133,30 +137,10 @@ class StopController:
         """Stop between two training batches, if the ranks have agreed to."""
         self._stop_if_agreed(GracefulStop.at_point, "batch")
 
-    def on_training_step(self) -> None:
-        """Record that training has made progress to save, and that the weights are those of training."""
-        self._has_trained, self._weights = True, None
-
-    def before_validation(self) -> None:
-        """Record the training weights, if a hook may swap other weights in during validation."""
-        if self._has_trained and self._weights is None and _may_swap(self._trainer):
-            self._weights = _checksums(_saved_by(self._trainer.lightning_module))
-
-    def has_training_weights(self) -> bool:
-        """Whether this rank's parameters are those of training rather than others swapped in for validation."""
-        return self._are_recorded(self._trainer.lightning_module.parameters())
-
-    def _are_recorded(self, first: Iterable[torch.Tensor]) -> bool:
-        """Whether the first of the saved tensors are as recorded before this validation, if it recorded any."""
-        if self._weights is None:
-            return True
-        now = _checksums(first)
-        return self._weights[: len(now)] == now
-
     def _may_stop(self) -> bool:
         """Whether a checkpoint would contain the training weights, according to rank 0. Collective."""
         trainer = self._trainer
-        may_stop: bool = trainer.strategy.broadcast(self._are_recorded(_saved_by(trainer.lightning_module)))
+        may_stop: bool = trainer.strategy.broadcast(self.weights.are(saved_by(trainer.lightning_module)))
         if not may_stop:
             rank_zero_info("the ranks will finish this validation before they stop: a hook has swapped the weights")
         return may_stop
@@ -191,7 +175,7 @@ class StopController:
             return
         self._signals.received = None
         self.stopped = where
-        saved = self._save(request) if self._has_trained else "nothing to save yet"
+        saved = self._save(request) if self.weights.has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
         self._trainer._signal_connector.received_sigterm = True  # so that Lightning treats the exception as a stop
         raise StoppedException(request.signum)
@@ -199,7 +183,7 @@ class StopController:
     def _where(self) -> str:
         if self._trainer.state.fn != "fit":
             return f"during trainer.{self._trainer.state.fn.value}"
-        return f"after step {self._trainer.global_step}" if self._has_trained else "before the first step"
+        return f"after step {self._trainer.global_step}" if self.weights.has_trained else "before the first step"
 
     def _requeues(self, request: StopRequest) -> bool:
         return self._slurm is not None and request.signum in self._time_limit_signals
@@ -220,22 +204,6 @@ class StopController:
         self._checkpoints.finish()
         remedy = "resume with the same command and trainer.fit(..., ckpt_path='last'), or pass this path as ckpt_path"
         return f"saved to {path}; {remedy}"
-
-
-def _may_swap(trainer: Any) -> bool:
-    """Whether a hook may swap other weights in during validation, as ``EMAWeightAveraging`` does."""
-    callbacks = [each for each in trainer.callbacks if not isinstance(each, pl.callbacks.ProgressBar)]
-    hooks = ("on_validation_start", "on_validation_epoch_start")
-    is_overridden = pl.utilities.model_helpers.is_overridden
-    return any(is_overridden(hook, owner) for owner in (trainer.lightning_module, *callbacks) for hook in hooks)
-
-
-def _saved_by(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [int(checksum(tensor)) for tensor in tensors]
 
 
 def _steps_of(trainer: Any) -> int:

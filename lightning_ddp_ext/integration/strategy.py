@@ -358,7 +358,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.stops.on_training_step()
+        self.stops.weights.on_training_step()
         self.rescue.recorder.on_step()
         with self.metrics.step(is_training=True):
             return self.averaging.training_step(super().training_step, *args, **kwargs)

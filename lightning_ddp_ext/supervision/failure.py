@@ -124,7 +124,7 @@ def _origin_of(
         event = peers.cause
     if event is not None:
         return Origin.ABORTED if is_aborted else Origin.BROKEN, event
-    is_common = is_caught and session.exceptions.is_reached()
+    is_common = is_caught and session.exceptions.is_common()
     return Origin.COMMON if is_common else Origin.OWN, None
 
 

@@ -1,0 +1,58 @@
+"""Check whether a module has its training weights, or others that a hook swapped in for validation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from lightning_ddp_ext.checksum import checksum
+
+from .lightning_tree import pl
+
+
+class TrainingWeights:
+    """The weights of a Trainer's run, as they were before a validation in which hooks may swap them.
+
+    Attributes:
+        has_trained: whether training has made progress that can be saved.
+    """
+
+    def __init__(self) -> None:
+        self.has_trained = False
+        self._recorded: list[int] | None = None
+
+    def on_training_step(self) -> None:
+        """Record that training has made progress, and that the weights are those of training."""
+        self.has_trained = True
+        self._recorded = None
+
+    def before_validation(self, trainer: Any) -> None:
+        """Record the weights, if a hook may swap others in during validation."""
+        if self.has_trained and self._recorded is None and _may_swap(trainer):
+            self._recorded = _checksums(saved_by(trainer.lightning_module))
+
+    def are(self, first: Iterable[torch.Tensor]) -> bool:
+        """Whether the first of the saved tensors are the training weights."""
+        if self._recorded is None:
+            return True
+        now = _checksums(first)
+        return self._recorded[: len(now)] == now
+
+
+def saved_by(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the tensors of a module that a checkpoint contains: parameters, then buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def _may_swap(trainer: Any) -> bool:
+    """Whether a hook may swap other weights in during validation, as ``EMAWeightAveraging`` does."""
+    callbacks = [each for each in trainer.callbacks if not isinstance(each, pl.callbacks.ProgressBar)]
+    hooks = ("on_validation_start", "on_validation_epoch_start")
+    is_overridden = pl.utilities.model_helpers.is_overridden
+    return any(is_overridden(hook, owner) for owner in (trainer.lightning_module, *callbacks) for hook in hooks)
+
+
+def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [int(checksum(tensor)) for tensor in tensors]
