@@ -1,4 +1,4 @@
-# Needs Python 3.10 or newer and nothing else: every target makes the environment that it uses. `make` lists the targets.
+# Needs Python 3.11 or newer and nothing else: every target makes the environment that it uses. `make` lists the targets.
 PYTHON ?= python3
 
 VENV   := .venv
@@ -138,6 +138,6 @@ $(NEXT)/$(INSTALLED): pyproject.toml constraints.txt
 
 # An environment that is already there is used as it is; a half-made one is completed.
 define make-environment
-@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, this is " + sys.version if sys.version_info < (3, 10) else 0)'
+@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version if sys.version_info < (3, 11) else 0)'
 @$(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(1)
 endef

@@ -38,8 +38,8 @@ def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
     return RankLogger(logging.getLogger(name), ranks)
 
 
-class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # is not generic before Python 3.11
-    """A logger for some ranks only; ``extra=`` and, from Python 3.11, ``stacklevel=`` work as usual."""
+class RankLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger for some ranks only; ``extra=`` and ``stacklevel=`` work as usual."""
 
     def __init__(self, logger: logging.Logger, ranks: Ranks = "all") -> None:
         super().__init__(logger, {})

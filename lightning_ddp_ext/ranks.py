@@ -187,8 +187,7 @@ class _Failure:
 
     def to_error(self, what: str, *, rank: int) -> Exception:
         """Return the error that other ranks raise, with its origin as a note and the remote traceback as its cause."""
-        # `add_note` does not exist in Python 3.10.
-        vars(self.error).setdefault("__notes__", []).append(f"raised on rank {rank} (operation: {what})")
+        self.error.add_note(f"raised on rank {rank} (operation: {what})")
         self.error.__cause__ = RemoteTraceback(self.traceback_text)
         return self.error
 

@@ -228,8 +228,7 @@ def test_a_traceback_ends_with_the_address_of_its_error() -> None:
     assert anchor == "missingrankserror"  # as code hosts and the site write the address of a heading
     assert "\n### MissingRanksError\n" in (ROOT / address).read_text()
     assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
-    if sys.version_info >= (3, 11):
-        assert traceback.format_exception(error)[-1] == error.__notes__[0] + "\n"
+    assert traceback.format_exception(error)[-1] == error.__notes__[0] + "\n"
 
 
 def test_every_argument_of_the_strategy_is_described_with_its_default() -> None:

@@ -117,7 +117,7 @@ class Coordinator:
             try:
                 answering = exchange(host, address.port, "hello", hello)
                 reply = self._channel.call(asyncio.wait_for(answering, seconds))
-            except (OSError, asyncio.TimeoutError):
+            except OSError:
                 continue
             if reply is not None and "refused" in reply:
                 raise error_in(reply["refused"])
