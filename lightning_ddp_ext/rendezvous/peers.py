@@ -15,7 +15,7 @@ from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedE
 from lightning_ddp_ext.ranks import RemoteTraceback, shortened
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.request import RankInfo, Timeouts
-from lightning_ddp_ext.rendezvous.run import current_run
+from lightning_ddp_ext.rendezvous.run import is_in_joint_run
 from lightning_ddp_ext.rendezvous.wire import Message
 
 Kind = Literal["died", "failed", "left", "absent", "hung"]
@@ -179,7 +179,7 @@ class Peers:
         sentence = f"[rank {self.rank}] {type(error).__name__}: {error}"
         with self.arrived:
             # Outside of a run the process continues. Since Python 3.12, no thread can start during shutdown.
-            if not self.has_raised and current_run() is not None:
+            if not self.has_raised and is_in_joint_run():
                 self._forced_exit.start(
-                    seconds, 1, lambda: sentence, is_void=lambda: current_run() is None, after_saves=seconds
+                    seconds, 1, lambda: sentence, is_void=lambda: not is_in_joint_run(), after_saves=seconds
                 )

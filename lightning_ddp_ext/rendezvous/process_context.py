@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore
@@ -53,9 +54,13 @@ class ProcessContext:
         peers: the other ranks, and their failures and departures.
         barriers: the named barriers.
         groups: the process groups.
+        session: what other subpackages keep with these connections.
+        is_closed: whether this process has left the other ranks.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
+        self.session: Any = None
+        self.is_closed = False
         self.world = request.world
         self.table = connections.table
         self._connections = connections
@@ -116,7 +121,8 @@ class ProcessContext:
             raise GroupInUseError(
                 f"this process is already rank {self.world.rank} of {self.world.world_size}, but this Trainer needs it "
                 f"to be rank {world.rank} of {world.world_size}; use the same devices and "
-                "num_nodes for every Trainer of a script, or run this one in a separate script"
+                "num_nodes for every Trainer of a script, or call torch.distributed.destroy_process_group() before a "
+                "Trainer with one device"
             )
         if request.is_explicit and request.init_method != first.init_method:
             raise GroupInUseError(
@@ -154,6 +160,7 @@ class ProcessContext:
 
     def close(self) -> None:
         """Close groups, channel and store."""
+        self.is_closed = True
         try:
             self.groups.close(is_broken=self.peers.cause is not None)
         finally:
@@ -163,13 +170,13 @@ class ProcessContext:
             self.peers.record_raised()
 
 
-_context: ProcessContext | None = None
-_of_parent: ProcessContext | None = None
+_contexts: list[ProcessContext] = []  # the last one is in use
+_of_parent: list[ProcessContext] = []
 
 
 def current() -> ProcessContext | None:
     """Return this process's context; ``None`` before :func:`join` and after :func:`leave`."""
-    return _context
+    return _contexts[-1] if _contexts else None
 
 
 def join(request: Request) -> ProcessContext | None:
@@ -188,17 +195,17 @@ def join(request: Request) -> ProcessContext | None:
         GroupInUseError: this process already has a group that does not match.
         RankFailedError: a rank died or failed, earlier or during this call.
     """
-    global _context
-    if _context is not None:
-        request = _context.adapted(request)
-        reuse = _context.reuse_for(request)
+    former = _reusable(request.world.world_size)
+    if former is not None:
+        request = former.adapted(request)
+        reuse = former.reuse_for(request)
         if reuse is Reuse.GROUPS:
-            _context.groups.set_timeout(request)
-            return _context
+            former.groups.set_timeout(request)
+            return former
         if reuse is Reuse.CONNECTIONS:
-            _context.groups.close(is_broken=False)
-            _context.form_group(request, Deadline(request.init_timeout.total_seconds()))
-            return _context
+            former.groups.close(is_broken=False)
+            former.form_group(request, Deadline(request.init_timeout.total_seconds()))
+            return former
         leave()
     if dist.is_initialized():
         _adopt_foreign_group(request)
@@ -212,9 +219,22 @@ def join(request: Request) -> ProcessContext | None:
     except BaseException as error:
         cause = _cause_of_broken_start(context, error)
         raise cause from cause.__cause__
-    _context = context
+    _contexts.append(context)
     at_exit(leave)
     return context
+
+
+def _reusable(world_size: int) -> ProcessContext | None:
+    """Return the context that a Trainer for a number of ranks can use, if any.
+
+    A script may destroy the group after a fit, to test each sample once on one device: the connections then stay open
+    for the next fit, while a rank works alone.
+    """
+    if len(_contexts) > 1 and world_size > 1:
+        _contexts.pop().close()
+    context = current()
+    is_alone = context is not None and world_size == 1 < len(context.table) and not dist.is_initialized()
+    return None if is_alone else context
 
 
 def connect(request: Request, deadline: Deadline) -> Connections:
@@ -247,17 +267,15 @@ def leave() -> None:
 
     A strategy's ``teardown`` must not call this function: hooks and a second ``fit`` still need the group.
     """
-    global _context
-    if _context is not None:
-        _context.close()
-        _context = None
+    while _contexts:
+        _contexts.pop().close()
 
 
 def _drop_in_child() -> None:
     """Drop the parent's context in a forked child, such as a loader worker."""
-    global _context, _of_parent
-    # Keep a reference: destroying a store joins threads, which only the parent has.
-    _of_parent, _context = _context, None
+    # Keep references: destroying a store joins threads, which only the parent has.
+    _of_parent.extend(_contexts)
+    _contexts.clear()
 
 
 os.register_at_fork(after_in_child=_drop_in_child)

@@ -13,11 +13,13 @@ class Run:
 
     Attributes:
         is_outermost: whether no other run was under way at its start; a Trainer may run inside another Trainer's hook.
+        is_joint: whether all ranks make this run.
         has_failed: whether an exception ended it, which the Trainer may still be handling. A rank without an exception
             may then wait in a collective call that this rank never makes.
     """
 
     is_outermost: bool
+    is_joint: bool = True
     has_failed: bool = False
 
 
@@ -26,14 +28,14 @@ _joint_runs = 0
 
 
 @contextmanager
-def start_run(*, is_joint: bool = False) -> Iterator[Run]:
+def start_run(*, is_joint: bool = True) -> Iterator[Run]:
     """Mark the block as a run: another rank's death then ends this process if its main thread stays blocked.
 
     Outside of runs, such as in the user's code after ``fit``, a death is only recorded, and signals do not stop ranks.
-    If ``is_joint``, all ranks make this run.
+    The same applies to a run of this rank alone.
     """
     global _joint_runs
-    run = Run(is_outermost=not _under_way)
+    run = Run(is_outermost=not _under_way, is_joint=is_joint)
     _joint_runs += run.is_outermost and is_joint
     _under_way.append(run)
     try:
@@ -45,6 +47,12 @@ def start_run(*, is_joint: bool = False) -> Iterator[Run]:
 def current_run() -> Run | None:
     """Return the innermost run that is under way in the main thread, if any."""
     return _under_way[-1] if _under_way else None
+
+
+def is_in_joint_run() -> bool:
+    """Whether the innermost run that is under way in the main thread is one of all ranks."""
+    run = current_run()
+    return run is not None and run.is_joint
 
 
 def joint_runs() -> int:

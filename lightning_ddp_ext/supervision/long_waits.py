@@ -6,7 +6,7 @@ import threading
 import time
 
 from lightning_ddp_ext.rendezvous.peers import event_of
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.supervision.flight import unfinished
 from lightning_ddp_ext.supervision.survey import Survey
 
@@ -35,7 +35,7 @@ class LongWaits:
         since: dict[str, float] = {}
         surveyed_at = 0.0
         limit = self._peers.timeouts.deadlock
-        while current() is self._context and self._peers.cause is None:
+        while not self._context.is_closed and self._peers.cause is None:
             now = time.monotonic()
             since = {each: since.get(each, now) for each in self._survey.waits()}
             start = min(since.values(), default=now)

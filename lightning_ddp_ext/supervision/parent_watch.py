@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import threading
 import time
@@ -15,6 +16,9 @@ from lightning_ddp_ext.rendezvous.process_context import current
 
 # The variable with the id of the process that started a rank, for ranks that this package starts.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
+# The variable with the id of the rank for which the variables below were set: programs that it starts inherit them.
+_RANK_PID = "DDPX_RANK_PID"
+_OF_RANK = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The variable with the file to which rank 0 writes its address, if this package chose the file.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
@@ -58,10 +62,24 @@ def _refuse_parent_death_signal() -> None:
 
 
 def watch_own_launcher() -> None:
-    """Exit soon after the process that started this rank exits; do nothing if the environment does not name it."""
+    """Exit soon after the process that started this rank exits; do nothing if the environment does not name it.
+
+    A program that a rank has started is not that rank, and may start ranks itself.
+    """
     launcher = os.environ.pop(LAUNCHER_PID, None)  # meant for this process, not for its children
+    rank = os.environ.get(_RANK_PID)
     if launcher is not None:
+        set_rank_variables(os.environ["LOCAL_RANK"])
         watch_launcher(int(launcher))
+    elif rank not in (None, str(os.getpid())) and multiprocessing.parent_process() is None:
+        for name in (_RANK_PID, PRIVATE_FILE, *_OF_RANK):
+            os.environ.pop(name, None)
+
+
+def set_rank_variables(local_rank: str) -> None:
+    """Set this process's local rank, and record that it is not that of the programs that this process starts."""
+    os.environ["LOCAL_RANK"] = local_rank
+    os.environ[_RANK_PID] = str(os.getpid())
 
 
 def watch_parent() -> None:

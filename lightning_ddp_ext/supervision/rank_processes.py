@@ -233,9 +233,17 @@ class RankProcesses:
         return (3 if is_bystander else 1), os.stat(path).st_mtime
 
     def _error_file(self, index: int) -> str | None:
-        """Return torch's file with a process's traceback; ``None`` if the process wrote none."""
+        """Return torch's file with a process's traceback; ``None`` if the process wrote none.
+
+        Its name in the directory for temporary files is known to other users. One who takes it could have this process
+        unpickle any code, so the file has to be this user's.
+        """
         path = str(self._context.error_files[index])
-        return path if os.path.exists(path) else None
+        with suppress(FileNotFoundError):
+            if os.lstat(path).st_uid == os.getuid():
+                return path
+            self._context.error_files[index] = ""  # torch must not read it, either
+        return None
 
     def _raise(self, index: int) -> None:
         process = self.processes[index]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current, join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.supervision.common_exception import CommonException
@@ -30,19 +32,15 @@ class Session:
         LongWaits(context, self.survey).watch()
 
 
-_session: Session | None = None
-
-
 def start_session(request: Request) -> Session | None:
     """Connect the ranks with :func:`join`, and return the session of the connections. Collective."""
-    global _session
     context = join(request)
-    if context is not None and current_session() is None:
-        _session = Session(context)
+    if context is not None and context.session is None:
+        context.session = Session(context)
     return current_session()
 
 
 def current_session() -> Session | None:
     """Return this process's session; ``None`` while it is not connected."""
-    is_current = _session is not None and _session.context is current()
-    return _session if is_current else None
+    context = current()
+    return None if context is None else cast(Session | None, context.session)

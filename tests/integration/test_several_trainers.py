@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import weakref
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.scripts import run_script
 from tests.harness.training import (
     At,
     Kind,
@@ -217,6 +219,36 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
         assert_same(found, lent[rank])
         assert f"needs rank {rank} of 2 with init_method file://{first}/store; call torch.distributed." in refused
         assert refused.endswith("or omit init_method")
+
+
+TESTS_ALONE = """
+    import sys
+
+    import torch.distributed as dist
+
+    import lightning_ddp_ext
+    from tests.harness.training import Net, make_trainer
+
+    for _ in range(2):
+        model, trainer = Net(), make_trainer("ddp_ext", max_steps=2)
+        trainer.fit(model)
+        sys.stdout.write(f"rank {trainer.global_rank} of {dist.get_world_size()} trained\\n")
+        dist.barrier()
+        dist.destroy_process_group()
+        if trainer.global_rank == 0:
+            alone = make_trainer("ddp_ext", devices=1)
+            alone.test(model, verbose=False)
+            sys.stdout.write(f"{alone.num_test_batches} tested by {alone.world_size}\\n")
+"""
+
+
+def test_rank_zero_tests_alone_between_fits() -> None:
+    """A script may destroy the group and test each sample once, on one device; the next fit uses all ranks again."""
+    done = run_script(TESTS_ALONE)
+    assert done.exit_code == 0, done.output
+    trained = ["rank 0 of 2 trained"] * 2 + ["rank 1 of 2 trained"] * 2
+    assert sorted(re.findall(r"^rank .* trained", done.output, re.MULTILINE)) == trained, done.output
+    assert re.findall(r"^\[?.* tested by \d", done.output, re.MULTILINE) == ["[4] tested by 1"] * 2, done.output
 
 
 class Measure(L.Callback):

@@ -5,8 +5,13 @@ The forking process has imported everything already; every test fails if one of 
 
 from __future__ import annotations
 
+import os
+import pickle
 import signal
+import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +69,38 @@ def test_the_launching_process_raises_the_cause(end: str, tmp_path: Path) -> Non
     assert any(each.startswith(line.format(**names)) for each in lines), outcome.output
     assert lines[-1].startswith(error.format(**names)), outcome.output
     assert lines.count('    raise BoomError("no such layer")') == (end == "failed"), outcome.output
+
+
+class Planted:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def plant_report(marker: Path) -> None:
+    """Exit, after another user has written this process's report."""
+    frame = sys._getframe()
+    while "error_file" not in frame.f_locals:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    path = frame.f_locals["error_file"]
+    Path(path).write_bytes(pickle.dumps(Planted(marker)))
+    os.chown(path, os.getuid() + 1, -1)
+    os._exit(1)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can write files as another user")
+def test_a_report_that_another_user_wrote_is_not_read(tmp_path: Path) -> None:
+    """The launching process names the rank's exit status, and runs no code from the file."""
+    marker = tmp_path / "marker"
+    with RankProcesses(train, 1, tmp_path, in_step(partial(plant_report, marker), 1)) as launching:
+        (outcome,) = launching.wait()
+    assert "process 1 terminated with exit code 1" in outcome.output, outcome.story()
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize(
