@@ -31,12 +31,15 @@ class Ranks:
         world_size: the number of ranks; a single rank needs no process group.
         device: this rank's device.
         group: the ranks' process group; ``None`` for the default group.
+        check: called before received values are used. It raises if another rank has failed, since collectives that NCCL
+            aborts return arbitrary values.
     """
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009 # immutable
     group: dist.ProcessGroup | None = None
+    check: Callable[[], None] = lambda: None
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
@@ -74,7 +77,9 @@ class Ranks:
 
         def exchange(data: bytes, size: int) -> list[bytes]:
             own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._wire)
-            return [row.cpu().numpy().tobytes() for row in collective(own)]
+            rows = [row.cpu().numpy().tobytes() for row in collective(own)]
+            self.check()
+            return rows
 
         heads = exchange(len(pickled).to_bytes(_LENGTH, "little") + pickled[:_ROOM], _LENGTH + _ROOM)
         lengths = [int.from_bytes(head[:_LENGTH], "little") for head in heads]
@@ -91,6 +96,7 @@ class Ranks:
             finish()
             finish = partial(self._receive, work, sent, piece)
         finish()
+        self.check()
 
     def _receive(self, work: Any, sent: Tensor, piece: Tensor) -> None:
         work.wait()

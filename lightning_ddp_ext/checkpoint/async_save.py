@@ -17,6 +17,7 @@ from typing import Any
 from lightning_ddp_ext.at_exit import at_exit, delaying_forced_end
 from lightning_ddp_ext.checkpoint.save import unwritable
 from lightning_ddp_ext.checkpoint.snapshot import Buffer
+from lightning_ddp_ext.threads import start_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -94,9 +95,7 @@ class Saver:
             at_exit(partial(_finish, weakref.ref(self)))
         jobs: list[Callable[[], None]] = []
         with self._starting:  # the thread waits for the end of this block; if interrupted, the thread has no job
-            thread = threading.Thread(target=self._run, args=(jobs, self._last_thread), name="ddpx-checkpoints")
-            thread.start()
-            self._last_thread = thread
+            self._last_thread = start_thread("ddpx-checkpoints", self._run, jobs, self._last_thread, daemon=False)
             jobs.append(job)
 
     def _run(self, jobs: list[Callable[[], None]], previous: threading.Thread | None) -> None:

@@ -191,8 +191,8 @@ class LoggedValues:
         wire = torch.device("cpu") if is_gloo(device) else device
         idle_ranks = self._strategy.data.idle_ranks
         reduced = reduce_common(values, is_last=is_last, device=wire, group=group, idle_ranks=idle_ranks)
-        if session is not None and session.context.peers.cause is not None:
-            raise session.context.peers.cause.to_error()  # an aborted collective of NCCL returns arbitrary numbers
+        if session is not None:
+            session.context.peers.check()  # an aborted collective of NCCL returns arbitrary numbers
         return reduced
 
     def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:

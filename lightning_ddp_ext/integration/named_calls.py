@@ -37,7 +37,11 @@ def ranks_of(strategy: Any) -> Ranks:
     A strategy of one rank may run in a process that is one of several ranks elsewhere.
     """
     world_size = getattr(strategy, "world_size", 1) if dist.is_initialized() else 1
-    return Ranks(dist.get_rank() if world_size > 1 else 0, world_size, strategy.root_device)
+    rank = dist.get_rank() if world_size > 1 else 0
+    context = current()
+    if context is None or world_size == 1:
+        return Ranks(rank, world_size, strategy.root_device)
+    return Ranks(rank, world_size, strategy.root_device, check=context.peers.check)
 
 
 def refuse(strategy: Any, error: Exception) -> NoReturn:

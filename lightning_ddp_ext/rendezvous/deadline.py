@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
+
+from lightning_ddp_ext.threads import start_thread
 
 T = TypeVar("T")
 
@@ -65,8 +66,7 @@ class Deadline:
             except BaseException as error:
                 outcome.set_exception(error)
 
-        thread = threading.Thread(target=call, name="ddpx-bounded", daemon=True)
-        thread.start()
+        thread = start_thread("ddpx-bounded", call)
         limit = Deadline(self.remaining + _EXCEEDS_BY)
         while thread.is_alive() and not limit.expired:
             thread.join(min(_CHECK_EVERY, limit.remaining))

@@ -114,6 +114,11 @@ class Peers:
         """The cause, otherwise the first orderly departure of a rank."""
         return self.cause or self._departed
 
+    def check(self) -> None:
+        """Raise the error of the cause, if any."""
+        if self.cause is not None:
+            raise self.cause.to_error()
+
     def wait(self, seconds: float) -> PeerEvent | None:
         """Wait up to ``seconds`` for a cause or a departure, and return it, if any."""
         self.wait_for(lambda: False, seconds)

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from lightning_ddp_ext.at_exit import at_exit
+from lightning_ddp_ext.at_exit import at_exit, exit_now
 from lightning_ddp_ext.errors import DDPExtError, GroupInUseError
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.ranks import reason_of
@@ -30,6 +30,7 @@ from lightning_ddp_ext.rendezvous.peers import Peers, event_of
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, check_variables
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
 from lightning_ddp_ext.rendezvous.run import start_run
+from lightning_ddp_ext.threads import use_device
 
 _logger = rank_logger(__name__, ranks=0)  # for messages that are the same on all ranks
 
@@ -101,8 +102,7 @@ class ProcessContext:
     def _forming(self) -> Iterator[None]:
         """End this rank's wait in the store if another rank exits while the block runs."""
         with start_run(), self.groups.forming():
-            if self.peers.cause is not None:
-                raise self.peers.cause.to_error()
+            self.peers.check()
             yield
 
     # Further Trainers.
@@ -144,6 +144,12 @@ class ProcessContext:
 
     # Failure and close.
 
+    @property
+    def has_arbitrary_values(self) -> bool:
+        """Whether collectives may have returned arbitrary values, after another rank failed and NCCL was aborted."""
+        cause = self.peers.cause
+        return self.groups.has_aborted_nccl and cause is not None and cause.rank != self.world.rank
+
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
         """Report to the other ranks why this one cannot continue, and unblock them. Never raises or waits long."""
         self.peers.record_raised()
@@ -153,10 +159,10 @@ class ProcessContext:
 
     def close_group(self) -> None:
         """Abort this rank's part in all groups, which unblocks ranks that are waiting for it in a collective."""
-        self.peers.record_raised()
         # A traceback's frames may keep the group's C++ objects alive, so destroying the group might close nothing.
         self.groups.abort_connections()
         self.groups.close(is_broken=True)
+        self.peers.record_raised()
 
     def close(self) -> None:
         """Close groups, channel and store."""
@@ -168,6 +174,8 @@ class ProcessContext:
             self._connections.withdraw()
             self._connections.channel.close()
             self.peers.record_raised()
+        if self.groups.is_abort_stuck:
+            exit_now(1)  # the destructors of torch's groups would wait for the abort
 
 
 _contexts: list[ProcessContext] = []  # the last one is in use
@@ -239,6 +247,7 @@ def _reusable(world_size: int) -> ProcessContext | None:
 
 def connect(request: Request, deadline: Deadline) -> Connections:
     """Connect to the other ranks. Collective."""
+    use_device(request.device)
     world, channel = request.world, Channel(request.timeouts.heartbeat)
     hello = Hello(RankInfo(world.rank), world.world_size, request.init_method, request.versions)
     if world.world_size == 1:

@@ -19,10 +19,14 @@ from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.nccl_options import INTERFACE_VARIABLES
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, interface_of
+from lightning_ddp_ext.threads import start_thread
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 # torch's default timeouts for collectives.
 _OF_NCCL, _OF_OTHERS = timedelta(minutes=10), timedelta(minutes=30)
+# torch's watchdog thread would otherwise end the process at an error of CUDA, before the main thread can report it.
+_NCCL_DEFAULTS = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+_ABORTED_WITHIN = 5.0  # seconds
 # After a timeout, torch's NCCL watchdog terminates the process from C++, so the rank that waited would count as
 # dead. At our timeout a survey names the missing rank; torch's timeout is later and only a fallback.
 _AFTER_OURS = timedelta(minutes=1)
@@ -55,12 +59,14 @@ class ProcessGroups:
         others: all groups except the default one, by key.
         has_aborted_nccl: whether NCCL was aborted. Kernels that waited for other ranks then returned partial sums, and
             work that was queued behind them, such as an optimiser step, used these.
+        is_abort_stuck: whether the last abort of NCCL has not returned in time; this process then cannot exit normally.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
         self.request = request
         self.others: dict[object, dist.ProcessGroup] = {}
         self.has_aborted_nccl = False
+        self.is_abort_stuck = False
         self._aborting = threading.Lock()
         self._connections = connections
         self._is_forming = False
@@ -89,6 +95,8 @@ class ProcessGroups:
             ConfigurationError: as for :func:`check_variables`.
         """
         check_variables(variables)
+        if self.uses_nccl:
+            variables = {**_NCCL_DEFAULTS, **variables}
         self._variables = {name: value for name, value in variables.items() if name not in os.environ}
         os.environ.update(self._variables)
 
@@ -102,10 +110,13 @@ class ProcessGroups:
             rank=request.world.rank,
             world_size=request.world.world_size,
             timeout=deadline.as_timedelta(),
-            device_id=None if request.device.type == "cpu" else request.device,
+            # With it, torch splits this group to form one of some ranks, which gloo cannot.
+            device_id=request.device if self.uses_nccl else None,
         )
         self._kept.append(dist.group.WORLD)
-        dist.all_reduce(torch.ones(1, device=request.device))
+        total = torch.ones(1, device=request.device)
+        dist.all_reduce(total)
+        total.item()  # NCCL only reports an error to those that wait for the result
         self._set_timeout()
 
     def form(self, key: object, ranks: list[int], backend: str | None) -> None:
@@ -161,10 +172,16 @@ class ProcessGroups:
         if not self.uses_nccl or not (dist.is_initialized() or self.has_aborted_nccl):
             return False
         self.has_aborted_nccl = True  # set before any wait for the device returns
+        # An abort may wait for minutes: https://github.com/NVIDIA/nccl/issues/1013
+        aborting = start_thread("ddpx-abort", self._abort_all)
+        aborting.join(_ABORTED_WITHIN)
+        self.is_abort_stuck = aborting.is_alive()
+        return True
+
+    def _abort_all(self) -> None:
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
         with self._aborting, suppress(Exception):  # the channel's thread aborts while the main thread closes
             abort()
-        return True
 
     def close(self, *, is_broken: bool) -> None:
         """Close all groups of this process.

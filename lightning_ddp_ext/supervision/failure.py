@@ -9,6 +9,7 @@ from enum import Enum
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.at_exit import print_in_time
@@ -32,6 +33,7 @@ _COLLECTIVE = (
     "lightning_ddp_ext.reductions.",
 )
 _BACKWARD = "torch.autograd.graph"
+_ERRORS_OF_DEVICE: Any = getattr(torch, "AcceleratorError", ())  # not in torch 2.7
 _RAISING = ("RAISE_VARARGS", "RERAISE")
 
 
@@ -114,8 +116,12 @@ def _origin_of(
     """Return the origin and, if another rank broke a collective, that rank's event; this may take some seconds."""
     if isinstance(exception, RankFailedError):
         return Origin.NAMED, None
+    if isinstance(exception, _ERRORS_OF_DEVICE):  # torch's watchdog may end this process at any time
+        return Origin.OWN, None
     peers = session.context.peers
     is_aborted = peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
+    if not isinstance(exception, KeyboardInterrupt) and session.context.has_arbitrary_values:
+        return Origin.ABORTED if is_aborted else Origin.BROKEN, peers.cause
     event = None
     if may_be_echo(exception):
         event = session.survey.cause_of_broken_collective()

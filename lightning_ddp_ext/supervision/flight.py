@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.supervision.call_site import call_site_in
+from lightning_ddp_ext.threads import start_thread
 
 _SIZE = "2000"  # torch's default, in versions that have one
 _VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -131,9 +132,7 @@ def flights() -> list[Flight]:
     for recorder in _RECORDERS:
         # NCCL's recorder queries CUDA for the state of events, which may block.
         if not any(thread.name == recorder for thread in threading.enumerate()):
-            reader = threading.Thread(target=_read, args=[recorder, found], name=recorder, daemon=True)
-            reader.start()
-            reader.join(_DUMPED_WITHIN)
+            start_thread(recorder, _read, recorder, found).join(_DUMPED_WITHIN)
     return list({flight.group: flight for recorder in list(found) for flight in found[recorder]}.values())
 
 

@@ -11,7 +11,6 @@ arrives, a stop point costs one addition and one check of a bool.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -24,6 +23,7 @@ from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls, Replies
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.signals import status_of
+from lightning_ddp_ext.threads import start_thread
 
 _AFTER_SAVES = 3.0  # seconds from a finished save to the exit, after the deadline
 
@@ -181,8 +181,7 @@ class GracefulStop:
         """Whether the ranks stop here; waits until they have agreed where."""
         with self._peers.arrived:
             self._peers.wait_for(lambda: self._target is not None or not self._is_pausing)
-            if self._peers.cause is not None:
-                raise self._peers.cause.to_error()
+            self._peers.check()
             return self._target is not None and self._position[:2] >= self._target
 
     # The agreement, in other threads.
@@ -203,7 +202,7 @@ class GracefulStop:
         """Pause all ranks before another barrier opens, and wait for their replies in a thread; on rank 0."""
         if self._rank == 0:
             self._replies = self._remote.call(self._everyone, "pause", asdict(request))
-            threading.Thread(target=self._agree, args=[request], name="ddpx-stop", daemon=True).start()
+            start_thread("ddpx-stop", self._agree, request)
 
     def _agree(self, request: StopRequest) -> None:
         self._acknowledge(request)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 from lightning_ddp_ext.rendezvous.peers import event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.supervision.flight import unfinished
 from lightning_ddp_ext.supervision.survey import Survey
+from lightning_ddp_ext.threads import start_thread
 
 _LOOKS = 8  # checks for calls that wait, within the time after which rank 0 compares the ranks
 
@@ -29,7 +29,7 @@ class LongWaits:
     def watch(self) -> None:
         """Start the thread, if there are other ranks."""
         if len(self._peers.table) > 1:
-            threading.Thread(target=self._watch, name="ddpx-waits", daemon=True).start()
+            start_thread("ddpx-waits", self._watch)
 
     def _watch(self) -> None:
         since: dict[str, float] = {}

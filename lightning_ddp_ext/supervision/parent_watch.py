@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +12,7 @@ from functools import partial
 
 from lightning_ddp_ext.at_exit import exit_now, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.threads import start_thread
 
 # The variable with the id of the process that started a rank, for ranks that this package starts.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
@@ -52,8 +52,7 @@ def _watch(pid: int, wait_for_exit: Callable[[], None]) -> None:
     if pid not in _watched:
         _watched.add(pid)
         _refuse_parent_death_signal()
-        arguments = [pid, wait_for_exit]
-        threading.Thread(target=_end_after, args=arguments, name="ddpx-launcher", daemon=True).start()
+        start_thread("ddpx-launcher", _end_after, pid, wait_for_exit)
 
 
 def _refuse_parent_death_signal() -> None:

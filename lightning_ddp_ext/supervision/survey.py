@@ -34,6 +34,7 @@ from lightning_ddp_ext.supervision.diagnosis import Findings
 from lightning_ddp_ext.supervision.flight import Flight, flights, unfinished
 from lightning_ddp_ext.supervision.report import Report, Silence
 from lightning_ddp_ext.supervision.stacks import is_in_collective, may_be_waiting_for_ranks
+from lightning_ddp_ext.threads import start_thread
 
 Kind = Literal["deadlock", "collective", "silence", "hang"]
 
@@ -163,7 +164,7 @@ class Survey:
     def _start(self, kind: Kind, wait: str) -> bool:
         if kind not in self._requested:
             self._requested.add(kind)
-            threading.Thread(target=self._survey, args=[kind, wait], name="ddpx-survey", daemon=True).start()
+            start_thread("ddpx-survey", self._survey, kind, wait)
         return True
 
     def _survey(self, kind: Kind, wait: str) -> None:

@@ -18,6 +18,7 @@ from lightning_ddp_ext.supervision.diagnosis import Findings
 from lightning_ddp_ext.supervision.report import Report
 from lightning_ddp_ext.supervision.stacks import all_stacks
 from lightning_ddp_ext.supervision.survey import Survey, report_of
+from lightning_ddp_ext.threads import start_thread
 
 OnHang = Literal["abort", "continue"]
 
@@ -102,8 +103,7 @@ class Watchdog:
         text = f"{now:%Y-%m-%d %H:%M:%S} {diagnosis.reason}\n\n{findings}\n"
         outcome = "every rank stops" if self._on_hang == "abort" else "the ranks continue (on_hang='continue')"
         # The file system may be the cause of the hang, and must not block the diagnosis.
-        written = threading.Thread(target=_write, args=[path, text], name="ddpx-watchdog-file", daemon=True)
-        written.start()
+        written = start_thread("ddpx-watchdog-file", _write, path, text)
         print_in_time(
             f"[rank {self._who.rank}] no progress for {self._timeout:g} s: {diagnosis.reason}; {outcome}. "
             f"Stacks: {path}\n"

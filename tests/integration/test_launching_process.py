@@ -101,7 +101,10 @@ def test_a_script_and_its_trainers() -> None:
     collects = [report["collects"] for report in reports(done, "start")]
     assert collects == [[True, True], [True, False]], "a started rank leaves its imports out"
     # As with stock, whose launcher leaves MASTER_ADDR, MASTER_PORT and NODE_RANK behind as well.
-    assert [trained[what][0]["changed"] for what in ("first", "second")] == [["LOCAL_RANK", "OMP_NUM_THREADS"], []]
+    assert [trained[what][0]["changed"] for what in ("first", "second")] == [
+        ["DDPX_RANK_PID", "LOCAL_RANK", "OMP_NUM_THREADS"],
+        [],
+    ]
     variables = [report["RANK"] for report in reports(done, "in first")]
     assert variables == ["0", None], "a stray RANK is neither followed nor taken away"
     looks = re.findall(r'"other definitions": (.*?), "rank"', done.output)

@@ -1,0 +1,115 @@
+"""With NCCL, an aborted collective returns arbitrary values, and an abort may never return; gloo plays its part."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_ddp_ext.errors import RankDiedError
+from lightning_ddp_ext.integration.named_calls import ranks_of
+from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
+from lightning_ddp_ext.threads import start_thread, use_device
+from tests.harness.ranks import RankProcesses, by_hand_env, hold
+from tests.harness.training import At, Net, make_strategy, make_trainer
+from tests.supervision.model import error_of
+
+BY_HAND = by_hand_env(2)
+
+
+def behave_like_nccl(*, returns: bool = True) -> None:
+    """Have collectives of this process wait for their abort, and then return zeros, as NCCL's do.
+
+    The abort itself returns or not.
+    """
+    aborted = threading.Event()
+
+    def abort() -> None:
+        aborted.set()
+        if not returns:
+            threading.Event().wait()
+
+    def returning(collective: Any) -> Any:
+        def call(received: Any, *arguments: Any, **options: Any) -> None:
+            try:
+                collective(received, *arguments, **options)
+            except RuntimeError:
+                aborted.wait()
+                for tensor in received if isinstance(received, list) else [received]:
+                    tensor.zero_()
+
+        return call
+
+    ProcessGroups.uses_nccl = property(lambda self: True)  # type: ignore[method-assign, assignment]
+    dist.distributed_c10d._abort_process_group = abort
+    dist.broadcast = returning(dist.broadcast)
+    dist.all_reduce = returning(dist.all_reduce)
+
+
+def exchange(trainer: Any) -> None:
+    """Wait for work of rank 0, which dies in it."""
+    ranks_of(trainer.strategy).on_rank_zero(lambda: hold("working"), "work")
+
+
+def compare(trainer: Any) -> None:
+    """Use a reduced value in a way that fails if it is arbitrary."""
+    if trainer.global_rank == 0:
+        hold("working")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == trainer.world_size
+
+
+def fit(rank: int, world_size: int, directory: Path, work: Any) -> None:
+    def start(trainer: Any) -> None:
+        if rank == 1:
+            behave_like_nccl()
+
+    faults = [At("on_fit_start", start), At("on_train_batch_end", work)]
+    make_trainer(make_strategy("ours", directory), callbacks=faults).fit(Net())
+
+
+@pytest.mark.parametrize("work", [exchange, compare])
+def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: Path) -> None:
+    """A survivor that gets them raises the same error as with gloo, in place of an error that follows from them."""
+    with RankProcesses(fit, 2, tmp_path, work, env=BY_HAND) as ranks:
+        ranks.wait_for("working", 0)
+        ranks.kill(0)
+        died, told = ranks.wait()
+    error_of(told, RankDiedError, 0, died.pid)
+
+
+def fit_with_stuck_abort(rank: int, world_size: int, directory: Path) -> None:
+    def start(trainer: Any) -> None:
+        if rank == 1:
+            behave_like_nccl(returns=False)
+
+    faults = [At("on_fit_start", start), At("on_train_batch_end", exchange)]
+    make_trainer(make_strategy("ours", directory), callbacks=faults).fit(Net())
+
+
+def test_an_abort_that_never_returns_does_not_keep_the_process(tmp_path: Path) -> None:
+    """The survivor raises the error, and exits."""
+    with RankProcesses(fit_with_stuck_abort, 2, tmp_path, env=BY_HAND) as ranks:
+        ranks.wait_for("working", 0)
+        ranks.kill(0)
+        _, told = ranks.wait()
+    assert told.exit_code == 1, told.story()
+    assert "RankDiedError: rank 0" in told.output, told.story()
+
+
+def test_a_thread_uses_the_device_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sets the device before it runs, since CUDA would use the first one."""
+    calls: list[Any] = []
+    monkeypatch.setattr("lightning_ddp_ext.threads._device", None)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device))
+    )
+    device = torch.device("cuda", 3)
+    use_device(device)
+    start_thread("worker", calls.append, "worked").join()
+    assert calls == [("worker", device), "worked"]
