@@ -61,7 +61,7 @@ def versions_of(path: str | None) -> set[str]:
     location = locate(path)
     directory, name = os.path.split(path)
     stem, suffix = os.path.splitext(name)
-    version = re.compile(rf"{re.escape(stem)}(-v\d+)?{re.escape(suffix)}")
+    version = re.compile(rf"{re.escape(stem)}(-v\d+)*{re.escape(suffix)}")
     try:
         names = map(os.path.basename, location.fs.ls(os.path.dirname(location.path), detail=False))
     except (OSError, NotImplementedError):

@@ -29,7 +29,7 @@ from lightning_ddp_ext.supervision.parent_watch import PRIVATE_FILE, watch_paren
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.version import __version__
-from lightning_ddp_ext.world import World
+from lightning_ddp_ext.world import World, run_of
 
 from .callbacks.rank_debugger import RankDebugger
 from .environment import world_of
@@ -120,6 +120,7 @@ class Rendezvous:
             init_timeout=self._init_timeout,
             variables=variables_of(self._nccl, self._interface),
             versions=_versions(),
+            run=run_of(world.source, os.environ),
             launch_failure=started.failure if started is not None else lambda: None,
             timeouts=self.timeouts,
         )

@@ -127,6 +127,9 @@ class Coordinator:
 
     def _handle_hello(self, connection: Connection, hello: Hello) -> None:
         info = hello.info
+        if self._hello.run and hello.run and hello.run != self._hello.run:
+            _reply(connection, refusal_of(_other_run(self._hello, hello)))
+            return
         if self._table and (info in self._table or info.rank in self._channel.ended):
             # The sender has left this run, and starts the next one before rank 0 does.
             _reply(connection, {"retry": "an earlier run has not exited there"})
@@ -224,6 +227,13 @@ def _duplicate(one: RankInfo, other: RankInfo) -> RendezvousError:
     return RendezvousError(
         f"two processes claim rank {one.rank}: pid {first.pid} on host {first.host} and pid {second.pid} on host "
         f"{second.host}; set a different RANK (or rank=) for each process"
+    )
+
+
+def _other_run(own: Hello, other: Hello) -> RendezvousError:
+    return RendezvousError(
+        f"rank 0 at {own.init_method} belongs to another run ({own.run}) than {other.info} ({other.run}); give each "
+        f"run its own MASTER_PORT or init_method"
     )
 
 

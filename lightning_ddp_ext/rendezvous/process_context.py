@@ -228,7 +228,7 @@ def join(request: Request) -> ProcessContext | None:
 def connect(request: Request, deadline: Deadline) -> Connections:
     """Connect to the other ranks. Collective."""
     world, channel = request.world, Channel(request.timeouts.heartbeat)
-    hello = Hello(RankInfo(world.rank), world.world_size, request.init_method, request.versions)
+    hello = Hello(RankInfo(world.rank), world.world_size, request.init_method, request.versions, request.run)
     if world.world_size == 1:
         return Connections(channel, (hello.info,), HashStore())
     try:

@@ -26,12 +26,16 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Hello:
-    """The description that a rank sends when it connects; ``versions`` maps a package to its version."""
+    """The description that a rank sends when it connects; ``versions`` maps a package to its version.
+
+    ``run`` is the launcher's name for the run.
+    """
 
     info: RankInfo
     world_size: int
     init_method: str
     versions: dict[str, str]
+    run: str = ""
 
     @staticmethod
     def of(values: dict[str, Any]) -> Hello:
@@ -39,7 +43,7 @@ class Hello:
         info, world_size = RankInfo(**values["info"]), int(values["world_size"])
         if type(info.rank) is not int or not 0 <= info.rank < world_size:
             raise ValueError(f"rank {info.rank!r} of {world_size}")
-        return Hello(info, world_size, str(values["init_method"]), dict(values["versions"]))
+        return Hello(info, world_size, str(values["init_method"]), dict(values["versions"]), str(values["run"]))
 
     def settings(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, by their names in messages."""

@@ -51,6 +51,7 @@ class Request:
         is_explicit: whether the user chose the init method.
         variables: environment variables to set while the process group is open.
         versions: the versions of packages, which must be the same on all ranks.
+        run: the launcher's name for this run, which must be the same on all ranks; empty if it has none.
         launch_failure: returns a sentence if a rank exited and cannot connect.
         timeouts: the timeouts of the control channel.
     """
@@ -65,5 +66,6 @@ class Request:
     is_explicit: bool = True
     variables: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    run: str = ""
     launch_failure: Callable[[], str | None] = lambda: None
     timeouts: Timeouts = field(default_factory=Timeouts)
