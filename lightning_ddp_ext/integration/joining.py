@@ -29,7 +29,7 @@ from lightning_ddp_ext.supervision.parent_watch import PRIVATE_FILE, watch_paren
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.version import __version__
-from lightning_ddp_ext.world import World, run_of
+from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, World, launcher_of, run_of
 
 from .callbacks.rank_debugger import RankDebugger
 from .environment import world_of
@@ -92,8 +92,8 @@ class Rendezvous:
 
         If a rank is being debugged, time limits do not apply in practice, and that rank waits for a debugger.
         """
-        if isinstance(strategy.cluster_environment, TorchElasticEnvironment):
-            watch_parent()  # torchrun's agent; other launchers stop their ranks themselves
+        if launcher_of(os.environ) in (TORCHRUN, OPEN_MPI):
+            watch_parent()  # other launchers stop their ranks themselves
         is_first = current() is None
         request = self._request(strategy)
         context = join(request if debugged is None else without_limits(request))

@@ -172,7 +172,9 @@ class ProcessContext:
         finally:
             self.groups.forget()
             self._components.clear()
-            self._connections.withdraw()
+            cause = self.peers.cause
+            if self.world.is_rank_zero or (cause is not None and (cause.kind, cause.rank) == ("died", 0)):
+                self._connections.withdraw()
             self._connections.channel.close()
             self.peers.record_raised()
 
