@@ -205,7 +205,9 @@ class Job:
         """Fail with the job's output if a condition is not met in two minutes."""
         deadline = time.monotonic() + _SECONDS_TO_EXIT
         while not condition():
-            assert time.monotonic() < deadline, f"job {self.number} {otherwise}:\n{self.output}"
+            if time.monotonic() > deadline:
+                self._slurm.call("scancel", "--full", "--signal=KILL", self.number)
+                raise AssertionError(f"job {self.number} {otherwise}:\n{self.output}")
             time.sleep(_POLL)
 
 

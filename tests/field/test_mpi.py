@@ -1,4 +1,4 @@
-"""Ranks that a real Open MPI starts."""
+"""Ranks that a real Open MPI or MPICH starts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ _ROOT = str(Path(__file__).parents[2])
 _SECONDS_TO_EXIT = 30.0  # at most; without a watch, the ranks would train for longer
 
 
-def mpirun(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Train on two ranks with Open MPI, and return its end."""
-    program = shutil.which("mpirun.openmpi") or shutil.which("orterun")
-    skip_because(None if program else "openmpi-bin is not installed")
-    command = [str(program), "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, train.__file__]
+OPTIONS = {"openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpich": []}
+
+
+def mpirun(directory: Path, *arguments: str, kind: str = "openmpi") -> subprocess.CompletedProcess[str]:
+    """Train on two ranks, and return the launcher's end."""
+    program = f"mpirun.{kind}"  # Debian's names
+    skip_because(None if shutil.which(program) else f"{program} is not installed")
+    command = [program, *OPTIONS[kind], "-n", "2", sys.executable, train.__file__]
     words = [f"init_method=file://{directory}/address", *arguments]
     env = {**os.environ, "PYTHONPATH": _ROOT, "OMP_NUM_THREADS": "1"}
     with open(directory / "log", "a+") as log:
@@ -62,3 +65,11 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     ended = mpirun(tmp_path, "step=0.05", "act=die")
     assert ended.returncode != 0
     assert "[rank 0] RankDiedError: rank 1 (host" in ended.stdout, ended.stdout
+
+
+def test_mpich(tmp_path: Path) -> None:
+    """Hydra numbers the ranks."""
+    ended = mpirun(tmp_path, kind="mpich")
+    assert ended.returncode == 0, ended.stdout
+    for rank in (0, 1):
+        assert f"rank {rank} of 2 trained to step 200" in ended.stdout
