@@ -28,7 +28,7 @@ unexport $(filter DDPX_% SLURM_% OMPI_% PMI_% TORCHELASTIC_%,$(.VARIABLES))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo docs test fast nightly gpu soak coverage lint types api dist test-wheel test-lowest test-next bench \
+.PHONY: help venv demo docs test fast nightly field gpu soak coverage lint types api dist test-wheel test-lowest test-next bench \
     bench-quick clean
 
 help: ## List the targets
@@ -46,12 +46,16 @@ docs: venv ## Build the documentation into site/ (to read it: python3 -m http.se
 
 test: venv ## Lint, types, and the tests that need no GPU; types are checked meanwhile, and printed at the end
 	@checked=$$(mktemp); $(MAKE) --no-print-directory --keep-going lint types > "$$checked" 2>&1 & checks=$$!; \
-	    $(BIN)/python -m pytest -m "not gpu and not nightly" $(PARALLEL) --durations 10; tests=$$?; \
+	    $(BIN)/python -m pytest -m "not gpu and not nightly and not field" $(PARALLEL) --durations 10; tests=$$?; \
 	    wait $$checks; failed=$$?; cat "$$checked"; rm "$$checked"; exit $$((tests || failed))
 
 nightly: venv ## The long tests that `make test` leaves out, and 60 faults; SEED= of the first one
 	$(BIN)/python -m pytest -m nightly $(PARALLEL) --durations 0
 	$(MAKE) soak COUNT=60
+
+field: venv ## Tests on a real SLURM and on Open MPI, as root; says how to install them (five minutes)
+	@echo "Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin mpich"
+	$(BIN)/python -m pytest -m field --numprocesses 2 --dist worksteal --durations 10
 
 fast: venv ## Tests without processes, and one run of each main promise (a minute)
 	$(BIN)/python -m pytest -m "unit or lowest" $(PARALLEL) --durations 10
@@ -65,7 +69,7 @@ soak: venv ## 300 faults in real runs, one after another, and as many killed sav
 	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults tests/integration/test_killed_saves.py tests/integration/test_rescue.py -k 'survived or killed' --verbose
 
 coverage: venv ## All tests, with line coverage
-	$(BIN)/python -m pytest --cov -m "not gpu" $(PARALLEL)
+	$(BIN)/python -m pytest --cov -m "not gpu and not field" $(PARALLEL)
 
 lint: venv ## Style and formatting
 	$(BIN)/ruff check .

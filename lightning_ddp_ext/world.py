@@ -82,6 +82,7 @@ class Launcher:
     local_rank: str
     local_world_size: str = ""
     node_rank: tuple[str, ...] = ()
+    run: tuple[str, ...] = ()
 
 
 _PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -89,10 +90,10 @@ _MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_R
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 BY_HAND = Launcher("RANK, WORLD_SIZE and LOCAL_RANK", *_PLAIN, node_rank=("NODE_RANK", "GROUP_RANK"))
-TORCHRUN = Launcher("torchrun", *_PLAIN, node_rank=("GROUP_RANK",))
-OPEN_MPI = Launcher("Open MPI", *_MPI)
+TORCHRUN = Launcher("torchrun", *_PLAIN, node_rank=("GROUP_RANK",), run=("TORCHELASTIC_RUN_ID",))
+OPEN_MPI = Launcher("Open MPI", *_MPI, run=("PMIX_NAMESPACE",))
 HYDRA = Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH, Intel MPI
-SLURM = Launcher("SLURM", *_SLURM, node_rank=("SLURM_NODEID",))
+SLURM = Launcher("SLURM", *_SLURM, node_rank=("SLURM_NODEID",), run=("SLURM_JOB_ID", "SLURM_STEP_ID"))
 
 
 def read_world(
@@ -183,6 +184,16 @@ def launcher_of(environ: Environ) -> Launcher | None:
     if is_slurm(environ):
         return SLURM
     return BY_HAND if {BY_HAND.rank, BY_HAND.world_size, BY_HAND.local_rank} <= environ.keys() else None
+
+
+def run_of(source: str, environ: Environ) -> str:
+    """Return the variables with which a launcher numbers its runs; empty if it does not.
+
+    >>> run_of("SLURM", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"})
+    'SLURM_JOB_ID=12 SLURM_STEP_ID=0'
+    """
+    names = next((each.run for each in (TORCHRUN, OPEN_MPI, SLURM) if each.source == source), ())
+    return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
 
 
 def _with_arguments(environ: Environ, arguments: dict[str, int]) -> Environ:

@@ -25,7 +25,7 @@ from tests.harness.processes import MARK
 from tests.harness.rank_server import measured_coverage, start_server
 
 _ROOT = Path(__file__).resolve().parent.parent
-_STARTERS = ("tests.harness.ranks", "tests.harness.scripts")
+_STARTERS = ("tests.harness.ranks", "tests.harness.scripts", "tests.field.slurm", "tests.field.train")
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")

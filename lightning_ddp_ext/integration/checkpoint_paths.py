@@ -14,8 +14,8 @@ from lightning_ddp_ext.checkpoint.location import PathLike, locate
 
 from .lightning_tree import SLURMEnvironment, pl, refuse_missing
 
-# Both methods also work before the callback's setup.
-refuse_missing(pl.callbacks.ModelCheckpoint, "_find_last_checkpoints", "_ModelCheckpoint__resolve_ckpt_dir")
+# The method also works before the callback's setup.
+refuse_missing(pl.callbacks.ModelCheckpoint, "_ModelCheckpoint__resolve_ckpt_dir")
 
 
 def checkpoint_directory(trainer: Any) -> str:
@@ -58,15 +58,29 @@ def versions_of(path: str | None) -> set[str]:
     """Return the paths of all versions of a file that exist."""
     if path is None:
         return set()
-    location = locate(path)
     directory, name = os.path.split(path)
     stem, suffix = os.path.splitext(name)
-    version = re.compile(rf"{re.escape(stem)}(-v\d+)?{re.escape(suffix)}")
+    version = re.compile(rf"{re.escape(stem)}(-v\d+)*{re.escape(suffix)}")
     try:
-        names = map(os.path.basename, location.fs.ls(os.path.dirname(location.path), detail=False))
+        return {each for each in _files_in(directory) if version.fullmatch(os.path.basename(each))}
     except (OSError, NotImplementedError):
         return {path}
-    return {os.path.join(directory, each) for each in names if version.fullmatch(each)}
+
+
+def _files_in(directory: str) -> list[str]:
+    """Return the paths or URLs of the files in a directory; a file system leaves out the protocol."""
+    location = locate(directory)
+    return [os.path.join(directory, os.path.basename(each)) for each in location.fs.ls(location.path, detail=False)]
+
+
+def _last_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:
+    """Return the files that Lightning takes for ``"last"``; Lightning itself loses the protocol of a URL."""
+    name = re.compile(rf"{callback.CHECKPOINT_NAME_LAST}(-(\d+))?.*{re.escape(callback.FILE_EXTENSION)}")
+    try:
+        files = _files_in(str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)))  # type: ignore[attr-defined]
+    except (OSError, NotImplementedError):
+        return set()
+    return {each for each in files if name.fullmatch(os.path.basename(each))}
 
 
 def follows_logger(trainer: Any) -> bool:
@@ -84,7 +98,7 @@ def last_of_lightning(trainer: Any) -> set[str]:
     found: set[str | None] = set()
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
-            found |= callback._find_last_checkpoints(trainer)
+            found |= _last_of(callback, trainer)
         elif isinstance(callback, pl.callbacks.OnExceptionCheckpoint):
             found.add(callback.ckpt_path)
     if SLURMEnvironment.detect():

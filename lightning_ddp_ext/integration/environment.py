@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,10 +95,28 @@ def choose_environment(
         if world is not None:
             check_devices(world, devices=devices, num_nodes=num_nodes)
         raise
-    if world is None or (type(environment) is SLURMEnvironment and world.source == "SLURM"):
+    _check_tasks(world, devices * num_nodes)
+    if world is None:
         return environment
     check_devices(world, devices=devices, num_nodes=num_nodes)
-    return WorldEnvironment(world)
+    is_lightnings = type(environment) is SLURMEnvironment and world.source == "SLURM"
+    return environment if is_lightnings else WorldEnvironment(world)
+
+
+def _check_tasks(world: World | None, ranks: int) -> None:
+    """Raise if SLURM did not start the ranks, or started tasks that would not become ranks."""
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 0 if "SLURM_STEP_ID" not in os.environ else ranks))
+    if world is None and tasks == ranks > 1 and "SLURM_JOB_NAME" in os.environ:
+        raise ConfigurationError(
+            f"srun started {tasks} tasks, but Lightning ignores SLURM in a job named {os.environ['SLURM_JOB_NAME']!r}, "
+            "so each task would train alone; use srun --job-name=train, or unset SLURM_STEP_NUM_TASKS if each task "
+            "has to start its own ranks"
+        )
+    if world is not None and world.source == "SLURM" and tasks < world.world_size > 1:
+        raise ConfigurationError(
+            f"this script runs without srun, so SLURM has not started the {world.world_size} tasks of the job (got "
+            f"SLURM_STEP_ID={os.environ.get('SLURM_STEP_ID')}); write srun python {os.path.basename(sys.argv[0])}"
+        )
 
 
 def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mapping[str, int | None]) -> None:

@@ -27,7 +27,7 @@ from lightning_ddp_ext.supervision.parent_watch import PRIVATE_FILE, watch_paren
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.version import __version__
-from lightning_ddp_ext.world import World
+from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, World, launcher_of, run_of
 
 from .callbacks.rank_debugger import RankDebugger, wait_for_debugger, without_limits
 from .environment import world_of
@@ -90,8 +90,8 @@ class ConnectionSettings:
 
         If a rank is being debugged, time limits do not apply in practice, and that rank waits for a debugger.
         """
-        if isinstance(strategy.cluster_environment, TorchElasticEnvironment):
-            watch_parent()  # torchrun's agent; other launchers stop their ranks themselves
+        if launcher_of(os.environ) in (TORCHRUN, OPEN_MPI):
+            watch_parent()  # other launchers stop their ranks themselves
         is_first = current() is None
         request = self._request(strategy)
         session = start_session(request if debugged is None else without_limits(request))
@@ -116,6 +116,7 @@ class ConnectionSettings:
             init_timeout=self._init_timeout,
             variables=variables_of(self._nccl, self._interface),
             versions=_versions(),
+            run=run_of(world.source, os.environ),
             launch_failure=started.failure if started is not None else lambda: None,
             timeouts=self.timeouts,
         )

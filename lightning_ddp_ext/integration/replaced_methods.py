@@ -111,6 +111,14 @@ class ReplacedMethods:
 
     def leave_signals_to_us(self, trainer: Any) -> None:
         """Keep Lightning from making collective calls on a signal and before each batch; our own handlers take over."""
-        self.replace(trainer._signal_connector, "_sigterm_notifier_fn", lambda *args: None)
+        connector = trainer._signal_connector
+
+        def register() -> None:
+            connector.received_sigterm = False
+            connector._original_handlers = (
+                connector._get_current_signal_handlers()
+            )  # it restores those that hooks change
+
+        self.replace(connector, "register_signal_handlers", register)
         if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0
             self.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda *args: None)

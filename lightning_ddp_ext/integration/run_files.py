@@ -36,6 +36,7 @@ from .checkpoint_paths import (
     versions_of,
 )
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info, rank_zero_warn
+from .slurm import job_number
 
 KEY = "lightning_ddp_ext_run"
 _UNUSABLE = (DamagedCheckpointError, CheckpointNotFoundError)
@@ -97,10 +98,14 @@ class RunFiles:
             raise
 
     def place(self, name: PathLike | None, trainer: Any) -> str | None:
-        """Return the path at which a file is saved, so that it replaces no file of another fit."""
+        """Return the path at which a file is saved, so that it replaces no file of another fit.
+
+        A SLURM job's number is part of it, because jobs that SLURM stops together may share a directory.
+        """
         path = place_of(name, _command(), trainer)
         if path is None:
             return None
+        path = versioned(path, int(os.environ.get("SLURM_JOB_ID", 0)))
         return next(each for each in (versioned(path, number) for number in count()) if self._may_replace(each))
 
     def _may_replace(self, path: str) -> bool:
@@ -110,7 +115,9 @@ class RunFiles:
             saved = _identity_in(path)
         except CheckpointError as error:
             return isinstance(error, _UNUSABLE)
-        return saved is None or not (self._difference(saved) or self._changed_variables(saved))
+        if saved is None:
+            return True
+        return not (self._difference(saved) or self._is_of_other_job(saved) or self._changed_variables(saved))
 
     def _difference(self, saved: Mapping[str, Any]) -> str:
         """Describe how the fit that saved a file differs from this one; empty for the same fit."""
@@ -136,11 +143,13 @@ class RunFiles:
             return args
         self._environment = _environment()
         facts = {"command": _command(), "number in its script": str(self._fit), **_hparams(args)}
-        self.identity = {"facts": facts, "environment": sorted(self._environment.values())}
+        variables = sorted(self._environment.values())
+        self.identity = {"facts": facts, "environment": variables, "job": job_number(), "is_requeued": False}
         self._has_searched, self._found, self._obsolete = False, None, {}
         if "last" not in [arg for arg in args if isinstance(arg, str)]:
-            if is_rank_zero and SLURMEnvironment.detect() and trainer.state.fn == "fit":
-                rank_zero_info("after SIGTERM, a requeued job only resumes with trainer.fit(..., ckpt_path='last')")
+            has_path = any(isinstance(arg, PathLike) for arg in args)
+            if is_rank_zero and not has_path and trainer.state.fn == "fit" and SLURMEnvironment.detect():
+                self._find_requeued(trainer)
             return args
         own = {each for name in self._names for each in versions_of(place_of(name, _command(), trainer))}
         of_lightning = last_of_lightning(trainer)
@@ -162,12 +171,29 @@ class RunFiles:
         """
         return self._found if self._has_searched else path
 
+    def _find_requeued(self, trainer: Any) -> None:
+        """Find the file that this job saved before it was requeued; as with stock, no argument has to ask for it."""
+        rank_zero_info("after SIGTERM, a requeued job only resumes with trainer.fit(..., ckpt_path='last')")
+        versions = versions_of(place_of(self._stop, _command(), trainer))
+        for path, saved in _readable([each for each in versions if modified(each) is not None]).items():
+            if saved and saved.get("is_requeued") and self._is_of_job(saved) and not self._difference(saved):
+                self._has_searched, self._found, self._obsolete = True, path, {path: state_of(path)}
+
+    def _is_of_job(self, saved: Mapping[str, Any]) -> bool:
+        """Whether this job saved the file, possibly before it was requeued."""
+        return bool(self.identity["job"]) and saved.get("job") == self.identity["job"]
+
+    def _is_of_other_job(self, saved: Mapping[str, Any]) -> bool:
+        return bool(self.identity["job"] and saved.get("job")) and not self._is_of_job(saved)
+
     def _search(self, newest_first: list[str], only_ours: set[str], trainer: Any) -> str | None:
         """Return the newest usable file, and log it and the owners of the others."""
         saved = _readable(newest_first)
         unknown = {path: "an unknown fit" for path, each in saved.items() if each is None and path in only_ours}
         owners = {path: self._difference(each) if each else "" for path, each in saved.items()} | unknown
         own = {path: each for path, each in saved.items() if each and not owners[path]}
+        if any(map(self._is_of_job, own.values())):
+            owners |= {path: f"SLURM job {each['job']}" for path, each in own.items() if self._is_of_other_job(each)}
         changed = {path: self._changed_variables(each) for path, each in own.items()}
         if [] in changed.values():  # then files of other environments belong to other runs
             owners |= {path: _in_words(names) for path, names in changed.items() if names}
@@ -192,7 +218,7 @@ class RunFiles:
         """Describe where the next run of this command will look, and which files it will ignore."""
         parts = ["ckpt_path='last': no checkpoint yet"]
         if self._stop is not None:
-            path = str(place_of(self._stop, _command(), trainer))
+            path = str(self.place(self._stop, trainer))
             parts.append(f"if the ranks are stopped, they save {path}, which the same command finds next time")
             of_commands = Path(trainer.default_root_dir, "checkpoints").resolve().glob(f"*/{os.path.basename(path)}")
             parts += [f"{each} belongs to another command; {_PASS_PATH}" for each in of_commands if str(each) != path]

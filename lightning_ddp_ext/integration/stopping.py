@@ -21,6 +21,7 @@ from .compat import active_loop_of, combined_loader_of, mode_of, restore_handler
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from .loop_state import Stopped
 from .replaced_methods import ReplacedMethods
+from .slurm import is_preempted, requeue
 from .training_weights import TrainingWeights, saved_by
 
 # torchrun kills ranks 30 s after its SIGTERM; other launchers have no known limit.
@@ -126,8 +127,7 @@ class StopController:
 
     def _acknowledge(self, request: StopRequest) -> None:
         """Log the signal immediately: a step may take a long time, and users might otherwise press Ctrl-C again."""
-        saves = self._trainer.strategy.stop_checkpoint is not None or self._requeues(request)
-        stop = ", save and stop" if saves else " and stop without saving"
+        stop = ", save and stop" if self._trainer.strategy.stop_checkpoint is not None else " and stop without saving"
         again = "; press Ctrl-C again to exit immediately without saving" if request.signum == signal.SIGINT else ""
         rank_zero_info(f"{request}: the ranks will finish the current step{stop}{again}")
 
@@ -175,8 +175,14 @@ class StopController:
             return
         self._signals.received = None
         self.stopped = where
-        saved = self._save(request) if self.weights.has_trained else "nothing to save yet"
+        requeues = self._trainer.is_global_zero and self._requeues(request)
+        saved = self._save(is_requeued=requeues) if self.weights.has_trained else "nothing to save yet"
+        self._checkpoints.finish()
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
+        if requeues:
+            for logger in self._trainer.loggers:
+                logger.finalize("finished")
+            rank_zero_info(requeue())
         self._trainer._signal_connector.received_sigterm = True  # so that Lightning treats the exception as a stop
         raise StoppedException(request.signum)
 
@@ -186,12 +192,12 @@ class StopController:
         return f"after step {self._trainer.global_step}" if self.weights.has_trained else "before the first step"
 
     def _requeues(self, request: StopRequest) -> bool:
-        return self._slurm is not None and request.signum in self._time_limit_signals
+        """Whether the job has to be requeued; if a preempted job exits within its grace time, SLURM does not do it."""
+        if self._slurm is None:
+            return False
+        return request.signum in self._time_limit_signals or (request.signum == signal.SIGTERM and is_preempted())
 
-    def _save(self, request: StopRequest) -> str:
-        if self._requeues(request):
-            self._trainer._signal_connector._slurm_sigusr_handler_fn(request.signum, None)
-            return "saved for the requeued job"
+    def _save(self, *, is_requeued: bool) -> str:
         strategy = self._trainer.strategy
         files = strategy.files
         is_global_zero = self._trainer.is_global_zero
@@ -200,8 +206,10 @@ class StopController:
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
         files.stop_path = path
+        files.identity["is_requeued"] = is_requeued
         self._trainer.save_checkpoint(path)
-        self._checkpoints.finish()
+        if is_requeued:
+            return f"saved to {path} for the requeued job"
         remedy = "resume with the same command and trainer.fit(..., ckpt_path='last'), or pass this path as ckpt_path"
         return f"saved to {path}; {remedy}"
 

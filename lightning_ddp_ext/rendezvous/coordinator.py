@@ -16,7 +16,7 @@ from lightning_ddp_ext.rank_lists import listed, ranks_in_words
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address
+from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address, TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Connections, error_in, gave_up_error, refusal_of
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request, difference_between
 from lightning_ddp_ext.rendezvous.sockets import (
@@ -44,6 +44,9 @@ class Coordinator:
     def __init__(self, request: Request, hello: Hello, channel: Channel, deadline: Deadline) -> None:
         self._hello, self._channel, self._deadline, self._endpoint = hello, channel, deadline, request.endpoint
         self._timeouts, self._launch_failure = request.timeouts, request.launch_failure
+        self._where = hello.init_method
+        if self._where == "env://" and isinstance(self._endpoint, TcpEndpoint):
+            self._where = f"{self._endpoint.where} ({self._where})"
         self._present = {0: hello.info}
         self._table: tuple[RankInfo, ...] = ()
         self._error: RendezvousError | None = None
@@ -134,6 +137,9 @@ class Coordinator:
 
     def _handle_hello(self, connection: Connection, hello: Hello) -> None:
         info = hello.info
+        if self._hello.run and hello.run and hello.run != self._hello.run:
+            _reply(connection, refusal_of(_other_run(self._where, self._hello, hello)))
+            return
         if self._table and (info in self._table or info.rank in self._channel.ended):
             # The sender has left this run, and starts the next one before rank 0 does.
             _reply(connection, {"retry": "an earlier run has not exited there"})
@@ -202,7 +208,7 @@ class Coordinator:
         if missing:  # otherwise the last rank has just connected
             present = listed(known[rank] for rank in sorted(known))
             sentence = (
-                f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to {self._hello.init_method} "
+                f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to {self._where} "
                 f"within {self._deadline.seconds:g} s (init_timeout); present: {present}; check that every rank is "
                 "running and can reach rank 0, or raise init_timeout"
             )
@@ -231,6 +237,13 @@ def _duplicate(one: RankInfo, other: RankInfo) -> RendezvousError:
     return RendezvousError(
         f"two processes claim rank {one.rank}: pid {first.pid} on host {first.host} and pid {second.pid} on host "
         f"{second.host}; set a different RANK (or rank=) for each process"
+    )
+
+
+def _other_run(where: str, own: Hello, other: Hello) -> RendezvousError:
+    return RendezvousError(
+        f"rank 0 at {where} belongs to another run ({own.run}) than {other.info} ({other.run}); give each "
+        "run its own MASTER_PORT or init_method"
     )
 
 

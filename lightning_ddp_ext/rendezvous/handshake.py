@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from torch.distributed import Store, TCPStore
@@ -35,7 +36,7 @@ class Connections:
         store: rank 0's store.
         store_sockets: the sockets of the connection to the store.
         route: the address at which ranks on other hosts can reach this host; empty if all ranks are on this host.
-        withdraw: removes the published address, on rank 0.
+        withdraw: removes the published address; for rank 0, or after its death.
     """
 
     channel: Channel
@@ -79,7 +80,9 @@ class Handshake:
         route = self._own_address
         if self._hello.info.network == table[0].network:
             route = self._answers["route"]
-        return Connections(self._channel, table, store, store_sockets, route)
+        assert self._published is not None
+        withdraw = partial(self._endpoint.withdraw, self._published)
+        return Connections(self._channel, table, store, store_sockets, route, withdraw)
 
     # Finding rank 0.
 

@@ -171,7 +171,9 @@ class ProcessContext:
             self.groups.close(is_broken=self.peers.cause is not None)
         finally:
             self.groups.release()
-            self._connections.withdraw()
+            cause = self.peers.cause
+            if self.world.is_rank_zero or (cause is not None and (cause.kind, cause.rank) == ("died", 0)):
+                self._connections.withdraw()
             self._connections.channel.close()
             self.peers.record_raised()
         if self.groups.is_abort_stuck:
@@ -249,7 +251,7 @@ def connect(request: Request, deadline: Deadline) -> Connections:
     """Connect to the other ranks. Collective."""
     use_device(request.device)
     world, channel = request.world, Channel(request.timeouts.heartbeat)
-    hello = Hello(RankInfo(world.rank), world.world_size, request.init_method, request.versions)
+    hello = Hello(RankInfo(world.rank), world.world_size, request.init_method, request.versions, request.run)
     if world.world_size == 1:
         return Connections(channel, (hello.info,), HashStore())
     try:

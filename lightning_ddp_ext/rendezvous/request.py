@@ -56,6 +56,7 @@ class Request:
         is_explicit: whether the user chose the init method.
         variables: environment variables to set while the process group is open.
         versions: the versions of packages, which must be the same on all ranks.
+        run: the launcher's name for this run, which must be the same on all ranks; empty if it has none.
         launch_failure: returns a sentence if a rank exited and cannot connect.
         timeouts: the timeouts of the control channel.
     """
@@ -70,6 +71,7 @@ class Request:
     is_explicit: bool = True
     variables: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    run: str = ""
     launch_failure: Callable[[], str | None] = lambda: None
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -89,12 +91,16 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Hello:
-    """The description that a rank sends when it connects; ``versions`` maps a package to its version."""
+    """The description that a rank sends when it connects.
+
+    ``versions`` maps a package to its version; ``run`` is the launcher's name for the run.
+    """
 
     info: RankInfo
     world_size: int
     init_method: str
     versions: dict[str, str]
+    run: str = ""
 
     @staticmethod
     def of(values: dict[str, Any]) -> Hello:
@@ -102,7 +108,7 @@ class Hello:
         info, world_size = RankInfo(**values["info"]), int(values["world_size"])
         if type(info.rank) is not int or not 0 <= info.rank < world_size:
             raise ValueError(f"rank {info.rank!r} of {world_size}")
-        return Hello(info, world_size, str(values["init_method"]), dict(values["versions"]))
+        return Hello(info, world_size, str(values["init_method"]), dict(values["versions"]), str(values["run"]))
 
     def settings(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, by their names in messages."""

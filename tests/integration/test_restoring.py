@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext import CheckpointError, RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.archive import Archive
-from tests.harness.training import KINDS, At, Kind, assert_same, on_both, on_ranks, weights
+from tests.harness.training import KINDS, At, Kind, assert_same, make_strategy, make_trainer, on_both, on_ranks, weights
+from tests.harness.training import Net as TrainedNet
 from tests.integration.checkpointing import (
     MODES,
     Keeper,
@@ -266,6 +267,22 @@ def test_last_continues_after_a_preemption(tmp_path: Path) -> None:
     [told] = again["passed over"]
     path = cut_off / "last-preempted.ckpt"
     assert told.startswith(f"ckpt_path='last' skips a file that cannot be used: checkpoint {path} is damaged")
+
+
+def resumed_from_a_store(kind: Kind, directory: Path) -> list[int]:
+    """Return the steps at which two runs begin that save to the same URL."""
+    begun: list[int] = []
+    for epochs in (1, 2):
+        saving = ModelCheckpoint("memory://bucket/run", save_last=True)
+        begin = At("on_train_start", lambda trainer: begun.append(trainer.global_step))
+        options: dict[str, Any] = {"callbacks": [saving, begin], "enable_checkpointing": True, "max_epochs": epochs}
+        make_trainer(make_strategy(kind, directory), **options).fit(TrainedNet(), ckpt_path="last")
+    return begun
+
+
+def test_last_is_found_at_a_url(tmp_path: Path) -> None:
+    """A file system lists files without the protocol of the URL."""
+    assert on_ranks("ours", resumed_from_a_store, tmp_path) == [[0, 4]] * 2
 
 
 def refused_last(kind: Kind, directory: Path, kept: Path) -> str:

@@ -136,16 +136,25 @@ def test_a_save_is_finished_before_the_one_of_the_stop(tmp_path: Path) -> None:
         assert torch.load(path, weights_only=False)["state_dict"]
 
 
-def requeued(rank: int, world_size: int, directory: Path) -> None:
-    callbacks = on_rank_one(rank, "on_train_batch_end", 1, signal.SIGUSR1)
-    fit(directory, "requeued", *callbacks, strategy={"stop_checkpoint": None})
+def resumes_in_a_job(rank: int, world_size: int, directory: Path, is_stopped: bool) -> bool:
+    """Whether a run without ``ckpt_path`` resumes, in a directory that all jobs share."""
+    callbacks = on_rank_one(rank, "on_train_batch_end", 1, signal.SIGUSR1) if is_stopped else []
+    training = Training(shuffled(), directory, options={"max_epochs": 2})
+    run = training.run(callbacks=callbacks, default_root_dir=directory)
+    return run.steps[0][:2] != (0, 0)
 
 
-def test_a_job_that_slurm_requeues_announces_its_save(tmp_path: Path) -> None:
-    """Lightning's checkpoint for a requeued job does not depend on ``stop_checkpoint``."""
-    first, _ = launch_ranks(requeued, 2, tmp_path, env=by_srun())
-    assert "the ranks will finish the current step, save and stop" in first.output, first.story()
-    assert list(tmp_path.rglob("hpc_ckpt_*.ckpt"))
+def test_only_the_requeued_job_resumes(tmp_path: Path) -> None:
+    """As with stock, no ``ckpt_path`` has to ask for it; other jobs of the command begin from the start."""
+    job = by_srun()
+    stopped, _ = launch_ranks(resumes_in_a_job, 2, tmp_path, True, env=job)
+    assert stopped.result is False, stopped.story()
+    assert "the ranks will finish the current step, save and stop" in stopped.output, stopped.story()
+    assert f"SLURM did not requeue job {job['SLURM_JOB_ID']}" in stopped.output, stopped.story()
+    for env, resumes in ((by_srun(), False), (job, True)):
+        found = run_ranks(resumes_in_a_job, 2, tmp_path, False, env={**env, "SLURM_RESTART_COUNT": "1"})
+        assert found == [resumes] * 2
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 IN_GROUPS = {"fork": (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), "spawn": (signal.SIGTERM,)}

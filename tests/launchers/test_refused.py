@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -62,6 +63,30 @@ def test_lone_ranks_are_refused(env: Environment, options: Options, name: str, i
         choices += [{}, {"init_method": "env://"}]
         expected += [address, address]
     assert run_ranks(refusals, 1, [{**options, **choice} for choice in choices], env=env) == [expected]
+
+
+JOB_OF_TWO = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
+BATCH_SCRIPT = {**JOB_OF_TWO, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        (
+            BATCH_SCRIPT,
+            r"this script runs without srun, so SLURM has not started the 2 tasks of the job \(.+\); write srun .+",
+        ),
+        (BATCH_SCRIPT | {"SLURM_NTASKS": "1"}, r"devices \* num_nodes must equal world_size \(.+, from SLURM\); .+"),
+        (
+            {**by_srun(), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NAME": "bash"},
+            "srun started 2 tasks, but Lightning ignores SLURM in a job named 'bash', .+; use srun --job-name=.+",
+        ),
+    ],
+)
+def test_tasks_of_slurm_that_do_not_become_ranks(env: Environment, expected: str) -> None:
+    """They would wait for each other, or each would train alone."""
+    [[error]] = run_ranks(refusals, 1, [{}], env=env)
+    assert re.fullmatch(f"ConfigurationError: {expected}", error)
 
 
 def test_arguments_that_contradict_the_launcher() -> None:

@@ -94,6 +94,25 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
     assert [outcome.exit_code for outcome in running] == [0, 0]
 
 
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_ranks_of_another_run_are_refused(kind: str, tmp_path: Path) -> None:
+    """Two steps of a SLURM job get the same port; the run whose rank 0 listens first starts with its own ranks."""
+    where = place(kind, tmp_path)
+    common = {"world_size": 2, "init_timeout": LONG}
+    settings = [{"rank": rank, "run": run, **common} for run in ("STEP=0", "STEP=1") for rank in (0, 1)]
+    with RankProcesses(connect, 4, where, settings) as ranks:
+        ranks.release(0)
+        for seat in (3, 2):
+            ranks.release(seat)
+            (refused,) = ranks.wait(seat)
+            assert sentence(refused, RendezvousError) == (
+                f"rank 0 at {url(where)} belongs to another run (STEP=0) than {process(seat - 2, refused.pid)} "
+                "(STEP=1); give each run its own MASTER_PORT or init_method"
+            )
+        ranks.release(1)
+        assert [outcome.result for outcome in ranks.wait(0, 1)] == [2.0, 2.0]
+
+
 def run_in_turn(seat: int, seats: int, where: Tcp | str) -> float:
     """Join as one of two ranks of the first or second run; rank 0 of the first one exits when the test lets it."""
     reply = coordinator._reply

@@ -158,10 +158,13 @@ def test_ranks_connect_in_any_order_and_exit_in_good_order(kind: str, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_never_starts(tmp_path: Path) -> None:
-    """After init_timeout all name the missing rank, the present ones, and the remedy."""
-    where = place("tcp", tmp_path)
-    outcomes = endings(where, [{"world_size": 3, "init_timeout": wait} for wait in (LONG, 5.0)])
+@pytest.mark.parametrize("init_method", [None, "env://"])
+def test_a_rank_that_never_starts(init_method: str | None, tmp_path: Path) -> None:
+    """After init_timeout all name the missing rank, the present ones, the address and the remedy."""
+    where: Any = place("tcp", tmp_path)
+    common = {"world_size": 3, "init_method": init_method}
+    outcomes = endings(where, [{"init_timeout": wait, **common} for wait in (LONG, 5.0)])
+    where = f"{where} (env://)" if init_method else where
     present = ", ".join(process(outcome.rank, outcome.pid) for outcome in outcomes)
     assert same_sentence(outcomes, MissingRanksError) == (
         f"rank 2 of 3 did not connect to {where} within {LONG:g} s (init_timeout); present: {present}; "
@@ -222,9 +225,9 @@ def test_a_rank_that_ends_before_all_have_connected(
     assert all(re.match(says.format(name), sentence(other, RendezvousError)) for other in others)
 
 
-@pytest.mark.parametrize(("kind", "victim"), [("tcp", 0), ("file", 2)])
+@pytest.mark.parametrize(("kind", "victim"), [("tcp", 0), ("file", 0), ("file", 2)])
 def test_a_rank_killed_while_the_group_forms_is_named_immediately(kind: str, victim: int, tmp_path: Path) -> None:
-    """The channel reports a death long before init_timeout, with host and pid."""
+    """The channel reports a death long before init_timeout, with host and pid; no address is left behind."""
     settings: list[dict[str, Any]] = [{"init_timeout": LONG} for _ in range(3)]
     settings[victim]["stop"] = "init_process_group"
     with started(place(kind, tmp_path), settings) as ranks:
@@ -233,6 +236,7 @@ def test_a_rank_killed_while_the_group_forms_is_named_immediately(kind: str, vic
         others = ranks.wait(*({0, 1, 2} - {victim}))
     death = f"{process(victim, ranks.pids[victim])} died: its process ended unexpectedly; every rank stops."
     assert same_sentence(others, RankDiedError).startswith(death)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.netns

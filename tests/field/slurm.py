@@ -1,0 +1,215 @@
+"""Run a real SLURM on this machine, with two nodes, and jobs on it as users submit them.
+
+The daemons see another ``/etc/hosts``, in which both nodes are 127.0.0.1; the machine's file does not change.
+On Debian, install them with ``apt-get install --no-install-recommends slurmctld slurmd slurm-client munge``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.harness.environment import free_port
+from tests.harness.processes import MARK
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "unshare")
+_POLL = 0.1  # seconds between two looks at the controller, which cannot be waited for
+_SECONDS_TO_START = 30.0
+_SECONDS_TO_EXIT = 120.0  # of a job, with one requeue
+_FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
+_CONFIGURATION = """\
+ClusterName=field
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={root}/munge.socket,cred_expire=5
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/%n
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+ReturnToService=2
+FirstJobId={first_job}
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,sched_interval=1,bf_interval=1
+KillWait=15
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
+PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=60 State=UP
+PartitionName=high Nodes=n1,n2 PriorityTier=10 State=UP
+"""
+
+
+def why_unavailable() -> str | None:
+    """Return the reason why SLURM cannot run here, or ``None``."""
+    missing = [each for each in _PROGRAMS if _path_of(each) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed"
+    if os.geteuid() != 0:
+        return "SLURM's daemons need root"
+    mount = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, check=False)
+    return mount.stderr.strip() or "unshare --mount fails" if mount.returncode else None
+
+
+def _path_of(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+
+
+class Slurm:
+    """A SLURM whose files are in a directory; the context manager starts its daemons, and ends them and all jobs."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Slurm:
+        for name in ("state", "n1", "n2"):
+            (self._root / name).mkdir()
+        host = socket.gethostname().partition(".")[0]
+        ports = [free_port() for _ in range(3)]
+        first_job = 1 + 100 * secrets.randbelow(99)  # the ranks' port follows, also in another SLURM on this machine
+        configuration = self._root / "slurm.conf"
+        configuration.write_text(_CONFIGURATION.format(host=host, root=self._root, ports=ports, first_job=first_job))
+        hosts = self._root / "hosts"
+        hosts.write_text(f"127.0.0.1 localhost n1 n2 {host}\n")
+        key = self._root / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(1024))
+        try:
+            files = {"key": key, "socket": "munge.socket", "pid": "munge.pid", "log": "munge.log", "seed": "munge.seed"}
+            self._start("munged", "--foreground", "--force", *_munge_options(self._root, files))
+            self._wait_until((self._root / "munge.socket").is_socket, "munge has no socket")
+            self._start("slurmctld", "-D", "-f", configuration)
+            for node in ("n1", "n2"):
+                slurmd = f"mount --bind {hosts} /etc/hosts && exec {_path_of('slurmd')} -D -N {node} -f {configuration}"
+                self._start("unshare", "--mount", "sh", "-c", slurmd)
+            self._wait_until(self._has_idle_nodes, "its nodes are not idle")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._has_answered("scancel", "--user=root"):
+            self._wait_until(lambda: self.call("squeue", "--noheader", may_fail=True) == "", "jobs are left")
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(10.0)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def _has_answered(self, *command: str) -> bool:
+        return (
+            subprocess.run(command, env=self.environment, capture_output=True, timeout=30, check=False).returncode == 0
+        )
+
+    def _start(self, program: str, *words: object) -> None:
+        command = [str(_path_of(program)), *map(str, words)]
+        env = {name: value for name, value in os.environ.items() if name != MARK}  # they outlive a test
+        with open(self._root / f"{len(self._daemons)}-{program}.out", "wb") as output:
+            self._daemons.append(
+                subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                )
+            )
+
+    def _has_idle_nodes(self) -> bool:
+        return self.call("sinfo", "--noheader", "-p", "low", "-t", "idle", "-o", "%D", may_fail=True) == "2"
+
+    def _wait_until(self, condition: Callable[[], bool], otherwise: str, seconds: float = _SECONDS_TO_START) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{otherwise} after {seconds:g} s\n{self._logs()}"
+            time.sleep(_POLL)
+
+    def _logs(self) -> str:
+        return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(self._root.glob("*.out")))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of a user's shell on this cluster."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        own = {"SLURM_CONF": str(self._root / "slurm.conf"), "PATH": path, "PYTHONPATH": str(_ROOT)}
+        unset = {"PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST"}
+        return {
+            **{name: value for name, value in os.environ.items() if name not in unset},
+            **own,
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def call(self, *command: str, may_fail: bool = False) -> str:
+        """Return the output of one of SLURM's commands; fail if it fails, unless it may."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        assert may_fail or done.returncode == 0, done.stderr
+        return done.stdout.strip() if done.returncode == 0 else "failed"
+
+    def submit(self, *words: str, cwd: Path) -> Job:
+        """Submit a job with the arguments of ``sbatch`` in a directory."""
+        done = subprocess.run(
+            ["sbatch", "--parsable", "--open-mode=append", *words],
+            env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return Job(self, done.stdout.strip())
+
+
+class Job:
+    """A submitted job."""
+
+    def __init__(self, slurm: Slurm, number: str) -> None:
+        self.number = number
+        self._slurm = slurm
+
+    @property
+    def output(self) -> str:
+        """The text that the job has written, over all its starts and tasks of an array."""
+        logs = [Path(each) for each in self.facts("StdOut")]
+        return "".join(each.read_text() for each in logs if each.exists())
+
+    def facts(self, name: str) -> list[str]:
+        """Return a fact that the controller states about the job, such as ``JobState``, for each task of an array."""
+        return re.findall(rf"\b{name}=(\S+)", self._slurm.call("scontrol", "show", "job", self.number))
+
+    def wait(self) -> list[tuple[str, int]]:
+        """Wait until the job exits for good; return its state and number of requeues, for each task of an array."""
+        self.wait_until(lambda: _FINAL.issuperset(self.facts("JobState")), "is still running")
+        return list(zip(self.facts("JobState"), map(int, self.facts("Restarts")), strict=True))
+
+    def wait_for_output(self, text: str) -> None:
+        """Wait until the job has written ``text``."""
+        self.wait_until(lambda: text in self.output, f"has not written {text!r}")
+
+    def wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
+        """Fail with the job's output if a condition is not met in two minutes."""
+        deadline = time.monotonic() + _SECONDS_TO_EXIT
+        while not condition():
+            if time.monotonic() > deadline:
+                self._slurm.call("scancel", "--full", "--signal=KILL", self.number)
+                raise AssertionError(f"job {self.number} {otherwise}:\n{self.output}")
+            time.sleep(_POLL)
+
+
+def _munge_options(root: Path, files: dict[str, object]) -> list[str]:
+    return [f"--{name if name == 'socket' else f'{name}-file'}={root / str(file)}" for name, file in files.items()]

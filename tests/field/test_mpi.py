@@ -1,0 +1,75 @@
+"""Ranks that a real Open MPI or MPICH starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.field import train
+from tests.harness.environment import skip_because
+from tests.harness.processes import MARK, marked, wait_until_exited
+
+pytestmark = pytest.mark.field
+_ROOT = str(Path(__file__).parents[2])
+_SECONDS_TO_EXIT = 30.0  # at most; without a watch, the ranks would train for longer
+
+
+OPTIONS = {"openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpich": []}
+
+
+def mpirun(directory: Path, *arguments: str, kind: str = "openmpi") -> subprocess.CompletedProcess[str]:
+    """Train on two ranks, and return the launcher's end."""
+    program = f"mpirun.{kind}"  # Debian's names
+    skip_because(None if shutil.which(program) else f"{program} is not installed")
+    command = [program, *OPTIONS[kind], "-n", "2", sys.executable, train.__file__]
+    words = [f"init_method=file://{directory}/address", *arguments]
+    env = {**os.environ, "PYTHONPATH": _ROOT, "OMP_NUM_THREADS": "1"}
+    with open(directory / "log", "a+") as log:
+        done = subprocess.run([*command, *words], cwd=directory, env=env, stdout=log, stderr=log, check=False)
+        log.seek(0)
+        return subprocess.CompletedProcess(command, done.returncode, log.read())
+
+
+def ranks_in(directory: Path) -> list[psutil.Process]:
+    """Return the ranks that still run in a directory."""
+    return [each for each in marked(os.environ[MARK]) if f"file://{directory}/address" in " ".join(each.cmdline())]
+
+
+def test_ranks_exit_after_their_killed_launcher(tmp_path: Path) -> None:
+    """Open MPI itself leaves them running."""
+    ended = mpirun(tmp_path, "step=1", "act=kill -KILL $(ps -o ppid= $PPID)")
+    assert ended.returncode == -9, ended.stdout
+    assert "rank 0 trains from step 0" in ended.stdout
+    assert not wait_until_exited(lambda: ranks_in(tmp_path), _SECONDS_TO_EXIT)
+
+
+def test_ranks_save_after_sigterm(tmp_path: Path) -> None:
+    """The same command then continues with the next step."""
+    arguments = ["step=0.05", "act=test -e stopped || { touch stopped; kill $(ps -o ppid= $PPID); }"]
+    ended = mpirun(tmp_path, *arguments)
+    assert "all ranks stop after step" in ended.stdout, ended.stdout
+    ended = mpirun(tmp_path, *arguments)
+    assert ended.returncode == 0, ended.stdout
+    assert "rank 1 of 2 trained to step 200" in ended.stdout
+    assert ended.stdout.count("rank 0 trains from step 0") == 1
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    """The other rank prints its number before Open MPI ends it."""
+    ended = mpirun(tmp_path, "step=0.05", "act=die")
+    assert ended.returncode != 0
+    assert "[rank 0] RankDiedError: rank 1 (host" in ended.stdout, ended.stdout
+
+
+def test_mpich(tmp_path: Path) -> None:
+    """Hydra numbers the ranks."""
+    ended = mpirun(tmp_path, kind="mpich")
+    assert ended.returncode == 0, ended.stdout
+    for rank in (0, 1):
+        assert f"rank {rank} of 2 trained to step 200" in ended.stdout

@@ -1,0 +1,123 @@
+"""The training script of these tests: an epoch of small steps, in which the job may act on itself.
+
+The arguments are ``name=value``. Each rank prints its steps, and a fingerprint of the weights at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
+from lightning_ddp_ext.checkpoint.save import write
+from tests.harness.training import At, Net, data
+from tests.launchers.train import fingerprint
+
+STEPS = 200  # a signal of SLURM takes some tenths of a second to arrive
+
+
+def main(
+    devices: str = "2",
+    nodes: str = "1",
+    seed: str = "5",
+    resume: str = "last",
+    act: str = "",
+    root: str = "run",
+    step: str = "0",
+    io: str = "",
+    epochs: str = "1",
+    **strategy: str,
+) -> None:
+    """Train, and in the first start run the command ``act`` on rank 0 in the fourth step.
+
+    Args:
+        devices: the Trainer's.
+        nodes: the Trainer's ``num_nodes``.
+        seed: the seed of the model.
+        resume: ``ckpt_path``.
+        act: a shell command, or ``die`` to kill rank 1.
+        root: ``default_root_dir``.
+        step: seconds that a step takes in the first start, so that signals arrive before the end.
+        io: ``slow`` to save in the background, on a disk that is slow.
+        epochs: ``max_epochs``.
+        strategy: arguments of the strategy.
+    """
+    L.seed_everything(int(seed))
+    is_first = "SLURM_RESTART_COUNT" not in os.environ
+    callbacks: list[L.Callback] = [Steps(float(step) if is_first else 0.0)]
+    if act and is_first:
+        callbacks.append(At("on_train_batch_end", partial(perform, act), earlier=3))
+    plugins: list[Any] = []
+    if io == "slow":
+        plugins = [SlowIO(background=True)]
+        callbacks.append(RankZeroCheckpoint(Path(root, "slow"), every_n_train_steps=3, save_last=True))
+    trainer = L.Trainer(
+        strategy=DDPExtStrategy(**strategy),
+        accelerator="cpu",
+        devices=int(devices),
+        num_nodes=int(nodes),
+        max_epochs=int(epochs),
+        default_root_dir=root,
+        callbacks=callbacks,
+        plugins=plugins,
+        logger=False,
+        enable_checkpointing=bool(plugins),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Net()
+    loader = DataLoader(data(STEPS * 3 * trainer.world_size), batch_size=3, shuffle=True)
+    trainer.fit(model, loader, ckpt_path=resume or None)
+    tell(f"rank {trainer.global_rank} of {trainer.world_size} trained to step {trainer.global_step}")
+    tell(f"weights {fingerprint(model)}")
+
+
+class SlowIO(RankZeroCheckpointIO):
+    """Writes slowly."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        def write_slowly(content: Any) -> None:
+            time.sleep(0.0 if "SLURM_RESTART_COUNT" in os.environ else 2.0)
+            write(content, path)
+
+        self.saver.save_later(os.fspath(path), checkpoint, write_slowly)
+
+
+class Steps(L.Callback):
+    """Prints each run's first step, and makes steps take time, as those of real models do."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        tell(f"rank {trainer.global_rank} trains from step {trainer.global_step}")
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        time.sleep(self._seconds)
+
+
+def perform(act: str, trainer: L.Trainer) -> None:
+    if act == "die" and trainer.global_rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if act != "die" and trainer.is_global_zero:
+        subprocess.run(act, shell=True, check=False)  # the signal may end it
+
+
+def tell(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(**dict(word.split("=", 1) for word in sys.argv[1:]))
