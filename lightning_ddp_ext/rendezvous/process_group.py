@@ -111,7 +111,7 @@ class ProcessGroups:
             world_size=request.world.world_size,
             timeout=deadline.as_timedelta(),
             # With it, torch splits this group to form one of some ranks, which gloo cannot.
-            device_id=request.device if self.uses_nccl else None,
+            device_id=request.device if self.uses_nccl and request.device.type == "cuda" else None,
         )
         self._kept.append(dist.group.WORLD)
         total = torch.ones(1, device=request.device)
