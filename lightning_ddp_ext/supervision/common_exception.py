@@ -29,7 +29,7 @@ _CHECKS = 3  # a rank must be found waiting in this many checks, since it may ju
 
 @dataclass
 class _Collecting:
-    """What rank 0 knows about the ranks since its last decision."""
+    """The ranks' states since rank 0's last decision."""
 
     raised: list[int] = field(default_factory=list)
     """The ranks that have raised, in order."""

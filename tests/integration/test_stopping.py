@@ -130,7 +130,7 @@ def test_a_first_run_with_last_gets_one_hint(tmp_path: Path) -> None:
     [outcome] = launch_ranks(commands_in_turn, 1, tmp_path, [], False)
     assert outcome.result == (0, 0)
     assert outcome.output.count("ckpt_path='last': no checkpoint yet; if the ranks are stopped, they save ") == 1
-    assert "there is no last checkpoint available" not in outcome.output
+    assert "no last checkpoint available" not in outcome.output
 
 
 class Fold(Net):
