@@ -98,7 +98,7 @@ def measure_layers(effort: Effort) -> Table:
         reference, ours = found["reference"]["ms"], found["ours"]["ms"]
         rows.append([name, spread(reference), spread(ours), ratio(ours, reference)])
     reference_name = "plain and two all-reduces" if device() == "cpu" else "torch's SyncBatchNorm"
-    return Table("layers", ["milliseconds", reference_name, "ours", "×"], rows)
+    return Table("layers", ["milliseconds", reference_name, "ours", "ours / plain"], rows)
 
 
 def measure_collectives(effort: Effort) -> Table:

@@ -109,7 +109,10 @@ def measure_start(effort: Effort) -> Table:
         for name in names:
             seconds, stock = results[name]["seconds"], results[names[0]]["seconds"]
             rows[name] += [spread(seconds), f"{ratio(seconds, stock).median:.2f}"]
-    columns = ["seconds from launch to the first step", *(c for n in world_sizes for c in (f"{n} ranks", "×"))]
+    columns = [
+        "seconds from launch to the first step",
+        *(c for n in world_sizes for c in (f"{n} ranks", "× plain `ddp`")),
+    ]
     return Table("start", columns, list(rows.values()))
 
 

@@ -104,7 +104,7 @@ def measure_cost(effort: Effort) -> Table:
         name = " and ".join(["BatchNorm"] * norm + ["NumPy noise"] * noise) or "neither"
         found = take_turns({name: partial(cost, steps, norm=norm, noise=noise)}, repeats)[name]
         rows.append([name, spread(found["off"]), ratio(found["on"], found["off"])])
-    return Table("cost", ["a step of width 64 on 2 ranks, with", "ms without notes", "with notes ×"], rows)
+    return Table("cost", ["a step of width 64 on 2 ranks, with", "ms without notes", "× without notes"], rows)
 
 
 class Killer(L.Callback):
@@ -162,7 +162,7 @@ def restart(kind: str) -> Figures:
             return {"continued": 0}
         killed, last = (float(each) for each in (directory / "killed").read_text().split())
         again, step = (float(each) for each in (directory / "again").read_text().split())
-        return {"continued": 1, "seconds": again - killed, "lost": last + 1 - step}
+        return {"continued": 1, "seconds": again - killed, "lost": max(last + 1 - step, 0)}
 
 
 def train_once(kind: str, directory: Path) -> None:

@@ -54,7 +54,9 @@ def measure(effort: Effort) -> Table:
         cells = [(spread(own[each]), ratio(own[each], without[each])) for each in ("clock", "processor")]
         rows.append([f'`"{kind}"`' if kind else "without it", *cells[0], *cells[1]])
     return Table(
-        "uneven", ["a step with `uneven_inputs=`", "ms by the clock", "×", "ms of processor time of rank 0", "×"], rows
+        "uneven",
+        ["a step with `uneven_inputs=`", "ms by the clock", "× without", "ms of processor time of rank 0", "× without"],
+        rows,
     )
 
 

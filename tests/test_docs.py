@@ -96,6 +96,14 @@ def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
     run_on_ranks(script, cwd=tmp_path)
 
 
+def test_scripts_have_a_main_guard() -> None:
+    """Each rank runs or imports a script; a block that trains outside of a notebook can be copied as one."""
+    scripts = [(name, code) for name, found in PAGES.items() for title, code in found if "notebook" not in title]
+    scripts += [(path.name, path.read_text()) for path in (ROOT / "examples").rglob("*.py")]
+    calls = r"^(\w+ = )?(trainer|L\.Trainer\(.*\))\.(fit|validate|test|predict)\("
+    assert [name for name, code in scripts if re.search(calls, code, re.MULTILINE)] == []
+
+
 @pytest.mark.nightly
 def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -> None:
     """After SIGTERM to any rank the same command continues, as the page claims."""

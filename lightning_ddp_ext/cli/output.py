@@ -17,11 +17,11 @@ def print_line(text: str, file: TextIO | None = None) -> None:
     print("".join(shown), file=file, flush=True)
 
 
-def fail(error: object) -> int:
-    """Print an error to stderr, and return the exit status 1."""
+def fail(error: object, status: int = 1) -> int:
+    """Print an error to stderr, and return the exit status."""
     for line in str(error).splitlines():
         print_line(line, sys.stderr)
-    return 1
+    return status
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:

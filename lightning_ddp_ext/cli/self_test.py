@@ -25,14 +25,17 @@ _STEPS = 4
 
 
 def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
-    """Train, reduce, save, verify and restore; after each part, rank 0 prints the time since the start."""
+    """Train, reduce, save, verify and restore; after each part, rank 0 prints the time since the start.
+
+    Return the exit status: 2 if no Trainer can be made with these options, or with the launcher's variables.
+    """
     logging.disable(logging.INFO)  # hide the log lines of Lightning and of our strategy
     warnings.simplefilter("ignore")
     model_class = importlib.import_module(f"{pl.__name__}.demos.boring_classes").BoringModel
-    world = read_world(os.environ)
 
-    def train(steps: int, ckpt_path: str | None = None) -> Any:
-        trainer = pl.Trainer(
+    def make_trainer(steps: int) -> Any:
+        world = read_world(os.environ)
+        return pl.Trainer(
             strategy=DDPExtStrategy(init_method, stop_checkpoint=None),
             accelerator=accelerator,
             devices=devices if world is None else world.local_world_size,
@@ -44,9 +47,11 @@ def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(model_class(), ckpt_path=ckpt_path)
-        return trainer
 
+    try:
+        trainer = make_trainer(_STEPS)
+    except (ValueError, TypeError, pl.utilities.exceptions.MisconfigurationException) as unusable:
+        return fail(f"lightning-ddp-ext test: error: {' '.join(str(unusable).split())}", status=2)
     began = time.perf_counter()
 
     def report(done: str) -> None:
@@ -54,7 +59,7 @@ def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
             print_line(f"{time.perf_counter() - began:6.2f} s  {done}")
 
     with tempfile.TemporaryDirectory(prefix="rank-test-") as directory:
-        trainer = train(_STEPS)
+        trainer.fit(model_class())
         report("connected and trained")
         total = trainer.strategy.reduce(torch.ones(1, device=trainer.strategy.root_device), reduce_op="sum").item()
         if total != trainer.world_size:
@@ -67,7 +72,8 @@ def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
         if error is not None:
             return fail(error)
         report("verified")
-        trainer = train(2 * _STEPS, path)
+        trainer = make_trainer(2 * _STEPS)
+        trainer.fit(model_class(), ckpt_path=path)
         if trainer.global_step != 2 * _STEPS:
             raise DDPExtError(f"the resumed run stopped after step {trainer.global_step}, not {2 * _STEPS}")
         trainer.strategy.barrier("the end of the test")  # rank 0 keeps its file until all ranks have read it

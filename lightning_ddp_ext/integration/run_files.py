@@ -160,9 +160,14 @@ class RunFiles:
         if is_rank_zero:  # rank_zero_info does not know a started rank's number yet, so all ranks would log
             self._has_searched = True
             found = self._found = self._search(newest_first, own - of_lightning, trainer)
-        if found is None:
+        if found is None and not (self._hides_hint(trainer) and of_lightning.isdisjoint(existing)):
             return args
         return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
+
+    def _hides_hint(self, trainer: Any) -> bool:
+        """Whether ``None`` in place of ``"last"`` starts the same run, without a hint that repeats our line."""
+        is_used = any(isinstance(each, pl.callbacks.OnExceptionCheckpoint) for each in trainer.checkpoint_callbacks)
+        return trainer.state.fn == "fit" and self._stop is not None and not is_used
 
     def chosen(self, path: PathLike | None) -> PathLike | None:
         """Return the file that rank 0 restores, given the one that Lightning chose.

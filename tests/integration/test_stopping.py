@@ -125,6 +125,14 @@ def test_another_command_names_a_stop_checkpoint_and_leaves_it(tmp_path: Path) -
     assert output.count("last-preempted.ckpt belongs to another command; pass its path to resume from it") == 1
 
 
+def test_a_first_run_with_last_gets_one_hint(tmp_path: Path) -> None:
+    """The line names the file of a later run; Lightning's hint about ``save_last`` would be a second one."""
+    [outcome] = launch_ranks(commands_in_turn, 1, tmp_path, [], False)
+    assert outcome.result == (0, 0)
+    assert outcome.output.count("ckpt_path='last': no checkpoint yet; if the ranks are stopped, they save ") == 1
+    assert "no last checkpoint available" not in outcome.output
+
+
 class Fold(Net):
     """Has hyperparameters, as most models have."""
 
