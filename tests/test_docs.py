@@ -29,7 +29,11 @@ from tests.harness.training import Net
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-INTERNAL = {"DDPX_RANK_PID", "DDPX_LAUNCHER_PID", "DDPX_PRIVATE_FILE"}  # set by the package for the processes that it starts
+INTERNAL = {
+    "DDPX_RANK_PID",
+    "DDPX_LAUNCHER_PID",
+    "DDPX_PRIVATE_FILE",
+}  # set by the package for the processes that it starts
 
 
 def blocks(text: str, language: str = "python") -> list[tuple[str, str]]:

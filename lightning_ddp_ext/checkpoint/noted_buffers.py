@@ -44,8 +44,11 @@ class NotedBuffers:
         if versions == self._versions and not even_if_same:
             return b""
         self._versions = versions
-        views = [each.detach().reshape(-1).view(torch.uint8).cpu() for each in buffers]
-        return torch.cat(views).numpy().tobytes() if views else b""
+        if not buffers:
+            return b""
+        # Joined on the first one's device, since a copy to the CPU waits for the device.
+        views = [each.detach().reshape(-1).view(torch.uint8).to(buffers[0].device) for each in buffers]
+        return torch.cat(views).cpu().numpy().tobytes()
 
     def restore(self, content: bytes) -> bool:
         """Restore the buffers; return ``False`` if the bytes do not fit."""

@@ -46,8 +46,11 @@ class Checkpoints:
     def save(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
         """Write a checkpoint on rank 0. Collective: every rank must call it."""
         if self._has_partial_sums:
+            context = current()
+            cause = None if context is None else context.peers.cause
+            who = "another rank" if cause is None else f"rank {cause.rank} (host {cause.host}, pid {cause.pid})"
             sentence = (
-                f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after another rank failed, and a queued "
+                f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after {who} failed, and a queued "
                 "optimiser step may have used the gradients of only some ranks; an existing file is left untouched, "
                 "so continue from the last checkpoint"
             )

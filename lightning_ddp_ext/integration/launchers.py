@@ -174,8 +174,10 @@ class ProcessesLauncher(MultiProcessingLauncher):
         else:
             check_bad_cuda_fork()
         os.environ["MASTER_PORT"] = str(self._environment.main_port)
-        # A forked process already has the seeds and torch's flags.
-        state = None if self._start_method == "fork" else GlobalStateSnapshot.capture()
+        # A forked process already has the seeds and torch's flags. Capturing them initialises CUDA in this process,
+        # which Lightning does only for spawn.
+        is_captured = self._start_method == "spawn" or not (self._start_method == "fork" or torch.cuda.is_available())
+        state = GlobalStateSnapshot.capture() if is_captured else None
         processes = torch.multiprocessing.start_processes(
             self._run_rank,
             args=(os.getpid(), dict(os.environ), state, results, trainer, *work),

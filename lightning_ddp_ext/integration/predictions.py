@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.data.prediction_rows import REMEDY, PredictedBatch, join_batches
 from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.ranks import Ranks, is_gloo
+from lightning_ddp_ext.rendezvous.process_context import current
 
 from .lightning_tree import pl
 
@@ -52,12 +53,16 @@ def gather_predictions(trainer: Any) -> Any:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return _join_ranks([_predicted_here(trainer)])
     # In CPU memory, so that rank 0's GPU does not need memory for all predictions.
-    group = None if is_gloo("cpu") else dist.new_group(backend="gloo")
+    context = current()
+    if is_gloo("cpu"):
+        return _gather(trainer, None)
+    if context is not None:
+        return _gather(trainer, context.new_group(backend="gloo", purpose="predictions"))
+    group = dist.new_group(backend="gloo")
     try:
         return _gather(trainer, group)
     finally:
-        if group is not None:
-            dist.destroy_process_group(group)
+        dist.destroy_process_group(group)
 
 
 def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:

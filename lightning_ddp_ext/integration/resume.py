@@ -43,9 +43,10 @@ def _loaders_of(trainer: Any) -> list[DistributedLoader]:
 
 
 def training_generators(strategy: Any, *, with_loaders: bool = True) -> list[Any]:
-    """Return the non-global generators of this rank's training: those of its CUDA device and its loaders."""
-    device, positions = strategy.root_device, positions_of(strategy.current_trainer) if with_loaders else []
-    on_device = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+    """Return the non-global generators of this rank's training: those of its CUDA devices and its loaders."""
+    positions = positions_of(strategy.current_trainer) if with_loaders else []
+    devices = [device for device in strategy.rank_devices if device.type == "cuda"]
+    on_device = [torch.cuda.default_generators[device.index] for device in devices]
     return [*on_device, *(each for position in positions for each in position.generators)]
 
 

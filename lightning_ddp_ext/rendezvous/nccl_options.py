@@ -9,7 +9,8 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 Level = Literal["LOC", "NVL", "PIX", "PXB", "PHB", "SYS"]
 
-INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_OF_NCCL, _OF_GLOO = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
+INTERFACE_VARIABLES = (_OF_NCCL, _OF_GLOO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,4 +77,7 @@ def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str
         for field, value in settings.items()
         if value is not None
     }
-    return variables if interface is None else variables | dict.fromkeys(INTERFACE_VARIABLES, interface)
+    if interface is None:
+        return variables
+    exact = interface if interface.startswith(("=", "^")) else f"={interface}"  # NCCL takes a name for a prefix
+    return {**variables, _OF_NCCL: exact, _OF_GLOO: interface.removeprefix("=")}

@@ -75,7 +75,7 @@ class ProcessContext:
 
     def form_group(self, request: Request, deadline: Deadline) -> None:
         """Form the default group. Collective."""
-        self.groups.set_variables(request.variables)
+        self.groups.set_variables(request)
         with self._forming():
             self.groups.form_default(request, deadline)
 
@@ -213,6 +213,11 @@ def join(request: Request) -> ProcessContext | None:
             former.groups.set_timeout(request)
             return former
         if reuse is Reuse.CONNECTIONS:
+            if former.groups.uses_nccl and request.variables != former.groups.request.variables:
+                _logger.warning(
+                    "this Trainer sets other variables of NCCL than an earlier one, but NCCL reads most of them only "
+                    "once in a process; run it in a separate script"
+                )
             former.groups.close(is_broken=False)
             former.form_group(request, Deadline(request.init_timeout.total_seconds()))
             return former

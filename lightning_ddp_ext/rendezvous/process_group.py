@@ -88,21 +88,20 @@ class ProcessGroups:
         """The timeout of collectives."""
         return self.request.timeout or (_OF_NCCL if self.uses_nccl else _OF_OTHERS)
 
-    def set_variables(self, variables: dict[str, str]) -> None:
-        """Set environment variables until the groups are closed.
+    def set_variables(self, request: Request) -> None:
+        """Set a request's environment variables until the groups are closed.
 
         Raises:
             ConfigurationError: as for :func:`check_variables`.
         """
-        check_variables(variables)
-        if self.uses_nccl:
-            variables = {**_NCCL_DEFAULTS, **variables}
+        check_variables(request.variables)
+        self.request = request
+        variables = {**_NCCL_DEFAULTS, **request.variables} if self.uses_nccl else request.variables
         self._variables = {name: value for name, value in variables.items() if name not in os.environ}
         os.environ.update(self._variables)
 
     def form_default(self, request: Request, deadline: Deadline) -> None:
         """Form the default group, and check that it works. Collective; within :meth:`forming`."""
-        self.request = request
         self._formed += 1
         dist.init_process_group(
             request.backend,

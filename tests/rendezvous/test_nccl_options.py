@@ -53,10 +53,10 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
         return reads
 
     first = fit(NCCLOptions(debug="WARN"))
-    assert first.values == ["WARN", "lo", "lo"]
+    assert first.values == ["WARN", "=lo", "lo"]
     assert fit(OTHERS).variables == VARIABLES
     second, third = fit(None), fit(None)
-    assert second.values == third.values == [None, "lo", "lo"]
+    assert second.values == third.values == [None, "=lo", "lo"]
     assert second.group is not first.group, "other settings need a new group"
     assert third.group is second.group
     leave()
@@ -66,7 +66,7 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
         ConfigurationError, match=r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; remove"
     ):
         fit(NCCLOptions(debug="WARN"))
-    assert fit(NCCLOptions(debug="INFO")).values == ["INFO", "lo", "lo"]
+    assert fit(NCCLOptions(debug="INFO")).values == ["INFO", "=lo", "lo"]
     leave()
     assert os.environ["NCCL_DEBUG"] == "INFO"
 
