@@ -19,10 +19,9 @@ import hypothesis
 import pytest
 
 from tests.harness.environment import skip_because
-from tests.harness.leaks import Snapshot
 from tests.harness.network import Network, network, why_unavailable
-from tests.harness.processes import MARK
-from tests.harness.rank_server import measured_coverage, start_server
+from tests.harness.processes import MARK, Snapshot
+from tests.harness.rank_process import measured_coverage, start_server
 
 _ROOT = Path(__file__).resolve().parent.parent
 _STARTERS = ("tests.harness.ranks", "tests.harness.scripts", "tests.field.slurm", "tests.field.train")

@@ -216,6 +216,7 @@ def test_pages_can_be_read_on_a_code_host() -> None:
 
 @pytest.mark.parametrize(("name", "page"), SHOWN.items(), ids=SHOWN)
 def test_a_file_that_a_page_shows_is_as_the_repository_has_it(name: str, page: str) -> None:
+    """Pages repeat these files of ``examples/`` word for word."""
     assert f"\n{(ROOT / 'examples' / name).read_text()}```\n" in TEXTS[page]
 
 
@@ -229,12 +230,14 @@ def test_pictures_are_as_their_scripts_draw_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_error_has_a_cause_and_a_fix_under_its_heading() -> None:
+    """The page of errors has each class once."""
     found = re.findall(r"^### (\w+)\n\n(.*?)(?=\n\n#|\Z)", page_of("reference/errors.md"), re.M | re.S)
     assert sorted(name for name, _ in found) == sorted(set(subclasses(DDPExtError)))
     assert [name for name, text in found if "**Cause:**" not in text or "**Fix:**" not in text] == []
 
 
 def test_a_traceback_ends_with_the_address_of_its_error() -> None:
+    """The address leads to a heading that exists, also after pickling."""
     error = lightning_ddp_ext.MissingRanksError("rank 3 is missing", missing=(3,))
     address, _, anchor = error.__notes__[0].split()[1].partition("#")
     assert anchor == "missingrankserror"  # as code hosts and the site write the address of a heading
@@ -269,10 +272,12 @@ def test_every_variable_of_ours_is_described() -> None:
 
 
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    """Errors are on a page for themselves, but for their base class."""
     shown = re.findall(r"^\| \[`(\w+)`\]", page_of("reference/api.md"), re.MULTILINE)
     names = {name for name in lightning_ddp_ext.__all__ if not name.endswith("Error")}
     assert sorted(shown) == sorted(names | {"DDPExtError"})
 
 
 def test_citation_names_the_version() -> None:
+    """``CITATION.cff`` has the version of the package."""
     assert f"\nversion: {lightning_ddp_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -18,6 +18,7 @@ TYPED = "must be a number of seconds or a timedelta (got {0!r}, of type {0.__cla
 
 @given(st.integers(min_value=1, max_value=10**9))
 def test_seconds_and_timedelta_of_the_same_length_are_equal(milliseconds: int) -> None:
+    """Both ways to write a duration give the same timedelta."""
     delta = timedelta(milliseconds=milliseconds)
     assert to_timedelta(delta.total_seconds(), field="timeout") == to_timedelta(delta, field="timeout") == delta
 

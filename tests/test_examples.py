@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.harness.environment import skip_because
+from tests.harness.environment import by_srun, skip_because
 from tests.harness.outcomes import output_of_all
 from tests.harness.ranks import launch_ranks
 from tests.harness.scripts import be_the_script, run_on_ranks, run_script, start_script
-from tests.launchers.environments import by_srun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

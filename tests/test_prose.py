@@ -1,18 +1,16 @@
-"""Messages, docstrings, comments, pages, and names of functions and classes follow the rules of CONTRIBUTING.md."""
+"""Messages, docstrings of public things, and pages follow the rules of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("lightning_ddp_ext", "tests", "benchmarks", "examples", "docs")
+FOLDERS = ("lightning_ddp_ext", "benchmarks", "examples", "docs")
 OLD = r"(c[ao]m(e|es|ing)|me(e|et)ts?|met|asks?|asked|hears?|heard|says?|said|kn[eo]ws?|go|goes|went)"
 WORDS = "gone|any more|alike|affair|stood|at once|whoever|(some|no|every)body|so many|has to be told|go(es)? on"
 RULES = {
@@ -25,26 +23,22 @@ RULES = {
     rf"\b({WORDS})\b|\bof (its|their) own\b(?! (batch|rank))": "another word, or none",
 }
 RIDDLE = r"(The|A|An|What|Which|Those|How|Whatever|Who|Whoever|Where|Why|When|If|Returns|Raises|Yields|Gives)\b"
-# Phrases that are right, by file.
-ALLOWED = {"tests/test_prose.py": "", "tests/checkpoint/test_save.py": "let user nobody write"}
 
 
-def python_texts(nodes: list[ast.AST], source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each string, name of a function or class, and block of comments."""
+def python_texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each string, except docstrings of what is private."""
+    nodes = list(ast.walk(tree))
+    private = {id(getattr(node.body[0], "value", None)) for node in nodes if is_private(node)}
     for node in nodes:
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
             yield node.lineno, "".join(map(str, parts))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in private:
             yield node.lineno, node.value
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.lineno, node.name.replace("_", " ")
-    block, last = "", 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            block = f"{block if token.start[0] == last + 1 else ''} {token.string.strip('# ')}"
-            last = token.start[0]
-            yield last, block
+
+
+def is_private(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.startswith("_")
 
 
 def page_texts(text: str) -> Iterator[tuple[int, str]]:
@@ -54,25 +48,25 @@ def page_texts(text: str) -> Iterator[tuple[int, str]]:
         yield text.count("\n", 0, paragraph.start()) + 1, paragraph[0]
 
 
-def riddles(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Yield line and opening of docstrings that do not begin with an imperative; properties and fixtures have nouns."""
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("test_"):
+def riddles(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and opening of public docstrings that do not begin with an imperative; properties have nouns."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and not is_private(node):
             opening = re.match(RIDDLE, ast.get_docstring(node) or "")
-            if opening and not re.search("property|fixture", " ".join(map(ast.unparse, node.decorator_list))):
+            if opening and "property" not in " ".join(map(ast.unparse, node.decorator_list)):
                 yield node.lineno, opening[0]
 
 
 def findings(path: Path) -> Iterator[str]:
     """Yield place, words and remedy of each violation in a file."""
     name, source = path.relative_to(ROOT).as_posix(), path.read_text()
-    nodes = list(ast.walk(ast.parse(source))) if path.suffix == ".py" else []
-    for line, text in python_texts(nodes, source) if nodes else page_texts(source):
-        plain = " ".join(text.split())
-        if name not in ALLOWED or ALLOWED[name] not in plain:
-            for rule, remedy in RULES.items():
-                yield from (f"{name}:{line}: {each[0]!r}: {remedy}" for each in re.finditer(rule, plain, re.IGNORECASE))
-    yield from (f"{name}:{line}: {opening!r}: an imperative verb" for line, opening in riddles(nodes))
+    tree = ast.parse(source) if path.suffix == ".py" else None
+    for line, text in page_texts(source) if tree is None else python_texts(tree):
+        for rule, remedy in RULES.items():
+            found = re.finditer(rule, " ".join(text.split()), re.IGNORECASE)
+            yield from (f"{name}:{line}: {each[0]!r}: {remedy}" for each in found)
+    for line, opening in riddles(tree) if tree else ():
+        yield f"{name}:{line}: {opening!r}: an imperative verb"
 
 
 @pytest.mark.unit

@@ -15,9 +15,24 @@ from torch.nn.utils import parametrize
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError
-from tests.batchnorm.kinds import Mixed, Scaled, hooked
 
 IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+
+
+class Scaled(nn.BatchNorm2d):
+    gain = 2.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.gain * super().forward(input)
+
+
+class Squared:
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.square())  # type: ignore[misc, no-any-return]
+
+
+class Mixed(Squared, nn.BatchNorm2d):
+    pass
 
 
 class Derived(nn.BatchNorm2d):
@@ -103,10 +118,11 @@ def every_kind() -> nn.ModuleList:
     half_frozen, with_attributes = nn.BatchNorm2d(3, momentum=None), nn.BatchNorm2d(3)
     half_frozen.weight.requires_grad_(False)
     with_attributes.note, with_attributes.extra = "mine", nn.Parameter(torch.ones(2))
+    hooked = nn.BatchNorm2d(3)
+    hooked.register_full_backward_hook(lambda _, gradients, __: None)
     meta = nn.BatchNorm2d(3, track_running_stats=False, device="meta")
-    return nn.ModuleList(
-        [nn.BatchNorm1d(3).eval(), meta, half_frozen, with_attributes, hooked(nn.BatchNorm2d(3)), Derived(3), Mixed(3)]
-    )
+    layers = [meta, half_frozen, with_attributes, hooked, Derived(3), Mixed(3)]
+    return nn.ModuleList([nn.BatchNorm1d(3).eval(), *layers])
 
 
 def test_restoring_leaves_nothing_behind() -> None:

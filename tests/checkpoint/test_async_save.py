@@ -87,6 +87,7 @@ def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> 
 
 
 def test_a_checkpoint_that_outlived_a_failed_save_is_not_removed_once_it_is_saved_again() -> None:
+    """A removal that waits for a save that succeeds is dropped if the save writes the same path."""
     with Disk(failing=("next",)) as it:
         it.save("next")
         it.remove("last")

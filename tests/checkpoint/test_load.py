@@ -20,8 +20,7 @@ from lightning_ddp_ext.checkpoint.load import Mode, placement
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.structure import entry_of
 from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
-from tests.checkpoint.content import MAPPED, kinds, mapped, numbers, restored, same, saved, unusual
-from tests.harness.damage import flip
+from tests.checkpoint.content import MAPPED, flip, kinds, mapped, numbers, restored, same, saved, unusual
 from tests.harness.environment import skip_because
 from tests.harness.ranks import run_ranks
 

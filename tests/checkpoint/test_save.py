@@ -20,8 +20,7 @@ from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.save import remove, write
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
-from tests.checkpoint.content import kinds, same
-from tests.harness.damage import without_checksums
+from tests.checkpoint.content import kinds, same, without_checksums
 
 
 @pytest.fixture(params=["relative", "file", "memory"])

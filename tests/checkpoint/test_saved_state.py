@@ -143,6 +143,7 @@ def test_a_parameter_that_changed_in_the_first_step_that_was_compared_is_unknown
 
 
 def test_parameters_may_be_frozen_and_replaced_between_epochs_only(pair: Pair, saved: SavedParameters) -> None:
+    """A new epoch notes the parameters anew; within one a replaced parameter is named."""
     step(saved, pair)
     pair.trained.requires_grad_(False)
     pair.frozen = nn.Parameter(torch.ones(2))

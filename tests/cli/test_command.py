@@ -1,9 +1,8 @@
-"""The command as it is started: its name, its help, what this machine is, and whether ranks can work with it."""
+"""The command as it is started: by its name, and with ranks."""
 
 from __future__ import annotations
 
 import json
-import re
 from importlib import metadata
 from pathlib import Path
 
@@ -11,11 +10,9 @@ import pytest
 import torch
 
 from lightning_ddp_ext.cli import main
-from tests.cli.command import run, save
-from tests.harness.damage import flip
+from tests.checkpoint.content import flip
 from tests.harness.scripts import run_on_ranks, run_script
 
-LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
 COMMAND = "from lightning_ddp_ext.cli import main\n\nif __name__ == '__main__':\n    main()\n"
 
 
@@ -24,35 +21,11 @@ def test_as_a_module(tmp_path: Path) -> None:
     """`python -m lightning_ddp_ext` does what the installed command does, with its status."""
     [point] = metadata.entry_points(group="console_scripts", name="lightning-ddp-ext")
     assert point.load() is main
-    path = flip(save(tmp_path / "it.ckpt"), "data/0")
+    torch.save({"x": torch.ones(9)}, tmp_path / "it.ckpt")
+    path = flip(tmp_path / "it.ckpt", "data/0")
     completed = run_script(path, "--json", launcher=("python", "-m", "lightning_ddp_ext", "checkpoint", "verify"))
     assert completed.exit_code == 1
     assert json.loads(completed.output)["damaged"] == ["data/0"]
-
-
-def test_help_and_version() -> None:
-    """Help names the commands; an unknown command exits with status 2."""
-    assert all(command in run("checkpoint", "--help").stdout for command in ("verify", "clean"))
-    assert run("--version").stdout == f"lightning-ddp-ext {metadata.version('lightning-ddp-ext')}\n"
-    assert run("checkpoint", "fix").status == 2
-
-
-def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It prints text or one document; contradictory variables are an error with the message of a run."""
-    for name, value in LAUNCHED.items():
-        monkeypatch.setenv(name, value)
-    found = json.loads(run("env", "--json").stdout)
-    assert found["versions"]["torch"]
-    assert "gloo" in found["backends"]
-    assert "127.0.0.1" in found["interfaces"]["lo"]
-    assert "rank 1" in found["world"]
-    assert found["world"].endswith("torchrun")
-    assert found["variables"].items() >= LAUNCHED.items()
-    assert re.search(r"^world +rank 1 of 4.*torchrun$", run("env").stdout, re.MULTILINE)
-    monkeypatch.setenv("RANK", "4")
-    ended = run("env")
-    assert (ended.status, run("env", "--json").status) == (1, 1)
-    assert "rank must be in 0..3 for world_size 4 (got 4)" in ended.stdout
 
 
 @pytest.mark.parametrize("world_size", [1, 2], ids=["alone", "as ranks"])

@@ -26,8 +26,7 @@ import torch.distributed.run
 
 from tests.faults import training
 from tests.faults.training import FAIL, LIMITS, STEPS, run_again, train_by_hand
-from tests.faults.wire import bad_wire
-from tests.harness.network import Network
+from tests.harness.network import Network, bad_wire
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, free_port, run_ranks
 from tests.harness.scripts import be_the_script

@@ -1,7 +1,8 @@
-"""Provide what a test needs from its machine: environment variables, a free port, or a reason to skip the test."""
+"""Provide what a test needs from its machine: variables as launchers set them, a free port, or a reason to skip."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -69,3 +70,39 @@ def free_port(host: str = "127.0.0.1") -> int:
             _reservations.append(socket.socket(socket.AF_UNIX))
             _reservations[-1].bind(f"\0port {port} of tests")
             return port
+
+
+def by_srun() -> Environment:
+    """``srun --ntasks-per-node``."""
+    return {
+        "SLURM_JOB_ID": _slurm_job_id(),
+        "SLURM_JOB_NAME": "train",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_PROCID": str,
+        "SLURM_LOCALID": str,
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "localhost",
+    }
+
+
+def by_mpirun() -> Environment:
+    """Open MPI's ``mpirun -np``."""
+    return {
+        "OMPI_COMM_WORLD_RANK": str,
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str,
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": "prterun-host-4242@1",
+    }
+
+
+def _slurm_job_id() -> str:
+    """Return a job number that gives a free port by Lightning's rule: 15000 plus its last four digits."""
+    while True:
+        digits = random.randint(0, 9999)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", 15000 + digits))
+            return f"77{digits:04}"

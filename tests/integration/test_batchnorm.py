@@ -18,15 +18,44 @@ import torch
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
-from tests.batchnorm import kinds
 from tests.harness.network import Network
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import At, Kind, Net, assert_same, data, make_strategy, make_trainer, on_ranks, weights
+
+
+class Scaled(nn.BatchNorm2d):
+    gain = 2.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.gain * super().forward(input)
+
+
+class Squared:
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.square())  # type: ignore[misc, no-any-return]
+
+
+class Mixed(Squared, nn.BatchNorm2d):
+    pass
+
+
+class Functional(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+def hooked(layer: nn.Module) -> nn.Module:
+    """Return a layer whose hooks change input, output and gradient."""
+    layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] + 1,))
+    layer.register_forward_hook(lambda _, __, output: 2 * output)
+    layer.register_full_backward_hook(lambda _, gradients, __: (3 * gradients[0],))
+    return layer
 
 
 class Joint(Net):
@@ -111,7 +140,7 @@ class Odd(Joint):
         from lightning_ddp_ext import SyncBatchNorm
 
         shared = nn.BatchNorm2d(8)
-        layers = [kinds.Scaled(8), kinds.Mixed(8), Split(8), shared, kinds.hooked(nn.BatchNorm2d(8))]
+        layers = [Scaled(8), Mixed(8), Split(8), shared, hooked(nn.BatchNorm2d(8))]
         layers += [nn.utils.spectral_norm(nn.BatchNorm2d(8)), nn.BatchNorm2d(8).eval(), SyncBatchNorm(8), shared]
         start = nn.Linear(4, 32), nn.BatchNorm1d(32), nn.Unflatten(1, (8, 4, 1))
         self.layers = nn.Sequential(*start, *layers, nn.Flatten(), nn.Linear(32, 1))
@@ -282,7 +311,7 @@ class ByItself(Joint):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers[1] = kinds.Functional(8)
+        self.layers[1] = Functional(8)
 
 
 def choose(kind: Kind, directory: Path, model: Joint, options: dict[str, Any]) -> str:

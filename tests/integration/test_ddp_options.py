@@ -345,6 +345,7 @@ def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
+    """The error has the parameter, its device, and the devices to choose from."""
     strategy = DDPExtStrategy(devices_per_rank=2, parallel_devices=[torch.device("cuda", 0), torch.device("cuda", 1)])
     strategy.cluster_environment = LightningEnvironment()
     strategy.connect(Net())

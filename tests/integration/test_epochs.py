@@ -169,6 +169,7 @@ def validate_shared(kind: Kind, directory: Path) -> Epochs:
 
 
 def test_a_sampler_that_continues_an_epoch_validates_all_of_its_samples(tmp_path: Path) -> None:
+    """A position of training does not apply to the validation that shares the sampler."""
     first, second = on_ranks("ours", validate_shared, tmp_path)
     assert (first[0] | second[0], len(first[0]), len(second[0])) == (set(range(8)), 4, 4)
 

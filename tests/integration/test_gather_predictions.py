@@ -61,16 +61,31 @@ def predict(trainer: L.Trainer, loaders: Any, *function: Callable[[Tensor], Any]
     return gather_predictions(trainer), model.read
 
 
+class Scaled(DataLoader[Any]):
+    """Keeps its argument under another name, so that it cannot be made again."""
+
+    def __init__(self, dataset: Any, factor: float, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self._by = factor
+
+    def __iter__(self) -> Any:
+        return (batch * self._by for batch in super().__iter__())
+
+
 def several(rank: int, world_size: int, directory: Path) -> list[Any]:
     trainer = make_trainer(make_strategy("ours", directory), devices=world_size)
     own = loader(7, sampler=ExactDistributedSampler(range(7)))  # type: ignore[arg-type]
-    return [predict(trainer, each) for each in (loader(1), loader(7), own)]
+    halved = Scaled(torch.arange(7.0) * 2, 0.5, batch_size=2, drop_last=True)
+    return [predict(trainer, each) for each in (loader(1), loader(7), own, halved)]
 
 
 def test_every_prediction_is_gathered_once_and_in_order(tmp_path: Path) -> None:
-    """Rank 0 has all predictions in the dataset's order, also of fewer samples than ranks, the others have None."""
+    """Rank 0 has all predictions in the dataset's order, also of fewer samples than ranks, the others have None.
+
+    A loader keeps its arguments, also if its class cannot make it again.
+    """
     ranks = run_ranks(several, 3, tmp_path, env=by_hand_env(3))
-    for samples, of_ranks in zip((1, 7, 7), zip(*ranks, strict=True), strict=True):
+    for samples, of_ranks in zip((1, 7, 7, 7), zip(*ranks, strict=True), strict=True):
         first, *others = (gathered for gathered, _ in of_ranks)
         assert (first.tolist(), others) == (list(range(samples)), [None, None])
         # Nothing was predicted that is not among them.

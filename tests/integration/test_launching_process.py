@@ -17,10 +17,10 @@ import torch
 
 from lightning_ddp_ext import DDPExtStrategy
 from tests.harness.outcomes import Outcome
+from tests.harness.processes import changed_in_process, of_process
 from tests.harness.ranks import free_port, launch_ranks, run_ranks
 from tests.harness.scripts import run_script
 from tests.harness.training import Net, make_trainer
-from tests.integration.definitions import changed_in_process, of_process
 
 SCRIPT = """
     import gc
@@ -32,7 +32,7 @@ SCRIPT = """
     import torch
 
     from tests.harness.training import At, Net, make_trainer, weights
-    from tests.integration.definitions import changed, definitions
+    from tests.harness.processes import changed, definitions
 
     torch.optim.SGD([torch.zeros(1)])  # torch changes SGD.step when it makes the first one
     BEFORE = definitions()

@@ -26,6 +26,7 @@ from lightning_ddp_ext import (
     SyncBatchNormConversion,
 )
 from tests.harness import training as harness
+from tests.harness.processes import changed_in_process, of_process
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import (
     KINDS,
@@ -41,7 +42,6 @@ from tests.harness.training import (
     weights,
 )
 from tests.integration.continuing import KEPT, Loaders, Numbers, Training, Turning, sampled, signalled, stream
-from tests.integration.definitions import changed_in_process, of_process
 from tests.supervision.model import BoomError, Fault, boom, interrupt
 
 FAMILIES = ("lightning.", "torch.utils.data")

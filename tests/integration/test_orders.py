@@ -16,10 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
-from tests.data.test_samplers import p_of
 from tests.harness.training import At, Kind, make_strategy, make_trainer, on_both, on_ranks
 from tests.integration.continuing import Net, Numbers, Saver
-from tests.integration.test_trainer_features import Writer
 
 Batches = dict[int, list[list[int]]]  # by epoch
 
@@ -120,8 +118,9 @@ def test_ranks_share_out_what_a_sampler_draws(tmp_path: Path) -> None:
         assert 39 not in drawn
     assert len({tuple(drawn) for drawn in epochs}) == 3
     counts = np.bincount(samples(by_weight, 0), minlength=4)
-    assert (counts.sum(), counts[2]) == (4000, 0)
-    assert p_of(counts[[0, 1, 3]], [400, 1200, 2400]) > 1e-4
+    expected = np.array([400, 1200, 0, 2400])
+    assert counts.sum() == 4000
+    assert (np.abs(counts - expected) <= 5 * np.sqrt(expected)).all(), "within five standard deviations"
 
 
 class Scaled(DataLoader[Any]):
@@ -285,22 +284,3 @@ def test_batches_that_cannot_be_divided_are_refused_with_a_remedy(tmp_path: Path
         for message in (drawn, counted, listed):
             assert "batch_sampler=DistributedBatchSamplerWrapper(...)" in message
             assert "Trainer(use_distributed_sampler=False)" in message
-
-
-class Predicting(Net):
-    def predict_step(self, batch: Any, index: int) -> list[int]:
-        return [int(number) for number in batch.flatten()]
-
-
-def predict_scaled(kind: Kind, directory: Path) -> tuple[Any, ...]:
-    own = Scaled(Numbers(9), 10, batch_size=2, drop_last=True)
-    writer = Writer()
-    found = make_trainer(make_strategy(kind, directory), callbacks=[writer]).predict(Predicting(list), own)
-    return found, [indices for _, indices in writer.written[:-1]]  # the last ones are those of all batches
-
-
-def test_a_loader_keeps_its_arguments_in_prediction(tmp_path: Path) -> None:
-    """Each rank predicts its samples with them, the last one too, and Lightning knows their indices."""
-    first, second = on_ranks("ours", predict_scaled, tmp_path)
-    assert first == ([[0, 20], [40, 60], [80]], [[0, 2], [4, 6], [8]])
-    assert second == ([[10, 30], [50, 70]], [[1, 3], [5, 7]])

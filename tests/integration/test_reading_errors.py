@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext import RankZeroCheckpointIO
-from tests.harness.damage import WouldRun, flip, without_checksums
+from tests.checkpoint.content import WouldRun, flip, without_checksums
 from tests.harness.ranks import by_hand_env, launch_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_ranks, weights
 from tests.integration.checkpointing import MODES, Net, train_and_save, trainer_for

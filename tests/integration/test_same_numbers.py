@@ -1,4 +1,4 @@
-"""`DDPExtStrategy` in place of `ddp`: the same numbers, to the last bit, with any Trainer options."""
+"""`DDPExtStrategy` in place of `ddp`: the same numbers, to the last bit, for any model and Trainer options."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError, MetricCollection, R2Score
 
 from tests.harness.training import (
     KINDS,
@@ -20,6 +23,7 @@ from tests.harness.training import (
     Net,
     Recorder,
     assert_same,
+    data,
     make_strategy,
     make_trainer,
     on_both,
@@ -27,23 +31,173 @@ from tests.harness.training import (
     weights,
 )
 
+# As Lightning's documentation shows them.
 
-class Manual(Net):
-    """Steps its optimiser by itself, every second batch."""
+
+class CollectsOutputs(Net):
+    """Keeps the outputs of the steps and gathers them at the end of the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validation_outputs: list[Tensor] = []
+        self.seen: dict[str, Any] = {}
+
+    def validation_step(self, batch: Batch, index: int) -> Tensor:  # type: ignore[override]
+        predicted = self(batch[0])
+        self.validation_outputs.append(predicted)
+        return predicted
+
+    def on_validation_epoch_end(self) -> None:
+        everything = self.all_gather(torch.cat(self.validation_outputs))
+        self.seen["gathered"] = everything.clone()  # type: ignore[union-attr]
+        self.log("spread", everything.std(), rank_zero_only=True)  # type: ignore[union-attr]
+        self.validation_outputs.clear()
+
+
+class SeveralLoaders(Net):
+    """Evaluates several loaders, each with its own metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = MetricCollection({"mse": MeanSquaredError(), "r2": R2Score()})
+        self.measures = nn.ModuleList([both.clone(prefix="first/"), both.clone(prefix="second/")])
+
+    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
+        measures: Any = self.measures[dataloader_idx]
+        measures.update(self(batch[0]), batch[1])
+        self.log_dict(measures, add_dataloader_idx=False)
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    def val_dataloader(self) -> Any:
+        return [DataLoader(data(8), 2), DataLoader(data(12), 3)]
+
+
+class ByHand(Net):
+    """Steps an optimiser by hand."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch: Batch, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
         loss = self.loss(batch)
         self.manual_backward(loss)
-        self.log("loss", loss, sync_dist=True)
-        optimizer = self.optimizers()
-        if index % 2:
-            self.clip_gradients(optimizer, gradient_clip_val=0.5)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.log("loss", loss, prog_bar=True, sync_dist=True)
+
+
+class Accumulates(ByHand):
+    """Steps after every second batch, and the scheduler at the end of the epoch."""
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch) / 2)
+        if (index + 1) % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+
+
+class FollowsTheLoss(ByHand):
+    """Gives a value that it has just logged to a scheduler, within the step and after the epoch."""
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        super().training_step(batch, index)
+        self.log("own", float(index if self.global_rank else -3 * index), sync_dist=True)
+        scheduler: Any = self.lr_schedulers()
+        scheduler.step(self.trainer.callback_metrics["own"])
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            scheduler: Any = self.lr_schedulers()
+            scheduler.step(self.trainer.callback_metrics["val_loss"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)]
+
+
+class TwoPlayers(Net):
+    """Toggles two optimisers, as a GAN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Linear(1, 1)
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(first)
+        loss = self.judge(self(batch[0])).square().mean()
+        self.manual_backward(loss)
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        judged = (self.judge(batch[1]) - self.judge(self(batch[0]).detach())).square().mean()
+        self.manual_backward(judged)
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+        self.log_dict({"made": loss, "judged": judged}, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.layers.parameters()), torch.optim.Adam(self.judge.parameters())]
+
+
+class WithClosure(ByHand):
+    """Passes a closure to an optimiser that calls it several times."""
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class SchedulesEveryFew(ByHand):
+    """Steps the scheduler after every third batch, and logs within inference mode."""
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        super().training_step(batch, index)
+        if (index + 1) % 3 == 0:
+            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+        with torch.inference_mode():
+            self.log("spread", self(batch[0]).std(), sync_dist=True)
+
+
+class CollectsDictionaries(Net):
+    """Collects dictionaries in the test and gathers them together, as older versions' ``test_epoch_end`` did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.test_outputs: list[dict[str, Tensor]] = []
+        self.seen: dict[str, Any] = {}
+
+    def test_step(self, batch: Batch, index: int) -> None:
+        super().test_step(batch, index)
+        self.test_outputs.append({"predicted": self(batch[0]), "target": batch[1]})
+
+    def on_test_epoch_end(self) -> None:
+        joined = {name: torch.cat([each[name] for each in self.test_outputs]) for name in self.test_outputs[0]}
+        everywhere: Any = self.all_gather(joined)
+        self.seen |= everywhere
+        self.log("worst", (everywhere["predicted"] - everywhere["target"]).abs().max(), rank_zero_only=True)
+
+
+# Other models that DDP treats differently.
 
 
 class HalfUsed(Net):
@@ -73,27 +227,6 @@ class Sparse(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class TwoOptimizers(Net):
-    """Trains its two halves in turn, each with its own optimiser, as a GAN does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Batch, index: int) -> None:
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            loss = self.loss(batch)
-            self.log("loss", loss, sync_dist=True)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.layers[0].parameters()), torch.optim.SGD(self.layers[3].parameters(), lr=0.1)
-
-
 FLAGS = {
     "num_sanity_val_steps": 1,
     "limit_train_batches": 3,
@@ -111,10 +244,18 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
     "clipping by value": (Net, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value", **SHORT}, dict),
     "bf16-mixed": (Net, {"precision": "bf16-mixed", **SHORT}, dict),
     "64-true": (Net, {"precision": "64-true", **SHORT}, dict),
-    "manual optimisation": (Manual, {}, dict),
-    "several optimisers": (TwoOptimizers, SHORT, lambda: {"find_unused_parameters": True}),
+    "early stopping": (Net, {"callbacks": [EarlyStopping("val_loss", patience=1)]}, dict),
+    "outputs of an epoch": (CollectsOutputs, {}, dict),
+    "dictionaries of a test": (CollectsDictionaries, {}, dict),
+    "several loaders": (SeveralLoaders, {}, dict),
+    "manual optimisation": (ByHand, {}, dict),
+    "manual accumulation": (Accumulates, {}, dict),
+    "a scheduler that follows a logged value": (FollowsTheLoss, {}, dict),
+    "a scheduler of every third batch": (SchedulesEveryFew, {}, dict),
+    "several optimisers": (TwoPlayers, {}, lambda: {"find_unused_parameters": True}),
+    "a closure": (WithClosure, {}, lambda: {"find_unused_parameters": True}),
     "unused parameters": (HalfUsed, SHORT, lambda: {"find_unused_parameters": True}),
-    "static graph": (Manual, {}, lambda: {"static_graph": True}),
+    "static graph": (Accumulates, {}, lambda: {"static_graph": True}),
     "bucket views": (Net, SHORT, lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
     "own buffers": (Net, SHORT, lambda: {"broadcast_buffers": False, "init_sync": False}),
     "model averaging": (
@@ -125,7 +266,7 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
     "own sampling": (Net, {"use_distributed_sampler": False}, dict),
     "flags": (Net, FLAGS, dict),
 }
-EVALUATED = ("plain", "bf16-mixed", "64-true", "several optimisers", "own sampling", "flags")
+EVALUATED = ("plain", "dictionaries of a test", "bf16-mixed", "64-true", "several optimisers", "own sampling", "flags")
 
 
 def train(kind: Kind, directory: Path, name: str) -> dict[str, Any]:
@@ -133,15 +274,15 @@ def train(kind: Kind, directory: Path, name: str) -> dict[str, Any]:
     make_model, options, strategy_options = CASES[name]
     L.seed_everything(7)
     recorder, model = Recorder(), make_model()
-    trainer = make_trainer(make_strategy(kind, directory, **strategy_options()), callbacks=[recorder], **options)
+    options = {**options, "callbacks": [recorder, *options.get("callbacks", ())]}
+    trainer = make_trainer(make_strategy(kind, directory, **strategy_options()), **options)
     trainer.fit(model)
     result = {"weights": weights(model), "trained": [*model.parameters()], "step": trainer.global_step}
     if name in EVALUATED:
         result["validate"] = trainer.validate(model, verbose=False)
         result["test"] = trainer.test(model, verbose=False)
         result["predict"] = trainer.predict(model)
-    result["metrics"] = recorder.metrics
-    return result
+    return {**result, "metrics": recorder.metrics, **getattr(model, "seen", {})}
 
 
 def train_all(kind: Kind, directory: Path) -> dict[str, Any]:
@@ -164,7 +305,7 @@ def test_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:
 
 
 ON_OTHER_RANKS: dict[str, tuple[type[Net], dict[str, Any]]] = {
-    **{name: CASES[name][:2] for name in ("plain", "accumulation", "manual optimisation", "bf16-mixed")},
+    **{name: CASES[name][:2] for name in ("plain", "accumulation", "manual accumulation", "bf16-mixed")},
     "sparse": (Sparse, {}),
 }
 

@@ -17,10 +17,10 @@ import torch
 from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import RankDiedError
 from lightning_ddp_ext.supervision.signals import StopSignals
+from tests.harness.environment import by_srun
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
 from tests.harness.training import At, make_strategy, make_trainer
 from tests.integration.continuing import LongValidated, Training, shuffled, signalled
-from tests.launchers.environments import by_srun
 from tests.supervision.model import BoomError, Fault, boom
 
 STEP = "on_train_batch_start"

@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.harness.environment import loopback
+from tests.harness.environment import by_mpirun, by_srun, loopback
 from tests.harness.network import Network
 from tests.harness.outcomes import output_of_all
 from tests.harness.ranks import Environment, by_hand_env, free_port, launch_ranks
 from tests.harness.training import Kind, make_strategy, on_ranks
 from tests.launchers import train
-from tests.launchers.environments import by_mpirun, by_srun
 
 METHODS = ("env", "tcp", "file")
 SCRIPT = str(Path(train.__file__))

@@ -9,9 +9,9 @@ import pytest
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import DDPExtError
+from tests.harness.environment import by_mpirun, by_srun
 from tests.harness.ranks import Environment, by_hand_env, run_ranks
 from tests.harness.training import Net, make_trainer
-from tests.launchers.environments import by_mpirun, by_srun
 
 Options = dict[str, Any]
 BY_ARGUMENTS: Options = {"rank": 0, "world_size": 2}

@@ -1,25 +1,40 @@
-"""Test the rendezvous without Lightning: requests of ranks, and servers in place of rank 0."""
+"""Test the rendezvous without Lightning: ranks that connect, and servers in place of rank 0."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from lightning_ddp_ext.rendezvous import coordinator
+from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import FileEndpoint, TcpEndpoint
+from lightning_ddp_ext.rendezvous.handshake import Handshake
 from lightning_ddp_ext.rendezvous.init_method import Tcp
+from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Request
+from lightning_ddp_ext.rendezvous.wire import Connection, Message
 from lightning_ddp_ext.world import World
-from tests.harness.ranks import free_port
+from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold
 
 Answer = Callable[[socket.socket], None]
+HOST = os.uname().nodename
+LONG = 60.0  # an init_timeout that cannot be what ends a test
+# What one process asks for: arguments of ``request``, ``stop``, what it stands still in front of, and ``tunnels``, the
+# ends of those that this process runs to its end.
+Settings = Mapping[str, Any]
+tunnels: list[AbstractContextManager[Tcp]] = []
 
 
 def place(kind: str, directory: Path) -> Tcp | str:
@@ -119,3 +134,80 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
             sink.sendall(received)
     with contextlib.suppress(OSError):  # also after a reset: else the other end would wait on
         sink.shutdown(socket.SHUT_WR)
+
+
+def add_ones() -> float:
+    """Run a collective that returns the number of ranks in it."""
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return float(ones)
+
+
+def connect(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings]) -> float:
+    """Once the test lets it go, join as this seat wants to, and add ones with the others."""
+    mine = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
+    announce_connected_ranks()
+    stop_in_front_of(mine.pop("stop", None))
+    for (host, port), end in mine.pop("tunnels", ()):
+        tunnels.append(server(partial(forward, end), host=host, port=port))
+        tunnels[-1].__enter__()
+    hold("ready")
+    join(request(**mine))
+    return add_ones()
+
+
+def announce_connected_ranks() -> None:
+    """On rank 0, announce that it listens, and each rank that it accepted."""
+    reply = coordinator._reply
+
+    def reply_and_announce(connection: Connection, body: Message) -> None:
+        reply(connection, body)
+        if "accepted" in body:
+            announce("connected")
+
+    coordinator._reply = reply_and_announce
+    TcpEndpoint.publish = lambda self, address: announce("listens")  # type: ignore[method-assign]
+
+
+def stop_in_front_of(name: str | None) -> None:
+    """Hold when a function of ``torch.distributed`` is called; seek the store for a moment only."""
+    if name == "the store":
+        find = Handshake._find_store
+        Handshake._find_store = lambda self, *args: find(vars(self).update(_deadline=Deadline(0.5)) or self, *args)
+    elif name is not None:
+        setattr(dist, name, lambda *args, **kwargs: hold("in front"))
+
+
+@contextlib.contextmanager
+def started(where: Tcp | str, settings: Sequence[Settings], **options: Any) -> Iterator[RankProcesses]:
+    """Start a process for each entry of ``settings``; all of them join immediately."""
+    with RankProcesses(connect, len(settings), where, settings, **options) as ranks:
+        for seat in ranks.pids:
+            ranks.wait_for("ready", seat)
+        for seat in ranks.pids:
+            ranks.release(seat)
+        yield ranks
+
+
+def endings(where: Tcp | str, settings: Sequence[Settings], *, init_timeout: float = 4.0) -> list[Outcome]:
+    """Return the outcomes of processes that join at the same time."""
+    with started(where, [{"init_timeout": init_timeout, **mine} for mine in settings]) as ranks:
+        return ranks.wait()
+
+
+def sentence(outcome: Outcome, kind: type[BaseException]) -> str:
+    """Return the message of a rank that exited with this error and status 1."""
+    assert outcome.error is not None, outcome.story()
+    assert (outcome.error.type_name, outcome.exit_code) == (kind.__name__, 1), outcome.story()
+    return outcome.error.message
+
+
+def same_sentence(outcomes: Sequence[Outcome], kind: type[BaseException]) -> str:
+    """Return the message that all these ranks raise."""
+    (message,) = {sentence(outcome, kind) for outcome in outcomes}
+    return message
+
+
+def process(rank: int, pid: int, host: str = HOST) -> str:
+    """Return the name of a process in messages."""
+    return f"rank {rank} (host {host}, pid {pid})"

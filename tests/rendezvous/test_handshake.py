@@ -20,17 +20,24 @@ from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Timeouts
 from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, Connection, Message, encode
 from tests.harness.ranks import RankProcesses, announce, free_port, hold
-from tests.rendezvous.servers import Answer, drip, place, request, server, silent, url, web
-from tests.rendezvous.test_start_up import (
+from tests.rendezvous.servers import (
     HOST,
     LONG,
+    Answer,
     add_ones,
     connect,
+    drip,
     endings,
+    place,
     process,
+    request,
     same_sentence,
     sentence,
+    server,
+    silent,
     started,
+    url,
+    web,
 )
 
 CLAIMED = r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; set a different RANK .* for each process"

@@ -2,85 +2,43 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import signal
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RankFailedError, RendezvousError
-from lightning_ddp_ext.rendezvous import coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import TcpEndpoint, connect_store
-from lightning_ddp_ext.rendezvous.handshake import Handshake
+from lightning_ddp_ext.rendezvous.endpoint import connect_store
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
-from lightning_ddp_ext.rendezvous.wire import Connection, Message
 from tests.harness.network import Network
 from tests.harness.outcomes import stories
-from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, launch_ranks
-from tests.rendezvous.servers import Answer, drip, forward, place, request, server, silent, url, web
-
-HOST = os.uname().nodename
-LONG = 60.0  # an init_timeout that cannot be what ends a test
-
-# What one process asks for: arguments of ``request``, ``stop``, what it stands still in front of, and ``tunnels``, the
-# ends of those that this process runs to its end.
-Settings = Mapping[str, Any]
-tunnels: list[AbstractContextManager[Tcp]] = []
-
-
-def add_ones() -> float:
-    """Run a collective that returns the number of ranks in it."""
-    ones = torch.ones(1)
-    dist.all_reduce(ones)
-    return float(ones)
-
-
-def connect(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings]) -> float:
-    """Once the test lets it go, join as this seat wants to, and add ones with the others."""
-    mine = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
-    announce_connected_ranks()
-    stop_in_front_of(mine.pop("stop", None))
-    for (host, port), end in mine.pop("tunnels", ()):
-        tunnels.append(server(partial(forward, end), host=host, port=port))
-        tunnels[-1].__enter__()
-    hold("ready")
-    join(request(**mine))
-    return add_ones()
-
-
-def announce_connected_ranks() -> None:
-    """On rank 0, announce that it listens, and each rank that it accepted."""
-    reply = coordinator._reply
-
-    def reply_and_announce(connection: Connection, body: Message) -> None:
-        reply(connection, body)
-        if "accepted" in body:
-            announce("connected")
-
-    coordinator._reply = reply_and_announce
-    TcpEndpoint.publish = lambda self, address: announce("listens")  # type: ignore[method-assign]
-
-
-def stop_in_front_of(name: str | None) -> None:
-    """Hold when a function of ``torch.distributed`` is called; seek the store for a moment only."""
-    if name == "the store":
-        find = Handshake._find_store
-        Handshake._find_store = lambda self, *args: find(vars(self).update(_deadline=Deadline(0.5)) or self, *args)
-    elif name is not None:
-        setattr(dist, name, lambda *args, **kwargs: hold("in front"))
+from tests.harness.ranks import RankProcesses, announce, free_port, hold, launch_ranks
+from tests.rendezvous.servers import (
+    HOST,
+    LONG,
+    Answer,
+    add_ones,
+    drip,
+    endings,
+    place,
+    process,
+    request,
+    same_sentence,
+    sentence,
+    server,
+    silent,
+    started,
+    url,
+    web,
+)
 
 
 def connect_early(seat: int, seats: int, where: Tcp) -> float:
@@ -101,41 +59,6 @@ def connect_early(seat: int, seats: int, where: Tcp) -> float:
         socket.create_connection = create_connection
     join(request(seat, seats, where))
     return add_ones()
-
-
-@contextmanager
-def started(where: Tcp | str, settings: Sequence[Settings], **options: Any) -> Iterator[RankProcesses]:
-    """Start a process for each entry of ``settings``; all of them join immediately."""
-    with RankProcesses(connect, len(settings), where, settings, **options) as ranks:
-        for seat in ranks.pids:
-            ranks.wait_for("ready", seat)
-        for seat in ranks.pids:
-            ranks.release(seat)
-        yield ranks
-
-
-def endings(where: Tcp | str, settings: Sequence[Settings], *, init_timeout: float = 4.0) -> list[Outcome]:
-    """Return the outcomes of processes that join at the same time."""
-    with started(where, [{"init_timeout": init_timeout, **mine} for mine in settings]) as ranks:
-        return ranks.wait()
-
-
-def sentence(outcome: Outcome, kind: type[BaseException]) -> str:
-    """Return the message of a rank that exited with this error and status 1."""
-    assert outcome.error is not None, outcome.story()
-    assert (outcome.error.type_name, outcome.exit_code) == (kind.__name__, 1), outcome.story()
-    return outcome.error.message
-
-
-def same_sentence(outcomes: Sequence[Outcome], kind: type[BaseException]) -> str:
-    """Return the message that all these ranks raise."""
-    (message,) = {sentence(outcome, kind) for outcome in outcomes}
-    return message
-
-
-def process(rank: int, pid: int, host: str = HOST) -> str:
-    """Return the name of a process in messages."""
-    return f"rank {rank} (host {host}, pid {pid})"
 
 
 def join_with_few_descriptors(number: int, world_size: int, where: Tcp | str) -> tuple[float, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -113,3 +114,11 @@ def fit(rank: int, world_size: int, url: str, *faults: Fault, model: Net | None 
     """Train once on a rank that was started by hand."""
     strategy = by_hand(rank, world_size, url, **options)
     make_trainer(world_size, strategy, *faults).fit(model or Net())
+
+
+def lines_of(stderr: str) -> list[str]:
+    """Return the lines without torch's prefixes, warnings and addresses of errors."""
+    text = re.sub(r"^\[rank\d+\]: ?", "", stderr, flags=re.MULTILINE)
+    return [
+        line for line in text.splitlines() if line.strip() and "LeafSpec" not in line and not line.startswith("See ")
+    ]

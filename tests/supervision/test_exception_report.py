@@ -26,8 +26,16 @@ from lightning_ddp_ext.supervision.failure import may_be_echo
 from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
 from tests.harness.training import At, Batch, Net, make_strategy, make_trainer
 from tests.supervision import model
-from tests.supervision.model import BoomError, Fault, boom, error_of, in_step, throw, wait_for_another_ranks_end
-from tests.supervision.test_launchers import lines_of
+from tests.supervision.model import (
+    BoomError,
+    Fault,
+    boom,
+    error_of,
+    in_step,
+    lines_of,
+    throw,
+    wait_for_another_ranks_end,
+)
 
 BOOM = "tests.supervision.model.BoomError: no such layer"
 

@@ -18,8 +18,7 @@ import pytest
 from tests.harness.ranks import RankProcesses
 from tests.harness.training import Net
 from tests.supervision import model
-from tests.supervision.model import IN_THIRD_STEP, Fault, announce_step, boom, die, in_step, make_trainer, who
-from tests.supervision.test_launchers import lines_of
+from tests.supervision.model import IN_THIRD_STEP, Fault, announce_step, boom, die, in_step, lines_of, make_trainer, who
 
 
 def train(rank: int, world_size: int, directory: Path, *faults: Fault, endless: bool = False) -> None:

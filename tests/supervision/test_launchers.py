@@ -26,7 +26,7 @@ from tests.harness.network import why_unavailable
 from tests.harness.processes import MARK, marked, name_of, wait_until_exited
 from tests.harness.ranks import Environment, RankProcesses
 from tests.harness.scripts import be_the_script, run_script
-from tests.supervision.model import who
+from tests.supervision.model import lines_of, who
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
 
@@ -58,14 +58,6 @@ def wait_for_rank_one(script: RankProcesses) -> int:
     """Wait until rank 1 has started, before it imports anything; return its process id."""
     output = script.wait_for_output("rank 1 begins as process", 0)
     return int(re.findall(r"^rank 1 begins as process (\d+)$", output, re.MULTILINE)[0])
-
-
-def lines_of(stderr: str) -> list[str]:
-    """Return the lines without torch's prefixes, warnings and addresses of errors."""
-    text = re.sub(r"^\[rank\d+\]: ?", "", stderr, flags=re.MULTILINE)
-    return [
-        line for line in text.splitlines() if line.strip() and "LeafSpec" not in line and not line.startswith("See ")
-    ]
 
 
 @pytest.mark.parametrize(

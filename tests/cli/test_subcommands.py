@@ -1,20 +1,57 @@
-"""`checkpoint verify` and `clean`: their findings, and their errors for files that they cannot read."""
+"""The subcommands, run in this process: what they print, and their exit status."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import time
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_ddp_ext.checkpoint.atomic_file import atomic_write
-from tests.cli.command import run, save
-from tests.harness.damage import WouldRun, flip, without_checksums
+from lightning_ddp_ext.cli import main
+from tests.checkpoint.content import WouldRun, flip, without_checksums
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the command ended, and what it wrote."""
+
+    status: Any
+    stdout: str
+    stderr: str
+
+
+def run(*arguments: str | Path) -> Ended:
+    """`lightning-ddp-ext arguments`."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return Ended(ended.value.code, stdout.getvalue(), stderr.getvalue())
+
+
+def save(path: Path, **entries: Any) -> Path:
+    """Save a checkpoint like Lightning's: 3 epochs, 120 steps, a linear layer with its optimiser, and ``entries``."""
+    content = {
+        "pytorch-lightning_version": "2.6.6",
+        "epoch": 3,
+        "global_step": 120,
+        "state_dict": {"out.weight": torch.arange(6000.0).reshape(60, 100), "out.bias": torch.zeros(60)},
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(60, 100), "step": torch.tensor(120.0)}}}],
+    }
+    torch.save({**content, **entries}, path)
+    return path
 
 
 @pytest.fixture
@@ -140,3 +177,31 @@ def test_what_may_still_be_written_is_left_alone(leftover: Path) -> None:
     assert leftover.with_name("it.ckpt").exists()
     leftover.unlink()
     assert run("checkpoint", "clean", leftover.parent).stdout.startswith("nothing to clean in ")
+
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
+
+
+def test_help_and_version() -> None:
+    """Help names the commands; an unknown command exits with status 2."""
+    assert all(command in run("checkpoint", "--help").stdout for command in ("verify", "clean"))
+    assert run("--version").stdout == f"lightning-ddp-ext {metadata.version('lightning-ddp-ext')}\n"
+    assert run("checkpoint", "fix").status == 2
+
+
+def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It prints text or one document; contradictory variables are an error with the message of a run."""
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    found = json.loads(run("env", "--json").stdout)
+    assert found["versions"]["torch"]
+    assert "gloo" in found["backends"]
+    assert "127.0.0.1" in found["interfaces"]["lo"]
+    assert "rank 1" in found["world"]
+    assert found["world"].endswith("torchrun")
+    assert found["variables"].items() >= LAUNCHED.items()
+    assert re.search(r"^world +rank 1 of 4.*torchrun$", run("env").stdout, re.MULTILINE)
+    monkeypatch.setenv("RANK", "4")
+    ended = run("env")
+    assert (ended.status, run("env", "--json").status) == (1, 1)
+    assert "rank must be in 0..3 for world_size 4 (got 4)" in ended.stdout

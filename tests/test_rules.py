@@ -1,0 +1,25 @@
+"""Rules of the tests themselves: each can be read alone, and says what it shows."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+TREES = {path.relative_to(TESTS).as_posix(): ast.parse(path.read_text()) for path in TESTS.rglob("*.py")}
+MODULES = {name: tree for name, tree in TREES.items() if "test_" in name}
+
+
+def test_no_test_imports_from_another_module_of_tests() -> None:
+    """What several modules need is in a helper file."""
+    imports = [(name, node) for name, tree in MODULES.items() for node in ast.walk(tree)]
+    froms = [(name, node.module) for name, node in imports if isinstance(node, ast.ImportFrom)]
+    assert [each for each in froms if ".test_" in str(each[1])] == []
+
+
+def test_every_test_says_what_it_shows() -> None:
+    """A docstring begins with a line that is a sentence."""
+    functions = [(name, node) for name, tree in MODULES.items() for node in tree.body]
+    tests = [(name, node) for name, node in functions if isinstance(node, ast.FunctionDef)]
+    docs = {f"{name}::{node.name}": ast.get_docstring(node) for name, node in tests if node.name.startswith("test_")}
+    assert [name for name, doc in docs.items() if not (doc or "").partition("\n")[0].endswith(".")] == []
