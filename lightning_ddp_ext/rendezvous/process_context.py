@@ -160,7 +160,7 @@ class ProcessContext:
     def close_group(self) -> None:
         """Abort this rank's part in all groups, which unblocks ranks that are waiting for it in a collective."""
         # A traceback's frames may keep the group's C++ objects alive, so destroying the group might close nothing.
-        self.groups.abort_connections()
+        self.groups.abort()
         self.groups.close(is_broken=True)
         self.peers.record_raised()
 

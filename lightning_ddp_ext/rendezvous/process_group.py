@@ -22,6 +22,7 @@ from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, interface_of
 from lightning_ddp_ext.threads import start_thread
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_ONLY_NCCL = ("nccl", "cuda:nccl")
 # torch's default timeouts for collectives.
 _OF_NCCL, _OF_OTHERS = timedelta(minutes=10), timedelta(minutes=30)
 # torch's watchdog thread would otherwise end the process at an error of CUDA, before the main thread can report it.
@@ -155,23 +156,27 @@ class ProcessGroups:
                 del os.environ[_INTERFACE]
 
     def abort(self) -> None:
-        """Unblock the main thread if it is waiting for other ranks; for the channel's thread."""
-        self.abort_connections()
-        self.abort_nccl()
+        """Unblock threads that wait for other ranks: those in a collective or store get an error.
 
-    def abort_connections(self) -> None:
-        """Shut down the connections of all groups: threads in a gloo collective or store get an error."""
-        for sockets in self._sockets:
+        A collective of NCCL returns arbitrary values instead.
+        """
+        self.abort_nccl()
+        for sockets in self._sockets[self._is_formed_by_nccl :]:
             sockets.abort()
         if self._is_forming and self._connections.store_sockets is not None:
             self._connections.store_sockets.abort()
+
+    @property
+    def _is_formed_by_nccl(self) -> bool:
+        """Whether the first sockets are NCCL's; other ranks would see a remote error before NCCL is aborted there."""
+        return self.request.backend in _ONLY_NCCL and not self._is_forming
 
     def abort_nccl(self) -> bool:
         """Abort NCCL's groups, and return whether any existed; destroying them would wait for their kernels."""
         if not self.uses_nccl or not (dist.is_initialized() or self.has_aborted_nccl):
             return False
         self.has_aborted_nccl = True  # set before any wait for the device returns
-        # An abort may wait for minutes: https://github.com/NVIDIA/nccl/issues/1013
+        # An abort may wait for minutes: https://github.com/NVIDIA/nccl/issues/1777
         aborting = start_thread("ddpx-abort", self._abort_all)
         aborting.join(_ABORTED_WITHIN)
         self.is_abort_stuck = aborting.is_alive()
