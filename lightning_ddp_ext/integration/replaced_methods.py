@@ -115,9 +115,8 @@ class ReplacedMethods:
 
         def register() -> None:
             connector.received_sigterm = False
-            connector._original_handlers = (
-                connector._get_current_signal_handlers()
-            )  # it restores those that hooks change
+            # Lightning restores these after the run, if a hook has changed them.
+            connector._original_handlers = connector._get_current_signal_handlers()
 
         self.replace(connector, "register_signal_handlers", register)
         if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0

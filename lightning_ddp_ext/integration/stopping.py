@@ -103,7 +103,7 @@ class StopController:
         """Restore the signal handlers after the Trainer's run."""
         if self._trainer is None:
             return
-        restore_handlers(self._trainer)  # Lightning installed its handlers after ours
+        restore_handlers(self._trainer)  # Lightning recorded them after ours were installed
         has_failed = self.run.has_failed
         self.run.has_failed = False
         if self._stopping is not None:

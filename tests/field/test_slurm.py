@@ -51,22 +51,28 @@ def undisturbed(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> set[s
     return weights_of(job)
 
 
+# So that the signal for the limit does not arrive while the requeued job starts, which kills it.
+LATER = "test -z $SLURM_RESTART_COUNT || scontrol update jobid=$SLURM_JOB_ID timelimit=20"
 USR1 = "act=scancel --signal=USR1 $SLURM_JOB_ID"
 STOPS = {
     "--signal before the time limit": (
         "--signal=USR1@30 --time=20",
+        f"{LATER}; srun python",
         ["step=0.5", "act=scontrol update jobid=$SLURM_JOB_ID timelimit=1"],
     ),
-    "scancel --signal, without an argument to resume": ("", [SLOWLY, USR1, "resume="]),
-    "with an unfinished background save": ("", [SLOWLY, USR1, "io=slow"]),
-    "scontrol requeue": ("", [SLOWLY, "act=scontrol requeue $SLURM_JOB_ID"]),
+    "scancel --signal, without an argument to resume": ("", "srun python", [SLOWLY, USR1, "resume="]),
+    "with an unfinished background save": ("", "srun python", [SLOWLY, USR1, "io=slow"]),
+    "scontrol requeue": ("", "srun python", [SLOWLY, "act=scontrol requeue $SLURM_JOB_ID"]),
 }
 
 
-@pytest.mark.parametrize(("options", "arguments"), STOPS.values(), ids=STOPS)
-def test_requeued(options: str, arguments: list[str], slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "start", "arguments"), STOPS.values(), ids=STOPS)
+def test_requeued(
+    options: str, start: str, arguments: list[str], slurm: Slurm, undisturbed: set[str], tmp_path: Path
+) -> None:
     """The job saves, is requeued, and continues with the next step."""
-    expect_resumed(submit(slurm, tmp_path, *arguments, options=f"{ONE_NODE} {options}"), undisturbed)
+    job = submit(slurm, tmp_path, *arguments, options=f"{ONE_NODE} {options}", start=start)
+    expect_resumed(job, undisturbed)
 
 
 def test_the_example(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
