@@ -30,6 +30,8 @@ python_maximum_signature_line_length = 100
 
 html_theme = "furo"
 html_title = f"{project} {version}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = html_copy_source = False
 copybutton_exclude = ".linenos, .gp, .go"
 
@@ -44,7 +46,11 @@ def add_to_page(app: Sphinx, page: str, source: list[str]) -> None:
     if page == root_doc:
         source[0] += sidebar((ROOT / "docs/README.md").read_text())
     if page == "docs/reference/api":
-        source[0] += docstrings(source[0])
+        source[0] = named(source[0]) + docstrings(source[0])
+    else:
+        source[0] = linked(source[0], page)
+    if page == "examples/README":
+        source[0] += listings(source[0])
 
 
 def sidebar(text: str) -> str:
@@ -55,6 +61,38 @@ def sidebar(text: str) -> str:
         names = "\n".join((Path("docs") / name).as_posix() for name in pages)
         found += f"\n```{{toctree}}\n:hidden:\n:caption: {section.splitlines()[0]}\n\n{names}\n```\n"
     return found.replace("docs/../", "")
+
+
+def named(text: str) -> str:
+    """Return the API page with names that lead to their docstrings instead of to files."""
+    return re.sub(r"\[`(\w+)`\]\(\S+?/lightning_ddp_ext/\S+?\.py\)", r"{py:obj}`\1 <lightning_ddp_ext.\1>`", text)
+
+
+def linked(text: str, page: str) -> str:
+    """Return a guide in which the first mention of each name of the API page leads to its docstring."""
+    if not page.startswith("docs/guides/"):
+        return text
+    for name in lightning_ddp_ext.__all__:
+        mentions = re.finditer(rf"```.*?```|\[[^\]]*\]|^#.*?$|(`{name}`)", text, re.DOTALL | re.MULTILINE)
+        first = next((mention for mention in mentions if mention[1]), None)
+        if first and not name.endswith("Error"):
+            role = f"{{py:obj}}`{name} <lightning_ddp_ext.{name}>`"
+            text = text[: first.start()] + role + text[first.end() :]
+    return text
+
+
+def listings(text: str) -> str:
+    """Return the files that the page of examples links, in full below its table."""
+    found = ""
+    for name in re.findall(r"^\| \[`\S+`\]\((\S+\.(?:py|sh|sbatch|yaml))\)", text, re.MULTILINE):
+        language = {"py": "python", "yaml": "yaml"}.get(name.rpartition(".")[2], "bash")
+        found += f"\n## {name}\n\n```{{literalinclude}} {name}\n:language: {language}\n```\n"
+    return re.sub(r"\]\((\S+\.(?:py|sh|sbatch|yaml))\)", lambda link: f"](#{anchor_of(link[1])})", text) + found
+
+
+def anchor_of(name: str) -> str:
+    """Return the address that Markdown gives to a heading that is a file's name."""
+    return re.sub(r"[^\w-]", "", name)
 
 
 def docstrings(text: str) -> str:

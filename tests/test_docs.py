@@ -51,6 +51,9 @@ TEXTS = {os.path.relpath(path, DOCS): path.read_text() for path in FILES}
 README = TEXTS["../README.md"]
 PAGES = {name: blocks(text) for name, text in TEXTS.items()}
 SCRIPTS = {code: name for name, found in PAGES.items() for title, code in found if title}  # run as files
+# Packages that only scripts of pages use; where one is missing, the script is not run.
+OPTIONAL = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "optuna_integration": "optuna_integration"}
+OPTIONAL |= {"import litdata": "litdata", "from datasets": "datasets", "import webdataset": "webdataset"}
 # Files of examples/ that a page shows in full.
 SHOWN = {
     "slurm.sbatch": "guides/launchers.md",
@@ -95,6 +98,8 @@ def test_blocks_of_pages_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", sorted(SCRIPTS, key=SCRIPTS.__getitem__), ids=SCRIPTS.__getitem__)
 def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
     """A page's script ends with success."""
+    for package in (package for name, package in OPTIONAL.items() if re.search(rf"\b{name}\b", code)):
+        pytest.importorskip(package)
     script = tmp_path / "script.py"
     script.write_text(on_this_machine(code, tmp_path, free_port()))
     run_on_ranks(script, cwd=tmp_path)

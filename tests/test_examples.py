@@ -1,4 +1,4 @@
-"""Each example runs as a user runs it, and what it prints is right."""
+"""Run each example as a user does, and check its output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.scripts import be_the_script, run_on_ranks, run_script, start
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-# What each script prints, in one line that would be another one if it did something else.
+# A pattern for the line that each script prints if it works.
 PRINTED = {
     "minimal.py": r"2 ranks found y = (2\.9|3\.0)\d x -(0\.9|1\.0)\d in 40 steps",
     "gan_manual_optimization.py": r"generated mean (3\.[5-9]|4\.[0-4])\d, of the data 4\.00",
@@ -45,7 +45,7 @@ def test_scripts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_hang_watchdog(tmp_path: Path) -> None:
-    """Both ranks end, and the report names the stuck one, its function and line."""
+    """Both ranks exit, and the report names the stuck rank, its function and its line."""
     output = run_on_ranks(EXAMPLES / "hang_watchdog.py", cwd=tmp_path, returncode=1)
     stuck = r"rank 0 stopped: rank 1 .* never entered all_reduce .* training_step, \S+/hang_watchdog\.py:\d+"
     assert re.search(stuck, output), output
@@ -54,10 +54,7 @@ def test_hang_watchdog(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("argv", [(), pytest.param(("--strategy", "ddp"), marks=pytest.mark.nightly)], ids=" ".join)
 def test_make_demo(argv: tuple[str, ...], tmp_path: Path) -> None:
-    """The first command of the README learns the digits without any variable, and resumes; also with stock's strategy.
-
-    It starts its second rank itself.
-    """
+    """The demo needs no environment variables, starts its second rank, trains and resumes, also with stock `ddp`."""
     done = run_script(EXAMPLES / "digits.py", *argv, cwd=tmp_path)
     assert done.exit_code == 0, done.output
     assert done.output.count("test_accuracy 9") == 2, done.output
@@ -65,7 +62,7 @@ def test_make_demo(argv: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_adopted_project(tmp_path: Path) -> None:
-    """The diff has two lines; with it the project trains as before, and validates each image once."""
+    """The diff adds two lines. The project then has the same training loss, and validates each image once."""
     skip_because(None if shutil.which("git") else "git is not installed")
     project = shutil.copytree(EXAMPLES / "adopted_project", tmp_path / "project")
     stock = run_on_ranks(project / "train.py", cwd=project)
@@ -80,7 +77,7 @@ def test_adopted_project(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_resume_elsewhere(tmp_path: Path) -> None:
-    """A run on two ranks is killed, its file is whole, and three ranks continue at the saved step."""
+    """After two ranks are killed, their checkpoint is undamaged, and three ranks resume at the saved step."""
     output = run_on_ranks(EXAMPLES / "resume_elsewhere.py", cwd=tmp_path, world_size=1)
     assert "2 ranks begin at step 0" in output
     assert re.search(r"^killed; what is left: .*run\.ckpt", output, re.MULTILINE)
@@ -91,7 +88,7 @@ def test_resume_elsewhere(tmp_path: Path) -> None:
 
 
 def test_exact_metrics(tmp_path: Path) -> None:
-    """Four ranks with stock count 44 of 41 images or divide by 40; ours gives the accuracies of one process."""
+    """On four ranks, stock `ddp` counts 44 instead of 41 images. `ddp_ext` has the accuracies of one process."""
     output = run_on_ranks(EXAMPLES / "exact_metrics.py", cwd=tmp_path, world_size=1)
     rows = re.findall(r"^(.+?)  +(\d+) +([\d.]+)% +([\d.]+)%$", output, re.MULTILINE)
     alone, stock, unrepeated, ours = (tuple(map(float, row[1:])) for row in rows)
@@ -103,7 +100,7 @@ def test_exact_metrics(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_torchrun(tmp_path: Path) -> None:
-    """The script uses the ranks of torchrun; the README's example covers a script that starts its own ranks."""
+    """The example trains on the ranks that torchrun starts."""
     done = run_script(EXAMPLES / "torchrun.sh", cwd=tmp_path, launcher=("bash",))
     assert done.exit_code == 0, done.output
     assert re.search(PRINTED["minimal.py"], done.output), done.output
@@ -128,7 +125,7 @@ exit $status
 
 @pytest.mark.nightly
 def test_slurm(tmp_path: Path) -> None:
-    """A task gets the warning that the job requests: both save and stop; SLURM requeues the job, which continues."""
+    """When one task receives the requested signal, both tasks save and stop. The requeued job resumes."""
     asked = re.findall(r"^#SBATCH (\S+)$", (EXAMPLES / "slurm.sbatch").read_text(), re.MULTILINE)
     assert {"--requeue", "--signal=SIGUSR1@120", "--ntasks-per-node=2"} <= set(asked)
     program(tmp_path / "bin/srun", SRUN)
@@ -150,7 +147,7 @@ def test_slurm(tmp_path: Path) -> None:
 
 
 def test_kubernetes() -> None:
-    """Names, numbers and addresses of the service, the job and torchrun fit together."""
+    """The service, the job and torchrun use the same names, numbers and addresses."""
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     name, spec = job["metadata"]["name"], job["spec"]
     pod = spec["template"]["spec"]
@@ -168,7 +165,7 @@ def test_kubernetes() -> None:
 
 
 def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(tmp_path: Path) -> None:
-    """LightningCLI takes strategy, plugin and callbacks from YAML, prints all their options, and takes those."""
+    """LightningCLI reads strategy, plugin and callbacks from YAML, and prints a configuration that it can read."""
     config, printed = EXAMPLES / "config.yaml", tmp_path / "printed.yaml"
     argv = ("fit", "--config", str(config), "--print_config")
     printed.write_text(run_on_ranks(EXAMPLES / "cli.py", *argv, cwd=tmp_path, world_size=1))
@@ -184,7 +181,7 @@ def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(tm
 
 @pytest.mark.nightly
 def test_a_notebook_trains_in_its_cells(tmp_path: Path) -> None:
-    """In a real kernel: the second cell that trains has other ranks, and continues from the first one's checkpoint."""
+    """In a kernel, the second cell that trains starts new ranks, and resumes from the first cell's checkpoint."""
     nbclient, nbformat = (pytest.importorskip(name) for name in ("nbclient", "nbformat"))  # slow to import
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
