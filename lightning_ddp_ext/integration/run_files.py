@@ -64,6 +64,7 @@ class RunFiles:
         rescue: the name or path of the rescue checkpoint; ``None`` if none is saved.
 
     Attributes:
+        stop_name: the argument ``stop``.
         identity: what the Trainer's files state about the fit that saves them: facts that have to be
             the same in a resumed run, and the environment. Words and values are hashed, because
             they may be secrets.
@@ -71,7 +72,7 @@ class RunFiles:
     """
 
     def __init__(self, stop: PathLike | None, rescue: PathLike | None) -> None:
-        self._stop = stop
+        self.stop_name = stop
         self._names = [name for name in (stop, rescue) if name is not None]
         self._fit = 0  # for a fit in a hook of another run
         self._environment: dict[str, str] = {}
@@ -191,8 +192,8 @@ class RunFiles:
     def _none_found(self, trainer: Any) -> str:
         """Describe where the next run of this command will look, and which files it will ignore."""
         parts = ["ckpt_path='last': no checkpoint yet"]
-        if self._stop is not None:
-            path = str(place_of(self._stop, _command(), trainer))
+        if self.stop_name is not None:
+            path = str(place_of(self.stop_name, _command(), trainer))
             parts.append(f"if the ranks are stopped, they save {path}, which the same command finds next time")
             of_commands = Path(trainer.default_root_dir, "checkpoints").resolve().glob(f"*/{os.path.basename(path)}")
             parts += [f"{each} belongs to another command; {_PASS_PATH}" for each in of_commands if str(each) != path]
