@@ -69,7 +69,7 @@ class Switch(L.Callback):
         self.is_on, self.began, self.kept = True, 0.0, None
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
-        now, recorder = time.perf_counter(), trainer.strategy.rescue.recorder  # type: ignore[attr-defined]
+        now, recorder = time.perf_counter(), trainer.strategy.recorder  # type: ignore[attr-defined]
         if index % EVERY > 1:
             self.seconds[self.is_on].append(now - self.began)
         elif index % EVERY == 0:

@@ -12,17 +12,15 @@ from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 
-from .lightning_tree import SLURMEnvironment, pl, refuse_missing
-
-# The method also works before the callback's setup.
-refuse_missing(pl.callbacks.ModelCheckpoint, "_ModelCheckpoint__resolve_ckpt_dir")
+from .compat import checkpoint_of_requeued_job, chosen_directory_of
+from .lightning_tree import SLURMEnvironment, pl
 
 
 def checkpoint_directory(trainer: Any) -> str:
     """Return the directory of the Trainer's first checkpoint callback, or the default root directory."""
     callback = trainer.checkpoint_callback
     if isinstance(callback, pl.callbacks.ModelCheckpoint):
-        return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        return chosen_directory_of(callback, trainer)
     return str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
 
 
@@ -90,7 +88,7 @@ def follows_logger(trainer: Any) -> bool:
         return False
     without = copy.copy(callback)
     without.dirpath = None
-    return callback.dirpath in (None, without._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+    return callback.dirpath in (None, chosen_directory_of(without, trainer))
 
 
 def last_of_lightning(trainer: Any) -> set[str]:
@@ -102,7 +100,7 @@ def last_of_lightning(trainer: Any) -> set[str]:
         elif isinstance(callback, pl.callbacks.OnExceptionCheckpoint):
             found.add(callback.ckpt_path)
     if SLURMEnvironment.detect():
-        found.add(trainer._checkpoint_connector._hpc_resume_path)
+        found.add(checkpoint_of_requeued_job(trainer))
     return {canonical(path) for path in found if path}
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,13 @@ from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError, DDPEx
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.rendezvous.run import Run
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.failure import explain, may_be_echo
 
 from .checkpoint_io import RankZeroCheckpointIO
+from .compat import trainer_of
+from .host import AnyHost
 from .lightning_tree import TrainerStatus, lightning_version, pl, rank_zero_info, rank_zero_warn
 from .named_calls import ranks_of
 
@@ -35,10 +39,19 @@ class Checkpoints:
     """Saves and restores together with the other ranks, using the strategy's ``checkpoint_io``.
 
     Every rank raises an error that occurs on any rank.
+
+    Args:
+        strategy: our strategy or a stock one.
+        deadline: time for all ranks to exit after a signal; ``None`` with a stock strategy, whose runs are not tracked.
+
+    Attributes:
+        run: the Trainer's current run, or its last one; ``None`` with a stock strategy.
     """
 
-    def __init__(self, strategy: pl.strategies.Strategy) -> None:
+    def __init__(self, strategy: AnyHost, deadline: timedelta | None = None) -> None:
         self._strategy = strategy
+        self._deadline = deadline
+        self.run = None if deadline is None else Run(is_outermost=False)
         self._restoring: str | None = None  # the file that the Trainer's own restore has yet to read
 
     # Writing.
@@ -59,9 +72,8 @@ class Checkpoints:
             rank_zero_warn(sentence)  # the user already sees another error
             return
         io = self._strategy.checkpoint_io
-        stops = getattr(self._strategy, "stops", None)  # only our strategy has one
-        seconds = 0.0 if stops is None else stops.deadline.total_seconds()
-        if isinstance(io, RankZeroCheckpointIO) and stops is not None:
+        seconds = 0.0 if self._deadline is None else self._deadline.total_seconds()
+        if isinstance(io, RankZeroCheckpointIO) and self._deadline is not None:
             io.saver.deadline = seconds  # for background saves
         write = partial(io.save_checkpoint, checkpoint, path, storage_options=storage_options)
         self.on_rank_zero(delaying_forced_end(seconds)(write), f"saving {os.fspath(path)}")
@@ -175,8 +187,7 @@ class Checkpoints:
 
     @property
     def _trainer(self) -> Any:
-        module = self._strategy.lightning_module
-        return None if module is None else module._trainer
+        return trainer_of(self._strategy.lightning_module)
 
     @property
     def _has_partial_sums(self) -> bool:
@@ -199,10 +210,10 @@ class Checkpoints:
         If every rank raised an exception, this is true until it is handled. After a stop by a signal this is false,
         because all ranks still make the same calls.
         """
-        trainer, context, stops = self._trainer, current(), getattr(self._strategy, "stops", None)  # ours has stops
+        trainer, context = self._trainer, current()
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
-        return stops is None or stops.run.has_failed or context is None or context.peers.cause is not None
+        return self.run is None or self.run.has_failed or context is None or context.peers.cause is not None
 
     @property
     def is_handling_exception(self) -> bool:

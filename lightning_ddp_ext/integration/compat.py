@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -12,25 +13,27 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
-from .lightning_tree import Loop, RunningStage, is_param_in_hook_signature, refuse_missing
+from .lightning_tree import Loop, RunningStage, is_param_in_hook_signature, missing, pl, refuse_missing
+
+_MISSING = object()
 
 # Loops.
 
 
 def combined_loader_of(loop: Any) -> Any:
     """Return a loop's combined loader, whose mode is not public; ``None`` before the loop has one."""
-    return None if loop is None else _read(loop, "_combined_loader")
+    return None if loop is None else private(loop, "_combined_loader")
 
 
 def mode_of(combined: Any) -> str:
     """Return the mode of a combined loader."""
-    return str(_read(combined, "_mode"))
+    return str(private(combined, "_mode"))
 
 
 def combined_iterator_of(loop: Any) -> Any:
     """Return the loop's current iterator over its combined loader; each epoch has a new one."""
     combined = combined_loader_of(loop)
-    return None if combined is None else _read(combined, "_iterator")
+    return None if combined is None else private(combined, "_iterator")
 
 
 def iterators_of(loop: Any) -> list[Any]:
@@ -41,7 +44,7 @@ def iterators_of(loop: Any) -> list[Any]:
 
 def fetcher_of(loop: Any) -> Any:
     """Return a loop's data fetcher, whose attribute ``length`` determines the last batch."""
-    return _read(loop, "_data_fetcher")
+    return private(loop, "_data_fetcher")
 
 
 def is_read_in_step(loop: Any) -> bool:
@@ -57,7 +60,7 @@ def takes_iterator(module: Any, stage: Any) -> bool:
 
 def active_loop_of(trainer: Any) -> Any:
     """Return the running training or evaluation loop, or ``None``."""
-    return _read(trainer, "_active_loop")
+    return private(trainer, "_active_loop")
 
 
 def end_restart(fit_loop: Any) -> None:
@@ -72,7 +75,7 @@ def end_restart(fit_loop: Any) -> None:
 def validates_next(trainer: Any) -> bool:
     """Whether Lightning validates after the current batch."""
     loop = trainer.fit_loop.epoch_loop
-    return bool(_read(loop, "_should_check_val_fx")(fetcher_of(trainer.fit_loop)))
+    return bool(private(loop, "_should_check_val_fx")(fetcher_of(trainer.fit_loop)))
 
 
 def is_in_optimizer_step(trainer: Any) -> bool:
@@ -94,15 +97,37 @@ def is_in_closure(error: BaseException) -> bool:
     return False
 
 
+def batches_that_stepped_of(epoch_loop: Any) -> int:
+    """Return the number of optimiser steps of training, as Lightning's loggers count them."""
+    return int(private(epoch_loop, "_batches_that_stepped"))
+
+
+# Checkpoints.
+
+
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     """Return the checkpoint that the Trainer would save now, without the barrier of ``save_checkpoint``."""
-    checkpoint: dict[str, Any] = _read(trainer._checkpoint_connector, "dump_checkpoint")(weights_only=False)
+    checkpoint: dict[str, Any] = private(trainer, "_checkpoint_connector", "dump_checkpoint")(weights_only=False)
     return checkpoint
 
 
 def is_restored_from(trainer: Any, checkpoint: Any) -> bool:
     """Whether the Trainer itself is restoring its state from this checkpoint, which it has read."""
-    return _read(trainer._checkpoint_connector, "_loaded_checkpoint") is checkpoint
+    return private(trainer, "_checkpoint_connector", "_loaded_checkpoint") is checkpoint
+
+
+def chosen_directory_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> str:
+    """Return the directory that a checkpoint callback will choose or has chosen; known before its setup."""
+    return str(private(callback, "_ModelCheckpoint__resolve_ckpt_dir")(trainer))
+
+
+def checkpoint_of_requeued_job(trainer: Any) -> str | None:
+    """Return the file that Lightning saved when SLURM requeued the job, if any."""
+    path: str | None = private(trainer, "_checkpoint_connector", "_hpc_resume_path")
+    return path
+
+
+# Loaders, and when to validate.
 
 
 def end_epoch_after(trainer: Any, batches: int) -> None:
@@ -133,7 +158,7 @@ def schedule_timed_validation(trainer: Any, last: float) -> None:
 
 def needs_sampler(trainer: Any, loader: Any) -> bool:
     """Whether Lightning would put a distributed sampler into a loader."""
-    return bool(trainer._data_connector._requires_distributed_sampler(loader))
+    return bool(private(trainer, "_data_connector", "_requires_distributed_sampler")(loader))
 
 
 def has_saved_arguments(loader: Any) -> bool:
@@ -154,7 +179,7 @@ def has_saved_arguments(loader: Any) -> bool:
 
 def results_of(trainer: Any) -> dict[str, Any]:
     """Return the values that ``self.log`` has collected in the running loop, by key."""
-    results: dict[str, Any] = _read(trainer, "_results")
+    results: dict[str, Any] = private(trainer, "_results")
     return results
 
 
@@ -166,11 +191,16 @@ def result_reduced_by(trainer: Any, reduction: object) -> Any:
 
 def is_computing_epoch(trainer: Any) -> bool:
     """Whether Lightning computes an epoch's logged values now, rather than those of a step."""
-    return _read(trainer._logger_connector, "_first_loop_iter") is None
+    return private(trainer, "_logger_connector", "_first_loop_iter") is None
+
+
+def is_computed(result: Any) -> bool:
+    """Whether the value of an epoch's result is already known."""
+    return private(result, "_computed") is not None
 
 
 def _sync_of(result: Any) -> Any:
-    return _read(_read(result, "meta"), "sync")
+    return private(result, "meta", "sync")
 
 
 # Signals.
@@ -178,11 +208,52 @@ def _sync_of(result: Any) -> Any:
 
 def restore_handlers(trainer: Any) -> None:
     """Make Lightning restore only the handlers that changed, because restoring all removes ``faulthandler``'s."""
-    connector = _read(trainer, "_signal_connector")
-    for signum, handler in list(_read(connector, "_original_handlers").items()):
+    connector = private(trainer, "_signal_connector")
+    originals = private(connector, "_original_handlers")
+    for signum, handler in list(originals.items()):
         if signal.getsignal(signum) == handler:
-            del connector._original_handlers[signum]
+            del originals[signum]
     connector.teardown()
+
+
+def treat_next_exception_as_stop(trainer: Any) -> None:
+    """Make Lightning end the Trainer's run as it does after SIGTERM."""
+    connector = private(trainer, "_signal_connector")
+    private(connector, "received_sigterm")
+    connector.received_sigterm = True
+
+
+# Strategies.
+
+
+def trainer_of(module: Any) -> Any:
+    """Return the Trainer of a module, or ``None`` outside of a run or without a module."""
+    return private(module, "_trainer") if isinstance(module, pl.LightningModule) else None
+
+
+def backend_of(strategy: pl.strategies.DDPStrategy) -> str:
+    """Return the backend of a strategy's process group, also before there is one."""
+    return str(private(strategy, "_get_process_group_backend")())
+
+
+def timeout_of(strategy: pl.strategies.DDPStrategy) -> timedelta | None:
+    """Return the time that a strategy's collectives may take."""
+    timeout: timedelta | None = private(strategy, "_timeout")
+    return timeout
+
+
+def layer_sync_of(strategy: pl.strategies.Strategy) -> pl.plugins.LayerSync | None:
+    """Return what synchronises a strategy's layers; ``None`` for a strategy that cannot."""
+    if not isinstance(strategy, pl.strategies.ParallelStrategy):
+        return None
+    found: pl.plugins.LayerSync | None = private(strategy, "_layer_sync")
+    return found
+
+
+def averages_models(strategy: pl.strategies.Strategy) -> bool:
+    """Whether a strategy lets the ranks' models differ between averages, as post-local SGD does."""
+    is_ddp = isinstance(strategy, pl.strategies.DDPStrategy)
+    return is_ddp and private(strategy, "_model_averager") is not None
 
 
 # The Trainer's current activity, which another thread reads at no cost to training.
@@ -218,7 +289,15 @@ def _stage_of(trainer: Any) -> str:
     return str(getattr(trainer.state.stage, "dataloader_prefix", None) or "")
 
 
-def _read(owner: Any, name: str) -> Any:
-    if not hasattr(owner, name):
-        refuse_missing(type(owner), name)
-    return getattr(owner, name)
+def private(owner: Any, *names: str) -> Any:
+    """Return a private attribute of a Lightning object, or that attribute's own, and so on.
+
+    Raises:
+        ImportError: the installed Lightning does not have the name.
+    """
+    for name in names:
+        value = getattr(owner, name, _MISSING)
+        if value is _MISSING:
+            raise missing(f"{type(owner).__module__}.{type(owner).__qualname__}.{name}")
+        owner = value
+    return owner

@@ -7,28 +7,29 @@ Lightning calls :meth:`DataPath.prepare` where it would put its own sampler into
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from math import inf
 from typing import Any, Literal, get_args
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, name_of, own_copy, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of, rewind
 from lightning_ddp_ext.data.resampled import REMEDY, with_batches_of, with_sampler
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
-from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 
+from .checkpoints import Checkpoints
 from .compat import active_loop_of, has_saved_arguments, iterators_of, needs_sampler
 from .evaluation import EVALUATED, Evaluation, can_count_once
+from .host import Host
 from .lightning_tree import RunningStage, pl, update_dataloader
 from .options import check_choice
+from .recorder import Recorder
 from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
+from .stopping import StopController
 from .training_data import TrainingData
 from .uneven import UnevenInputs, UnevenMode
 
@@ -36,15 +37,17 @@ Order = Literal["torch", "scalable"]
 
 
 class DataPath:
-    """The loaders of a strategy's ranks; for the arguments see ``DDPExtStrategy`` (``order`` is its ``sampler``).
+    """The loaders of a strategy's ranks.
 
-    Attributes:
-        worker_seed: the seed of ``SamplerEpochSeeding``.
+    For ``order``, which is its ``sampler``, and the later arguments see ``DDPExtStrategy``.
     """
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Host,
+        checkpoints: Checkpoints,
+        stops: StopController,
+        recorder: Recorder,
         *,
         order: Order,
         exact_evaluation: bool,
@@ -56,27 +59,20 @@ class DataPath:
         check_choice("resume_data", resume_data, *get_args(ResumeData))
         check_choice("uneven_inputs", uneven_inputs, None, *get_args(UnevenMode))
         self._strategy = strategy
+        self._stops = stops
+        self._recorder = recorder
         self._order = order
         self._exact_evaluation = exact_evaluation
-        self._uneven_inputs = uneven_inputs
-        self.training = TrainingData(strategy, resume_data)
-        self._forget()
-
-    def _forget(self) -> None:
-        self.uneven = UnevenInputs(self._strategy, self._uneven_inputs)
-        self.evaluation = Evaluation(self._strategy, is_exact=self._exact_evaluation)
-        self.worker_seed: int | None = None
+        self.uneven = UnevenInputs(strategy, uneven_inputs)
+        self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
+        self.training = TrainingData(strategy, checkpoints, stops, recorder, self.uneven, resume_data)
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Reset the state, and make a Trainer call :meth:`prepare` where it would put its own sampler."""
         self.training.attach(trainer)
-        self._forget()
+        self.uneven.start_run()
+        self.evaluation.end()
         replaced.prepare_loaders(trainer, by=self.prepare)
-
-    @property
-    def idle_ranks(self) -> tuple[int, ...]:
-        """The ranks that are idle in the current step; reductions must leave their values out."""
-        return self.evaluation.idle_ranks
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Let the loops continue as usual, and compare the ranks' first batches. Collective if the loaders are new."""
@@ -99,8 +95,8 @@ class DataPath:
 
     def _before_validation(self) -> None:
         """Record the weights before any validation hook may exchange them."""
-        self._strategy.stops.weights.before_validation(self._strategy.current_trainer)
-        self._strategy.rescue.recorder.before_validation()
+        self._stops.weights.before_validation(self._strategy.current_trainer)
+        self._recorder.before_validation()
 
     # Samplers.
 
@@ -172,7 +168,7 @@ class DataPath:
         trainer = self._strategy.current_trainer
         is_trained = loader.position is not None
         loop = trainer.fit_loop if is_trained else active_loop_of(trainer)
-        with self.in_epoch(loader):
+        with self.training.in_epoch(loader):
             if not any(iterator is each for each in iterators_of(loop)):
                 rewind(loader.loader)
                 return iter(own_copy(loader.loader))
@@ -180,17 +176,6 @@ class DataPath:
                 return self.training.start_iterator(loader, self.training.epoch)
             rewind(loader.loader)
             return iter(loader.loader) if loader.start_evaluation is None else loader.start_evaluation()
-
-    @contextmanager
-    def in_epoch(self, loader: DistributedLoader) -> Iterator[None]:
-        """Set the current epoch in a loader, of which an iterator is created within the block."""
-        epoch = self.training.epoch
-        rank = self._strategy.current_trainer.global_rank
-        keeps_workers = start_epoch(loader.loader, epoch, rank=rank, seed=self.worker_seed)
-        # A resumed run may start persistent workers in a later epoch; seeding them then must not draw another number.
-        is_later = keeps_workers and (epoch > 0 or loader.position is None)
-        with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
-            yield
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:

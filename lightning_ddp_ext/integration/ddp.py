@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.reductions.gradients import average_gradients
 
+from .host import Host
+
 CommHook = Callable[..., Any]
+Wrapper = Callable[[CommHook], CommHook]
 
 _SHOWN = 10  # maximum number of parameters that an error names
 
@@ -21,37 +24,48 @@ class GradientAveraging:
 
     With a single CPU rank the training step bypasses DDP.
 
+    Args:
+        strategy: our strategy.
+        options: the names of the arguments of ``DistributedDataParallel`` that the user gave.
+        hook: the comm hook, if any; for it, ``wrapper`` and ``state`` see ``DDPExtStrategy``.
+
     Attributes:
         is_needless: whether DDP has nothing to do: there is a single CPU rank, and no hook, option or sparse layer
             that DDP acts on.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(
+        self, strategy: Host, options: Collection[str], *, hook: CommHook | None, wrapper: Wrapper | None, state: object
+    ) -> None:
         self._strategy = strategy
+        self._options = options
+        self._hook = hook
+        self._wrapper = wrapper
+        self._state = state
         self.on_ddp_formed()
 
     def on_ddp_formed(self) -> None:
         """Record which parameters DDP averages, and register the comm hook on CPU, as Lightning does on GPUs."""
-        strategy = self._strategy
-        module = strategy.lightning_module
+        module = self._strategy.lightning_module
+        model: Any = self._strategy.model
         self.is_needless = False
-        ignored = getattr(strategy.model, "parameters_to_ignore", ())
+        ignored = getattr(model, "parameters_to_ignore", ())
         known = [] if module is None else [each for each in module.named_parameters() if each[0] not in ignored]
         self._averaged = [name for name, parameter in known if parameter.requires_grad]  # in DDP's order
         self._frozen = [parameter for _, parameter in known if not parameter.requires_grad]
-        hook, wrapper = strategy._ddp_comm_hook, strategy._ddp_comm_wrapper
-        if module is not None and hook is not None and strategy.root_device.type == "cpu":
-            strategy.model.register_comm_hook(strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook))
+        hook = self._hook
+        if module is not None and hook is not None and self._strategy.root_device.type == "cpu":
+            model.register_comm_hook(self._state, hook if self._wrapper is None else self._wrapper(hook))
 
     def on_train_start(self) -> None:
         """Bypass DDP in the steps of a single CPU rank, unless the user has changed what DDP does."""
-        model, options = self._strategy.model, self._strategy._ddp_kwargs.keys() - {"find_unused_parameters"}
+        model = self._strategy.model
         is_on_gpu = self._strategy.root_device.type != "cpu"  # on a GPU, DDP also moves inputs to the device
         if self._strategy.world_size > 1 or is_on_gpu or type(model) is not DistributedDataParallel:
             return
         # If torch renames this, DDP is not bypassed, which is only slower.
         described = getattr(model, "_get_ddp_logging_data", None)
-        if options or described is None or described().get("comm_hook"):
+        if self._options or described is None or described().get("comm_hook"):
             return
         if any(getattr(module, "sparse", False) is True for module in model.modules()):
             return  # DDP would also coalesce their gradients
@@ -75,8 +89,10 @@ class GradientAveraging:
         """Run the module's training step as Lightning does, or without DDP's forward pass if DDP is not needed."""
         if not self.is_needless:
             return as_lightning(*args, **kwargs)
+        module = self._strategy.lightning_module
+        assert module is not None
         with self._strategy.precision_plugin.train_step_context():
-            return self._strategy.lightning_module.training_step(*args, **kwargs)
+            return module.training_step(*args, **kwargs)
 
     def name_unused(self, error: BaseException, message: str) -> None:
         """Prepend names and a remedy to DDP's message about unused parameters; leave other errors unchanged."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from typing_extensions import override
 
@@ -13,7 +12,7 @@ from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.world import World, check_devices, read_world
 
-from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment, pl
 
 
 class WorldEnvironment(LightningEnvironment):
@@ -61,9 +60,10 @@ def source_of(environment: ClusterEnvironment) -> str:
     return words.get(type(environment), type(environment).__name__)
 
 
-def world_of(strategy: Any) -> World:
+def world_of(strategy: pl.strategies.DDPStrategy) -> World:
     """Return the place of this strategy's process among all ranks."""
     environment = strategy.cluster_environment
+    assert environment is not None
     if isinstance(environment, WorldEnvironment):
         return environment.world
     return World(

@@ -27,6 +27,7 @@ from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from .compat import active_loop_of, combined_loader_of, mode_of, results_of, takes_iterator
+from .host import Host
 from .lightning_tree import RunningStage
 from .named_calls import ranks_of
 from .uncounted_step import uncounted
@@ -55,7 +56,7 @@ class Evaluation:
         idle_ranks: the ranks whose batches do not count in the current step.
     """
 
-    def __init__(self, strategy: Any, *, is_exact: bool) -> None:
+    def __init__(self, strategy: Host, *, is_exact: bool) -> None:
         self._strategy = strategy
         self._is_exact = is_exact
         self.end()
@@ -174,8 +175,8 @@ class Evaluation:
             if not self.is_idle:
                 yield
                 return
-            module = self._strategy.lightning_module
-            with uncounted(results_of(module.trainer), module):
+            trainer = self._strategy.current_trainer
+            with uncounted(results_of(trainer), trainer.lightning_module):
                 yield
         finally:
             self.idle_ranks = ()

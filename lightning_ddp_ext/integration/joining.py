@@ -30,6 +30,7 @@ from lightning_ddp_ext.version import __version__
 from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, World, launcher_of, run_of
 
 from .callbacks.rank_debugger import RankDebugger, wait_for_debugger, without_limits
+from .compat import backend_of, timeout_of
 from .environment import world_of
 from .lightning_tree import (
     ClusterEnvironment,
@@ -110,9 +111,9 @@ class ConnectionSettings:
             init_method=str(method or Env()),
             is_explicit=method is not None,
             endpoint=self._endpoint(strategy, world),
-            backend=strategy._get_process_group_backend(),
+            backend=backend_of(strategy),
             device=strategy.root_device,
-            timeout=strategy._timeout,
+            timeout=timeout_of(strategy),
             init_timeout=self._init_timeout,
             variables=variables_of(self._nccl, self._interface),
             versions=_versions(),

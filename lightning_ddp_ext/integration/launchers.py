@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from multiprocessing import forkserver
-from typing import Any
+from typing import Any, Literal
 
 import torch.multiprocessing
 from typing_extensions import override
@@ -33,7 +34,7 @@ from lightning_ddp_ext.supervision.rank_processes import (
 
 from .callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
 from .environment import source_of
-from .joining import environment_of_started_ranks, temporary_path
+from .joining import ConnectionSettings, environment_of_started_ranks, temporary_path
 from .lightning_tree import (
     ClusterEnvironment,
     GlobalStateSnapshot,
@@ -44,8 +45,11 @@ from .lightning_tree import (
     check_missing_main_guard,
     disable_module_memory_sharing,
     lightning_name,
+    pl,
     set_num_threads_if_needed,
 )
+from .rescue import Rescue
+from .run_files import RunFiles
 from .stopping import StoppedException
 
 _HARMLESS = (TunerExitException, StoppedException)
@@ -60,9 +64,20 @@ class ScriptLauncher(SubprocessScriptLauncher):
     those that are still running after a time limit at exit, or after Ctrl-C.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy = strategy  # ours
+    def __init__(
+        self,
+        strategy: pl.strategies.DDPStrategy,
+        settings: ConnectionSettings,
+        files: RunFiles,
+        rescue: Rescue,
+        deadline: timedelta,
+    ) -> None:
+        super().__init__(_environment_of(strategy), strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
+        self._settings = settings
+        self._files = files
+        self._rescue = rescue
+        self._deadline = deadline
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -73,22 +88,22 @@ class ScriptLauncher(SubprocessScriptLauncher):
         elif not self.cluster_environment.creates_processes_externally:
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
-        files = self._strategy.files
+        files = self._files
         # The handler is the Trainer's calling frame, which runs hooks and teardown after this call.
-        safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._strategy.rescue.save}
+        safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._rescue.save}
         is_joint = self.num_processes * self.num_nodes > 1
         with files.count_fit(trainer):
             args = files.resolve_last(args, trainer, is_rank_zero=self._strategy.is_global_zero)
             return supervised(function, *args, harmless=_HARMLESS, is_joint=is_joint, **safety, **kwargs)
 
     def _start(self, trainer: Any) -> None:
-        variables = self._strategy.rendezvous.start_variables(self.cluster_environment, self.num_nodes)
+        variables = self._settings.start_variables(self.cluster_environment, self.num_nodes)
         with environment_of_started_ranks({**variables, LAUNCHER_PID: str(os.getpid())}):
             self._call_children_scripts()
         if self.procs:
             set_rank_variables("0")
         limit: dict[str, Any] = {} if rank_debugger_of(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
-        deadline = self._strategy.stops.deadline.total_seconds()
+        deadline = self._deadline.total_seconds()
         scripts = ChildScripts(list(self.procs), variables, save_within=deadline, **limit)
         record_started(scripts)
         # Exit handlers run in reverse order, so this one precedes the removal of files.
@@ -121,11 +136,24 @@ def _is_hydra_in_use() -> bool:
 class ProcessesLauncher(MultiProcessingLauncher):
     """Starts all ranks of this node with spawn, fork or forkserver, and waits for them."""
 
-    _strategy: Any  # ours
+    _strategy: pl.strategies.DDPStrategy
 
-    def __init__(self, strategy: Any, start_method: Any) -> None:
+    def __init__(
+        self,
+        strategy: pl.strategies.DDPStrategy,
+        settings: ConnectionSettings,
+        files: RunFiles,
+        rescue: Rescue,
+        deadline: timedelta,
+        *,
+        start_method: Literal["spawn", "fork", "forkserver"],
+    ) -> None:
         super().__init__(strategy, start_method=start_method)
-        self._environment: ClusterEnvironment = strategy.cluster_environment
+        self._settings = settings
+        self._files = files
+        self._rescue = rescue
+        self._deadline = deadline
+        self._environment = _environment_of(strategy)
         if start_method == "forkserver" and not self._environment.creates_processes_externally:
             # The server starts now, so that it imports modules while the user's code builds the model and the data.
             check_missing_main_guard()
@@ -141,9 +169,9 @@ class ProcessesLauncher(MultiProcessingLauncher):
         Lightning's own method cannot be extended, because it calls nothing between starting the processes and waiting.
         """
         self._refuse_second_launch(trainer)
-        variables = self._strategy.rendezvous.start_variables(self._environment, self._strategy.num_nodes)
+        variables = self._settings.start_variables(self._environment, self._strategy.num_nodes)
         results = _Results(temporary_path())
-        with self._strategy.files.count_fit(trainer), environment_of_started_ranks(variables):
+        with self._files.count_fit(trainer), environment_of_started_ranks(variables):
             self._run_ranks(results, trainer, function, args, kwargs)
         output = results.load()
         if trainer is None:
@@ -186,7 +214,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             start_method=self._start_method,
         )
         self.procs = processes.processes
-        RankProcesses(processes, results.path, self._strategy.stops.deadline.total_seconds()).join()
+        RankProcesses(processes, results.path, self._deadline.total_seconds()).join()
 
     def _run_rank(
         self, local_rank: int, launcher_pid: int, environ: Any, state: Any, results: Any, trainer: Any, *work: Any
@@ -202,8 +230,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
             # copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         is_rank_zero = self._environment.node_rank() == local_rank == 0
-        args = self._strategy.files.resolve_last(args, trainer, is_rank_zero=is_rank_zero)
-        function = partial(supervised, function, harmless=_HARMLESS, rescue=self._strategy.rescue.save)
+        args = self._files.resolve_last(args, trainer, is_rank_zero=is_rank_zero)
+        function = partial(supervised, function, harmless=_HARMLESS, rescue=self._rescue.save)
         try:
             self._wrapping_function(local_rank, trainer, function, args, kwargs, results, state)
         except RankFailedError as error:
@@ -211,6 +239,11 @@ class ProcessesLauncher(MultiProcessingLauncher):
             raise
         finally:
             leave()
+
+
+def _environment_of(strategy: pl.strategies.DDPStrategy) -> ClusterEnvironment:
+    assert strategy.cluster_environment is not None  # the Trainer has set it
+    return strategy.cluster_environment
 
 
 @dataclass(frozen=True)

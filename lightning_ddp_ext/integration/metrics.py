@@ -27,7 +27,10 @@ from lightning_ddp_ext.reductions.batched import (
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.session import current_session
 
-from .compat import is_computing_epoch, result_reduced_by, results_of
+from .checkpoints import Checkpoints
+from .compat import is_computed, is_computing_epoch, result_reduced_by, results_of
+from .evaluation import Evaluation
+from .host import Host
 from .named_calls import report_step
 
 
@@ -64,8 +67,10 @@ class LoggedValues:
     the next one. In all other cases they first wait for each other, so that a rank without values can be named.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Host, checkpoints: Checkpoints, evaluation: Evaluation) -> None:
         self._strategy = strategy
+        self._checkpoints = checkpoints
+        self._evaluation = evaluation
         self.start_run()
 
     def start_run(self) -> None:
@@ -117,13 +122,13 @@ class LoggedValues:
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any, reduction: Reduction) -> Any:
         """Reduce a tensor for :meth:`Reduction.__call__`."""
-        is_alone = not dist.is_initialized() or self._strategy.checkpoints.is_handling_exception
+        is_alone = not dist.is_initialized() or self._checkpoints.is_handling_exception
         if is_alone or not isinstance(tensor, Tensor):
             return tensor
         result = self._result_of(reduction)
         if result is None or not self._can_batch(tensor, group, reduce_op):
             self.flush()
-            return all_reduce(tensor, group, reduce_op, idle_ranks=self._strategy.data.idle_ranks)
+            return all_reduce(tensor, group, reduce_op, idle_ranks=self._evaluation.idle_ranks)
         if is_computing_epoch(self._strategy.current_trainer):
             return self._reduce_epoch(result)
         value = Value(_name_of(result), reduce_op, tensor)
@@ -170,15 +175,15 @@ class LoggedValues:
         """Whether Lightning will compute this result of the epoch next, and reduce it across all ranks."""
         meta = result.meta
         sync = meta.sync
-        is_computed = result.has_reset or result._computed is not None or not (result.is_tensor and meta.on_epoch)
-        if is_computed or not sync.should or sync.rank_zero_only:
+        is_over = result.has_reset or is_computed(result) or not (result.is_tensor and meta.on_epoch)
+        if is_over or not sync.should or sync.rank_zero_only:
             return False
         return all(self._can_batch(number, sync.group, sync.op) for number in _numbers_of(result))
 
     def _reduce(self, values: list[Value], *, is_last: bool) -> Reduced:
         """Wait until all ranks reduce logged values, unless that is expected, and reduce them. Collective."""
         session = current_session()
-        device: torch.device = self._strategy.root_device
+        device = self._strategy.root_device
         group = None
         if session is not None:
             context = session.context
@@ -189,7 +194,7 @@ class LoggedValues:
             if is_gloo(device):  # other code's collectives must not mix with these
                 group = context.new_group(backend="gloo", purpose="logged values")
         wire = torch.device("cpu") if is_gloo(device) else device
-        idle_ranks = self._strategy.data.idle_ranks
+        idle_ranks = self._evaluation.idle_ranks
         reduced = reduce_common(values, is_last=is_last, device=wire, group=group, idle_ranks=idle_ranks)
         if session is not None:
             session.context.peers.check()  # an aborted collective of NCCL returns arbitrary numbers

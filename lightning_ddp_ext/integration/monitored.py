@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
+from .checkpoints import Checkpoints
+from .host import Host
 from .lightning_tree import pl, rank_zero_warn
 from .named_calls import ranks_of, report_call
 
@@ -31,8 +33,9 @@ class MonitoredValues:
     of the best checkpoints may differ between ranks.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Host, checkpoints: Checkpoints) -> None:
         self._strategy = strategy
+        self._checkpoints = checkpoints
         self._keys: set[str] = set()
 
     def start_training(self) -> None:
@@ -61,7 +64,7 @@ class MonitoredValues:
         trainer = None if module is None else self._strategy.current_trainer
         callbacks = [] if trainer is None else trainer.checkpoint_callbacks
         recording = [each for each in callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
-        if not recording or self._strategy.checkpoints.is_interrupted:
+        if not recording or self._checkpoints.is_interrupted:
             return
         ranks = ranks_of(self._strategy)
         records = ranks.from_rank_zero([_record_of(callback) for callback in recording])

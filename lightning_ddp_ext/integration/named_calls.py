@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
+
+from .host import AnyHost
 
 
 def report_call(what: str, *, is_waiting: bool = False) -> bool:
@@ -31,7 +33,7 @@ def report_step() -> None:
         context.barriers.advance()
 
 
-def ranks_of(strategy: Any) -> Ranks:
+def ranks_of(strategy: AnyHost) -> Ranks:
     """Return the ranks of a strategy, as this rank sees them.
 
     A strategy of one rank may run in a process that is one of several ranks elsewhere.
@@ -44,7 +46,7 @@ def ranks_of(strategy: Any) -> Ranks:
     return Ranks(rank, world_size, strategy.root_device, check=context.peers.check)
 
 
-def refuse(strategy: Any, error: Exception) -> NoReturn:
+def refuse(strategy: AnyHost, error: Exception) -> NoReturn:
     """Raise an error that every rank has found, after a barrier; without it, slower ranks may report another failure.
 
     Collective: every rank must call it.

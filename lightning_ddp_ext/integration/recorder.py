@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,36 +15,57 @@ from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes
 from lightning_ddp_ext.checkpoint.saved_parameters import SavedParameters
 from lightning_ddp_ext.data.random_state import random_state_bytes
 from lightning_ddp_ext.ranks import reason_of
+from lightning_ddp_ext.rendezvous.peers import Peers
 
+from .compat import batches_that_stepped_of
+from .host import Host
 from .resume import positions_of, training_generators
 
 
-@dataclass(eq=False)
 class Recorder:
     """Records random states and parameters on each rank, and buffers on one rank of each host.
 
     It records nothing before :meth:`start`.
     """
 
-    notes: dict[int, RankNotes] = field(default_factory=dict)  # by rank, for the ranks on this host
-    error: str | None = None  # why states are no longer recorded
-    has_new_iterator: bool = False  # whether an iterator over training data is new and its start not noted yet
-    forward_passes: int = 0  # number of passes since this batch started
-    stepped: int = 0  # optimiser steps before this batch, as Lightning's loggers count them
-    _buffers_at: int = -1  # the number of batches when the buffers were last noted
-    _own: RankNotes | None = None
+    def __init__(self, strategy: Host) -> None:
+        self._strategy = strategy
+        self.notes: dict[int, RankNotes] = {}  # by rank, for the ranks on this host
+        self.error: str | None = None  # why states are no longer recorded
+        self.has_new_iterator = False  # whether an iterator over training data is new and its start not noted yet
+        self.forward_passes = 0  # number of passes since this batch started
+        self.stepped = 0  # optimiser steps before this batch, as Lightning's loggers count them
+        self._buffers_at = -1  # the number of batches when the buffers were last noted
+        self._own: RankNotes | None = None
 
-    def start(self, strategy: Any, notes: dict[int, RankNotes], peers: Any) -> None:
+    # A strategy is pickled for spawned ranks, without the state of this process.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"strategy": self._strategy}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def start(self, notes: dict[int, RankNotes], peers: Peers) -> None:
         """Start recording a run; if another rank fails, ``peers.cause`` tells why."""
-        self._strategy, self._peers, self.notes = strategy, peers, notes
+        self._peers = peers
+        self.notes = notes
         self.first = min(notes)
         self._generators: list[Any] = []
-        module = strategy.lightning_module
+        trainer = self._strategy.current_trainer
+        module = trainer.lightning_module
         self.buffers = NotedBuffers(module)
         self.parameters = SavedParameters(module)
         self.fixed = FixedValues(module, lambda: (*module.parameters(), *self.buffers.tensors()))
-        self._loop = strategy.current_trainer.fit_loop.epoch_loop
-        self._own = notes[strategy.global_rank]
+        self._loop = trainer.fit_loop.epoch_loop
+        self._own = notes[self._strategy.global_rank]
+
+    def end(self) -> None:
+        """Close the notes, and drop what was recorded."""
+        for notes in self.notes.values():
+            notes.close()
+        initial = Recorder(self._strategy)
+        self.__dict__ = initial.__dict__
 
     def note(self, moment: Kind) -> None:
         """Note this rank's random states, buffers that may have changed, and the starts of new iterators.
@@ -84,7 +104,8 @@ class Recorder:
     def on_train_batch_start(self) -> None:
         """Reset the counts for a new batch."""
         if self._own is not None:
-            self.forward_passes, self.stepped = 0, self._loop._batches_that_stepped
+            self.forward_passes = 0
+            self.stepped = batches_that_stepped_of(self._loop)
 
     def on_step(self) -> None:
         """Count a forward pass; raise a ``RankFailedError`` if a rank has failed, before the next collective does."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from .compat import private
 from .lightning_tree import RunningStage, pl, refuse_missing
 
 # Adds a sampler to a loader; takes the loader, whether to shuffle, and the stage.
@@ -58,6 +59,7 @@ class Replacement:
 
 
 def _own_method(owner: object, name: str) -> Any:
+    refuse_missing(type(owner), name)
     return partial(getattr(type(owner), name), owner)
 
 
@@ -93,10 +95,11 @@ class ReplacedMethods:
 
         Lightning chooses the sampler in a private method, without a hook.
         """
-        connector = trainer._data_connector
+        connector = private(trainer, "_data_connector")
+        own = _own_method(connector, "_prepare_dataloader")
 
         def as_lightning(loader: Any, shuffle: bool, stage: RunningStage) -> Any:
-            return type(connector)._prepare_dataloader(connector, loader, shuffle=shuffle, mode=stage)
+            return own(loader, shuffle=shuffle, mode=stage)
 
         def prepare(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
             return by(as_lightning, dataloader, shuffle, mode)
@@ -105,18 +108,18 @@ class ReplacedMethods:
 
     def restore_by(self, trainer: Any, restore: Callable[..., None]) -> None:
         """Make Lightning call ``restore`` for model and callbacks, with Lightning's own method and its arguments."""
-        connector = trainer._checkpoint_connector
-        own = partial(type(connector)._restore_modules_and_callbacks, connector)
+        connector = private(trainer, "_checkpoint_connector")
+        own = _own_method(connector, "_restore_modules_and_callbacks")
         self.replace(connector, "_restore_modules_and_callbacks", partial(restore, own))
 
     def leave_signals_to_us(self, trainer: Any) -> None:
         """Keep Lightning from making collective calls on a signal and before each batch; our own handlers take over."""
-        connector = trainer._signal_connector
+        connector = private(trainer, "_signal_connector")
 
         def register() -> None:
             connector.received_sigterm = False
             # Lightning restores these after the run, if a hook has changed them.
-            connector._original_handlers = connector._get_current_signal_handlers()
+            connector._original_handlers = private(connector, "_get_current_signal_handlers")()
 
         self.replace(connector, "register_signal_handlers", register)
         if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0

@@ -25,12 +25,16 @@ from lightning_ddp_ext.rendezvous.process_context import current
 
 from .checkpoint_io import RankZeroCheckpointIO
 from .compat import dump_checkpoint, fetcher_of, is_in_closure, is_in_optimizer_step, is_read_in_step, validates_next
+from .host import Host
 from .lightning_tree import pl, rank_zero_warn
 from .loop_state import Restart, Stopped, find_restart
 from .named_calls import ranks_of
 from .recorder import Recorder
 from .resume import KEY, positions_of, shared_state, without_random_state
 from .run_files import KEY as FILE_KEY
+from .run_files import RunFiles
+from .stopping import StopController
+from .training_data import TrainingData
 
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVABLE = ("died", "failed", "hung")
@@ -47,41 +51,66 @@ class Rescue:
     """Saves the last optimiser step of a strategy after another rank has died, failed or hung.
 
     Args:
-        strategy: the strategy, whose training hooks call ``recorder``.
+        strategy: our strategy.
         name: the name of a file next to the other checkpoints, or a path; ``None`` saves nothing.
+        averages_models: whether the ranks may have different weights between averages of the model.
+        files: the strategy's files.
+        stops: the strategy's stop controller, which has the deadline and knows whether weights are swapped.
+        training: the state of the strategy's training data.
+        recorder: records the state of each step, which the strategy's hooks ask for.
     """
 
-    def __init__(self, strategy: Any, name: PathLike | None) -> None:
-        self._strategy, self.name = strategy, name
+    def __init__(
+        self,
+        strategy: Host,
+        name: PathLike | None,
+        *,
+        averages_models: bool,
+        files: RunFiles,
+        stops: StopController,
+        training: TrainingData,
+        recorder: Recorder,
+    ) -> None:
+        self._strategy = strategy
+        self.name = name
+        self._averages_models = averages_models
+        self._files = files
+        self._stops = stops
+        self._training = training
+        self._recorder = recorder
         self._trainer: Any = None  # the Trainer, while its run may be saved
         self._delays = ExitStack()  # of a forced exit, while another rank's failure leaves a step to save
-        self.recorder = Recorder()
 
-    def __reduce__(self) -> Any:
-        return Rescue, (self._strategy, self.name)  # for spawned ranks, without the state of this process
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what spawned ranks need, without the state of this process."""
+        return {**vars(self), "_trainer": None, "_peers": None, "_delays": ExitStack()}
 
     def start(self) -> None:
         """Start recording states, if the Trainer runs ``fit`` on several ranks. Collective: every rank must call it."""
         self.end()
-        strategy, trainer, context = self._strategy, self._strategy.current_trainer, current()
+        strategy = self._strategy
+        trainer = strategy.current_trainer
+        context = current()
         is_fit = trainer.state.fn == "fit" and not trainer.fast_dev_run
         if self.name is None or context is None or strategy.world_size == 1 or not is_fit:
             return
-        self._trainer, self._peers, ranks = trainer, context.peers, ranks_of(strategy)
+        self._trainer = trainer
+        self._peers = context.peers
+        ranks = ranks_of(strategy)
         # Loggers choose their directories on rank 0, and ranks may have different command lines.
-        files = strategy.files
+        files = self._files
         place = str(files.place(self.name, trainer)) if ranks.rank == 0 else ""
         shared = ranks.from_rank_zero((place, secrets.token_hex(8), files.identity))
         self._path, self._run, files.identity = shared
         self._refusal = self._why_never()
         if self._refusal is None:
             try:
-                self.recorder.start(strategy, open_notes(ranks.gather, ranks.rank), context.peers)
+                self._recorder.start(open_notes(ranks.gather, ranks.rank), context.peers)
                 self._delays.enter_context(
                     delaying_forced_end(
-                        strategy.stops.deadline.total_seconds(),
+                        self._stops.deadline.total_seconds(),
                         "save the last step",
-                        when=lambda: self._is_due and self.recorder.parameters.has_finished_step,
+                        when=lambda: self._is_due and self._recorder.parameters.has_finished_step,
                     )
                 )
             except (OSError, RuntimeError) as error:
@@ -90,30 +119,28 @@ class Rescue:
             rank_zero_warn(f"rescue_checkpoint={self.name!r} saves nothing in this run: {self._refusal}")
 
     def _why_never(self) -> str | None:
-        strategy = self._strategy
-        if strategy._model_averaging_period is not None:
+        if self._averages_models:
             return "model_averaging_period lets the ranks have different weights"
-        kinds = {base.__name__ for each in strategy.optimizers for base in type(each).__mro__}
+        kinds = {base.__name__ for each in self._strategy.optimizers for base in type(each).__mro__}
         if "ZeroRedundancyOptimizer" in kinds:  # by name: importing ZeroRedundancyOptimizer is slow
             return "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
         if locate(self._path).local is None:
             return f"{self._path} is not a local path, and the ranks need a file system that supports locks"
-        if strategy.data.training.resume_data == "stock":
+        if self._training.resume_data == "stock":
             return 'with resume_data="stock", training would not continue with the next step'
         return None
 
     def end(self) -> None:
         """Close the notes."""
         self._delays.close()
-        for notes in self.recorder.notes.values():
-            notes.close()
-        self._trainer, self.recorder = None, Recorder()
+        self._trainer = None
+        self._recorder.end()
 
     def save(self, exception: BaseException) -> None:
         """Save the last finished step after another rank has caused an exception, unless another survivor has."""
         if not self._is_due:
             return
-        seconds = self._strategy.stops.deadline.total_seconds()
+        seconds = self._stops.deadline.total_seconds()
         try:
             with delaying_forced_end(seconds):
                 line = self._save(exception, seconds)
@@ -130,7 +157,7 @@ class Rescue:
         return cause is not None and cause.kind in _SURVIVABLE and cause.rank != self._strategy.global_rank
 
     def _save(self, exception: BaseException, seconds: float) -> str:
-        refusal = self._refusal or self.recorder.error or self._why_not(exception)
+        refusal = self._refusal or self._recorder.error or self._why_not(exception)
         if refusal is not None:
             raise Refused(refusal)
         trainer = self._trainer
@@ -144,8 +171,8 @@ class Rescue:
 
         def write() -> None:
             checkpoint = self._checkpoint(loops, batches)
-            checkpoint[KEY] = self._strategy.data.training.section(restart, stopped, states)
-            checkpoint[FILE_KEY] = self._strategy.files.identity
+            checkpoint[KEY] = self._training.section(restart, stopped, states)
+            checkpoint[FILE_KEY] = self._files.identity
             io = self._strategy.checkpoint_io
             if isinstance(io, RankZeroCheckpointIO):
                 io.saver.deadline = seconds
@@ -164,7 +191,7 @@ class Rescue:
         )
 
     def _why_not(self, exception: BaseException) -> str | None:
-        trainer, recorder = self._trainer, self.recorder
+        trainer, recorder = self._trainer, self._recorder
         if not recorder.parameters.has_finished_step:
             return "no step has finished since the start"
         current = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -175,7 +202,7 @@ class Rescue:
                 return "the optimiser calls its closure several times per step"
             if is_in_optimizer_step(trainer) and not is_in_closure(exception):
                 return "the next step had started to change the weights"
-        elif not self._strategy.stops.weights.are(self._strategy.lightning_module.parameters()):
+        elif not self._stops.weights.are(trainer.lightning_module.parameters()):
             return "the weights changed after the last step, for example because weight averaging swapped them"
         return None
 
@@ -186,11 +213,11 @@ class Rescue:
         done, is_last = counts["processed"], batch["is_last_batch"]
         if counts["ready"] > done or not done:
             return None
-        loop["_batches_that_stepped"] = self.recorder.stepped
+        loop["_batches_that_stepped"] = self._recorder.stepped
         if epoch["started"] > epoch["processed"]:
             total["completed"] += done - counts["completed"]
             counts["completed"] = done
-            validates, own_notes = validates_next(self._trainer), self.recorder.notes[self._strategy.global_rank]
+            validates, own_notes = validates_next(self._trainer), self._recorder.notes[self._strategy.global_rank]
             if validates and own_notes.find(total["ready"], Kind.VALIDATED) is None:
                 return "validation"
             if validates and is_last:
@@ -216,7 +243,7 @@ class Rescue:
         return checkpoint
 
     def _restore(self, batches: int) -> None:
-        recorder = self.recorder
+        recorder = self._recorder
         parameters = recorder.parameters
         is_step_lost = parameters.is_in_step and self._trainer.lightning_module.automatic_optimization
         if is_step_lost and parameters.changes_early and is_read_in_step(self._trainer.fit_loop):
@@ -248,15 +275,15 @@ class Rescue:
         if lost and any(position.is_by_rank for position in positions):
             raise Refused(f"the order in which rank {lost[0]} reads its samples is not recorded on this host")
         for rank in lost:
-            with seeded(mix(self._strategy.data.training._seed or 0, rank, restart.epoch, batches)):
+            with seeded(mix(self._training.known_seed or 0, rank, restart.epoch, batches)):
                 states[rank] = {**shared, "random": record_random_state()}
         return states, lost
 
     def _state_of(self, rank: int, restart: Restart, batches: int, loaders: list[Any]) -> dict[str, Any] | None:
         """Return the state of a rank at a restart, from its notes; ``None`` if no note has it."""
-        if rank not in self.recorder.notes:
+        if rank not in self._recorder.notes:
             return None
-        notes = self.recorder.notes[rank]
+        notes = self._recorder.notes[rank]
         latest = Kind.EPOCH if restart.has_started else _LATEST.get(restart.at, Kind.VALIDATED)
         random = notes.find(batches, *range(latest + 1))
         starts = notes.find(restart.epoch, Kind.LOADERS) if loaders else pickle.dumps([])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -21,11 +21,13 @@ from lightning_ddp_ext.rank_lists import ranks_in_words
 
 from .callbacks.hang_watchdog import report_progress
 from .compat import combined_loader_of, end_epoch_after, end_restart, mode_of
+from .host import Host
 from .lightning_tree import rank_zero_warn
 from .loop_state import Restart, change_to, find_restart
 from .named_calls import ranks_of, refuse
 
 ResumeData = Literal["exact", "strict", "epoch", "stock"]
+InEpoch = Callable[[DistributedLoader], AbstractContextManager[None]]
 
 KEY = "lightning_ddp_ext"
 VERSION = 6
@@ -42,7 +44,7 @@ def _loaders_of(trainer: Any) -> list[DistributedLoader]:
     return [] if combined is None else [iterable_of(loader) for loader in combined.flattened]
 
 
-def training_generators(strategy: Any, *, with_loaders: bool = True) -> list[Any]:
+def training_generators(strategy: Host, *, with_loaders: bool = True) -> list[Any]:
     """Return the non-global generators of this rank's training: those of its CUDA devices and its loaders."""
     positions = positions_of(strategy.current_trainer) if with_loaders else []
     devices = [device for device in strategy.rank_devices if device.type == "cuda"]
@@ -69,6 +71,12 @@ class Resume:
 
     It changes the checkpoint's loop state to one from which Lightning continues correctly.
 
+    Args:
+        strategy: our strategy.
+        in_epoch: returns a context manager within which iterators over a loader belong to the current epoch.
+        checkpoint: the checkpoint that the Trainer resumes from, if any.
+        data: the strategy's ``resume_data``.
+
     Attributes:
         restart: the point where training continues.
         seed: the seed for the order of samples in the resumed run; ``None`` if the checkpoint has none.
@@ -76,8 +84,15 @@ class Resume:
         has_restored_random: whether random states were already restored.
     """
 
-    def __init__(self, strategy: Any, checkpoint: dict[str, Any] | None = None, data: ResumeData = "exact") -> None:
+    def __init__(
+        self,
+        strategy: Host,
+        in_epoch: InEpoch,
+        checkpoint: dict[str, Any] | None = None,
+        data: ResumeData = "exact",
+    ) -> None:
         self._strategy = strategy
+        self._in_epoch = in_epoch
         self._ranks: Sequence[Mapping[str, Any]] = ()  # the saved state of each rank
         self._found: Sequence[LoaderPosition] = ()  # the positions in the loaders that continue
         self._from_epoch_start: dict[str, Any] | None = None  # the loops' state if the epoch starts again after all
@@ -121,7 +136,7 @@ class Resume:
     @property
     def _own(self) -> Mapping[str, Any]:
         """This rank's saved state; on a rank that did not exist in that run, the state that all ranks share."""
-        rank: int = self._strategy.global_rank
+        rank = self._strategy.global_rank
         return self._ranks[rank] if rank < len(self._ranks) else shared_state(self._ranks[0])
 
     def restore_random_state(self) -> None:
@@ -224,7 +239,7 @@ class Resume:
             if position.is_by_rank and state["at"] and not self._has_own_states:
                 found.append(position.name)
                 continue
-            with self._strategy.data.in_epoch(loader):
+            with self._in_epoch(loader):
                 if not position.continue_epoch(self.restart.epoch, state, done=self.done):
                     found.append(position.name)
         return found[0] if found else None

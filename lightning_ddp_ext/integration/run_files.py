@@ -54,6 +54,7 @@ _NOT_COMPARED = re.compile(
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
+_OF_REQUEUED_JOB = "last-preempted.ckpt"  # Lightning also saves a file for it, whatever the settings
 _fits = 0  # the number of fits that this process has begun, without those that a signal stopped
 
 
@@ -65,6 +66,8 @@ class RunFiles:
         rescue: the name or path of the rescue checkpoint; ``None`` if none is saved.
 
     Attributes:
+        stop_name: the argument ``stop``.
+        requeue_name: the name or path of the file from which a requeued SLURM job continues.
         identity: what the Trainer's files state about the fit that saves them: facts that have to be
             the same in a resumed run, and the environment. Words and values are hashed, because
             they may be secrets.
@@ -72,7 +75,8 @@ class RunFiles:
     """
 
     def __init__(self, stop: PathLike | None, rescue: PathLike | None) -> None:
-        self._stop = stop
+        self.stop_name = stop
+        self.requeue_name: PathLike = _OF_REQUEUED_JOB if stop is None else stop
         self._names = [name for name in (stop, rescue) if name is not None]
         self._fit = 0  # for a fit in a hook of another run
         self._environment: dict[str, str] = {}
@@ -167,7 +171,7 @@ class RunFiles:
     def _hides_hint(self, trainer: Any) -> bool:
         """Whether ``None`` in place of ``"last"`` starts the same run, without a hint that repeats our line."""
         is_used = any(isinstance(each, pl.callbacks.OnExceptionCheckpoint) for each in trainer.checkpoint_callbacks)
-        return trainer.state.fn == "fit" and self._stop is not None and not is_used
+        return trainer.state.fn == "fit" and self.stop_name is not None and not is_used
 
     def chosen(self, path: PathLike | None) -> PathLike | None:
         """Return the file that rank 0 restores, given the one that Lightning chose.
@@ -179,7 +183,7 @@ class RunFiles:
     def _find_requeued(self, trainer: Any) -> None:
         """Find the file that this job saved before it was requeued; as with stock, no argument has to ask for it."""
         rank_zero_info("after SIGTERM, a requeued job only resumes with trainer.fit(..., ckpt_path='last')")
-        versions = versions_of(place_of(self._stop, _command(), trainer))
+        versions = versions_of(place_of(self.requeue_name, _command(), trainer))
         for path, saved in _readable([each for each in versions if modified(each) is not None]).items():
             if saved and saved.get("is_requeued") and self._is_of_job(saved) and not self._difference(saved):
                 self._has_searched, self._found, self._obsolete = True, path, {path: state_of(path)}
@@ -222,8 +226,8 @@ class RunFiles:
     def _none_found(self, trainer: Any) -> str:
         """Describe where the next run of this command will look, and which files it will ignore."""
         parts = ["ckpt_path='last': no checkpoint yet"]
-        if self._stop is not None:
-            path = str(self.place(self._stop, trainer))
+        if self.stop_name is not None:
+            path = str(self.place(self.stop_name, trainer))
             parts.append(f"if the ranks are stopped, they save {path}, which the same command finds next time")
             of_commands = Path(trainer.default_root_dir, "checkpoints").resolve().glob(f"*/{os.path.basename(path)}")
             parts += [f"{each} belongs to another command; {_PASS_PATH}" for each in of_commands if str(each) != path]

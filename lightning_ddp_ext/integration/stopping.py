@@ -17,10 +17,18 @@ from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.signals import StopSignals, status_of, without_handler
 
 from .checkpoints import Checkpoints
-from .compat import active_loop_of, combined_loader_of, mode_of, restore_handlers
+from .compat import (
+    active_loop_of,
+    combined_loader_of,
+    mode_of,
+    restore_handlers,
+    treat_next_exception_as_stop,
+)
+from .host import Host
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from .loop_state import Stopped
 from .replaced_methods import ReplacedMethods
+from .run_files import RunFiles
 from .slurm import is_preempted, requeue
 from .training_weights import TrainingWeights, saved_by
 
@@ -29,6 +37,11 @@ _UNDER_TORCHRUN = timedelta(seconds=25)
 _ELSEWHERE = timedelta(minutes=10)
 # The signals that end a process even while it handles an exception.
 _ENDS_FAILED = (signal.SIGTERM, signal.SIGHUP)
+
+
+def default_deadline() -> timedelta:
+    """Return the time for all ranks to exit after a signal, if the user does not limit it."""
+    return _UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE
 
 
 class StoppedException(pl.utilities.exceptions.SIGTERMException):
@@ -42,8 +55,10 @@ class StopController:
     """Stops a strategy's Trainer on all ranks after a signal to any rank.
 
     Args:
-        checkpoints: the strategy's checkpoints. The strategy's ``stop_checkpoint`` is the path to save to.
-        deadline: time for all ranks to exit after a signal; ``None`` means 25 s under torchrun, otherwise 10 minutes.
+        strategy: our strategy.
+        files: the strategy's files, of which the stop checkpoint is saved.
+        checkpoints: the strategy's checkpoints, which follow the Trainer's run.
+        deadline: time for all ranks to exit after a signal.
 
     Attributes:
         run: the Trainer's current run, or its last one.
@@ -51,9 +66,11 @@ class StopController:
         stopped: the stop point at which all ranks are stopping, recorded in the checkpoint; otherwise ``None``.
     """
 
-    def __init__(self, checkpoints: Checkpoints, deadline: timedelta | None) -> None:
+    def __init__(self, strategy: Host, files: RunFiles, checkpoints: Checkpoints, deadline: timedelta) -> None:
+        self._strategy = strategy
+        self._files = files
         self._checkpoints = checkpoints
-        self.deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
+        self.deadline = deadline
         self._trainer: Any = None
         self.run = Run(is_outermost=False)
         self._stopping: GracefulStop | None = None
@@ -64,7 +81,12 @@ class StopController:
     # A strategy is pickled for spawned ranks, without the state of this process.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"checkpoints": self._checkpoints, "deadline": self.deadline}
+        return {
+            "strategy": self._strategy,
+            "files": self._files,
+            "checkpoints": self._checkpoints,
+            "deadline": self.deadline,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -75,6 +97,7 @@ class StopController:
         self.stopped = None
         self._trainer = trainer
         self.run = current_run() or Run(is_outermost=False)
+        self._checkpoints.run = self.run
         if session is None:
             return
         self.weights = TrainingWeights()
@@ -96,7 +119,7 @@ class StopController:
     @property
     def _slurm(self) -> SLURMEnvironment | None:
         """The environment with which Lightning requeues jobs, if it does."""
-        environment = self._trainer.strategy.cluster_environment
+        environment = self._strategy.cluster_environment
         return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
 
     def detach(self) -> None:
@@ -127,7 +150,8 @@ class StopController:
 
     def _acknowledge(self, request: StopRequest) -> None:
         """Log the signal immediately: a step may take a long time, and users might otherwise press Ctrl-C again."""
-        stop = ", save and stop" if self._trainer.strategy.stop_checkpoint is not None else " and stop without saving"
+        saves = self._files.stop_name is not None or self._requeues(request)
+        stop = ", save and stop" if saves else " and stop without saving"
         again = "; press Ctrl-C again to exit immediately without saving" if request.signum == signal.SIGINT else ""
         rank_zero_info(f"{request}: the ranks will finish the current step{stop}{again}")
 
@@ -140,7 +164,7 @@ class StopController:
     def _may_stop(self) -> bool:
         """Whether a checkpoint would contain the training weights, according to rank 0. Collective."""
         trainer = self._trainer
-        may_stop: bool = trainer.strategy.broadcast(self.weights.are(saved_by(trainer.lightning_module)))
+        may_stop = self._strategy.broadcast(self.weights.are(saved_by(trainer.lightning_module)))
         if not may_stop:
             rank_zero_info("the ranks will finish this validation before they stop: a hook has swapped the weights")
         return may_stop
@@ -183,7 +207,7 @@ class StopController:
             for logger in self._trainer.loggers:
                 logger.finalize("finished")
             rank_zero_info(requeue())
-        self._trainer._signal_connector.received_sigterm = True  # so that Lightning treats the exception as a stop
+        treat_next_exception_as_stop(self._trainer)
         raise StoppedException(request.signum)
 
     def _where(self) -> str:
@@ -198,11 +222,10 @@ class StopController:
         return request.signum in self._time_limit_signals or (request.signum == signal.SIGTERM and is_preempted())
 
     def _save(self, *, is_requeued: bool) -> str:
-        strategy = self._trainer.strategy
-        files = strategy.files
-        is_global_zero = self._trainer.is_global_zero
-        own = files.place(strategy.stop_checkpoint, self._trainer) if is_global_zero else None
-        path: str | None = strategy.broadcast(own)
+        files = self._files
+        name = files.requeue_name if is_requeued else files.stop_name
+        own = files.place(name, self._trainer) if self._strategy.is_global_zero else None
+        path = self._strategy.broadcast(own)
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
         files.stop_path = path

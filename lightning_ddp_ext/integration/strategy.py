@@ -22,6 +22,7 @@ from lightning_ddp_ext.world import World, read_world
 from .callbacks.rank_debugger import rank_debugger_of
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoints import Checkpoints
+from .compat import trainer_of
 from .data_path import DataPath, Order
 from .ddp import CommHook, GradientAveraging
 from .devices import RankDevicesStrategy
@@ -34,12 +35,13 @@ from .metrics import LoggedValues, Reduction
 from .monitored import MonitoredValues
 from .named_calls import report_call
 from .options import check_choice, refuse_unknown
+from .recorder import Recorder
 from .replaced_methods import ReplacedMethods
 from .rescue import Rescue
 from .resume import ResumeData
 from .run_files import KEY as FILE_KEY
 from .run_files import RunFiles
-from .stopping import StopController
+from .stopping import StopController, default_deadline
 from .uneven import UnevenMode
 
 T = TypeVar("T")
@@ -168,17 +170,39 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.rendezvous = ConnectionSettings(
             init_method, init_timeout=init_timeout, heartbeat_timeout=heartbeat_timeout, nccl=nccl, interface=interface
         )
-        self.stop_checkpoint = stop_checkpoint
+        deadline = to_timedelta(save_deadline, field="save_deadline") or default_deadline()
         self.files = RunFiles(stop_checkpoint, rescue_checkpoint)
-        self.checkpoints = Checkpoints(self)
+        self.checkpoints = Checkpoints(self, deadline)
+        self.stops = StopController(self, self.files, self.checkpoints, deadline)
+        self.recorder = Recorder(self)
         self.data = DataPath(
-            self, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs, resume_data=resume_data
+            self,
+            self.checkpoints,
+            self.stops,
+            self.recorder,
+            order=sampler,
+            exact_evaluation=exact_evaluation,
+            uneven_inputs=uneven_inputs,
+            resume_data=resume_data,
         )
-        self.metrics = LoggedValues(self)
-        self.monitored = MonitoredValues(self)
-        self.stops = StopController(self.checkpoints, to_timedelta(save_deadline, field="save_deadline"))
-        self.rescue = Rescue(self, rescue_checkpoint)
-        self.averaging = GradientAveraging(self)
+        self.metrics = LoggedValues(self, self.checkpoints, self.data.evaluation)
+        self.monitored = MonitoredValues(self, self.checkpoints)
+        self.rescue = Rescue(
+            self,
+            rescue_checkpoint,
+            averages_models=model_averaging_period is not None,
+            files=self.files,
+            stops=self.stops,
+            training=self.data.training,
+            recorder=self.recorder,
+        )
+        self.averaging = GradientAveraging(
+            self,
+            ddp_kwargs.keys() - {"find_unused_parameters"},
+            hook=ddp_comm_hook,
+            wrapper=ddp_comm_wrapper,
+            state=ddp_comm_state,
+        )
         self._replaced = ReplacedMethods()
 
     @property
@@ -195,15 +219,16 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        parts = (self.rendezvous, self.files, self.rescue, self.stops.deadline)
         if self._start_method == "popen":
-            self._launcher = ScriptLauncher(self)
+            self._launcher = ScriptLauncher(self, *parts)
         else:
-            self._launcher = ProcessesLauncher(self, self._start_method)
+            self._launcher = ProcessesLauncher(self, *parts, start_method=self._start_method)
 
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        self.rendezvous.join(self, rank_debugger_of(getattr(self.lightning_module, "_trainer", None)))
+        self.rendezvous.join(self, rank_debugger_of(trainer_of(self.lightning_module)))
         super().setup_distributed()  # keeps the existing group
 
     # Checkpoints.
@@ -259,7 +284,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        if getattr(model, "_trainer", None) is not None:  # a user may connect a model without a run
+        if trainer_of(model) is not None:  # a user may connect a model without a run
             self.set_world_ranks()  # not yet set in a spawned rank
             self.data.attach(model.trainer, self._replaced)  # configure_callbacks runs next and may load the data
 
@@ -287,7 +312,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_validation_start(self) -> None:
         self._start_evaluation()
         self.data.training.record_random_state("validation")
-        self.rescue.recorder.note(Kind.BATCH)
+        self.recorder.note(Kind.BATCH)
 
     def _start_evaluation(self) -> None:
         self.data.uneven.report_phase()
@@ -310,7 +335,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_validation_end(self) -> None:
         self.monitored.compare()
         self.data.training.on_validation_end()
-        self.rescue.recorder.note(Kind.VALIDATED)
+        self.recorder.note(Kind.VALIDATED)
         self._end_evaluation()
 
     on_test_end = on_predict_end = _end_evaluation
@@ -319,7 +344,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def teardown(self) -> None:
         try:
             self.checkpoints.finish()
-            self.files.remove_obsolete(getattr(self.lightning_module, "_trainer", None))
+            self.files.remove_obsolete(trainer_of(self.lightning_module))
             super().teardown()
         finally:
             self._replaced.restore_all()
@@ -351,7 +376,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.rescue.recorder.on_train_batch_start()
+        self.recorder.on_train_batch_start()
         self.data.on_train_batch_start(batch)
         if batch_idx == 0:
             self.monitored.compare()  # the values of the epoch before
@@ -359,29 +384,29 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.weights.on_training_step()
-        self.rescue.recorder.on_step()
+        self.recorder.on_step()
         with self.metrics.step(is_training=True):
             return self.averaging.training_step(super().training_step, *args, **kwargs)
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.metrics.flush()
-        with self.rescue.recorder.backward(), self.averaging.backward():
+        with self.recorder.backward(), self.averaging.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        self.rescue.recorder.after_optimizer_step()
+        self.recorder.after_optimizer_step()
         return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        self.rescue.recorder.on_step()
+        self.recorder.on_step()
         with self.data.evaluation.step(), self.metrics.step(is_training=False):
             result = super().validation_step(*args, **kwargs)
-        self.rescue.recorder.note(Kind.VALIDATING)
+        self.recorder.note(Kind.VALIDATING)
         return result
 
     @override

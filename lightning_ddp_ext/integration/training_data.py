@@ -11,13 +11,17 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 from lightning_ddp_ext.checkpoint.rank_notes import Kind
+from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
 from lightning_ddp_ext.data.random_state import record_random_state
+from lightning_ddp_ext.data.seeding import workers_seeded_apart
 
+from .checkpoints import Checkpoints
 from .compat import (
     combined_iterator_of,
     combined_loader_of,
@@ -26,39 +30,64 @@ from .compat import (
     iterators_of,
     schedule_timed_validation,
 )
+from .host import Host
 from .lightning_tree import rank_zero_warn
 from .loop_state import Restart, Stopped, epoch_of, find_restart
+from .recorder import Recorder
 from .resume import KEY, VERSION, Resume, ResumeData, positions_of, training_generators, without_random_state
+from .stopping import StopController
+from .uneven import UnevenInputs
 
 Recorded = Literal["epoch", "step", "validation"]
 
 
 class TrainingData:
-    """The data-related state of training: the seed, the epoch, the resume, and recorded random states."""
+    """The data-related state of training: the seed, the epoch, the resume, and recorded random states.
 
-    def __init__(self, strategy: Any, resume_data: ResumeData) -> None:
+    Attributes:
+        known_seed: the seed for the order of samples, once it is known.
+        worker_seed: the seed of ``SamplerEpochSeeding``.
+    """
+
+    def __init__(
+        self,
+        strategy: Host,
+        checkpoints: Checkpoints,
+        stops: StopController,
+        recorder: Recorder,
+        uneven: UnevenInputs,
+        resume_data: ResumeData,
+    ) -> None:
         self._strategy = strategy
+        self._checkpoints = checkpoints
+        self._stops = stops
+        self._recorder = recorder
+        self._uneven = uneven
         self.resume_data = resume_data
         self.attach()
 
     def attach(self, trainer: Any = None) -> None:
         """Reset the state for a Trainer that has not loaded a checkpoint."""
         if trainer is None or trainer.state.fn == "fit":  # otherwise a checkpoint still describes the earlier training
-            self._seed: int | None = None
+            self.known_seed: int | None = None
             self._has_ended = False  # whether the last epoch's data was exhausted when training ended
             self._at_end: tuple[Restart, dict[str, Any]] | None = None  # where it ended, if in the middle of an epoch
-        self.resume = Resume(self._strategy)
+        self.worker_seed: int | None = None
+        self.resume = self._new_resume()
         self._resumed_from: Mapping[str, Any] | None = None  # until Lightning's loops are restored
         # At the start of the last epoch, step and validation: random states, and the batches that each loader gave.
         self._recorded: dict[Recorded, tuple[list[Any], list[int]]] = {}
         self._epoch_started: Any = None  # the combined iterator of the last epoch
         self._validated_at = math.inf
 
+    def _new_resume(self) -> Resume:
+        return Resume(self._strategy, self.in_epoch)
+
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
         """Prepare to resume from the Trainer's checkpoint, and change its loop state accordingly."""
         is_fitting = self._strategy.current_trainer.state.fn == "fit"
         if is_fitting and "loops" in checkpoint and self.resume_data != "stock":
-            self.resume = Resume(self._strategy, checkpoint, self.resume_data)
+            self.resume = Resume(self._strategy, self.in_epoch, checkpoint, self.resume_data)
             self._resumed_from = checkpoint
 
     def on_loops_restored(self, checkpoint: Mapping[str, Any]) -> None:
@@ -68,16 +97,16 @@ class TrainingData:
         """
         if is_restored_from(self._strategy.current_trainer, checkpoint):
             if checkpoint is not self._resumed_from:
-                self.resume = Resume(self._strategy)
+                self.resume = self._new_resume()
             self._resumed_from = None
 
     @property
     def seed(self) -> int:
         """The seed for the order of samples: that of the resumed run, otherwise rank 0's. Collective the first time."""
-        if self._seed is None:
+        if self.known_seed is None:
             own = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
-            self._seed = own if self.resume.seed is None else self.resume.seed
-        return self._seed
+            self.known_seed = own if self.resume.seed is None else self.resume.seed
+        return self.known_seed
 
     @property
     def epoch(self) -> int:
@@ -121,6 +150,17 @@ class TrainingData:
 
     # Reading.
 
+    @contextmanager
+    def in_epoch(self, loader: DistributedLoader) -> Iterator[None]:
+        """Set the current epoch in a loader, of which an iterator is created within the block."""
+        epoch = self.epoch
+        rank = self._strategy.global_rank
+        keeps_workers = start_epoch(loader.loader, epoch, rank=rank, seed=self.worker_seed)
+        # A resumed run may start persistent workers in a later epoch; seeding them then must not draw another number.
+        is_later = keeps_workers and (epoch > 0 or loader.position is None)
+        with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
+            yield
+
     def start_iterator(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
         """Start an iterator of the fit loop.
 
@@ -144,7 +184,7 @@ class TrainingData:
     def _start_epoch(self, epoch: int) -> None:
         if epoch > self.resume.restart.epoch:
             self.resume.end()
-            self.resume = Resume(self._strategy)
+            self.resume = self._new_resume()
         resume = self.resume
         resume.find_data()
         # If no length is known, Lightning reads the first batch before it starts training and restores the state.
@@ -154,14 +194,13 @@ class TrainingData:
             for position in positions_of(self._strategy.current_trainer):
                 position.start_epoch(epoch)
         self.record_random_state("epoch")
-        self._strategy.rescue.recorder.note(Kind.EPOCH)
+        self._recorder.note(Kind.EPOCH)
 
     def _start_at_position(self, loader: DistributedLoader, *, is_restarted: bool = False) -> Iterator[Any]:
         if self.resume.is_over:
             return iter(())
-        uneven = self._strategy.data.uneven
-        batches: Iterator[Any] = uneven.end_together(loader.position.start_iterator(), loader.position)
-        self._strategy.rescue.recorder.has_new_iterator = True
+        batches = self._uneven.end_together(loader.position.start_iterator(), loader.position)
+        self._recorder.has_new_iterator = True
         if loader.position is not positions_of(self._strategy.current_trainer)[0]:
             return batches
         return _Announced(batches, self._before_batch, partial(_warn_of_early_end, loader), is_restarted=is_restarted)
@@ -170,10 +209,10 @@ class TrainingData:
         """Stop if the ranks have agreed to; at a step's start, record the random state."""
         trainer = self._strategy.current_trainer
         accumulated = trainer.accumulate_grad_batches
-        self._strategy.stops.before_batch()
+        self._stops.before_batch()
         schedule_timed_validation(trainer, self._validated_at)
         if trainer.fit_loop.epoch_loop.batch_progress.current.processed % accumulated == 0:
-            self._strategy.rescue.recorder.note(Kind.WINDOW)
+            self._recorder.note(Kind.WINDOW)
             if accumulated > 1:
                 self.record_random_state("step")
 
@@ -184,7 +223,6 @@ class TrainingData:
         if "loops" not in checkpoint:
             return
         trainer = self._strategy.current_trainer
-        checkpoints = self._strategy.checkpoints
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
         restart = self._find_restart(loops)
         has_loaders = combined_loader_of(trainer.fit_loop) is not None
@@ -194,11 +232,11 @@ class TrainingData:
             own = self._at_end[1]
         else:
             return
-        if not checkpoints.is_interrupted:
-            ranks = checkpoints.to_rank_zero(own, what)
+        if not self._checkpoints.is_interrupted:
+            ranks = self._checkpoints.to_rank_zero(own, what)
         else:  # the other ranks skip this call
             ranks = [own if self._strategy.world_size == 1 else without_random_state(own)]
-        checkpoint[KEY] = self.section(restart, self._strategy.stops.stopped, ranks)
+        checkpoint[KEY] = self.section(restart, self._stops.stopped, ranks)
 
     def _find_restart(self, loops: Mapping[str, Any]) -> Restart:
         trainer = self._strategy.current_trainer
@@ -206,7 +244,7 @@ class TrainingData:
         return find_restart(
             loops,
             accumulated=trainer.accumulate_grad_batches,
-            stopped=self._strategy.stops.stopped,
+            stopped=self._stops.stopped,
             has_ended=self._has_ended if fetcher is None else fetcher.done,
         )
 
@@ -219,7 +257,7 @@ class TrainingData:
 
     def section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
         """Return the section for a checkpoint; ``ranks`` contains the state of each rank."""
-        own = {"version": VERSION, "seed": self._seed, "restart": vars(restart)}
+        own = {"version": VERSION, "seed": self.known_seed, "restart": vars(restart)}
         return {**own, "stopped": stopped, "ranks": ranks}
 
     def _state_of(self, restart: Restart, loops: Mapping[str, Any]) -> tuple[list[Any], list[int]]:

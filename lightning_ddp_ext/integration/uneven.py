@@ -19,6 +19,7 @@ from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from .compat import combined_loader_of, end_epoch_after, fetcher_of
+from .host import Host
 from .lightning_tree import rank_zero_warn
 from .named_calls import ranks_of, refuse, report_step
 from .resume import positions_of
@@ -36,9 +37,13 @@ class UnevenInputs:
         are_even: whether all ranks have the same number of batches, and thus make the same calls at the same batch.
     """
 
-    def __init__(self, strategy: Any, mode: UnevenMode | None) -> None:
+    def __init__(self, strategy: Host, mode: UnevenMode | None) -> None:
         self._strategy = strategy
         self._mode = mode
+        self.start_run()
+
+    def start_run(self) -> None:
+        """Reset the state for a Trainer's run, whose loaders are new."""
         self.are_even = True
         self._has_new_loaders = False
 

@@ -14,6 +14,7 @@ from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.checksum import raise_if_different
 from lightning_ddp_ext.errors import ConfigurationError
 
+from ..compat import averages_models
 from ..lightning_tree import pl
 from ..named_calls import ranks_of
 
@@ -63,7 +64,7 @@ class RankConsistency(pl.Callback):
         self._last_step, strategy = _steps(trainer), trainer.strategy
         if trainer.world_size == 1:
             return
-        if not isinstance(strategy.model, DistributedDataParallel) or getattr(strategy, "_model_averager", None):
+        if not isinstance(strategy.model, DistributedDataParallel) or averages_models(strategy):
             name = type(strategy).__name__
             rule = "needs a strategy with the same model on each rank, such as 'ddp' without post-local SGD"
             raise ConfigurationError(f"RankConsistency {rule} (got {name}); remove the callback")

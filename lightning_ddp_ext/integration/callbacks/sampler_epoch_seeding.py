@@ -48,7 +48,7 @@ class SamplerEpochSeeding(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         data = getattr(trainer.strategy, "data", None)
         if isinstance(data, DataPath):
-            data.worker_seed = self.seed
+            data.training.worker_seed = self.seed
             return
         self._replaced.restore_all()
 

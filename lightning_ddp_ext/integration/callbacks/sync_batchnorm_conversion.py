@@ -9,6 +9,7 @@ from typing_extensions import override
 from lightning_ddp_ext.batchnorm.groups import Ranks
 from lightning_ddp_ext.batchnorm.selection import Choice, Predicate, Selection
 
+from ..compat import layer_sync_of
 from ..layer_sync import RanksLayerSync
 from ..lightning_tree import pl
 
@@ -62,7 +63,7 @@ class SyncBatchNormConversion(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._layers.refuse_alongside(getattr(trainer.strategy, "_layer_sync", None))
+            self._layers.refuse_alongside(layer_sync_of(trainer.strategy))
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
