@@ -50,7 +50,7 @@ def add_to_page(app: Sphinx, page: str, source: list[str]) -> None:
     else:
         source[0] = linked(source[0], page)
     if page == "examples/README":
-        source[0] += listings(source[0])
+        source[0] = listings(source[0])
 
 
 def sidebar(text: str) -> str:
@@ -82,7 +82,7 @@ def linked(text: str, page: str) -> str:
 
 
 def listings(text: str) -> str:
-    """Return the files that the page of examples links, in full below its table."""
+    """Return the page of examples with the files that it links, in full below its table."""
     found = ""
     for name in re.findall(r"^\| \[`\S+`\]\((\S+\.(?:py|sh|sbatch|yaml))\)", text, re.MULTILINE):
         language = {"py": "python", "yaml": "yaml"}.get(name.rpartition(".")[2], "bash")
