@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from operator import attrgetter
 from statistics import mode
 
 import torch
@@ -16,6 +17,9 @@ from lightning_ddp_ext.ranks import Ranks
 
 _FACTOR = 0x5851F42D4C957F2D  # multiplier of Knuth's MMIX generator; odd, so no bit of an earlier chunk is lost
 _WORDS = {1: torch.uint8, 2: torch.int16}  # by element size in bytes; wider elements consist of 32-bit words
+
+# Returns a number that changes whenever a tensor is changed in place.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str) -> None:

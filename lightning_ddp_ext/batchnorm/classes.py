@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_ddp_ext.batchnorm.layer import CONTEXT, SyncBatchNorm
+from lightning_ddp_ext.batchnorm.layer import CONTEXT, BatchNorm, SyncBatchNorm
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import ConfigurationError
 
@@ -29,7 +28,7 @@ class _CalledByOwnForward(SyncBatchNorm):
 
 def overrides_forward(own: Any) -> bool:
     """Whether a subclass of BatchNorm, or one of its mixins, overrides torch's ``forward``."""
-    return own.forward is not _BatchNorm.forward
+    return own.forward is not BatchNorm.forward
 
 
 @functools.cache  # compilers and comparisons rely on one class for all layers of a class

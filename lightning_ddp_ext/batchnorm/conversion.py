@@ -11,13 +11,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from lightning_ddp_ext.batchnorm.classes import overrides_forward, restore, synchronise
 from lightning_ddp_ext.batchnorm.groups import Ranks, group_of
-from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
+from lightning_ddp_ext.batchnorm.layer import BatchNorm, SyncBatchNorm
 from lightning_ddp_ext.batchnorm.selection import Choice, Predicate, Selection, batchnorm_layers
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 
@@ -115,7 +114,7 @@ def convert(module: Module, choice: Choice, process_group: dist.ProcessGroup | N
     """Convert the chosen layers as ``convert_sync_batchnorm`` does, and report on all layers, without a warning."""
     reasons = choice.reasons_against(module)
     are_chosen = choice.include is not None or choice.predicate is not None
-    converted: dict[str, _BatchNorm] = {}
+    converted: dict[str, BatchNorm] = {}
     left_alone: dict[str, str] = {}
     unsupported: dict[str, str] = {}
     for layer, name in batchnorm_layers(module).items():

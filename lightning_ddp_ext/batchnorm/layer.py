@@ -15,10 +15,11 @@ from lightning_ddp_ext.batchnorm.statistics import Running
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import BatchNormError
 
+BatchNorm = _BatchNorm  # the base class of all of torch's BatchNorm layers
 CONTEXT = "_ddpx_context"  # the attribute that conversion adds to layers
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     r"""BatchNorm over the batches of all ranks, for inputs (N, C) to (N, C, D, H, W), on CPU and CUDA.
 
     In training, mean and variance are those of all ranks' batches together, which may differ in size or be empty.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_ddp_ext.batchnorm.layer import BatchNorm
 from lightning_ddp_ext.errors import ConfigurationError
 
 Selector = str | type
@@ -17,9 +17,9 @@ Selection = Selector | Iterable[Selector] | None
 Predicate = Callable[[str, Module], bool]
 
 
-def batchnorm_layers(model: Module) -> dict[_BatchNorm, str]:
+def batchnorm_layers(model: Module) -> dict[BatchNorm, str]:
     """Return the BatchNorm layers of a model with their names, each layer once."""
-    return {layer: name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+    return {layer: name for name, layer in model.named_modules() if isinstance(layer, BatchNorm)}
 
 
 @dataclass(frozen=True)

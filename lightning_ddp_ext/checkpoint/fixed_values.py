@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checksum import checksum
+from lightning_ddp_ext.checksum import checksum, version_of
 
 
 class FixedValues:
@@ -46,7 +46,7 @@ def _address_of(value: Any) -> int | None:
 def _content_of(value: Any) -> Any:
     """Return what represents a value in a later comparison."""
     if isinstance(value, Tensor):
-        content = value._version if _address_of(value) is None else int(checksum(value))
+        content = version_of(value) if _address_of(value) is None else int(checksum(value))
         return [*value.shape, content]
     if isinstance(value, (list, tuple)):  # such as a metric's values of each batch
         return [_content_of(each) for each in value]

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp_ext.checksum import version_of
+
 _MOST = 1 << 20  # bytes of all noted buffers; noting masks and queues would take too long
 
 
@@ -40,7 +42,7 @@ class NotedBuffers:
         A forward pass may change running statistics undetected, so use ``even_if_same`` after one.
         """
         buffers = self.tensors()
-        versions = [each.is_inference() or (each.data_ptr(), each._version) for each in buffers]
+        versions = [each.is_inference() or (each.data_ptr(), version_of(each)) for each in buffers]
         if versions == self._versions and not even_if_same:
             return b""
         self._versions = versions

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checksum import checksum
+from lightning_ddp_ext.checksum import checksum, version_of
 
 _COMPARED_AT_FIRST = 2  # steps: a momentum encoder that equals its source changes in the second
 _SHARE = 0.01  # of the time that comparing contents takes after these steps
@@ -118,7 +118,7 @@ class SavedParameters:
 
     def _trainable_versions(self) -> dict[str, tuple[int, int]]:
         return {
-            name: (each._version, each.data_ptr())
+            name: (version_of(each), each.data_ptr())
             for name, each in self._parameters.items()
             if name not in self._frozen
         }

@@ -11,11 +11,9 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 from ..checkpoint_io import RankZeroCheckpointIO
 from ..checkpoints import Checkpoints
-from ..lightning_tree import fabric, pl, rank_zero_warn, refuse_missing
+from ..lightning_tree import fabric, pl, rank_zero_warn
 from ..replaced_methods import ReplacedMethods
 from ..strategy import DDPExtStrategy
-
-refuse_missing(pl.callbacks.ModelCheckpoint, "_monitor_candidates", "_link_checkpoint")
 
 
 class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):

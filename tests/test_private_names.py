@@ -1,0 +1,140 @@
+"""Each private name of Lightning, torch or another library is used in one module, where a change of it is noticed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_ddp_ext.integration.compat import active_loop_of
+from tests.test_imports import FILES, PACKAGE
+
+# These modules check that Lightning has each name.
+COMPAT = {"integration.compat", "integration.lightning_tree", "integration.replaced_methods"}
+# The other libraries' names, by module, each with what it is needed for.
+ALLOWED = {
+    "batchnorm.cuda": {"_functions": "torch's kernels for statistics of several ranks"},
+    "batchnorm.layer": {"_BatchNorm": "the base class of torch's layers"},
+    "checkpoint.key_prefixes": {"_metadata": "the module versions that state_dict() records"},
+    "checkpoint.noted_buffers": {
+        "_buffers": "a buffer's place, to restore it",
+        "_non_persistent_buffers_set": "the buffers that state_dict() leaves out",
+    },
+    "checkpoint.save": {"_parent": "fsspec's parent of a path"},
+    "checkpoint.snapshot": {
+        "_untyped_storage": "storages of old kinds that torch pickles",
+        "_utils": "the check of sparse tensors that torch.load does",
+        "_validate_loaded_sparse_tensors": "the check of sparse tensors that torch.load does",
+    },
+    "checksum": {"_version": "torch's count of changes in place"},
+    "data.prediction_rows": {"_fields": "documented: the fields of a named tuple"},
+    "integration.checkpoints": {
+        "_load_from_state_dict": "whether a module changes the weights that it loads",
+        "_load_state_dict_pre_hooks": "whether a module changes the weights that it loads",
+    },
+    "integration.ddp": {"_get_ddp_logging_data": "whether DDP has a comm hook"},
+    "integration.uncounted_step": {
+        "_computed": "torchmetrics' result, to restore it",
+        "_defaults": "torchmetrics' neutral states",
+        "_forward_cache": "torchmetrics' value of a step, to restore it",
+        "_reductions": "which of torchmetrics' states are lists",
+    },
+    "reductions.batched": {"_pytree": "the leaves of nested values"},
+    "rendezvous.process_group": {
+        "_abort_process_group": "abort without waiting; destroys the group if missing",
+        "_set_pg_timeout": "the timeout of an existing group",
+    },
+    "supervision.flight": {
+        "_C": "the Flight Recorder, which is optional",
+        "_distributed_c10d": "the Flight Recorder, which is optional",
+        "_world": "the groups' names in the Flight Recorder",
+    },
+}
+PYTHONS = {"_current_frames", "_exit", "_getframe"}  # documented functions of os and sys
+BY_TEXT = {"attrgetter", "delattr", "getattr", "hasattr", "private", "refuse_missing", "replace", "setattr"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and name.strip("_") != "" and not name.endswith("__")
+
+
+def private_names(node: ast.AST) -> Iterator[str]:
+    """Yield the private names that a node reads from other objects than ``self``, ``cls`` and ``super()``."""
+    if isinstance(node, ast.Attribute) and not is_own(node.value):
+        yield node.attr
+    elif isinstance(node, ast.ImportFrom):
+        yield from (node.module or "").split(".")
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.Import):
+        yield from (part for alias in node.names for part in alias.name.split("."))
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_TEXT:
+        texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
+        yield from (text for text in texts if isinstance(text, str))
+
+
+def is_own(owner: ast.expr) -> bool:
+    return ast.unparse(owner) in ("self", "cls", "super()")
+
+
+def defined_in(tree: ast.AST) -> set[str]:
+    """Return the names that a module gives its own objects: functions, classes, and attributes of ``self``."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            found.add(node.attr)
+    return found
+
+
+def names_of_others(module: str) -> set[str]:
+    """Return the private names of other modules' objects that a module uses."""
+    tree = ast.parse(FILES[module].read_text())
+    used = {name for node in ast.walk(tree) for name in private_names(node)}
+    ours = defined_in(tree) | PYTHONS
+    return {name for name in used - ours if is_private(name) and not name.startswith("_ddpx_")}
+
+
+def test_private_names_of_libraries_are_each_used_in_one_place() -> None:
+    """Only modules that report a missing name use Lightning's; the other names are listed above, with a reason."""
+    found = {module.removeprefix(f"{PACKAGE}."): names_of_others(module) for module in FILES}
+    assert found["integration.compat"]
+    elsewhere = {module: names for module, names in found.items() if names and module not in COMPAT}
+    assert elsewhere == {module: set(names) for module, names in ALLOWED.items()}
+    names = [name for by_name in ALLOWED.values() for name in by_name]
+    assert len(names) == len(set(names))
+
+
+def test_compat_reports_each_name_that_lightning_lacks() -> None:
+    """It reads them with ``private``, so an attribute is only written, or checked before."""
+    tree = ast.parse(FILES[f"{PACKAGE}.integration.compat"].read_text())
+    read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
+    assert [node.attr for node in read if is_private(node.attr) and not is_own(node.value)] == []
+
+
+def test_overridden_private_methods_are_checked_when_lightning_is_imported() -> None:
+    """Otherwise Lightning would no longer call ours, without an error."""
+    checked = re.findall(r'"(_\w+)"', FILES[f"{PACKAGE}.integration.lightning_tree"].read_text())
+    found: set[str] = set()
+    for module in [name for name in FILES if name.startswith(f"{PACKAGE}.integration.")]:
+        for node in ast.parse(FILES[module].read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found |= methods_of_lightning(getattr(importlib.import_module(module), node.name), node)
+    assert found == set(checked)
+
+
+def methods_of_lightning(cls: type, body: ast.ClassDef) -> set[str]:
+    """Return the private methods of Lightning that a class of ours overrides or calls."""
+    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
+    defined = {node.name for node in ast.walk(body) if isinstance(node, ast.FunctionDef)}
+    read = {node.attr for node in ast.walk(body) if isinstance(node, ast.Attribute) and is_own(node.value)}
+    return {name for name in defined | read if is_private(name) and any(name in vars(base) for base in bases)}
+
+
+def test_a_missing_name_is_reported_with_a_remedy() -> None:
+    """The error names the class and the attribute."""
+    with pytest.raises(ImportError, match=r"needs builtins\.object\._active_loop, which lightning"):
+        active_loop_of(object())
