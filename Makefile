@@ -49,8 +49,9 @@ test: venv ## Lint, types, and the tests that need no GPU; types are checked mea
 	    $(BIN)/python -m pytest -m "not gpu and not nightly and not field" $(PARALLEL) --durations 10; tests=$$?; \
 	    wait $$checks; failed=$$?; cat "$$checked"; rm "$$checked"; exit $$((tests || failed))
 
-nightly: venv ## The long tests that `make test` leaves out, and 60 faults; SEED= of the first one
+nightly: venv ## The long tests that `make test` leaves out, those of `make gpu` on CPU stand-ins, and 60 faults; SEED= of the first one
 	$(BIN)/python -m pytest -m nightly $(PARALLEL) --durations 0
+	DDPX_GPU_TESTS_ON=cpu $(BIN)/python -m pytest tests/gpu $(PARALLEL)
 	$(MAKE) soak COUNT=60
 
 field: venv ## Tests on a real SLURM and on Open MPI, as root; says how to install them (five minutes)
@@ -60,8 +61,8 @@ field: venv ## Tests on a real SLURM and on Open MPI, as root; says how to insta
 fast: venv ## Tests without processes, and one run of each main promise (a minute)
 	$(BIN)/python -m pytest -m "unit or lowest" $(PARALLEL) --durations 10
 
-gpu: venv ## Tests that need CUDA, and the benchmarks of a GPU; reports if there is none
-	$(BIN)/python -m pytest -m gpu
+gpu: venv ## Tests that need CUDA, with a table of what they prove (10 minutes), and the benchmarks of a GPU
+	$(BIN)/python -m pytest tests/gpu --durations 10
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	    $(BIN)/python benchmarks/batchnorm.py layers collectives && $(BIN)/python benchmarks/rescue.py cost; fi
 

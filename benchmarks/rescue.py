@@ -54,7 +54,7 @@ class Mixed(Net):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         if self.noise:
-            batch = batch + torch.from_numpy(np.random.randn(self.width).astype(np.float32))
+            batch = batch + torch.from_numpy(np.random.randn(self.width).astype(np.float32)).to(batch.device)
         return super().training_step(batch, index)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -26,7 +26,7 @@ from torchmetrics import MeanMetric
 from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness.outcomes import Outcome, stories
 from tests.harness.ranks import launch_ranks
-from tests.harness.training import At, Batch, data, make_strategy, make_trainer
+from tests.harness.training import At, Batch, backend, data, make_strategy, make_trainer
 
 NAME = "last-rescued.ckpt"
 SLOW = 6.0  # seconds; longer than ranks have after a failure that do not save
@@ -43,7 +43,7 @@ MOMENTS = {
 
 @dataclass(frozen=True)
 class Kill:
-    """Which ranks end when they reach a moment for the ``earlier + 1``-th time, and how."""
+    """Which ranks end when they reach a moment for the ``earlier + 1``-th time: by "kill", "sigterm" or "error"."""
 
     moment: str
     earlier: int = 0
@@ -56,7 +56,7 @@ class Kill:
             return
         if self.by == "error":
             raise ValueError("this rank fails")
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGTERM if self.by == "sigterm" else signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class Net(L.LightningModule):
         torch.manual_seed(torch.initial_seed() + 10 * self.global_rank)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        noise = torch.from_numpy(np.random.randn(len(batch[0]), 4) + np.random.randn()).float() + random.gauss(0, 1)
+        drawn = torch.from_numpy(np.random.randn(len(batch[0]), 4) + np.random.randn()).float() + random.gauss(0, 1)
+        noise = drawn.to(batch[0].device)
         loss: Tensor = (self.layers(batch[0] + 0.01 * noise) - batch[1]).square().mean()
         return loss
 
@@ -170,6 +171,7 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
         callbacks.append(At(kill.moment, kill.strike, earlier=kill.earlier))
     by_hand = {} if "start_method" in plan.strategy else {"rank": rank, "world_size": world_size}
     chosen = {"rescue_checkpoint": directory / NAME, "timeout": 60, **by_hand, **plan.strategy}
+    backend(chosen.get("process_group_backend", "gloo"))
     strategy = make_strategy("ours", directory, checkpoint_io=StruckIO(plan, directory), **chosen)
     saver = ModelCheckpoint(directory, "{epoch}-{step}", monitor="result", save_top_k=1)
     options: dict[str, Any] = {

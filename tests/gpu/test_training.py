@@ -1,0 +1,318 @@
+"""Training on a GPU gives the numbers of stock ``ddp`` there, or of the CPU, and continues after stops and deaths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_ddp_ext import (
+    HangWatchdog,
+    RankZeroCheckpointIO,
+    SyncBatchNorm,
+    SyncBatchNormConversion,
+    gather_predictions,
+)
+from tests.batchnorm.test_joined_batch import Way, all_deviations
+from tests.gpu.placement import ALONE, GLOO, GPU, IS_GPU, NCCL, TOLERANCE, Placement, Wide
+from tests.harness.ranks import launch_ranks
+from tests.harness.training import At, Batch, Kind, Net, assert_same, backend, stock_group, weights
+from tests.integration import rescuing
+from tests.integration.continuing import Numbers, Training, generations
+from tests.integration.rescuing import Kill, Plan, survive
+
+pytestmark = pytest.mark.gpu
+
+
+def on_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in values.items()}
+
+
+class Measured(Net):
+    """Logs values and a metric, from tensors on the model's device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        loss = self.loss(batch)
+        self.mean.update(batch[1])
+        self.log("loss", loss, sync_dist=True, on_epoch=True)
+        self.log("largest", batch[1].max(), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("mean", self.mean)
+        return loss
+
+
+def train(rank: int, world_size: int, placement: Placement, directory: Path, kind: Kind, *args: Any) -> dict[str, Any]:
+    is_group_open = kind == "stock" and not IS_GPU
+    with stock_group(rank, world_size, directory) if is_group_open else nullcontext():
+        return learn(rank, placement, directory, kind, *args)
+
+
+def learn(rank: int, placement: Placement, directory: Path, kind: Kind, joined: int | None) -> dict[str, Any]:
+    """Train, save, resume, test and predict; ``joined`` ranks each share the statistics of BatchNorm."""
+    L.seed_everything(1)
+    model = Measured()
+    saver = ModelCheckpoint(directory / kind / placement.backend, save_last=True)
+    options: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True}
+    if joined and kind == "ours":
+        options["callbacks"].append(SyncBatchNormConversion(process_group=joined))
+        options["strategy"] = {"broadcast_buffers": False}
+    elif joined:
+        options["sync_batchnorm"] = True
+    trainer = placement.trainer(directory, kind, **options)
+    trainer.fit(model)
+    formed = dist.get_backend()
+    resumed = placement.trainer(directory, kind, max_epochs=3, **options)
+    resumed.fit(model, ckpt_path=saver.last_model_path)
+    learned = {"step": resumed.global_step, "weights": on_cpu(weights(model))}
+    learned["logged"] = {name: float(value) for name, value in resumed.callback_metrics.items()}
+    learned["tested"] = resumed.test(model, verbose=False)
+    resumed.strategy.barrier("between")
+    resumed.predict(model)
+    learned["predicted"] = gather_predictions(resumed)
+    own = torch.full((2,), float(rank), device=placement.devices[rank])
+    learned["gathered"] = resumed.strategy.all_gather(own).cpu()
+    return {"learned": learned, "backend": formed}
+
+
+SHARED = [("gloo", 2, None), ("gloo", 4, 2), ("NCCL", 2, None), ("NCCL", 2, 2)]
+
+
+@pytest.mark.parametrize(("placement", "ranks", "joined"), SHARED, indirect=["placement"])
+def test_ranks_on_a_gpu_learn_as_elsewhere(
+    placement: Placement, ranks: int, joined: int | None, tmp_path: Path
+) -> None:
+    """Training, batched logging, metrics, SyncBatchNorm, saving, resuming, barrier, gathering: as on CPU, or as stock.
+
+    Over gloo the numbers are those of the CPU; over NCCL, those of stock ``ddp`` on the same GPUs. Groups of two ranks
+    among four share statistics.
+    """
+    placement = replace(placement, devices=placement.devices * (ranks // 2))
+    # Stock has no SyncBatchNorm for the CPU.
+    kind = "stock" if placement.backend != "gloo" and (IS_GPU or not joined) else "ours"
+    is_same_place = IS_GPU and kind == "stock"
+    other = placement if is_same_place else Placement("gloo", ("cpu",) * ranks)
+    found = placement.run(train, tmp_path, "ours", joined)
+    expected = other.run(train, tmp_path, kind, joined)
+    learned, elsewhere = ([result["learned"] for result in results] for results in (found, expected))
+    torch.testing.assert_close(learned, elsewhere, **TOLERANCE)
+    assert_same(*(result["weights"]["layers.0.weight"] for result in learned[:2]))
+    assert {result["backend"] for result in found} == {placement.backend}
+
+
+class AlwaysJoint(SyncBatchNorm):
+    """Computes with one rank as with several."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self._normalise(input) if self.training else super().forward(input)
+        return output
+
+
+def deviations(rank: int, world_size: int, placement: Placement, directory: Path) -> list[str]:
+    device = placement.devices[rank]
+    if IS_GPU:
+        torch.cuda.set_device(device)
+    kind, slack = SyncBatchNorm if world_size > 1 else AlwaysJoint, 16.0 if IS_GPU else 1.0
+    way = Way(kind, world_size, device, backend(placement.backend), slack)
+    return all_deviations(rank, world_size, directory, way)
+
+
+@pytest.mark.parametrize("is_alone", [False, True], ids=["2 ranks", "1 rank"])
+def test_synchronised_batchnorm_equals_the_joined_batch(is_alone: bool, placement: Placement, tmp_path: Path) -> None:
+    """SyncBatchNorm's kernels: 1 and 2 ranks, uneven and empty batches, channels last, half precision."""
+    chosen = replace(placement, devices=placement.devices[:1]) if is_alone else placement
+    assert chosen.run(deviations, tmp_path) == [[]] * len(chosen.devices)
+
+
+class Parts(Net):
+    """Has its parameters on its rank's first device, and computes on both."""
+
+    def configure_model(self) -> None:
+        self.first, self.second = self.trainer.strategy.rank_devices  # type: ignore[attr-defined]
+        self.layers.to(self.first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.device == self.first
+        hidden = self.layers[:2](x).to(self.second)
+        out: Tensor = self.layers[3](self.layers[2](hidden).to(self.first))
+        return out
+
+
+def train_on_two_devices(
+    rank: int, world_size: int, placement: Placement, directory: Path, *devices: str
+) -> dict[str, Tensor]:
+    L.seed_everything(1)
+    model = Parts()
+    chosen = {"parallel_devices": [torch.device(device) for device in devices] * 2, "devices_per_rank": 2}
+    placement.trainer(directory, strategy=chosen).fit(model)
+    return on_cpu(weights(model))
+
+
+def test_a_rank_with_two_devices_learns_as_on_the_cpu(tmp_path: Path) -> None:
+    """`devices_per_rank=2` with a second GPU, or with the CPU where there is one GPU."""
+    second = "cuda:1" if IS_GPU and torch.cuda.device_count() > 1 else "cpu"
+    found, expected = (GLOO.run(train_on_two_devices, tmp_path, *pair) for pair in ((GPU, second), ("cpu", "cpu")))
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def resume_with_dropout(rank: int, world_size: int, placement: Placement, directory: Path) -> dict[str, str]:
+    def loaders() -> DataLoader[Any]:
+        return DataLoader(Numbers(16), 2, shuffle=True)
+
+    options = {"accelerator": "auto", "devices": "auto"}
+    training = Training(loaders, directory, world_size, options, placement.options)
+    return generations(training, ["train_batch_end-3"])
+
+
+@pytest.mark.parametrize("chosen", [GLOO, ALONE], ids=["gloo", "1 rank"])
+def test_a_resumed_run_draws_the_random_numbers_that_were_next(chosen: Placement, tmp_path: Path) -> None:
+    """A resumed run with dropout ends with the weights of a run without a stop."""
+    assert chosen.run(resume_with_dropout, tmp_path) == [{}] * len(chosen.devices)
+
+
+class Scaled(rescuing.Net):
+    """Has the scale of a ``GradScaler`` in a buffer, so that it is compared as a weight is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.zeros(()))
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.scale.fill_(self.trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
+        return super().training_step(batch, index)
+
+
+AFTER_BACKWARD = Kill("on_after_backward", 9, [0])
+IN_A_SAVE = Kill("writing", 1, [0])
+STOP = Kill("on_train_batch_end", 3, by="sigterm")
+CHAINS = [
+    pytest.param("gloo", False, [AFTER_BACKWARD, Kill("on_validation_batch_end", 1), IN_A_SAVE, STOP], id="gloo"),
+    pytest.param("NCCL", False, [AFTER_BACKWARD, IN_A_SAVE, STOP], id="NCCL"),
+    pytest.param("gloo", True, [AFTER_BACKWARD, STOP], id="float16"),
+]
+
+
+def plan_on(placement: Placement, is_scaled: bool = False, **strategy: Any) -> Plan:
+    """Return the plan of a run on a GPU; with float16, the scale grows every eight steps."""
+    trainer: dict[str, Any] = {"accelerator": "auto", "devices": "auto"}
+    if is_scaled:
+        kind = GPU.partition(":")[0]
+        scaler = torch.amp.GradScaler(kind, init_scale=256.0, growth_interval=8)
+        trainer["plugins"] = [MixedPrecision("16-mixed", kind, scaler)]
+    # The variables of a launcher name the ranks.
+    shared = {"start_method": "popen", "parallel_devices": [torch.device(each) for each in placement.devices]}
+    return Plan(
+        strategy={**shared, "process_group_backend": placement.backend, **strategy},
+        trainer=trainer,
+        kind=Scaled if is_scaled else None,
+    )
+
+
+@pytest.mark.parametrize(("placement", "is_scaled", "kills"), CHAINS, indirect=["placement"])
+def test_a_killed_rank_costs_no_step(
+    placement: Placement, is_scaled: bool, kills: Sequence[Kill], tmp_path: Path
+) -> None:
+    """Runs resumed after a killed rank, a killed save and SIGTERM end as an undisturbed run, to the last bit."""
+    results = []
+    for name, chosen in (("undisturbed", ()), ("disturbed", kills)):
+        (tmp_path / name).mkdir()
+        plan = plan_on(placement, is_scaled)
+        results.append(survive(2, plan, chosen, tmp_path / name, env=placement.variables))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
+def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) -> None:
+    """Ranks started by spawn, forkserver and fork learn as ranks that were started by hand."""
+    results = []
+    for name, plan, world_size, env in (
+        ("by hand", plan_on(GLOO), 2, GLOO.variables),
+        ("started", plan_on(GLOO, start_method=start_method), 1, {}),
+    ):
+        (tmp_path / name).mkdir()
+        results.append(launch_ranks(rescuing.train, world_size, plan, tmp_path / name, env=env)[0])
+    by_hand, started = results
+    assert started.exit_code == 0, started.story()
+    assert_same(started.result, by_hand.result)
+
+
+def save_and_restore(rank: int, world_size: int, placement: Placement, directory: Path) -> list[str]:
+    """Save in the midst of training, in the foreground and in the background; return where momenta are restored."""
+    for is_background in (False, True):
+        L.seed_everything(1)
+        path = directory / f"{is_background}.ckpt"
+        save = At("on_train_batch_end", partial(L.Trainer.save_checkpoint, filepath=path), earlier=1)
+        io = RankZeroCheckpointIO(background=is_background)
+        placement.trainer(directory, callbacks=[save], plugins=[io]).fit(Wide())
+    if rank == 0:
+        foreground, background = (torch.load(directory / f"{each}.ckpt") for each in (False, True))
+        assert_same(background["state_dict"], foreground["state_dict"])
+        assert_same(*(each["optimizer_states"][0]["state"] for each in (background, foreground)))
+        assert {str(weight.device) for weight in background["state_dict"].values()} == {placement.devices[rank]}
+    restored = []
+    for devices in (placement.devices, ("cpu", "cpu")):
+        look = At("on_train_start", lambda trainer: restored.append(device_of_momenta(trainer)))
+        elsewhere = replace(placement, devices=devices, backend="gloo")
+        elsewhere.trainer(directory, callbacks=[look]).fit(Wide(), ckpt_path=path)
+    return restored
+
+
+def device_of_momenta(trainer: L.Trainer) -> str:
+    [device] = {str(state["momentum_buffer"].device) for state in trainer.optimizers[0].state.values()}
+    return device
+
+
+def test_a_background_save_has_the_content_of_a_foreground_save(tmp_path: Path) -> None:
+    """Checkpoints saved in the background while training continues are whole, and load on the GPU and the CPU."""
+    assert GLOO.run(save_and_restore, tmp_path) == [[GPU, "cpu"]] * 2
+
+
+BACKWARDS = Placement(NCCL, ("cuda:1", "cuda:0") if IS_GPU else ("cpu", "cpu"))
+ON_CPU = Placement("gloo", ("cpu", "cpu"))
+
+
+def train_with_threads(
+    rank: int, world_size: int, placement: Placement, directory: Path
+) -> tuple[dict[str, Tensor], list[int], set[str]]:
+    """Train with what reads the device in threads.
+
+    Return the weights, the GPUs on which this process has a context, and on rank 0 the devices that a file names.
+    """
+    L.seed_everything(1)
+    model = Net()
+    path = directory / f"{placement.backend}.ckpt"
+    save = At("on_train_batch_end", partial(L.Trainer.save_checkpoint, filepath=path), earlier=1)
+    callbacks = [save, HangWatchdog(300, directory=directory)]
+    plugins = [RankZeroCheckpointIO(background=True)]
+    options = {"rescue_checkpoint": directory / "last-rescued.ckpt"}
+    placement.trainer(directory, strategy=options, plugins=plugins, callbacks=callbacks).fit(model)
+    used = [number for number in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(number)]
+    saved = {str(value.device) for value in torch.load(path)["state_dict"].values()} if rank == 0 else set()
+    return {name: value.cpu() for name, value in weights(model).items()}, used, saved
+
+
+def test_each_rank_uses_only_its_gpu(tmp_path: Path) -> None:
+    """Two GPUs: peer-to-peer training, background saves with rank 0 on the second GPU, no context on the other GPU."""
+    if IS_GPU and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    (first, on_first, saved), (second, on_second, _) = BACKWARDS.run(train_with_threads, tmp_path)
+    expected = ON_CPU.run(train_with_threads, tmp_path)
+    torch.testing.assert_close([first, second], [each for each, *_ in expected], **TOLERANCE)
+    assert_same(first["layers.0.weight"], second["layers.0.weight"])
+    assert (on_first, on_second) == (([1], [0]) if IS_GPU else ([], []))
+    assert saved == {BACKWARDS.devices[0]}
