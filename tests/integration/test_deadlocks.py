@@ -222,9 +222,8 @@ def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
         rf"{by_rank[1]} {second}, {PLACE}; .*{remedy}"
     )
     for outcome in outcomes:
-        assert outcome.error is not None, outcome.story()
-        assert outcome.error.type_name == "RankAbsentError", outcome.story()
-        assert re.search(sentence, outcome.error.message), outcome.story()
+        assert outcome.failure.type_name == "RankAbsentError", outcome.story()
+        assert re.search(sentence, outcome.failure.message), outcome.story()
 
 
 def validate_unevenly(rank: int, world_size: int, directory: Path) -> None:
@@ -234,9 +233,8 @@ def validate_unevenly(rank: int, world_size: int, directory: Path) -> None:
 def test_values_logged_in_other_numbers_of_steps_are_named(tmp_path: Path) -> None:
     """Both ranks raise an error with the values, without waiting."""
     for outcome in launch_ranks(validate_unevenly, 2, tmp_path, env=by_hand_env(2)):
-        assert outcome.error is not None, outcome.story()
-        assert outcome.error.type_name == "DivergenceError", outcome.story()
-        assert "ranks logged different values with sync_dist=True" in outcome.error.message
+        assert outcome.failure.type_name == "DivergenceError", outcome.story()
+        assert "ranks logged different values with sync_dist=True" in outcome.failure.message
 
 
 def leave_early(rank: int, world_size: int, directory: Path) -> None:
@@ -254,10 +252,9 @@ def test_a_rank_that_has_left_fit_is_named(tmp_path: Path) -> None:
         (waiting,) = ranks.wait(0)
         ranks.release(1)
         ranks.wait(1)
-    assert waiting.error is not None
-    assert type(waiting.error.exception) is RankAbsentError, waiting.story()
+    assert type(waiting.failure.exception) is RankAbsentError, waiting.story()
     left = r"rank 1 \(host \S+, pid \d+\) is in code after the Trainer's run, \S+/rank_process\.py:\d+"
-    assert re.search(rf"rank 0 .* is in all_reduce #\d+ \[\[1\]\], {PLACE}; {left}", waiting.error.message)
+    assert re.search(rf"rank 0 .* is in all_reduce #\d+ \[\[1\]\], {PLACE}; {left}", waiting.failure.message)
 
 
 # Waits that are not deadlocks: rank 0 is busy until the test releases it.

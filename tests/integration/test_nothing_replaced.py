@@ -25,7 +25,6 @@ from lightning_ddp_ext import (
     SamplerEpochSeeding,
     SyncBatchNormConversion,
 )
-from tests.harness import training as harness
 from tests.harness.processes import changed_in_process, of_process
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import (
@@ -70,8 +69,7 @@ class TwoLoaders(Net):
         return super().training_step(batch[0], index)
 
     def train_dataloader(self) -> Any:
-        kept = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-        return CombinedLoader([DataLoader(data(), 3, shuffle=True, **kept), DataLoader(data(), 3)], "min_size")  # type: ignore[arg-type]
+        return CombinedLoader([DataLoader(data(), 3, shuffle=True, **KEPT), DataLoader(data(), 3)], "min_size")
 
 
 def look(kind: Kind, directory: Path) -> tuple[list[set[str]], list[set[str]]]:
@@ -277,7 +275,7 @@ def made(**options: Any) -> OwnLoader:
     return OwnLoader(data(16), batch_size=2, shuffle=True, own="given", **options)
 
 
-class Combined(harness.Net):
+class Combined(Net):
     def training_step(self, batch: Any, index: int) -> Any:
         return super().training_step(batch["own"], index)
 
@@ -302,7 +300,7 @@ def look_at_loaders(kind: Kind, directory: Path) -> list[Any]:
 
     for is_injected in (True, False):
         callbacks = [At("on_train_start", use), At("on_train_end", size)]
-        fit(harness.Net(), made(), use_distributed_sampler=is_injected, callbacks=callbacks)
+        fit(Net(), made(), use_distributed_sampler=is_injected, callbacks=callbacks)
     combined = CombinedLoader({"own": made()}, "max_size")
     for _ in range(2):
         fit(Combined(), combined, overfit_batches=2)
@@ -310,7 +308,7 @@ def look_at_loaders(kind: Kind, directory: Path) -> list[Any]:
     if kind == "ours":  # stock starts the workers
         is_first = os.environ["RANK"] == "0"
         with pytest.warns(UserWarning, match="persistent_workers=True") if is_first else nullcontext():
-            fit(harness.Net(), made(num_workers=1, multiprocessing_context="spawn"), max_epochs=0)
+            fit(Net(), made(num_workers=1, multiprocessing_context="spawn"), max_epochs=0)
     return facts
 
 

@@ -7,9 +7,6 @@ import functools
 import os
 import random
 import re
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,13 +112,6 @@ def test_a_model_that_changes_outside_of_the_optimiser_continues_exactly(
     torch.testing.assert_close(ended, unbroken, rtol=0, atol=0)
 
 
-def test_a_survivor_in_a_long_step_saves_once_the_step_ends(tmp_path: Path) -> None:
-    """Without a rescue it would be ended by force, as nothing interrupts a computation."""
-    survivor, _ = launch_ranks(train, 2, Plan(Kill("on_before_backward", 5), kind=Slow), tmp_path)
-    assert "saved step 5 to" in survivor.output, survivor.story()
-    assert "RankDiedError: rank 1 " in survivor.output
-
-
 CASES = [*CHAINS[::2], *(pytest.param(each, marks=pytest.mark.nightly) for each in CHAINS[1::2])]
 
 
@@ -175,33 +165,29 @@ def test_the_fits_of_a_script_do_not_resume_from_each_others_rescue(tmp_path: Pa
     assert not (tmp_path / NAME).exists()
 
 
-def train_without_space(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
-    with patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
-        return train(rank, world_size, plan, directory)
-
-
 def test_a_rank_without_space_for_its_states_trains_on(unbroken: Callable[..., Weights], tmp_path: Path) -> None:
     """Full shared memory does not end training."""
-    ended = run_ranks(train_without_space, 2, Plan(), tmp_path)
+    ended = run_ranks(train_until_space_ends, 2, Plan(), tmp_path, writes=0)
     torch.testing.assert_close(ended, unbroken(2), rtol=0, atol=0)
 
 
-def train_until_space_ends(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
-    """Rank 0, which records the buffers, has space for the first steps only."""
-    left, allocate = iter(range(9)), os.posix_fallocate
+def train_until_space_ends(rank: int, world_size: int, plan: Plan, directory: Path, *, writes: int) -> Any:
+    """Rank 0, which records the buffers, has space for so many writes; with 0 no rank has any."""
+    left = iter(range(writes))
+    allocate = os.posix_fallocate
 
     def allocate_first(*args: int) -> None:
         if next(left, None) is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         allocate(*args)
 
-    with patch.object(os, "posix_fallocate", allocate if rank else allocate_first):
+    with patch.object(os, "posix_fallocate", allocate if rank and writes else allocate_first):
         return train(rank, world_size, plan, directory)
 
 
 def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
     """The rank that recorded them trained on without space for newer ones."""
-    _, survivor = launch_ranks(train_until_space_ends, 2, Plan(Kill("on_after_backward", 8, [0])), tmp_path)
+    _, survivor = launch_ranks(train_until_space_ends, 2, Plan(Kill("on_after_backward", 8, [0])), tmp_path, writes=9)
     assert "did not save the last step: the buffers of this step are not recorded" in survivor.output, survivor.story()
     assert not (tmp_path / NAME).exists()
 
@@ -235,12 +221,10 @@ ORPHANED = """
 @pytest.mark.nightly
 def test_a_rank_whose_launcher_was_killed_names_the_cause(tmp_path: Path) -> None:
     """It saves, and exits even if a hook is stuck."""
-    (tmp_path / "train.py").write_text(textwrap.dedent(ORPHANED))
-    # Its output ends when rank 1 exits, after the script.
-    command, environment = [sys.executable, "train.py"], {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipe = subprocess.PIPE
-    script = subprocess.run(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-    assert "RankDiedError: rank 0 " in script.stdout, script.stdout
+    # The shell's output ends when rank 1 exits, after the script.
+    shell = ("sh", "-c", '(python "$0") 2>&1 | cat')
+    script = run_script(ORPHANED, launcher=shell, cwd=tmp_path)
+    assert "RankDiedError: rank 0 " in script.output, script.output
     assert saved(tmp_path) >= 5
 
 

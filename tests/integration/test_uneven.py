@@ -18,9 +18,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import SamplingError
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
-from tests.harness import training as harness
-from tests.harness.ranks import by_hand_env, run_ranks
 from tests.integration.continuing import Numbers, Run, Training, generations
+from tests.ranks import by_hand_env, run_ranks
+from tests.training import Net, make_strategy, make_trainer
 
 Lengths = list[int]  # of a rank's data, by epoch
 STOP = {"uneven_inputs": "stop_at_shortest"}
@@ -196,7 +196,7 @@ def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: P
         assert "or training would hang (lengths by rank: (inf, 3); inf means no length)" in message
 
 
-class Counting(harness.Net):
+class Counting(Net):
     def configure_callbacks(self) -> list[L.Callback]:
         assert self.trainer.estimated_stepping_batches
         return []
@@ -204,7 +204,7 @@ class Counting(harness.Net):
 
 def count_too_early(rank: int, world_size: int, directory: Path) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        harness.make_trainer(harness.make_strategy("ours", directory, uneven_inputs="stop_at_shortest")).fit(Counting())
+        make_trainer(make_strategy("ours", directory, uneven_inputs="stop_at_shortest")).fit(Counting())
     return str(caught.value)
 
 

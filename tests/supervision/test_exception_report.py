@@ -176,8 +176,7 @@ def test_an_error_with_the_words_of_a_backend_is_the_ranks_own(name: str, tmp_pa
         ranks.release(0)
         (told,) = ranks.wait(0)
     assert re.search(sentence, failed.output, re.DOTALL), failed.story()
-    assert failed.error is not None
-    assert failed.error.type_name == "RuntimeError", failed.story()
+    assert failed.failure.type_name == "RuntimeError", failed.story()
     error_of(told, RankFailedError, 1, failed.pid)
 
 
@@ -211,8 +210,7 @@ def test_an_error_after_fit_is_the_ranks_own(work: Callable[[], object], sentenc
         ranks.wait(1)
         ranks.release(0)
         (failed,) = ranks.wait(0)
-    assert failed.error is not None
-    assert f"{failed.error.type_name}: {failed.error.message}".startswith(sentence), failed.story()
+    assert f"{failed.failure.type_name}: {failed.failure.message}".startswith(sentence), failed.story()
     assert sentence in failed.output
 
 
