@@ -438,6 +438,6 @@ def test_ranks_that_run_other_layers_raise(
 ) -> None:
     """If a rank skips a layer, or runs one more often, every rank's error names each rank's layer."""
     told = f"ranks are in different BatchNorm layers or passes: rank 0 is in the {first}, rank 1 is in the {second}"
-    outcomes = launch_ranks(normalise, 2, tmp_path, by, Normalised(**options), env=by_hand_env(2))
+    outcomes = launch_ranks(normalise, 2, tmp_path, by, Normalised(**options))
     assert "BatchNormError" in [outcome.failure.type_name for outcome in outcomes]
     assert all(told in outcome.failure.message for outcome in outcomes)

@@ -87,7 +87,7 @@ def forget(rank: int, world_size: int, directory: Path, freezes: bool = False) -
 
 def test_unused_parameters_are_named(tmp_path: Path) -> None:
     """The error names the first ten, their number and the option that allows it; the other rank also exits."""
-    first, second = launch_ranks(forget, 2, tmp_path, env=by_hand_env(2))
+    first, second = launch_ranks(forget, 2, tmp_path)
     assert (first.exit_code, second.exit_code) == (1, 1)
     assert second.failure.message.startswith(
         "rank 1 did not use these parameters to compute the loss that training_step returned: "
@@ -99,7 +99,7 @@ def test_unused_parameters_are_named(tmp_path: Path) -> None:
 
 def test_unused_parameters_are_named_if_others_were_frozen_since(tmp_path: Path) -> None:
     """DDP counts the parameters that were trainable when it was built; it waits also for those."""
-    _, second = launch_ranks(forget, 2, tmp_path, True, env=by_hand_env(2))
+    _, second = launch_ranks(forget, 2, tmp_path, True)
     names = [f"{layer}.{name}" for layer in ("layers.0", *SPARE[:4]) for name in ("weight", "bias")]
     expected = f"{', '.join(names)} and 4 more"
     assert f"loss that training_step returned: {expected}; DDP waits" in second.failure.message, second.failure.message

@@ -26,7 +26,7 @@ from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import RankAbsentError
-from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
+from tests.harness.ranks import RankProcesses, announce, hold, launch_ranks
 from tests.harness.training import At, Batch, Net, make_trainer
 
 PLACE = r"\S+/test_deadlocks\.py:\d+"
@@ -215,7 +215,7 @@ def fit_case(rank: int, world_size: int, directory: Path, name: str) -> None:
 def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
     """Both ranks raise an error with both calls, their lines and a remedy, long before the timeout."""
     _, first, second, remedy = CASES[name]
-    outcomes = launch_ranks(fit_case, 2, tmp_path, name, env=by_hand_env(2))
+    outcomes = launch_ranks(fit_case, 2, tmp_path, name)
     by_rank = [rf"rank {rank} \(host \S+, pid {outcomes[rank].pid}\) is in" for rank in range(2)]
     sentence = (
         rf"ranks are waiting for each other in different calls: {by_rank[0]} {first}, {PLACE}; "
@@ -232,7 +232,7 @@ def validate_unevenly(rank: int, world_size: int, directory: Path) -> None:
 
 def test_values_logged_in_other_numbers_of_steps_are_named(tmp_path: Path) -> None:
     """Both ranks raise an error with the values, without waiting."""
-    for outcome in launch_ranks(validate_unevenly, 2, tmp_path, env=by_hand_env(2)):
+    for outcome in launch_ranks(validate_unevenly, 2, tmp_path):
         assert outcome.failure.type_name == "DivergenceError", outcome.story()
         assert "ranks logged different values with sync_dist=True" in outcome.failure.message
 
@@ -247,7 +247,7 @@ def leave_early(rank: int, world_size: int, directory: Path) -> None:
 
 def test_a_rank_that_has_left_fit_is_named(tmp_path: Path) -> None:
     """The message has its line after `fit`, and the call in which the other rank waits for it."""
-    with RankProcesses(leave_early, 2, tmp_path, env=by_hand_env(2)) as ranks:
+    with RankProcesses(leave_early, 2, tmp_path) as ranks:
         ranks.wait_for("after fit", 1)
         (waiting,) = ranks.wait(0)
         ranks.release(1)
@@ -363,7 +363,7 @@ def fit_busy(rank: int, world_size: int, directory: Path, name: str) -> None:
 @pytest.mark.parametrize("name", BUSY)
 def test_a_rank_that_works_can_continue(name: str, tmp_path: Path) -> None:
     """The others wait for it, however often rank 0 compares the ranks."""
-    with RankProcesses(fit_busy, 2, tmp_path, name, env=by_hand_env(2)) as ranks:
+    with RankProcesses(fit_busy, 2, tmp_path, name) as ranks:
         ranks.wait_for("busy", 0)
         for _ in range(4):
             ranks.wait_for("survey", 0)
@@ -381,7 +381,7 @@ def fit_stopped(rank: int, world_size: int, directory: Path) -> None:
 
 def test_a_stopped_process_can_continue(tmp_path: Path) -> None:
     """A process that SIGSTOP stopped and SIGCONT continued finishes, and so do the ranks that waited for it."""
-    with RankProcesses(fit_stopped, 2, tmp_path, env=by_hand_env(2)) as ranks:
+    with RankProcesses(fit_stopped, 2, tmp_path) as ranks:
         ranks.wait_for("busy", 1)
         ranks.kill(1, signal.SIGSTOP)
         ranks.release(1)

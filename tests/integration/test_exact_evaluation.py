@@ -33,7 +33,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecal
 from torchmetrics.retrieval import RetrievalMRR
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
-from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.harness.training import (
     Kind,
     assert_same,
@@ -56,9 +56,10 @@ def scores(samples: int) -> list[Batch]:
     ]
 
 
-def loader(samples: int, batch_size: int | None = 1, **options: Any) -> DataLoader[Any]:
+def loader(samples: int, batch_size: int | None = 1, kind: Any = DataLoader, **options: Any) -> DataLoader[Any]:
     chosen = options if "batch_sampler" in options else {"batch_size": batch_size, **options}
-    return DataLoader(scores(samples), **chosen)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = kind(scores(samples), **chosen)
+    return loader
 
 
 class Ragged(BatchSampler):
@@ -88,7 +89,12 @@ class Case:
     @property
     def is_drawn(self) -> bool:
         """Whether stock's ranks may read other samples than ours."""
-        return self.reader in ("shuffled", "subset", "exact", "fit")
+        return self.reader in ("shuffled", "subset", "fit") or self.is_exact
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the user's sampler leaves some ranks a batch less, for which stock's ranks would wait."""
+        return self.reader.startswith("exact")
 
     def loaders(self) -> list[DataLoader[Any]]:
         load = partial(loader, self.samples, batch_size=self.batch_size)
@@ -98,16 +104,17 @@ class Case:
             drawn = random.Random(3)
             sizes = [(drawn.randint(1, 40), drawn.randint(1, 7)) for _ in range(3)]
             return [load(), *(loader(*size) for size in [(7, 1), (10, 3), (1, 1), *sizes])]
+        exact = ExactDistributedSampler(range(self.samples))  # type: ignore[arg-type]
         ways: dict[str, dict[str, Any]] = {
             "ragged": {"batch_sampler": Ragged(range(self.samples), 2, False)},
             "items": {"batch_size": None},
             "workers": {**KEPT, "num_workers": 2},
             "shuffled": {"shuffle": True},
             "subset": {"sampler": SubsetRandomSampler(range(0, self.samples, 2))},
-            "exact": {"sampler": ExactDistributedSampler(range(self.samples))},  # type: ignore[arg-type]
+            "stateful": {"kind": StatefulDataLoader},
+            "exact": {"sampler": exact},
+            "exact, stateful": {"sampler": exact, "kind": StatefulDataLoader},
         }
-        if self.reader == "stateful":
-            return [StatefulDataLoader(scores(self.samples), self.batch_size)]
         return [load(**ways.get(self.reader, {}))]
 
 
@@ -116,7 +123,15 @@ READERS = ("items", "ragged", "stateful", "two", "limited")
 CASES = [
     *product(["batches"], (1, 2, 4, 5, 13), (1, 3)),
     *((reader, *size) for reader, size in product(READERS, FEW)),
-    *(("workers", 13, 3), ("several", 2, 2), ("shuffled", 13, 4), ("subset", 20, 2), ("exact", 10, 3), ("fit", 5, 2)),
+    *(
+        ("workers", 13, 3),
+        ("several", 2, 2),
+        ("shuffled", 13, 4),
+        ("subset", 20, 2),
+        ("exact", 10, 3),
+        ("exact, stateful", 10, 3),
+        ("fit", 5, 2),
+    ),
 ]
 
 
@@ -272,7 +287,7 @@ def evaluate(kind: Kind, directory: Path, cases: list[Case]) -> dict[Case, Found
             trainer.fit(model, loader(6), loaders)
         else:
             trainer.validate(model, loaders, verbose=False)
-        if case.reader == "exact":  # once more
+        if case.is_exact:  # once more: nothing has put a sampler in
             model = Collects(len(loaders))
             trainer.validate(model, loaders, verbose=False)
         found[case] = found_by(trainer, model)
@@ -286,7 +301,7 @@ def test_values_are_those_of_one_process_and_all_else_is_stocks(ranks: int, tmp_
     cases = [Case(*case, ranks) for case in CASES]
     alone = [Case(*case, 1) for case in CASES]
     ours = on_ranks("ours", evaluate, tmp_path, cases, world_size=ranks)
-    even = [case for case in cases if case.reader != "exact"]  # stock's ranks would wait for each other otherwise
+    even = [case for case in cases if not case.is_exact]
     stock = on_ranks("stock", evaluate, tmp_path, even, world_size=ranks)
     (one,) = on_ranks("stock", evaluate, tmp_path / "stock", alone, world_size=1)
     for case, single in zip(cases, alone, strict=True):
@@ -336,7 +351,7 @@ def choose(rank: int, world_size: int, directory: Path) -> None:
 
 def test_limits_and_samplers_that_repeat_can_be_chosen(tmp_path: Path) -> None:
     """A limit leaves each rank that many batches; ``drop_last``, the user's own sampler or stock's repeat samples."""
-    run_ranks(choose, 3, tmp_path, env=by_hand_env(3))
+    run_ranks(choose, 3, tmp_path)
 
 
 class Dealt(DistributedSampler[Any]):
@@ -402,8 +417,8 @@ def deal(rank: int, world_size: int, directory: Path) -> dict[str, tuple[dict[st
 
 def test_ranks_that_have_other_numbers_of_batches_or_none(tmp_path: Path) -> None:
     """Each rank evaluates its own batches, at least one of them, and values are those of all samples."""
-    (one,) = run_ranks(deal, 1, tmp_path, env=by_hand_env(1))
-    ranks = run_ranks(deal, 3, tmp_path, env=by_hand_env(3))
+    (one,) = run_ranks(deal, 1, tmp_path)
+    ranks = run_ranks(deal, 3, tmp_path)
     for rank in ranks:
         for name, (values, _) in one.items():
             assert rank[name][0] == pytest.approx(values, rel=1e-6), name
@@ -472,7 +487,7 @@ def reduce_otherwise(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 def test_metrics_of_any_shape_and_values_that_users_reduce(tmp_path: Path) -> None:
     """A rank that only repeats a sample takes part in all reductions, and a value that a step gathered stays."""
-    first, second = run_ranks(reduce_otherwise, 2, tmp_path, env=by_hand_env(2))
+    first, second = run_ranks(reduce_otherwise, 2, tmp_path)
     assert first == second
     assert first[1][0]["counts"] == 1
 

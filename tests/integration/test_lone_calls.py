@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import RankAbsentError, RankHungError
 from tests.harness.outcomes import Outcome
-from tests.harness.ranks import RankProcesses, announce, by_hand_env, free_port, hold, launch_ranks, run_ranks
+from tests.harness.ranks import RankProcesses, announce, free_port, hold, launch_ranks, run_ranks
 from tests.harness.training import Batch, Net, backend, limit_collectives, make_strategy, make_trainer
 
 PLACE = r"\(.*test_lone_calls.py:\d+\)"
@@ -48,7 +48,7 @@ def save_on(rank: int, world_size: int, directory: Path, ranks: list[int], step:
 
 
 def endings(function: Any, world_size: int, *args: Any) -> list[Outcome]:
-    return launch_ranks(function, world_size, *args, env=by_hand_env(world_size))
+    return launch_ranks(function, world_size, *args)
 
 
 @pytest.mark.parametrize(("ranks", "absent"), [([2], "[01]"), ([0, 1], "2")])
@@ -92,7 +92,7 @@ def test_ranks_in_different_barriers_raise_with_both_places(tmp_path: Path) -> N
         assert outcome.failure.type_name == "RankAbsentError"
         assert re.search(rf"rank 1 .*? began barrier 'model' {PLACE}", outcome.failure.message)
         assert re.search(rf"rank [02] .*? began barrier 'data' {PLACE}", outcome.failure.message)
-    run_ranks(at_barriers, 3, tmp_path, ["data"] * 3, env=by_hand_env(3))
+    run_ranks(at_barriers, 3, tmp_path, ["data"] * 3)
     assert (tmp_path / "it.ckpt").exists()
 
 
@@ -107,7 +107,7 @@ def late_at_a_barrier(rank: int, world_size: int, directory: Path, late: int) ->
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_late_for_a_barrier_is_named(late: int, tmp_path: Path) -> None:
     """The waiting rank raises an error with its name, even if it is rank 0, which keeps the record."""
-    with RankProcesses(late_at_a_barrier, 2, tmp_path, late, env=by_hand_env(2)) as ranks:
+    with RankProcesses(late_at_a_barrier, 2, tmp_path, late) as ranks:
         (outcome,) = ranks.wait(1 - late)
     sentence = rf"rank {1 - late} began barrier 'end' .*, but rank {late} \(host .*did not do so in time"
     assert re.search(sentence, outcome.story())
@@ -153,7 +153,7 @@ def fit_late(rank: int, world_size: int, url: str, model: Net, max_epochs: int, 
 
 
 def training(world_size: int, url: str, model: Net, max_epochs: int = -1, **options: Any) -> RankProcesses:
-    return RankProcesses(fit_late, world_size, url, model, max_epochs, env=by_hand_env(world_size), **options)
+    return RankProcesses(fit_late, world_size, url, model, max_epochs, **options)
 
 
 def let_continue(ranks: RankProcesses, *, stopped: int | None = None) -> None:

@@ -26,7 +26,7 @@ from lightning_ddp_ext import (
     SyncBatchNormConversion,
 )
 from tests.harness.processes import changed_in_process, of_process
-from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.harness.training import (
     KINDS,
     At,
@@ -111,14 +111,14 @@ RUNS: list[tuple[str, L.Callback]] = [
 ]
 
 
-def changed_by_runs(rank: int, world_size: int, directory: Path) -> list[dict[str, Any]]:
+def changed_by_runs(kind: Kind, directory: Path) -> list[dict[str, Any]]:
     """Return the changes after each run in a process that prints stacks on a signal."""
     warnings.simplefilter("ignore")
     faulthandler.register(signal.SIGUSR1)
     before, changes = of_process(), []
     for run, callback in RUNS:
         callbacks = [HangWatchdog(600), callback]
-        trainer = make_trainer(make_strategy("ours", directory), callbacks=callbacks, default_root_dir=directory)
+        trainer = make_trainer(make_strategy(kind, directory), callbacks=callbacks, default_root_dir=directory)
         with suppress(BoomError, SystemExit):
             getattr(trainer, run)(Net())
         changes.append(changed_in_process(before))
@@ -129,7 +129,7 @@ def changed_by_runs(rank: int, world_size: int, directory: Path) -> list[dict[st
 def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:
     """This holds for every end; only the channel stays, and after a failure SIGTERM waits for some seconds."""
     deferred = {"SIGTERM", "SigCgt"}
-    for changes in run_ranks(changed_by_runs, 2, tmp_path, env={**by_hand_env(2), "OMP_NUM_THREADS": "1"}):
+    for changes in on_ranks("ours", changed_by_runs, tmp_path, env={"OMP_NUM_THREADS": "1"}):
         names = [{name for name in changed if not name.startswith("ddpx-")} for changed in changes]
         assert names == [set()] * 5 + [deferred] * 3 + [set()] * 2, changes
         assert all("ddpx-signals" not in changed and "ddpx-stop-deadline" not in changed for changed in changes)
@@ -268,7 +268,7 @@ def is_as_before(rank: int, world_size: int, directory: Path) -> list[str]:
 
 def test_the_users_objects_are_as_they_were(tmp_path: Path) -> None:
     """Loader, sampler, batch sampler and dataset have the class and the attributes that they had before the run."""
-    assert run_ranks(is_as_before, 2, tmp_path, env=by_hand_env(2)) == [[], []]
+    assert run_ranks(is_as_before, 2, tmp_path) == [[], []]
 
 
 def made(**options: Any) -> OwnLoader:

@@ -23,7 +23,7 @@ from lightning_ddp_ext import (
 )
 from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers
-from tests.harness.ranks import RankProcesses, by_hand_env, hold, run_ranks
+from tests.harness.ranks import RankProcesses, hold, run_ranks
 from tests.harness.training import KINDS, At, Kind, Net, backend, make_strategy, make_trainer, on_ranks, weights
 from tests.integration.checkpointing import Keeper, checkpoint_callback, trainer_for
 
@@ -299,7 +299,7 @@ def test_a_save_is_finished_when_another_rank_dies(
     io: type[RankZeroCheckpointIO], save_deadline: float, is_finished: bool, tmp_path: Path
 ) -> None:
     """A save does not need the other ranks, so rank 0 finishes it before it exits, or exits at the deadline."""
-    with RankProcesses(saves_slowly, 2, tmp_path, io, save_deadline, env=by_hand_env(2)) as ranks:
+    with RankProcesses(saves_slowly, 2, tmp_path, io, save_deadline) as ranks:
         ranks.wait_for("saving", rank=0)
         ranks.kill(1)
         ranks.wait_for_output("This rank will finish writing its checkpoint before it exits", rank=0)
