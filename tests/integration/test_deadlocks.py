@@ -194,28 +194,21 @@ def make_strategy(directory: Path, seconds: float = 0.5, **options: Any) -> DDPE
     return strategy
 
 
-def fit(
-    rank: int,
-    world_size: int,
-    directory: Path,
-    setting: Callable[[int], Setting],
-    seconds: float = 0.5,
-    **more: Any,
-) -> None:
-    model, options = setting(rank)
-    chosen = {"max_epochs": 1, "num_sanity_val_steps": 0, "devices": world_size, **options, **more}
-    make_trainer(make_strategy(directory, seconds), **chosen).fit(model)
-
-
-def fit_case(rank: int, world_size: int, directory: Path, name: str) -> None:
-    fit(rank, world_size, directory, CASES[name][0])
+def fit(rank: int, world_size: int, directory: Path, name: str) -> None:
+    """Train in a setting; ranks are compared soon, or very soon if one of them is busy."""
+    is_busy = name in BUSY
+    if rank == 0 and is_busy:
+        threading.Thread(target=announce_surveys, daemon=True).start()
+    model, options = SETTINGS[name](rank)
+    chosen = {"max_epochs": 1, "num_sanity_val_steps": 0, "default_root_dir": directory, **options}
+    make_trainer(make_strategy(directory, 0.2 if is_busy else 0.5), **chosen).fit(model)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
     """Both ranks raise an error with both calls, their lines and a remedy, long before the timeout."""
     _, first, second, remedy = CASES[name]
-    outcomes = launch_ranks(fit_case, 2, tmp_path, name)
+    outcomes = launch_ranks(fit, 2, tmp_path, name)
     by_rank = [rf"rank {rank} \(host \S+, pid {outcomes[rank].pid}\) is in" for rank in range(2)]
     sentence = (
         rf"ranks are waiting for each other in different calls: {by_rank[0]} {first}, {PLACE}; "
@@ -226,13 +219,9 @@ def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
         assert re.search(sentence, outcome.failure.message), outcome.story()
 
 
-def validate_unevenly(rank: int, world_size: int, directory: Path) -> None:
-    fit(rank, world_size, directory, lambda rank: validating([3, 2], on_step=True))
-
-
 def test_values_logged_in_other_numbers_of_steps_are_named(tmp_path: Path) -> None:
     """Both ranks raise an error with the values, without waiting."""
-    for outcome in launch_ranks(validate_unevenly, 2, tmp_path):
+    for outcome in launch_ranks(fit, 2, tmp_path, "uneven validation"):
         assert outcome.failure.type_name == "DivergenceError", outcome.story()
         assert "ranks logged different values with sync_dist=True" in outcome.failure.message
 
@@ -340,6 +329,12 @@ BUSY: dict[str, Callable[[int], Setting]] = {
     "a long backward pass": lambda rank: (ComputesLong(), {}),
     "work before a barrier": lambda rank: with_callback("on_train_end", stay),
     "work at the start": lambda rank: with_callback("setup", stay),
+    "stopped": lambda rank: (Plain(), {"callbacks": [Lone("on_train_batch_end", stay, rank=1, earlier=1)]}),
+}
+SETTINGS: dict[str, Callable[[int], Setting]] = {
+    **{name: setting for name, (setting, *_) in CASES.items()},
+    **BUSY,
+    "uneven validation": lambda rank: validating([3, 2], on_step=True),
 }
 
 
@@ -354,16 +349,10 @@ def announce_surveys() -> None:
         time.sleep(0.001)
 
 
-def fit_busy(rank: int, world_size: int, directory: Path, name: str) -> None:
-    if rank == 0:
-        threading.Thread(target=announce_surveys, daemon=True).start()
-    fit(rank, world_size, directory, BUSY[name], seconds=0.2, default_root_dir=directory)
-
-
-@pytest.mark.parametrize("name", BUSY)
+@pytest.mark.parametrize("name", [name for name in BUSY if name != "stopped"])
 def test_a_rank_that_works_can_continue(name: str, tmp_path: Path) -> None:
     """The others wait for it, however often rank 0 compares the ranks."""
-    with RankProcesses(fit_busy, 2, tmp_path, name) as ranks:
+    with RankProcesses(fit, 2, tmp_path, name) as ranks:
         ranks.wait_for("busy", 0)
         for _ in range(4):
             ranks.wait_for("survey", 0)
@@ -372,16 +361,9 @@ def test_a_rank_that_works_can_continue(name: str, tmp_path: Path) -> None:
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes[0].story()
 
 
-def fit_stopped(rank: int, world_size: int, directory: Path) -> None:
-    if rank == 0:
-        threading.Thread(target=announce_surveys, daemon=True).start()
-    setting = Plain(), {"callbacks": [Lone("on_train_batch_end", stay, rank=1, earlier=1)]}
-    fit(rank, world_size, directory, lambda rank: setting, seconds=0.2)
-
-
 def test_a_stopped_process_can_continue(tmp_path: Path) -> None:
     """A process that SIGSTOP stopped and SIGCONT continued finishes, and so do the ranks that waited for it."""
-    with RankProcesses(fit_stopped, 2, tmp_path) as ranks:
+    with RankProcesses(fit, 2, tmp_path, "stopped") as ranks:
         ranks.wait_for("busy", 1)
         ranks.kill(1, signal.SIGSTOP)
         ranks.release(1)

@@ -309,13 +309,14 @@ def one_epoch() -> DataLoader[Tensor]:
     return shuffled(12)(0, 2)
 
 
-def save_a_teacher(kind: Kind, directory: Path) -> str:
-    return Training(one_epoch, directory, options={"max_epochs": 1}).run("train_batch_end-2").saved["train_batch_end-2"]
+def save_early(kind: Kind, directory: Path, net: type[Net]) -> str:
+    run = Training(one_epoch, directory, options={"max_epochs": 1, "kind": net}).run("train_batch_end-1")
+    return run.saved["train_batch_end-1"]
 
 
 def test_a_file_that_a_hook_reads_moves_no_run(tmp_path: Path) -> None:
     """As with stock, training starts at the first batch, and a rank gets the file's content even if it reads alone."""
-    teacher, _ = on_ranks("ours", save_a_teacher, tmp_path)
+    teacher, _ = on_ranks("ours", save_early, tmp_path, Net)
     torch.save({"layers.0.weight": torch.ones(4, 1)}, tmp_path / "plain.pt")
     ours, stock = on_both(load_a_teacher, tmp_path, Path(teacher), tmp_path / "plain.pt")
     assert_same(ours, stock)
@@ -359,12 +360,8 @@ def find_a_rate(kind: Kind, directory: Path, path: str) -> list[int]:
     return [len(run.steps), *run.counts]
 
 
-def save_for_a_finder(kind: Kind, directory: Path) -> str:
-    return Training(one_epoch, directory).run("train_batch_end-1", kind=Tuned).saved["train_batch_end-1"]
-
-
 def test_a_finder_of_learning_rates_restores_its_own_file(tmp_path: Path) -> None:
     """As with stock, Lightning's loops then start from there, and so does the data."""
-    path, _ = on_ranks("ours", save_for_a_finder, tmp_path)
+    path, _ = on_ranks("ours", save_early, tmp_path, Tuned)
     ours, stock = on_both(find_a_rate, tmp_path, path)
     assert ours == stock
