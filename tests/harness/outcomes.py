@@ -55,6 +55,12 @@ class Outcome:
     error: RankError | None = None
     output: str = ""
 
+    @property
+    def failure(self) -> RankError:
+        """The exception that escaped; fails the test without one."""
+        assert self.error is not None, self.story()
+        return self.error
+
     def story(self) -> str:
         """Return its end in one line, its traceback unless that was printed, and its output."""
         error = f"{self.error.type_name}: {self.error.message}, " if self.error else ""

@@ -69,7 +69,8 @@ class RankProcesses:
         function: called as ``function(rank, world_size, *args, **kwargs)`` on each rank.
         world_size: number of ranks.
         time_limit: seconds within which all must exit.
-        env: changes to the environment, see ``Environment``; variables such as ``RANK`` are not set by default.
+        env: changes to the environment, see ``Environment``; by default several ranks have the variables of ranks that
+            a user starts by hand, and a single process has none.
         namespaces: one place per rank (a host of ``network``), or None for the test's own.
     """
 
@@ -85,7 +86,7 @@ class RankProcesses:
     ) -> None:
         self._world_size, self._time_limit = world_size, time_limit
         self._call = pickle.dumps((function, args, kwargs))
-        self._env = env or {}
+        self._env = by_hand_env(world_size) if env is None and world_size > 1 else env or {}
         self._places = namespaces or [None] * world_size
         self._ranks: dict[int, Rank] = {}
 

@@ -7,21 +7,18 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import lightning as L
 import numpy as np
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness.outcomes import Outcome, stories
@@ -217,161 +214,3 @@ def saved(directory: Path) -> int:
     [state] = [state for name, state in checkpoint["callbacks"].items() if name.startswith("ModelCheckpoint")]
     assert all(Path(path).exists() for path in (*state["best_k_models"], state["best_model_path"]) if path)
     return int(checkpoint["global_step"])
-
-
-# Code that changes the model outside of the optimiser.
-
-
-class Momentum(Net):
-    """Has an encoder whose weights follow those that are trained, before each forward pass.
-
-    Args:
-        change: how the weights are changed.
-        since: the first step that does so.
-    """
-
-    def __init__(self, change: Callable[[Tensor, Tensor], object], since: int = 0) -> None:
-        super().__init__()
-        self.change = change
-        self.since = since
-        self.target = nn.Linear(4, 8).requires_grad_(False)
-
-    def training_step(self, batch: Batch, index: int) -> Tensor:
-        if self.global_step >= self.since:
-            with torch.no_grad():
-                for each, trained in zip(self.target.parameters(), self.layers[0].parameters(), strict=True):
-                    self.change(each, 0.8 * each + 0.2 * trained)
-        return super().training_step(batch, index) + (self.target(batch[0]) - self.layers[0](batch[0])).square().mean()
-
-
-def assign(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter other memory; its version stays."""
-    parameter.data = value
-
-
-def assign_inside(parameter: Tensor, value: Tensor) -> None:
-    """Change a parameter without a trace in its version."""
-    parameter.data.copy_(value)
-
-
-class Normalising(Net):
-    """Scales trained weights before each forward pass."""
-
-    def training_step(self, batch: Batch, index: int) -> Tensor:
-        with torch.no_grad():
-            self.layers[0].weight.mul_(0.9)
-        return super().training_step(batch, index)
-
-
-class Clipping(Net):
-    """Limits trained weights after each step."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        with torch.no_grad():
-            self.layers[0].weight.clamp_(-0.3, 0.3)
-
-
-class OtherGenerator(Net):
-    """Has NumPy draw from a generator that is not a Mersenne Twister."""
-
-    def setup(self, stage: str) -> None:
-        np.random.set_bit_generator(np.random.PCG64(7))
-
-
-class Slow(Net):
-    """Takes long for the backward pass of the sixth step on a rank that survives."""
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        is_resumed = self.trainer.ckpt_path is not None
-        if self.global_step == 5 and self.global_rank == 0 and not is_resumed:
-            threading.Event().wait(SLOW)
-
-
-# What is not saved.
-
-
-class Counting(Net):
-    """Saves the state of a metric, which differs between ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = MeanMetric()
-        self.seen.persistent(True)
-
-    def training_step(self, batch: Batch, index: int) -> Tensor:
-        self.seen.update(batch[0])
-        return super().training_step(batch, index)
-
-
-class Shaking(Net):
-    """Changes a trained weight before the sixth step's forward pass."""
-
-    def on_train_batch_start(self, batch: Batch, index: int) -> None:
-        if self.global_step == 5:
-            self.layers[4].bias.data = self.layers[4].bias.data + 1
-
-
-class Twice(Net):
-    """Whose optimiser calls the closure three times a step."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), max_iter=3)
-
-
-class Manual(Net):
-    """Makes two steps itself in each batch."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Batch, index: int) -> None:
-        optimizer = self.optimizers()
-        for _ in range(2):
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, index))
-            optimizer.step()
-
-
-class Sharded(Net):
-    """Whose ranks each have a part of the optimiser's state."""
-
-    def configure_optimizers(self) -> Any:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.05)
-
-
-class Averaging(L.Callback):
-    """Has other weights validated than are trained; as Lightning's own, it does not change their version counters."""
-
-    def _swap(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        for each in module.parameters():
-            each.data.copy_(-each)
-
-    on_validation_epoch_start = on_validation_epoch_end = _swap
-
-
-class Skipping(Net):
-    """Ends the first epoch in its fifth batch, which is not trained on."""
-
-    def on_train_batch_start(self, batch: Batch, index: int) -> int | None:
-        return -1 if self.current_epoch == 0 and index == 4 else None
-
-
-THIRD = Kill("on_after_backward", 2)
-SIXTH = Kill("on_before_backward", 5)
-NO_STEP = "no step has finished since the start"
-SANITY = (NO_STEP, Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2}))
-REFUSED = [
-    ("several times per step", Plan(Kill("on_after_backward", 7), kind=Twice)),
-    ("manual optimisation", Plan(Kill("on_after_backward", 5), kind=Manual)),
-    ("shard of the optimiser's state", Plan(THIRD, kind=Sharded)),
-    ("weight averaging", Plan(Kill("on_validation_batch_start", 1), trainer={"callbacks": [Averaging()]})),
-    ("seen.mean_value has changed", Plan(SIXTH, kind=Counting)),
-    ("target.weight may have changed", Plan(SIXTH, kind=partial(Momentum, assign_inside, since=5))),
-    ("layers.4.bias may have changed", Plan(SIXTH, kind=Shaking)),
-    (NO_STEP, Plan(Kill("on_before_backward"))),
-    pytest.param(*SANITY, marks=pytest.mark.nightly),
-    ("model_averaging_period", Plan(THIRD, strategy={"model_averaging_period": 2})),
-    ('resume_data="stock"', Plan(THIRD, strategy={"resume_data": "stock"})),
-    ("a file system that supports locks", Plan(THIRD, strategy={"rescue_checkpoint": "memory://run/it.ckpt"})),
-]

@@ -81,8 +81,7 @@ def start_on_an_interface(rank: int, world_size: int) -> None:
 def test_an_interface_that_the_host_does_not_have_is_refused() -> None:
     """The error of gloo names it."""
     (outcome, *_) = launch_ranks(start_on_an_interface, 2, env=by_hand_env(2, free_port()))
-    assert outcome.error is not None
-    assert "Unable to find address for: eth99" in outcome.error.message, outcome.story()
+    assert "Unable to find address for: eth99" in outcome.failure.message, outcome.story()
 
 
 def start_with_another_version(rank: int, world_size: int, version: str) -> None:
@@ -93,8 +92,7 @@ def start_with_another_version(rank: int, world_size: int, version: str) -> None
 def test_another_installation_is_refused() -> None:
     """Every rank names the package that differs, and the versions by rank; torchmetrics' last number may differ."""
     for outcome in launch_ranks(start_with_another_version, 2, "0.{}", env=by_hand_env(2, free_port())):
-        assert outcome.error is not None
-        assert outcome.error.message.startswith("the version of torchmetrics must be the same on all ranks: rank 0 (")
+        assert outcome.failure.message.startswith("the version of torchmetrics must be the same on all ranks: rank 0 (")
     first, second = launch_ranks(start_with_another_version, 2, "1.8.{}", env=by_hand_env(2, free_port()))
     assert (first.exit_code, second.exit_code) == (0, 0)
     assert re.search(r"rank 0 \(.*\) has torchmetrics 1\.8\.0, rank 1 \(.*\) has 1\.8\.1; install", first.output)

@@ -25,8 +25,19 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from tests.harness.network import Network
-from tests.harness.ranks import by_hand_env, run_ranks
-from tests.harness.training import At, Kind, Net, assert_same, data, make_strategy, make_trainer, on_ranks, weights
+from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.training import (
+    At,
+    Batch,
+    Kind,
+    Net,
+    assert_same,
+    data,
+    make_strategy,
+    make_trainer,
+    on_ranks,
+    weights,
+)
 
 
 class Scaled(nn.BatchNorm2d):
@@ -378,3 +389,55 @@ def test_groups_have_separate_statistics(two_hosts: Network) -> None:
     for means in zip(*results, strict=True):
         assert_same((means[0], means[2]), (means[1], means[3]))
         assert not torch.equal(means[0], means[2])
+
+
+class Normalised(Net):
+    """BatchNorm layers with a linear one behind each of them.
+
+    Args:
+        leaves_out: the layer that rank 1 does not run in its second step.
+        extra: the rank that runs the whole model once more in its second step.
+    """
+
+    def __init__(self, *, leaves_out: str = "", extra: int | None = None) -> None:
+        super().__init__()
+        self.norms = nn.ModuleDict({name: nn.BatchNorm1d(4) for name in ("first", "middle", "last")})
+        self.linears = nn.ModuleDict({name: nn.Linear(4, 4) for name in self.norms})
+        self.layers = nn.Linear(4, 1)  # type: ignore[assignment]
+        self.leaves_out, self.extra = leaves_out, extra
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        is_second = index == 1
+        if is_second and self.global_rank == self.extra:
+            self.run_layers(batch[0], is_second)
+        return self.loss([self.run_layers(batch[0], is_second), batch[1]])
+
+    def run_layers(self, x: Tensor, is_second: bool) -> Tensor:
+        is_other = is_second and self.global_rank == 1
+        for name, norm in self.norms.items():
+            x = self.linears[name](x if is_other and name == self.leaves_out else norm(x))
+        return x
+
+
+def normalise(rank: int, world_size: int, directory: Path, by: str, model: Normalised) -> None:
+    unused = {"find_unused_parameters": True}
+    trainer_with("ours", directory, by=by, strategy=unused, max_epochs=1).fit(model)
+
+
+DIFFERENCES: list[tuple[str, dict[str, Any], str, str]] = [
+    ("callback", {"leaves_out": "first"}, "forward pass of norms.first", "forward pass of norms.middle"),
+    ("callback", {"leaves_out": "last"}, "forward pass of norms.last", "backward pass of norms.middle"),
+    ("flag", {"extra": 1}, "backward pass of norms.last", "forward pass of norms.first"),
+]
+
+
+@pytest.mark.lowest
+@pytest.mark.parametrize(("by", "options", "first", "second"), DIFFERENCES)
+def test_ranks_that_run_other_layers_raise(
+    by: str, options: dict[str, Any], first: str, second: str, tmp_path: Path
+) -> None:
+    """If a rank skips a layer, or runs one more often, every rank's error names each rank's layer."""
+    told = f"ranks are in different BatchNorm layers or passes: rank 0 is in the {first}, rank 1 is in the {second}"
+    outcomes = launch_ranks(normalise, 2, tmp_path, by, Normalised(**options))
+    assert "BatchNormError" in [outcome.failure.type_name for outcome in outcomes]
+    assert all(told in outcome.failure.message for outcome in outcomes)

@@ -26,7 +26,7 @@ from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import RankAbsentError
-from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
+from tests.harness.ranks import RankProcesses, announce, hold, launch_ranks
 from tests.harness.training import At, Batch, Net, make_trainer
 
 PLACE = r"\S+/test_deadlocks\.py:\d+"
@@ -194,49 +194,36 @@ def make_strategy(directory: Path, seconds: float = 0.5, **options: Any) -> DDPE
     return strategy
 
 
-def fit(
-    rank: int,
-    world_size: int,
-    directory: Path,
-    setting: Callable[[int], Setting],
-    seconds: float = 0.5,
-    **more: Any,
-) -> None:
-    model, options = setting(rank)
-    chosen = {"max_epochs": 1, "num_sanity_val_steps": 0, "devices": world_size, **options, **more}
-    make_trainer(make_strategy(directory, seconds), **chosen).fit(model)
-
-
-def fit_case(rank: int, world_size: int, directory: Path, name: str) -> None:
-    fit(rank, world_size, directory, CASES[name][0])
+def fit(rank: int, world_size: int, directory: Path, name: str) -> None:
+    """Train in a setting; ranks are compared soon, or very soon if one of them is busy."""
+    is_busy = name in BUSY
+    if rank == 0 and is_busy:
+        threading.Thread(target=announce_surveys, daemon=True).start()
+    model, options = SETTINGS[name](rank)
+    chosen = {"max_epochs": 1, "num_sanity_val_steps": 0, "default_root_dir": directory, **options}
+    make_trainer(make_strategy(directory, 0.2 if is_busy else 0.5), **chosen).fit(model)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
     """Both ranks raise an error with both calls, their lines and a remedy, long before the timeout."""
     _, first, second, remedy = CASES[name]
-    outcomes = launch_ranks(fit_case, 2, tmp_path, name, env=by_hand_env(2))
+    outcomes = launch_ranks(fit, 2, tmp_path, name)
     by_rank = [rf"rank {rank} \(host \S+, pid {outcomes[rank].pid}\) is in" for rank in range(2)]
     sentence = (
         rf"ranks are waiting for each other in different calls: {by_rank[0]} {first}, {PLACE}; "
         rf"{by_rank[1]} {second}, {PLACE}; .*{remedy}"
     )
     for outcome in outcomes:
-        assert outcome.error is not None, outcome.story()
-        assert outcome.error.type_name == "RankAbsentError", outcome.story()
-        assert re.search(sentence, outcome.error.message), outcome.story()
-
-
-def validate_unevenly(rank: int, world_size: int, directory: Path) -> None:
-    fit(rank, world_size, directory, lambda rank: validating([3, 2], on_step=True))
+        assert outcome.failure.type_name == "RankAbsentError", outcome.story()
+        assert re.search(sentence, outcome.failure.message), outcome.story()
 
 
 def test_values_logged_in_other_numbers_of_steps_are_named(tmp_path: Path) -> None:
     """Both ranks raise an error with the values, without waiting."""
-    for outcome in launch_ranks(validate_unevenly, 2, tmp_path, env=by_hand_env(2)):
-        assert outcome.error is not None, outcome.story()
-        assert outcome.error.type_name == "DivergenceError", outcome.story()
-        assert "ranks logged different values with sync_dist=True" in outcome.error.message
+    for outcome in launch_ranks(fit, 2, tmp_path, "uneven validation"):
+        assert outcome.failure.type_name == "DivergenceError", outcome.story()
+        assert "ranks logged different values with sync_dist=True" in outcome.failure.message
 
 
 def leave_early(rank: int, world_size: int, directory: Path) -> None:
@@ -249,15 +236,14 @@ def leave_early(rank: int, world_size: int, directory: Path) -> None:
 
 def test_a_rank_that_has_left_fit_is_named(tmp_path: Path) -> None:
     """The message has its line after `fit`, and the call in which the other rank waits for it."""
-    with RankProcesses(leave_early, 2, tmp_path, env=by_hand_env(2)) as ranks:
+    with RankProcesses(leave_early, 2, tmp_path) as ranks:
         ranks.wait_for("after fit", 1)
         (waiting,) = ranks.wait(0)
         ranks.release(1)
         ranks.wait(1)
-    assert waiting.error is not None
-    assert type(waiting.error.exception) is RankAbsentError, waiting.story()
+    assert type(waiting.failure.exception) is RankAbsentError, waiting.story()
     left = r"rank 1 \(host \S+, pid \d+\) is in code after the Trainer's run, \S+/rank_process\.py:\d+"
-    assert re.search(rf"rank 0 .* is in all_reduce #\d+ \[\[1\]\], {PLACE}; {left}", waiting.error.message)
+    assert re.search(rf"rank 0 .* is in all_reduce #\d+ \[\[1\]\], {PLACE}; {left}", waiting.failure.message)
 
 
 # Waits that are not deadlocks: rank 0 is busy until the test releases it.
@@ -343,6 +329,12 @@ BUSY: dict[str, Callable[[int], Setting]] = {
     "a long backward pass": lambda rank: (ComputesLong(), {}),
     "work before a barrier": lambda rank: with_callback("on_train_end", stay),
     "work at the start": lambda rank: with_callback("setup", stay),
+    "stopped": lambda rank: (Plain(), {"callbacks": [Lone("on_train_batch_end", stay, rank=1, earlier=1)]}),
+}
+SETTINGS: dict[str, Callable[[int], Setting]] = {
+    **{name: setting for name, (setting, *_) in CASES.items()},
+    **BUSY,
+    "uneven validation": lambda rank: validating([3, 2], on_step=True),
 }
 
 
@@ -357,16 +349,10 @@ def announce_surveys() -> None:
         time.sleep(0.001)
 
 
-def fit_busy(rank: int, world_size: int, directory: Path, name: str) -> None:
-    if rank == 0:
-        threading.Thread(target=announce_surveys, daemon=True).start()
-    fit(rank, world_size, directory, BUSY[name], seconds=0.2, default_root_dir=directory)
-
-
-@pytest.mark.parametrize("name", BUSY)
+@pytest.mark.parametrize("name", [name for name in BUSY if name != "stopped"])
 def test_a_rank_that_works_can_continue(name: str, tmp_path: Path) -> None:
     """The others wait for it, however often rank 0 compares the ranks."""
-    with RankProcesses(fit_busy, 2, tmp_path, name, env=by_hand_env(2)) as ranks:
+    with RankProcesses(fit, 2, tmp_path, name) as ranks:
         ranks.wait_for("busy", 0)
         for _ in range(4):
             ranks.wait_for("survey", 0)
@@ -375,16 +361,9 @@ def test_a_rank_that_works_can_continue(name: str, tmp_path: Path) -> None:
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes[0].story()
 
 
-def fit_stopped(rank: int, world_size: int, directory: Path) -> None:
-    if rank == 0:
-        threading.Thread(target=announce_surveys, daemon=True).start()
-    setting = Plain(), {"callbacks": [Lone("on_train_batch_end", stay, rank=1, earlier=1)]}
-    fit(rank, world_size, directory, lambda rank: setting, seconds=0.2)
-
-
 def test_a_stopped_process_can_continue(tmp_path: Path) -> None:
     """A process that SIGSTOP stopped and SIGCONT continued finishes, and so do the ranks that waited for it."""
-    with RankProcesses(fit_stopped, 2, tmp_path, env=by_hand_env(2)) as ranks:
+    with RankProcesses(fit, 2, tmp_path, "stopped") as ranks:
         ranks.wait_for("busy", 1)
         ranks.kill(1, signal.SIGSTOP)
         ranks.release(1)

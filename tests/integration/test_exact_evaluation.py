@@ -1,14 +1,15 @@
-"""Metrics of an evaluation on several ranks are those of one process, whatever loaders, samplers and limits it has."""
+"""Ways to read and to collect in an evaluation: logged values are one process's, everything else is stock's."""
 
 from __future__ import annotations
 
-import random
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import pytest
@@ -19,21 +20,108 @@ from torch.distributed import ReduceOp
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchmetrics import CatMetric, ExplainedVariance, MeanMetric, Metric, MetricCollection
+from torchmetrics import (
+    CatMetric,
+    ExplainedVariance,
+    MeanMetric,
+    Metric,
+    MetricCollection,
+    PearsonCorrCoef,
+)
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecall
+from torchmetrics.retrieval import RetrievalMRR
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
-from tests.harness.ranks import by_hand_env, run_ranks
-from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both
-from tests.integration.continuing import KEPT, Net, Numbers
+from tests.harness.ranks import run_ranks
+from tests.harness.training import (
+    Kind,
+    assert_same,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+)
+from tests.integration.continuing import KEPT
 
 Batch = dict[str, Tensor]
 
 
-def scores(samples: int) -> Any:
-    """Return scores and labels of some samples; always the same for the same number."""
-    x, drawn = torch.rand(2, samples, generator=torch.Generator().manual_seed(samples))
-    return [{"x": x[i], "label": (drawn[i] < 0.5).long(), "index": torch.tensor(i)} for i in range(samples)]
+def scores(samples: int) -> list[Batch]:
+    """Return rows of a score, a label, a group and an index; always the same."""
+    drawn = torch.rand(samples, 2, generator=torch.Generator().manual_seed(samples))
+    return [
+        {"x": x, "label": (y < 0.5).long(), "group": torch.tensor(i % 3), "index": torch.tensor(i)}
+        for i, (x, y) in enumerate(drawn)
+    ]
+
+
+def loader(samples: int, batch_size: int | None = 1, kind: Any = DataLoader, **options: Any) -> DataLoader[Any]:
+    chosen = options if "batch_sampler" in options else {"batch_size": batch_size, **options}
+    loader: DataLoader[Any] = kind(scores(samples), **chosen)
+    return loader
+
+
+class Ragged(BatchSampler):
+    """A user's batch sampler: each batch is one larger than the one before."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = list(self.sampler)
+        size = 1
+        while samples:
+            yield samples[:size]
+            samples = samples[size:]
+            size += 1
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is read, by how many ranks, and how."""
+
+    reader: str
+    samples: int
+    batch_size: int
+    ranks: int
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether stock's ranks may read other samples than ours."""
+        return self.reader in ("shuffled", "subset", "fit") or self.is_exact
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the user's sampler leaves some ranks a batch less, for which stock's ranks would wait."""
+        return self.reader.startswith("exact")
+
+    def loaders(self) -> list[DataLoader[Any]]:
+        load = partial(loader, self.samples, batch_size=self.batch_size)
+        if self.reader in ("two", "fit"):
+            return [load(), loader(self.samples + 1, self.batch_size, **KEPT if self.reader == "fit" else {})]
+        if self.reader == "several":
+            return [load(), *(loader(*size) for size in ((7, 1), (10, 3), (1, 1), (23, 6)))]
+        exact = ExactDistributedSampler(range(self.samples))  # type: ignore[arg-type]
+        ways: dict[str, dict[str, Any]] = {
+            "ragged": {"batch_sampler": Ragged(range(self.samples), 2, False)},
+            "items": {"batch_size": None},
+            "workers": {**KEPT, "num_workers": 2},
+            "shuffled": {"shuffle": True},
+            "subset": {"sampler": SubsetRandomSampler(range(0, self.samples, 2))},
+            "stateful": {"kind": StatefulDataLoader},
+            "exact": {"sampler": exact},
+            "exact, stateful": {"sampler": exact, "kind": StatefulDataLoader},
+        }
+        return [load(**ways.get(self.reader, {}))]
+
+
+CASES = [
+    *product(["batches"], (1, 4, 5, 13), (1, 3)),
+    *((reader, *size) for reader in ("items", "stateful", "two") for size in ((1, 2), (13, 3))),
+    *((reader, *size) for reader in ("ragged", "limited") for size in ((1, 2), (5, 2), (13, 3))),
+    *(("workers", 13, 3), ("several", 2, 2), ("shuffled", 13, 4), ("subset", 20, 2)),
+    *(("exact", 10, 3), ("exact, stateful", 10, 3), ("fit", 5, 2)),
+]
 
 
 class InPlace(Metric):
@@ -52,153 +140,175 @@ class InPlace(Metric):
         return self.total
 
 
-class Measured(Net):
-    """Logs values for each of its loaders, of all kinds for the first ones."""
+class Items(Metric):
+    """Keeps each batch in a list that torchmetrics gathers item by item, next to a number that it reduces."""
 
-    def __init__(self, loaders: int = 1, *, all_kinds: int = 1) -> None:
-        super().__init__(list)
-        self.all_kinds, self.trained = all_kinds, InPlace()
-        shared = (MetricCollection([BinaryAccuracy(), BinaryRecall()]) for _ in range(loaders))  # of one state
-        self.measures = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "mean": MeanMetric(),
-                    "auroc": BinaryAUROC(),
-                    "in place": InPlace(),
-                    "seen": CatMetric(),
-                    "collection": each,
-                }
-            )
-            for each in shared
-        )
-        self.seen: list[Any] = []
-        self.sizes: list[int] = []
+    kept: list[Tensor]
+    updates: Tensor
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        self.trained.update(batch)  # also after an evaluation, which is in inference mode
-        return super().training_step(batch, index)
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("kept", [], dist_reduce_fx=None)
+        self.add_state("updates", torch.tensor(0), dist_reduce_fx="sum")
 
-    def measure(self, batch: Batch, loader: int) -> None:
-        x, label, measures = batch["x"], batch["label"], self.measures[loader]
-        measures["seen"].update(batch["index"])
-        self.sizes.append(len(x))
-        self.log("mean", x.mean(), on_step=True, on_epoch=True, sync_dist=True)
-        self.log("own", x.mean())
-        if loader < self.all_kinds:
-            self.log_all_kinds(measures, x, label)
+    def update(self, x: Tensor) -> None:
+        self.kept.append(x)
+        self.updates += 1
 
-    def log_all_kinds(self, measures: Any, x: Tensor, label: Tensor) -> None:
-        measures["auroc"].update(x, label)
-        measures["collection"].update(x, label)
-        measures["mean"].update(x)
-        measures["in place"].update(x)
-        self.log("in place", measures["in place"])
-        self.log("mean_metric", measures["mean"], on_step=True, on_epoch=True)
-        self.log("auroc", measures["auroc"])
-        self.log_dict(measures["collection"])
-        self.log("sum", x.sum(), reduce_fx="sum", sync_dist=True)
-        self.log("min", x.min(), reduce_fx="min", sync_dist=True)
-        self.log("max", x.max(), reduce_fx="max", sync_dist=True, on_step=True, on_epoch=True)
-        self.log("count", len(x), reduce_fx="sum", sync_dist=True)
-        self.log("least", label.min(), reduce_fx="min", sync_dist=True)
-        everywhere: Any = self.all_gather(torch.tensor(1.0))
-        assert everywhere.sum() == self.trainer.world_size
+    def compute(self) -> Tensor:
+        assert int(self.updates) == len(self.kept)
+        return torch.cat(self.kept).sort().values
 
-    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
-        self.measure(batch, dataloader_idx)
+
+def measures() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "mean": MeanMetric(),
+            "sum": InPlace(),
+            "auroc": BinaryAUROC(),
+            "shared": MetricCollection([BinaryAccuracy(), BinaryRecall()]),  # of one state
+            "seen": CatMetric(),
+            "pearson": PearsonCorrCoef(),
+            "each": Items(),
+            "ranking": RetrievalMRR(empty_target_action="skip"),
+        }
+    )
+
+
+UNLOGGED = ("seen", "pearson", "each", "ranking")
+
+
+class Collects(L.LightningModule):
+    """Collects what it evaluates in every way that there is, and trains on anything."""
+
+    def __init__(self, loaders: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.trained = InPlace()
+        self.metrics = nn.ModuleList(measures() for _ in range(loaders))
+        self.outputs: list[Tensor] = []
+        self.written: list[tuple[int, int, int]] = []
+        self.exact: dict[str, Any] = {}
+        self.collected: dict[str, Any] = {}
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.trained.update(batch["x"])  # also after an evaluation, which is in inference mode
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        x, label, group, index = (batch[name].reshape(-1) for name in ("x", "label", "group", "index"))
+        own: Any = self.metrics[dataloader_idx]
+        for name, values in {"mean": (x,), "sum": (x,), "seen": (index,), "each": (x,)}.items():
+            own[name].update(*values)
+        for name in ("auroc", "shared"):
+            own[name].update(x, label)
+        own["pearson"].update(x, label.float())
+        own["ranking"].update(x, label, group)
+        self.log_values(x, label)
+        self.log("mean metric", own["mean"], on_step=True, on_epoch=True)
+        self.log_dict({"sum metric": own["sum"], "auroc": own["auroc"], **own["shared"]})
+        self.outputs.append(x)
+        everywhere: Any = self.all_gather(x)  # has the same shape on all ranks
+        assert everywhere.numel() == len(x) * self.trainer.world_size
+        return x
+
+    def log_values(self, x: Tensor, label: Tensor) -> None:
+        log = partial(self.log, sync_dist=True, batch_size=len(x))
+        log("mean", x.mean(), on_step=True, on_epoch=True)
+        log("min", x.min(), reduce_fx="min")
+        log("max", x.max(), reduce_fx="max", on_step=True, on_epoch=True)
+        log("sum", x.sum(), reduce_fx="sum")
+        log("number", len(x), reduce_fx="sum")
+        log("least", label.min(), reduce_fx="min")
+        self.log("own", x.mean(), batch_size=len(x))
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.written.append((dataloader_idx, batch_idx, len(outputs)))
 
     def on_validation_epoch_end(self) -> None:
-        seen: list[Any] = [measures["seen"] for measures in self.measures]  # type: ignore[index]
-        self.seen = [sorted(each.compute().reshape(-1).tolist()) for each in seen]
-        for each in seen:
-            each.reset()
+        outputs = torch.cat(self.outputs)
+        self.outputs.clear()
+        self.collected |= {"own": outputs, "gathered": self.all_gather(outputs)}
+        for number, own in enumerate(self.metrics):
+            computed = {name: own[name].compute() for name in UNLOGGED}  # type: ignore[index]
+            self.exact[f"seen {number}"] = computed["seen"].sort().values
+            if computed["seen"].numel() > 3 * self.trainer.world_size:  # NaN where a rank has one sample
+                self.exact[f"pearson {number}"] = computed["pearson"]
+            self.collected |= {f"{name} {number}": computed[name] for name in ("each", "ranking")}
+            for name in UNLOGGED:
+                own[name].reset()  # type: ignore[index]
 
 
-class Found(NamedTuple):
-    """A rank's record of an evaluation: values and samples over all ranks, and the sizes of its batches."""
+@dataclass
+class Found:
+    """A rank's record: values of all ranks, what else it collected, and number and sizes of its batches."""
 
-    values: dict[str, float]
-    seen: list[Any]
-    sizes: list[int]
+    exact: dict[str, Any]
+    collected: dict[str, Any]
+    written: list[tuple[int, int, int]]
 
-
-Make = Callable[..., L.Trainer]  # takes what a Trainer takes
-
-
-def found_by(trainer: L.Trainer, model: Measured) -> Found:
-    """Return the logged values, except those that no rank reduces: there even an idle rank has some number."""
-    values = {name: float(value) for name, value in trainer.callback_metrics.items() if "_step" not in name}
-    own = [values.pop(name) for name in list(values) if name.startswith("own")]
-    assert all(isfinite(value) for value in own)
-    return Found(values, model.seen, model.sizes)
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        return [(loader, size) for loader, _, size in self.written]
 
 
-def validate(trainer: L.Trainer, loaders: Any, model: Measured | None = None) -> Found:
-    model = model or Measured()
-    trainer.validate(model, loaders, verbose=False)
-    return found_by(trainer, model)
+def found_by(trainer: L.Trainer, model: Collects) -> Found:
+    logged = {name: value for name, value in trainer.callback_metrics.items() if "_step" not in name}
+    own = [logged.pop(name) for name in list(logged) if name.startswith("own")]
+    assert all(map(math.isfinite, own)), "what no rank reduces is some number even on an idle rank"
+    return Found(logged | model.exact, model.collected, model.written)
 
 
-def loader(samples: int, batch_size: int | None, **options: Any) -> DataLoader[Any]:
-    return DataLoader(scores(samples), batch_size, **options)
-
-
-def several_loaders(make: Make) -> Found:
-    """Return loaders in which not every rank of three can have a batch each time, and random ones."""
-    drawn = random.Random(3)
-    sizes = [(2, 2), (7, 1), (10, 3), (1, 1), *((drawn.randint(1, 40), drawn.randint(1, 7)) for _ in range(3))]
-    found = validate(make(), [loader(*size) for size in sizes], Measured(len(sizes), all_kinds=3))
-    assert found.seen == [list(range(samples)) for samples, _ in sizes]
+def evaluate(kind: Kind, directory: Path, cases: list[Case]) -> dict[Case, Found]:
+    found = {}
+    for case in cases:
+        strategy = make_strategy(kind, directory) if case.ranks > 1 else "auto"
+        limits: Any = {"limit_val_batches": 1} if case.reader == "limited" else {}
+        trainer = make_trainer(strategy, devices=case.ranks, **limits)
+        loaders = case.loaders()
+        before = [each.batch_sampler for each in loaders]
+        torch.manual_seed(trainer.global_rank)  # as it may be: users' samplers draw differently on each rank
+        model = Collects(len(loaders))
+        if case.reader == "fit":
+            trainer.fit(model, loader(6), loaders)
+        else:
+            trainer.validate(model, loaders, verbose=False)
+        if case.is_exact:  # once more: nothing has put a sampler in
+            model = Collects(len(loaders))
+            trainer.validate(model, loaders, verbose=False)
+        found[case] = found_by(trainer, model)
+        assert all(each.batch_sampler is was for each, was in zip(loaders, before, strict=True))
     return found
 
 
-def fitted(make: Make) -> Found:
-    """Two epochs of fit, each with a validation, after a sanity check; one loader has a worker that stays."""
-    trainer, model = make(num_sanity_val_steps=2), Measured(3)
-    loaders = [loader(2, 1), loader(5, 2), loader(8, 1, **KEPT)]
-    trainer.fit(model, DataLoader(Numbers(6), 1), loaders)
-    return found_by(trainer, model)
-
-
-def shuffled_and_of_a_subset(make: Make) -> Found:
-    part = SubsetRandomSampler([30, 31, 32, 33, 34, 35, 39])
-    return validate(make(), [loader(13, 4, shuffle=True), loader(40, 2, sampler=part)], Measured(2))
-
-
-class Ragged(BatchSampler):
-    """A user's batch sampler: each batch is one larger than the one before."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        samples, size = list(self.sampler), 1
-        while samples:
-            yield samples[:size]
-            samples, size = samples[size:], size + 1
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def by_a_users_batch_sampler(make: Make) -> Found:
-    """Each of three ranks has 5 samples, in batches of 1, 2 and 2; then 3, in batches of 1 and 2; and a last one."""
-    loaders = [DataLoader(scores(n), batch_sampler=Ragged(range(n), 2, False)) for n in (16, 10)]
-    return validate(make(), loaders, Measured(2))
-
-
-def by_the_users_exact_sampler(make: Make) -> Found:
-    """Use loaders twice that Lightning leaves alone, and return whether they are unchanged; one is not copied."""
-    for kind in (StatefulDataLoader, DataLoader):
-        mine = kind(scores(10), 3, sampler=ExactDistributedSampler(scores(10)))
-        batch_sampler = mine.batch_sampler
-        validate(make(), mine)
-        assert mine.batch_sampler is batch_sampler
-        found = validate(make(), mine)
-    return found
-
-
-SAME = (
-    *(several_loaders, fitted, shuffled_and_of_a_subset),
-    *(by_a_users_batch_sampler, by_the_users_exact_sampler),
-)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_values_are_those_of_one_process_and_all_else_is_stocks(ranks: int, tmp_path: Path) -> None:
+    """Every rank has stock's samples in stock's order, and at most one step more, which only fills up."""
+    cases = [Case(*case, ranks) for case in CASES]
+    alone = [Case(*case, 1) for case in CASES]
+    ours = on_ranks("ours", evaluate, tmp_path, cases, world_size=ranks)
+    even = [case for case in cases if not case.is_exact]
+    stock = on_ranks("stock", evaluate, tmp_path, even, world_size=ranks)
+    (one,) = on_ranks("stock", evaluate, tmp_path / "stock", alone, world_size=1)
+    for case, single in zip(cases, alone, strict=True):
+        # One process with the same limit reads other samples.
+        is_whole = case.reader != "limited"
+        for rank in range(ranks):
+            mine = ours[rank][case]
+            assert mine.sizes == ours[0][case].sizes, case
+            if is_whole:
+                expected = {name: one[single].exact[name] for name in mine.exact}
+                torch.testing.assert_close(mine.exact, expected, msg=str(case))
+            if case.is_drawn:
+                continue
+            stocks = stock[rank][case]
+            same_steps = len(mine.written) == len(stocks.written)
+            assert same_steps or len(mine.written) <= len(stocks.written) + len(case.loaders()), case
+            if is_whole or math.ceil(case.samples / ranks) > case.batch_size:
+                assert_same(mine.collected, stocks.collected)
 
 
 def make_on(world_size: int, directory: Path, exact_evaluation: bool = True, **options: Any) -> L.Trainer:
@@ -206,45 +316,31 @@ def make_on(world_size: int, directory: Path, exact_evaluation: bool = True, **o
     return make_trainer(strategy, devices=world_size, **options)
 
 
-def evaluate_all(rank: int, world_size: int, directory: Path) -> dict[str, Found]:
-    found = {}
-    for evaluation in SAME:
-        torch.manual_seed(rank)  # as it may be: user's samplers draw differently on each rank
-        found[evaluation.__name__] = evaluation(partial(make_on, world_size, directory))
-    return found
-
-
-def test_same_as_on_one_process(tmp_path: Path) -> None:
-    """All values on every rank are those of one process, and every rank has batches of the same sizes."""
-    (one,) = run_ranks(evaluate_all, 1, tmp_path, env=by_hand_env(1))
-    ranks = run_ranks(evaluate_all, 3, tmp_path, env=by_hand_env(3))
-    for name, expected in one.items():
-        for rank in ranks:
-            assert rank[name].seen == expected.seen, name
-            assert rank[name].values == pytest.approx(expected.values, rel=1e-6, abs=1e-6), name
-        assert all(rank[name].sizes == ranks[0][name].sizes for rank in ranks), name
-
-
 def choose(rank: int, world_size: int, directory: Path) -> None:
     """Evaluate otherwise than each sample once, by the user's choice."""
-    make = partial(make_on, world_size, directory)
+
+    def validate(*loaders: Any, **options: Any) -> tuple[list[int], list[list[int]], float]:
+        trainer = make_on(world_size, directory, **options)
+        model = Collects(len(loaders))
+        trainer.validate(model, list(loaders), verbose=False)
+        found = found_by(trainer, model)
+        seen = [found.exact[f"seen {number}"].int().tolist() for number in range(len(loaders))]
+        return [size for _, size in found.sizes], seen, float(found.exact.get("mean_epoch", 0.0))
+
     for limit in (2, 0.75):
-        trainer = make(limit_val_batches=limit)
-        limited = validate(trainer, [loader(19, 3), loader(7, 1)], Measured(2))
-        assert (limited.sizes, limited.seen) == ([3, 3, 1, 1], [list(range(18)), list(range(6))])
-        assert trainer.num_val_batches == [2, 2]
-    dropping = validate(make(), loader(16, 3, drop_last=True))
-    assert (dropping.sizes, dropping.seen) == ([3, 3], [sorted([0, 1, *range(16)])])
-    mean = sum(float(scores(4)[index]["x"]) for index in (0, 0, 1, 1, 2, 3)) / 6
-    stocks = validate(make(exact_evaluation=False), loader(4, 2))
-    own = validate(make(), loader(4, 1, sampler=DistributedSampler(scores(4), shuffle=False)))  # type: ignore[arg-type]
-    assert stocks.values["mean"] == pytest.approx(mean, rel=1e-6)
-    assert own.seen == stocks.seen == [[0, 0, 1, 1, 2, 3]]
+        sizes, seen, _ = validate(loader(19, 3), loader(7), limit_val_batches=limit)
+        assert (sizes, seen) == ([3, 3, 1, 1], [list(range(18)), list(range(6))])
+    sizes, seen, _ = validate(loader(16, 3, drop_last=True))
+    assert (sizes, seen) == ([3, 3], [sorted([0, 1, *range(16)])])
+    own = DistributedSampler(range(4), shuffle=False)  # type: ignore[arg-type]
+    _, seen, mean = validate(loader(4, 2), exact_evaluation=False)
+    assert seen == validate(loader(4, sampler=own))[1] == [[0, 0, 1, 1, 2, 3]]
+    assert mean == pytest.approx(sum(float(scores(4)[index]["x"]) for index in (0, 0, 1, 1, 2, 3)) / 6, rel=1e-6)
 
 
 def test_limits_and_samplers_that_repeat_can_be_chosen(tmp_path: Path) -> None:
     """A limit leaves each rank that many batches; ``drop_last``, the user's own sampler or stock's repeat samples."""
-    run_ranks(choose, 3, tmp_path, env=by_hand_env(3))
+    run_ranks(choose, 3, tmp_path)
 
 
 class Dealt(DistributedSampler[Any]):
@@ -279,15 +375,16 @@ class AtTheEnd(L.LightningModule):
     def __init__(self, loaders: int = 1) -> None:
         super().__init__()
         self.aurocs = nn.ModuleList(BinaryAUROC() for _ in range(loaders))
-        self.sizes: list[int] = []
+        self.seen: list[list[int]] = []
 
     def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
-        x, auroc = batch["x"], self.aurocs[dataloader_idx]
-        auroc.update(x, batch["label"])  # type: ignore[operator]
-        self.log("auroc", auroc)  # type: ignore[arg-type]
-        self.log("mean", x.mean(), sync_dist=True)
-        self.log("greatest", x.max(), reduce_fx="max", sync_dist=True)
-        self.sizes.append(len(x))
+        x = batch["x"]
+        auroc: Any = self.aurocs[dataloader_idx]
+        auroc.update(x, batch["label"])
+        self.log(f"auroc {dataloader_idx}", auroc)
+        self.log("mean", x.mean(), sync_dist=True, batch_size=len(x))
+        self.log("greatest", x.max(), reduce_fx="max", sync_dist=True, batch_size=len(x))
+        self.seen.append(batch["index"].tolist())
 
 
 def deal(rank: int, world_size: int, directory: Path) -> dict[str, tuple[dict[str, float], list[int]]]:
@@ -303,14 +400,14 @@ def deal(rank: int, world_size: int, directory: Path) -> dict[str, tuple[dict[st
     for name, each in loaders.items():
         model = AtTheEnd(len(each))
         (*logged,) = trainer.validate(model, each, verbose=False)
-        found[name] = {key: value for one in logged for key, value in one.items()}, model.sizes
+        found[name] = {key: value for one in logged for key, value in one.items()}, [*map(len, model.seen)]
     return found
 
 
 def test_ranks_that_have_other_numbers_of_batches_or_none(tmp_path: Path) -> None:
     """Each rank evaluates its own batches, at least one of them, and values are those of all samples."""
-    (one,) = run_ranks(deal, 1, tmp_path, env=by_hand_env(1))
-    ranks = run_ranks(deal, 3, tmp_path, env=by_hand_env(3))
+    (one,) = run_ranks(deal, 1, tmp_path)
+    ranks = run_ranks(deal, 3, tmp_path)
     for rank in ranks:
         for name, (values, _) in one.items():
             assert rank[name][0] == pytest.approx(values, rel=1e-6), name
@@ -379,49 +476,51 @@ def reduce_otherwise(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 def test_metrics_of_any_shape_and_values_that_users_reduce(tmp_path: Path) -> None:
     """A rank that only repeats a sample takes part in all reductions, and a value that a step gathered stays."""
-    first, second = run_ranks(reduce_otherwise, 2, tmp_path, env=by_hand_env(2))
+    first, second = run_ranks(reduce_otherwise, 2, tmp_path)
     assert first == second
     assert first[1][0]["counts"] == 1
 
 
-class Pulls(Measured):
+class Pulls(AtTheEnd):
     """Takes batches from an iterator."""
 
     def validation_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
         batch, _, _ = next(dataloader_iter)
-        self.measure(batch, 0)
+        super().validation_step(batch, 0)
 
 
-class Pairs(Measured):
+class Pairs(AtTheEnd):
     """Takes batches of two loaders."""
 
     def validation_step(self, batch: Any, index: int) -> None:  # type: ignore[override]
         for number, each in enumerate(batch):
             if each is not None:
-                self.measure(each, number)
+                super().validation_step(each, index, number)
 
 
-def as_stock(kind: Kind, directory: Path) -> list[Found]:
+def as_stock(kind: Kind, directory: Path) -> list[Any]:
     """Evaluate in steps that have more than one batch, or that take their batches themselves."""
-
-    def make(**options: Any) -> L.Trainer:
-        return make_trainer(make_strategy(kind, directory), **options)
-
     found = []
+
+    def validate(model: AtTheEnd, loaders: Any, **options: Any) -> None:
+        trainer = make_trainer(make_strategy(kind, directory), **options)
+        logged = trainer.validate(model, loaders, verbose=False)
+        found.append([logged, model.seen])
+
     for mode in ("min_size", "max_size", "max_size_cycle"):
         for options in ({}, {"limit_val_batches": 1}, {"fast_dev_run": True}):
             both = CombinedLoader([loader(11, 2), loader(5, 2)], mode)  # type: ignore[arg-type]
-            found.append(validate(make(**options), both, Pairs(2, all_kinds=0)))
-    found.append(validate(make(), loader(5, 2), Pulls()))
-    found.append(validate(make(), loader(9, 2, drop_last=True)))
-    found.append(validate(make(), DataLoader(scores(9), batch_sampler=Whole(range(9), 5, False))))
+            validate(Pairs(2), both, **options)
+    validate(Pulls(), loader(5, 2))
+    validate(AtTheEnd(), loader(9, 2, drop_last=True))
+    validate(AtTheEnd(), loader(9, batch_sampler=Whole(range(9), 5, False)))
     return found
 
 
 def test_steps_that_cannot_leave_out_a_sample_are_as_with_stock(tmp_path: Path) -> None:
     """Values, samples and batches of combined loaders, of steps with ``dataloader_iter`` and of ``drop_last``."""
     ours, stock = on_both(as_stock, tmp_path)
-    assert_same([[each._asdict() for each in rank] for rank in ours], [[e._asdict() for e in rank] for rank in stock])
+    assert_same(ours, stock)
 
 
 class Mean(L.LightningModule):

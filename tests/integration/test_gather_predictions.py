@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_ddp_ext import ExactDistributedSampler
 from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.integration.predictions import gather_predictions
-from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both
 
 
@@ -84,7 +84,7 @@ def test_every_prediction_is_gathered_once_and_in_order(tmp_path: Path) -> None:
 
     A loader keeps its arguments, also if its class cannot make it again.
     """
-    ranks = run_ranks(several, 3, tmp_path, env=by_hand_env(3))
+    ranks = run_ranks(several, 3, tmp_path)
     for samples, of_ranks in zip((1, 7, 7, 7), zip(*ranks, strict=True), strict=True):
         first, *others = (gathered for gathered, _ in of_ranks)
         assert (first.tolist(), others) == (list(range(samples)), [None, None])
@@ -155,7 +155,7 @@ def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
 
 def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
     """Every rank raises the same error, with the value that was found and the remedy."""
-    first, second = run_ranks(refuse, 2, tmp_path, env=by_hand_env(2))
+    first, second = run_ranks(refuse, 2, tmp_path)
     assert first == second
     starts = [
         "trainer has no predictions; first call trainer.predict with data on every rank",

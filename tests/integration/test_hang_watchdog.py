@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ddp_ext import DDPExtStrategy, HangWatchdog
 from lightning_ddp_ext.errors import RankHungError
 from tests.harness.outcomes import Outcome
-from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks, run_ranks
+from tests.harness.ranks import RankProcesses, announce, hold, launch_ranks, run_ranks
 from tests.harness.training import Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
 from tests.supervision import model as waiting
 from tests.supervision.model import wait_for_ever
@@ -148,7 +148,7 @@ NEVER = r"WHO never entered all_reduce #\d+.*; it is in "
 def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     """One line names its place and the collective in which the others wait; all end, and the file has all stacks."""
     model = Stuck("step", reduce_in_another_group)
-    outcomes = launch_ranks(fit, 3, tmp_path, model, env=by_hand_env(3))
+    outcomes = launch_ranks(fit, 3, tmp_path, model)
     sentence = rf"{NEVER}all_reduce #1 \[\[1\]\] of group .+, training_step, {HERE}:.*ranks 0, 2 have waited for it for"
     written = expect_report(outcomes, 1, sentence, tmp_path)
     assert len(re.findall(r"^MainThread:", written, re.MULTILINE)) == 3
@@ -157,7 +157,7 @@ def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
 
 def test_calls_that_differ_are_named(tmp_path: Path) -> None:
     """One line has both collectives, and the place of each in the user's code."""
-    outcomes = launch_ranks(fit, 2, tmp_path, Stuck("step", call_what_differs, -1), env=by_hand_env(2))
+    outcomes = launch_ranks(fit, 2, tmp_path, Stuck("step", call_what_differs, -1))
     sentence = (
         rf"ranks are waiting for each other in different calls: WHO is in barrier #\d+, {HERE}:\d+; "
         rf"rank 1 .* is in broadcast #\d+ \[\[2\]\], {HERE}:\d+; make sure that every rank makes the same calls"
@@ -167,7 +167,7 @@ def test_calls_that_differ_are_named(tmp_path: Path) -> None:
 
 def test_ranks_that_move_are_left_alone(tmp_path: Path) -> None:
     """An epoch or a validation may take any time."""
-    outcomes = launch_ranks(fit, 2, tmp_path, Slow(), limit_val_batches=1.0, env=by_hand_env(2))
+    outcomes = launch_ranks(fit, 2, tmp_path, Slow(), limit_val_batches=1.0)
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
 
 
@@ -209,14 +209,14 @@ def resume_slowly(rank: int, world_size: int, directory: Path) -> list[int]:
 
 def test_reading_a_stream_again_is_progress(tmp_path: Path) -> None:
     """A resumed run may take longer than the timeout until it is where the other run was."""
-    assert run_ranks(resume_slowly, 2, tmp_path, env=by_hand_env(2)) == [[9, 10]] * 2
+    assert run_ranks(resume_slowly, 2, tmp_path) == [[9, 10]] * 2
     assert not (tmp_path / "reports").exists()
 
 
 def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
     """The worker itself would never check whether its rank still exists."""
     model = Stuck("dataset", num_workers=1, multiprocessing_context="fork")
-    outcomes = launch_ranks(fit, 2, tmp_path, model, env=by_hand_env(2))
+    outcomes = launch_ranks(fit, 2, tmp_path, model)
     expect_report(outcomes, 1, f"{NEVER}train_dataloader_next, ", tmp_path)
 
 
@@ -224,7 +224,7 @@ def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     """If it is rank 0, which collects reports, each of the others names it alone; it is continued so that it exits."""
     model = Stuck("step", announce_step, -1)
-    with RankProcesses(fit, 3, tmp_path, model, max_epochs=-1, env=by_hand_env(3)) as ranks:
+    with RankProcesses(fit, 3, tmp_path, model, max_epochs=-1) as ranks:
         for rank in range(3):
             ranks.wait_for("in step", rank)
         ranks.kill(0, signal.SIGSTOP)
@@ -236,7 +236,7 @@ def test_a_stopped_process_is_named(tmp_path: Path) -> None:
 def test_a_rank_continues(tmp_path: Path) -> None:
     """With ``on_hang="continue"`` a rank that moves again trains to the end."""
     model = Stuck("dataset", hold_in_step)
-    with RankProcesses(fit, 2, tmp_path, model, on_hang="continue", env=by_hand_env(2)) as ranks:
+    with RankProcesses(fit, 2, tmp_path, model, on_hang="continue") as ranks:
         ranks.wait_for("stuck", 1)
         ranks.wait_for_output("no progress for", 0)
         ranks.release(1)
@@ -248,10 +248,10 @@ def test_a_rank_continues(tmp_path: Path) -> None:
 def test_ranks_without_a_channel_report_on_themselves(tmp_path: Path) -> None:
     """Each rank reports on itself with a stock strategy, which has no channel, and with one rank."""
     (tmp_path / "one").mkdir()
-    alone = launch_ranks(fit, 1, tmp_path / "one", Stuck("dataset", rank=0), env=by_hand_env(1))
+    alone = launch_ranks(fit, 1, tmp_path / "one", Stuck("dataset", rank=0))
     place = rf"has made no progress for \d+ s; it is in train_dataloader_next, {MODEL}:\d+"
     expect_report(alone, 0, f"WHO {place}", tmp_path / "one")
-    outcomes = launch_ranks(fit, 2, tmp_path, Stuck("dataset"), kind="stock", env=by_hand_env(2))
+    outcomes = launch_ranks(fit, 2, tmp_path, Stuck("dataset"), kind="stock")
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
     assert re.search(f"rank 1 .* {place}", outcomes[1].output)
     assert len(list((tmp_path / "reports").iterdir())) == 2

@@ -25,9 +25,8 @@ from lightning_ddp_ext import (
     SamplerEpochSeeding,
     SyncBatchNormConversion,
 )
-from tests.harness import training as harness
 from tests.harness.processes import changed_in_process, of_process
-from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.harness.training import (
     KINDS,
     At,
@@ -70,8 +69,7 @@ class TwoLoaders(Net):
         return super().training_step(batch[0], index)
 
     def train_dataloader(self) -> Any:
-        kept = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-        return CombinedLoader([DataLoader(data(), 3, shuffle=True, **kept), DataLoader(data(), 3)], "min_size")  # type: ignore[arg-type]
+        return CombinedLoader([DataLoader(data(), 3, shuffle=True, **KEPT), DataLoader(data(), 3)], "min_size")
 
 
 def look(kind: Kind, directory: Path) -> tuple[list[set[str]], list[set[str]]]:
@@ -113,14 +111,14 @@ RUNS: list[tuple[str, L.Callback]] = [
 ]
 
 
-def changed_by_runs(rank: int, world_size: int, directory: Path) -> list[dict[str, Any]]:
+def changed_by_runs(kind: Kind, directory: Path) -> list[dict[str, Any]]:
     """Return the changes after each run in a process that prints stacks on a signal."""
     warnings.simplefilter("ignore")
     faulthandler.register(signal.SIGUSR1)
     before, changes = of_process(), []
     for run, callback in RUNS:
         callbacks = [HangWatchdog(600), callback]
-        trainer = make_trainer(make_strategy("ours", directory), callbacks=callbacks, default_root_dir=directory)
+        trainer = make_trainer(make_strategy(kind, directory), callbacks=callbacks, default_root_dir=directory)
         with suppress(BoomError, SystemExit):
             getattr(trainer, run)(Net())
         changes.append(changed_in_process(before))
@@ -131,7 +129,7 @@ def changed_by_runs(rank: int, world_size: int, directory: Path) -> list[dict[st
 def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:
     """This holds for every end; only the channel stays, and after a failure SIGTERM waits for some seconds."""
     deferred = {"SIGTERM", "SigCgt"}
-    for changes in run_ranks(changed_by_runs, 2, tmp_path, env={**by_hand_env(2), "OMP_NUM_THREADS": "1"}):
+    for changes in on_ranks("ours", changed_by_runs, tmp_path, env={"OMP_NUM_THREADS": "1"}):
         names = [{name for name in changed if not name.startswith("ddpx-")} for changed in changes]
         assert names == [set()] * 5 + [deferred] * 3 + [set()] * 2, changes
         assert all("ddpx-signals" not in changed and "ddpx-stop-deadline" not in changed for changed in changes)
@@ -270,14 +268,14 @@ def is_as_before(rank: int, world_size: int, directory: Path) -> list[str]:
 
 def test_the_users_objects_are_as_they_were(tmp_path: Path) -> None:
     """Loader, sampler, batch sampler and dataset have the class and the attributes that they had before the run."""
-    assert run_ranks(is_as_before, 2, tmp_path, env=by_hand_env(2)) == [[], []]
+    assert run_ranks(is_as_before, 2, tmp_path) == [[], []]
 
 
 def made(**options: Any) -> OwnLoader:
     return OwnLoader(data(16), batch_size=2, shuffle=True, own="given", **options)
 
 
-class Combined(harness.Net):
+class Combined(Net):
     def training_step(self, batch: Any, index: int) -> Any:
         return super().training_step(batch["own"], index)
 
@@ -302,7 +300,7 @@ def look_at_loaders(kind: Kind, directory: Path) -> list[Any]:
 
     for is_injected in (True, False):
         callbacks = [At("on_train_start", use), At("on_train_end", size)]
-        fit(harness.Net(), made(), use_distributed_sampler=is_injected, callbacks=callbacks)
+        fit(Net(), made(), use_distributed_sampler=is_injected, callbacks=callbacks)
     combined = CombinedLoader({"own": made()}, "max_size")
     for _ in range(2):
         fit(Combined(), combined, overfit_batches=2)
@@ -310,7 +308,7 @@ def look_at_loaders(kind: Kind, directory: Path) -> list[Any]:
     if kind == "ours":  # stock starts the workers
         is_first = os.environ["RANK"] == "0"
         with pytest.warns(UserWarning, match="persistent_workers=True") if is_first else nullcontext():
-            fit(harness.Net(), made(num_workers=1, multiprocessing_context="spawn"), max_epochs=0)
+            fit(Net(), made(num_workers=1, multiprocessing_context="spawn"), max_epochs=0)
     return facts
 
 

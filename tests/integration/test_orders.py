@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from tests.harness.training import At, Kind, make_strategy, make_trainer, on_both, on_ranks
-from tests.integration.continuing import Net, Numbers, Saver
+from tests.integration.continuing import KEPT, Net, Numbers, Saver
 
 Batches = dict[int, list[list[int]]]  # by epoch
 
@@ -249,8 +249,7 @@ def look_at_copies(kind: Kind, directory: Path) -> list[Any]:
         facts.append((type(shown).__name__, type(owner).__name__, shown.batch_size, shown.drop_last))
         facts.append(shown.dataset is own.dataset)
 
-    kept: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-    several: list[dict[str, Any]] = [{}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}, kept]
+    several: list[dict[str, Any]] = [{}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}, KEPT]
     for options in several:
         own = Scaled(Numbers(8), shuffle=True, **options)
         before = dict(vars(own))

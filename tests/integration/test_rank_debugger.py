@@ -20,7 +20,7 @@ from debugpy.common.messaging import JsonIOStream, JsonMessageChannel
 
 from lightning_ddp_ext import ConfigurationError, HangWatchdog, RankDebugger
 from tests.harness.outcomes import Outcome
-from tests.harness.ranks import RankProcesses, by_hand_env, free_port, launch_ranks, run_ranks
+from tests.harness.ranks import RankProcesses, free_port, launch_ranks, run_ranks
 from tests.harness.training import Batch, Net, assert_same, make_strategy, make_trainer, weights
 
 
@@ -55,7 +55,7 @@ def train(rank: int, world_size: int, directory: Path, port: int | None) -> Any:
 def train_at_prompt(directory: Path) -> list[Outcome]:
     directory.mkdir()
     (directory / "typed").write_text("up\np f'secret is {secret}'\nnext\ncontinue\n")
-    return launch_ranks(train, 2, directory, None, env=by_hand_env(2))
+    return launch_ranks(train, 2, directory, None)
 
 
 class Editor:
@@ -114,7 +114,7 @@ def read_secret(editor: Editor) -> str:
 def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> None:
     """The editor reads that rank's variable, and training ends with the weights that it has at torch's prompt."""
     port = free_port()
-    with RankProcesses(train, 2, tmp_path, port, env=by_hand_env(2)) as ranks:
+    with RankProcesses(train, 2, tmp_path, port) as ranks:
         ranks.wait_for_output(f"[rank 1] waiting for a debugger at 127.0.0.1:{port},", 1)
         with attached(port) as editor:
             assert read_secret(editor) == "1010"

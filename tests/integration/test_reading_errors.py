@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.checkpoint.content import WouldRun, flip, without_checksums
-from tests.harness.ranks import by_hand_env, launch_ranks
+from tests.harness.ranks import launch_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_ranks, weights
 from tests.integration.checkpointing import MODES, Net, train_and_save, trainer_for
 
@@ -167,7 +167,7 @@ def test_a_rank_that_fails_while_others_restore_ends_all(
 ) -> None:
     """While the file is sent or unpickled: all exit within seconds, and name the rank that failed."""
     with_entry(path, "strikes", Strikes(victim if moment == "unpickled" else -1, is_killed))
-    outcomes = launch_ranks(read_together, 3, tmp_path, path, moment, env=by_hand_env(3))
+    outcomes = launch_ranks(read_together, 3, tmp_path, path, moment)
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code != 0
         if is_killed and rank == victim:

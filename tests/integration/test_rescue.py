@@ -7,44 +7,28 @@ import functools
 import os
 import random
 import re
-import subprocess
-import sys
-import textwrap
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_ddp_ext.checkpoint import rank_notes
 from lightning_ddp_ext.integration.checkpoint_paths import modified
 from tests.harness.outcomes import stories
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script
-from tests.harness.training import At, make_strategy, make_trainer
-from tests.integration.rescuing import (
-    MOMENTS,
-    NAME,
-    REFUSED,
-    Clipping,
-    Kill,
-    Momentum,
-    Net,
-    Normalising,
-    OtherGenerator,
-    Plan,
-    Skipping,
-    Slow,
-    assign,
-    assign_inside,
-    saved,
-    survive,
-    train,
-)
+from tests.harness.training import At, Batch, make_strategy, make_trainer
+from tests.integration.rescuing import MOMENTS, NAME, SLOW, Kill, Net, Plan, saved, survive, train
 
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0)) // 3
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,11 +75,79 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Weights]
     return run
 
 
+# Code that changes the model outside of the optimiser.
+
+
+class Momentum(Net):
+    """Has an encoder whose weights follow those that are trained, before each forward pass.
+
+    Args:
+        change: how the weights are changed.
+        since: the first step that does so.
+    """
+
+    def __init__(self, change: Callable[[Tensor, Tensor], object], since: int = 0) -> None:
+        super().__init__()
+        self.change = change
+        self.since = since
+        self.target = nn.Linear(4, 8).requires_grad_(False)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        if self.global_step >= self.since:
+            with torch.no_grad():
+                for each, trained in zip(self.target.parameters(), self.layers[0].parameters(), strict=True):
+                    self.change(each, 0.8 * each + 0.2 * trained)
+        return super().training_step(batch, index) + (self.target(batch[0]) - self.layers[0](batch[0])).square().mean()
+
+
+def assign(parameter: Tensor, value: Tensor) -> None:
+    """Give a parameter other memory; its version stays."""
+    parameter.data = value
+
+
+def assign_inside(parameter: Tensor, value: Tensor) -> None:
+    """Change a parameter without a trace in its version."""
+    parameter.data.copy_(value)
+
+
+class Normalising(Net):
+    """Scales trained weights before each forward pass."""
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        with torch.no_grad():
+            self.layers[0].weight.mul_(0.9)
+        return super().training_step(batch, index)
+
+
+class Clipping(Net):
+    """Limits trained weights after each step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.layers[0].weight.clamp_(-0.3, 0.3)
+
+
+class OtherGenerator(Net):
+    """Has NumPy draw from a generator that is not a Mersenne Twister."""
+
+    def setup(self, stage: str) -> None:
+        np.random.set_bit_generator(np.random.PCG64(7))
+
+
+class Slow(Net):
+    """Takes long for the backward pass of the sixth step on a rank that survives."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        is_resumed = self.trainer.ckpt_path is not None
+        if self.global_step == 5 and self.global_rank == 0 and not is_resumed:
+            threading.Event().wait(SLOW)
+
+
 TWO: dict[str, Any] = {"accumulate_grad_batches": 2}
 CHANGED = [
-    pytest.param(functools.partial(Momentum, Tensor.copy_), {}, id="momentum by copy_"),
-    pytest.param(functools.partial(Momentum, assign), TWO, id="momentum by data ="),
-    pytest.param(functools.partial(Momentum, assign_inside), TWO, id="momentum by data.copy_"),
+    pytest.param(partial(Momentum, Tensor.copy_), {}, id="momentum by copy_"),
+    pytest.param(partial(Momentum, assign), TWO, id="momentum by data ="),
+    pytest.param(partial(Momentum, assign_inside), TWO, id="momentum by data.copy_"),
     (Normalising, {}),
     (Clipping, {}),
     (OtherGenerator, {}),
@@ -113,13 +165,6 @@ def test_a_model_that_changes_outside_of_the_optimiser_continues_exactly(
     (tmp_path / "unbroken").mkdir()
     unbroken = run_ranks(train, 2, plan, tmp_path / "unbroken")
     torch.testing.assert_close(ended, unbroken, rtol=0, atol=0)
-
-
-def test_a_survivor_in_a_long_step_saves_once_the_step_ends(tmp_path: Path) -> None:
-    """Without a rescue it would be ended by force, as nothing interrupts a computation."""
-    survivor, _ = launch_ranks(train, 2, Plan(Kill("on_before_backward", 5), kind=Slow), tmp_path)
-    assert "saved step 5 to" in survivor.output, survivor.story()
-    assert "RankDiedError: rank 1 " in survivor.output
 
 
 CASES = [*CHAINS[::2], *(pytest.param(each, marks=pytest.mark.nightly) for each in CHAINS[1::2])]
@@ -175,33 +220,29 @@ def test_the_fits_of_a_script_do_not_resume_from_each_others_rescue(tmp_path: Pa
     assert not (tmp_path / NAME).exists()
 
 
-def train_without_space(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
-    with patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
-        return train(rank, world_size, plan, directory)
-
-
 def test_a_rank_without_space_for_its_states_trains_on(unbroken: Callable[..., Weights], tmp_path: Path) -> None:
     """Full shared memory does not end training."""
-    ended = run_ranks(train_without_space, 2, Plan(), tmp_path)
+    ended = run_ranks(train_until_space_ends, 2, Plan(), tmp_path, writes=0)
     torch.testing.assert_close(ended, unbroken(2), rtol=0, atol=0)
 
 
-def train_until_space_ends(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
-    """Rank 0, which records the buffers, has space for the first steps only."""
-    left, allocate = iter(range(9)), os.posix_fallocate
+def train_until_space_ends(rank: int, world_size: int, plan: Plan, directory: Path, *, writes: int) -> Any:
+    """Rank 0, which records the buffers, has space for so many writes; with 0 no rank has any."""
+    left = iter(range(writes))
+    allocate = os.posix_fallocate
 
     def allocate_first(*args: int) -> None:
         if next(left, None) is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         allocate(*args)
 
-    with patch.object(os, "posix_fallocate", allocate if rank else allocate_first):
+    with patch.object(os, "posix_fallocate", allocate if rank and writes else allocate_first):
         return train(rank, world_size, plan, directory)
 
 
 def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
     """The rank that recorded them trained on without space for newer ones."""
-    _, survivor = launch_ranks(train_until_space_ends, 2, Plan(Kill("on_after_backward", 8, [0])), tmp_path)
+    _, survivor = launch_ranks(train_until_space_ends, 2, Plan(Kill("on_after_backward", 8, [0])), tmp_path, writes=9)
     assert "did not save the last step: the buffers of this step are not recorded" in survivor.output, survivor.story()
     assert not (tmp_path / NAME).exists()
 
@@ -235,12 +276,10 @@ ORPHANED = """
 @pytest.mark.nightly
 def test_a_rank_whose_launcher_was_killed_names_the_cause(tmp_path: Path) -> None:
     """It saves, and exits even if a hook is stuck."""
-    (tmp_path / "train.py").write_text(textwrap.dedent(ORPHANED))
-    # Its output ends when rank 1 exits, after the script.
-    command, environment = [sys.executable, "train.py"], {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipe = subprocess.PIPE
-    script = subprocess.run(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-    assert "RankDiedError: rank 0 " in script.stdout, script.stdout
+    # The shell's output ends when rank 1 exits, after the script.
+    shell = ("sh", "-c", '(python "$0") 2>&1 | cat')
+    script = run_script(ORPHANED, launcher=shell, cwd=tmp_path)
+    assert "RankDiedError: rank 0 " in script.output, script.output
     assert saved(tmp_path) >= 5
 
 
@@ -280,6 +319,96 @@ def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(rescue: str, sa
     assert said in survivor.output, survivor.story()
     assert "RankDiedError: rank 1 " in survivor.output
     assert not (tmp_path / NAME).exists()
+
+
+# What is not saved.
+
+
+class Counting(Net):
+    """Saves the state of a metric, which differs between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = MeanMetric()
+        self.seen.persistent(True)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.seen.update(batch[0])
+        return super().training_step(batch, index)
+
+
+class Shaking(Net):
+    """Changes a trained weight before the sixth step's forward pass."""
+
+    def on_train_batch_start(self, batch: Batch, index: int) -> None:
+        if self.global_step == 5:
+            self.layers[4].bias.data = self.layers[4].bias.data + 1
+
+
+class Twice(Net):
+    """Whose optimiser calls the closure three times a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+
+class Manual(Net):
+    """Makes two steps itself in each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+
+
+class Sharded(Net):
+    """Whose ranks each have a part of the optimiser's state."""
+
+    def configure_optimizers(self) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.05)
+
+
+class Averaging(L.Callback):
+    """Has other weights validated than are trained; as Lightning's own, it does not change their version counters."""
+
+    def _swap(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for each in module.parameters():
+            each.data.copy_(-each)
+
+    on_validation_epoch_start = on_validation_epoch_end = _swap
+
+
+class Skipping(Net):
+    """Ends the first epoch in its fifth batch, which is not trained on."""
+
+    def on_train_batch_start(self, batch: Batch, index: int) -> int | None:
+        return -1 if self.current_epoch == 0 and index == 4 else None
+
+
+THIRD = Kill("on_after_backward", 2)
+SIXTH = Kill("on_before_backward", 5)
+NO_STEP = "no step has finished since the start"
+SANITY = (NO_STEP, Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2}))
+REFUSED = [
+    ("several times per step", Plan(Kill("on_after_backward", 7), kind=Twice)),
+    ("manual optimisation", Plan(Kill("on_after_backward", 5), kind=Manual)),
+    ("shard of the optimiser's state", Plan(THIRD, kind=Sharded)),
+    ("weight averaging", Plan(Kill("on_validation_batch_start", 1), trainer={"callbacks": [Averaging()]})),
+    ("seen.mean_value has changed", Plan(SIXTH, kind=Counting)),
+    ("target.weight may have changed", Plan(SIXTH, kind=partial(Momentum, assign_inside, since=5))),
+    ("layers.4.bias may have changed", Plan(SIXTH, kind=Shaking)),
+    (NO_STEP, Plan(Kill("on_before_backward"))),
+    pytest.param(*SANITY, marks=pytest.mark.nightly),
+    ("model_averaging_period", Plan(THIRD, strategy={"model_averaging_period": 2})),
+    ('resume_data="stock"', Plan(THIRD, strategy={"resume_data": "stock"})),
+    ("a file system that supports locks", Plan(THIRD, strategy={"rescue_checkpoint": "memory://run/it.ckpt"})),
+]
 
 
 @pytest.mark.parametrize(("reason", "plan"), REFUSED)

@@ -135,7 +135,7 @@ def refuse_and_begin(rank: int, world_size: int, directory: Path, paths: dict[st
 
 def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_path: Path) -> None:
     """Every rank's error names ``resume_data="epoch"``, with which a run trains on the whole epoch again."""
-    paths = run_ranks(save_all, 2, tmp_path, env=by_hand_env(2))[0]
+    paths = run_ranks(save_all, 2, tmp_path)[0]
     for world_size in (2, 1):
         place = tmp_path / str(world_size)
         place.mkdir()
@@ -208,7 +208,7 @@ def resume_two_loaders(rank: int, world_size: int, directory: Path) -> dict[str,
 
 def test_a_loader_that_is_longer_than_the_first_one_continues(tmp_path: Path) -> None:
     """The run resumes at an optimiser step that begins after the first loader's end."""
-    [found] = run_ranks(resume_two_loaders, 1, tmp_path, env=by_hand_env(1))
+    [found] = run_ranks(resume_two_loaders, 1, tmp_path)
     for mode, (expected, resumed) in found.items():
         assert resumed == expected, mode
 
@@ -230,7 +230,7 @@ def resume_twice(rank: int, world_size: int, directory: Path) -> list[int]:
 
 def test_lightnings_warning_is_hidden_only_where_an_epoch_continues(tmp_path: Path) -> None:
     """No filter remains after a run, so a later run without our resume shows Lightning's warning."""
-    assert run_ranks(resume_twice, 2, tmp_path, env=by_hand_env(2)) == [[0, 1], [0, 0]]
+    assert run_ranks(resume_twice, 2, tmp_path) == [[0, 1], [0, 0]]
 
 
 def resume_exceptions(rank: int, world_size: int, directory: Path) -> list[tuple[list[str], list[Step]]]:
@@ -246,7 +246,7 @@ def resume_exceptions(rank: int, world_size: int, directory: Path) -> list[tuple
 
 def test_an_order_that_cannot_be_restored_starts_again(tmp_path: Path) -> None:
     """A checkpoint of an exception has no random numbers, so an epoch whose order was drawn from them starts again."""
-    ((warned, steps), (silent, rest)), others = run_ranks(resume_exceptions, 2, tmp_path, env=by_hand_env(2))
+    ((warned, steps), (silent, rest)), others = run_ranks(resume_exceptions, 2, tmp_path)
     assert [text.partition(" does not yield")[0] for text in warned] == [
         "epoch 0 cannot be resumed in the middle: BatchSampler over RandomSampler on ranks 0, 1"
     ]
@@ -366,7 +366,7 @@ def resume_unknown_orders(rank: int, world_size: int, directory: Path) -> dict[s
 
 def test_an_epoch_whose_order_cannot_be_drawn_again_starts_again(tmp_path: Path) -> None:
     """The run reads each sample of that epoch once, as with ``resume_data="epoch"``, and rank 0 warns."""
-    by_rank = run_ranks(resume_unknown_orders, 2, tmp_path, env=by_hand_env(2))
+    by_rank = run_ranks(resume_unknown_orders, 2, tmp_path)
     for rank, found in enumerate(by_rank):
         for name, (warned, steps, resumed, repeated) in found.items():
             assert [len(steps), *{epoch for epoch, *_ in steps}] == [6 if "divided" in name else 12, 1], name

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.harness.training import At, Kind, assert_same, make_strategy, make_trainer, on_both, on_ranks
 from tests.integration.continuing import (
     KEPT,
@@ -71,7 +71,7 @@ def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, dict[str
 @pytest.mark.lowest
 def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
     """After any number of stops, the remaining batches are the same, and so are the weights, bit for bit."""
-    found = run_ranks(run_cases, 2, tmp_path, env=by_hand_env(2))
+    found = run_ranks(run_cases, 2, tmp_path)
     assert found == [{name: {} for name in CASES}] * 2
 
 
@@ -93,7 +93,7 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> list[st
 
 def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Path) -> None:
     """If the first, last or another batch of an epoch raises, the run later continues with it, or with its step."""
-    assert run_ranks(fail_again_and_again, 2, tmp_path, env=by_hand_env(2)) == [["", ""]] * 2
+    assert run_ranks(fail_again_and_again, 2, tmp_path) == [["", ""]] * 2
 
 
 def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
@@ -118,7 +118,7 @@ def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
 
 def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
     """Its checkpoint is saved after ``validate``, which followed an epoch, or a step in the middle of one."""
-    assert run_ranks(resume_ended_runs, 2, tmp_path, env=by_hand_env(2)) == [["", ""]] * 2
+    assert run_ranks(resume_ended_runs, 2, tmp_path) == [["", ""]] * 2
 
 
 def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[Step]]:
@@ -135,7 +135,7 @@ def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[
 
 def test_batches_that_grow_during_an_epoch_are_read_once(tmp_path: Path) -> None:
     """A resumed run reads the samples that are left, in batches of the size that it was given."""
-    by_rank = run_ranks(change_batch_size, 2, tmp_path, env=by_hand_env(2))
+    by_rank = run_ranks(change_batch_size, 2, tmp_path)
     read = []
     for steps, resumed in by_rank:
         assert [len(samples) for _, _, *samples in steps] == [2, 2, 2, 4, 4, 4, 4, 2]
@@ -168,10 +168,10 @@ def resume(rank: int, world_size: int, directory: Path, path: str) -> list[Step]
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_rest_of_an_epoch_is_read_once_in_other_batches(ranks: int, tmp_path: Path) -> None:
     """The next epoch is a full epoch on the new ranks."""
-    saved = run_ranks(save, 2, tmp_path, env=by_hand_env(2))
+    saved = run_ranks(save, 2, tmp_path)
     path = saved[0].saved[POINT]
     (tmp_path / "resumed").mkdir()
-    resumed = run_ranks(resume, ranks, tmp_path / "resumed", path, env=by_hand_env(ranks))
+    resumed = run_ranks(resume, ranks, tmp_path / "resumed", path)
     read = [sample for run in saved for step in run.steps[:DONE] for sample in step[2:]]
     read += [sample for steps in resumed for epoch, _, *samples in steps if epoch == 0 for sample in samples]
     assert set(read) == set(range(SAMPLES))
@@ -279,7 +279,7 @@ def read(rank: int, world_size: int, directory: Path) -> tuple[dict[str, Counts]
 
 def test_each_rank_continues_with_its_own_next_batch_and_saves_its_state(tmp_path: Path) -> None:
     """States can be large and are not read before each batch; finished batches are neither repeated nor lost."""
-    for counts, wrong in run_ranks(read, 2, tmp_path, env=by_hand_env(2)):
+    for counts, wrong in run_ranks(read, 2, tmp_path):
         assert wrong == {}
         for name, ((first, without), (again, with_two), (resumed, after)) in counts.items():
             assert (without, after) == (0, 0), name
@@ -309,13 +309,14 @@ def one_epoch() -> DataLoader[Tensor]:
     return shuffled(12)(0, 2)
 
 
-def save_a_teacher(kind: Kind, directory: Path) -> str:
-    return Training(one_epoch, directory, options={"max_epochs": 1}).run("train_batch_end-2").saved["train_batch_end-2"]
+def save_early(kind: Kind, directory: Path, net: type[Net]) -> str:
+    run = Training(one_epoch, directory, options={"max_epochs": 1, "kind": net}).run("train_batch_end-1")
+    return run.saved["train_batch_end-1"]
 
 
 def test_a_file_that_a_hook_reads_moves_no_run(tmp_path: Path) -> None:
     """As with stock, training starts at the first batch, and a rank gets the file's content even if it reads alone."""
-    teacher, _ = on_ranks("ours", save_a_teacher, tmp_path)
+    teacher, _ = on_ranks("ours", save_early, tmp_path, Net)
     torch.save({"layers.0.weight": torch.ones(4, 1)}, tmp_path / "plain.pt")
     ours, stock = on_both(load_a_teacher, tmp_path, Path(teacher), tmp_path / "plain.pt")
     assert_same(ours, stock)
@@ -341,7 +342,7 @@ def resume_with_a_teacher(rank: int, world_size: int, directory: Path) -> str:
 
 def test_a_resume_ignores_files_that_hooks_read(tmp_path: Path) -> None:
     """Training continues where the file given as ``ckpt_path`` was saved."""
-    assert run_ranks(resume_with_a_teacher, 2, tmp_path, env=by_hand_env(2)) == ["", ""]
+    assert run_ranks(resume_with_a_teacher, 2, tmp_path) == ["", ""]
 
 
 class Tuned(Net):
@@ -359,12 +360,8 @@ def find_a_rate(kind: Kind, directory: Path, path: str) -> list[int]:
     return [len(run.steps), *run.counts]
 
 
-def save_for_a_finder(kind: Kind, directory: Path) -> str:
-    return Training(one_epoch, directory).run("train_batch_end-1", kind=Tuned).saved["train_batch_end-1"]
-
-
 def test_a_finder_of_learning_rates_restores_its_own_file(tmp_path: Path) -> None:
     """As with stock, Lightning's loops then start from there, and so does the data."""
-    path, _ = on_ranks("ours", save_for_a_finder, tmp_path)
+    path, _ = on_ranks("ours", save_early, tmp_path, Tuned)
     ours, stock = on_both(find_a_rate, tmp_path, path)
     assert ours == stock

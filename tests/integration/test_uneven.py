@@ -18,8 +18,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import SamplingError
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
-from tests.harness import training as harness
-from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import run_ranks
+from tests.harness.training import Net, make_strategy, make_trainer
 from tests.integration.continuing import Numbers, Run, Training, generations
 
 Lengths = list[int]  # of a rank's data, by epoch
@@ -117,7 +117,7 @@ def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, list[Run
 
 def test_an_epoch_ends_as_if_no_rank_had_more_data_than_the_shortest(tmp_path: Path) -> None:
     """Steps, validations, ends of epochs, counts and weights are those of data that are cut to equal lengths."""
-    by_rank = run_ranks(run_cases, 2, tmp_path, env=by_hand_env(2))
+    by_rank = run_ranks(run_cases, 2, tmp_path)
     for found in by_rank:
         for name, (uneven, cut) in found.items():
             assert (name, uneven.steps, uneven.events, uneven.counts) == (name, cut.steps, cut.events, cut.counts)
@@ -139,7 +139,7 @@ def resume(rank: int, world_size: int, directory: Path) -> list[dict[str, str]]:
 @pytest.mark.lowest
 def test_an_epoch_that_will_end_early_can_be_resumed_in_its_middle(tmp_path: Path) -> None:
     """From each checkpoint a run trains on the same batches as without a stop, and its epochs end at the same step."""
-    assert run_ranks(resume, 2, tmp_path, env=by_hand_env(2)) == [[{}, {}]] * 2
+    assert run_ranks(resume, 2, tmp_path) == [[{}, {}]] * 2
 
 
 class Broken(Stream):
@@ -158,7 +158,7 @@ def break_on_one(rank: int, world_size: int, directory: Path) -> Any:
 
 def test_data_that_raise_on_one_rank_end_all(tmp_path: Path) -> None:
     """The other ranks wait for the exchange about the next batch, and raise the cause instead."""
-    assert run_ranks(break_on_one, 2, tmp_path, env=by_hand_env(2)) == [1, None]
+    assert run_ranks(break_on_one, 2, tmp_path) == [1, None]
 
 
 def fit(directory: Path, loaders: Any, strategy: dict[str, Any] | None = None, **options: Any) -> int:
@@ -181,7 +181,7 @@ def refused(rank: int, world_size: int, directory: Path) -> tuple[list[str], lis
 
 def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: Path) -> None:
     """Every rank raises with all numbers and a remedy, unless a limit in batches or steps makes them even."""
-    (first, steps), (second, others) = run_ranks(refused, 2, tmp_path, env=by_hand_env(2))
+    (first, steps), (second, others) = run_ranks(refused, 2, tmp_path)
     assert steps == others == [6, 3]
     assert (
         first[0]
@@ -196,7 +196,7 @@ def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: P
         assert "or training would hang (lengths by rank: (inf, 3); inf means no length)" in message
 
 
-class Counting(harness.Net):
+class Counting(Net):
     def configure_callbacks(self) -> list[L.Callback]:
         assert self.trainer.estimated_stepping_batches
         return []
@@ -204,13 +204,13 @@ class Counting(harness.Net):
 
 def count_too_early(rank: int, world_size: int, directory: Path) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        harness.make_trainer(harness.make_strategy("ours", directory, uneven_inputs="stop_at_shortest")).fit(Counting())
+        make_trainer(make_strategy("ours", directory, uneven_inputs="stop_at_shortest")).fit(Counting())
     return str(caught.value)
 
 
 def test_lengths_that_the_ranks_cannot_compare_yet_are_refused(tmp_path: Path) -> None:
     """`configure_callbacks` runs before the ranks connect; the error names a hook that runs afterwards."""
-    for message in run_ranks(count_too_early, 2, tmp_path, env=by_hand_env(2)):
+    for message in run_ranks(count_too_early, 2, tmp_path):
         assert "configure_callbacks runs before they connect; read estimated_stepping_batches in setup" in message
 
 
@@ -227,7 +227,7 @@ def warned(rank: int, world_size: int, directory: Path) -> list[list[str]]:
 @pytest.mark.lowest
 def test_ranks_that_read_the_same_are_warned_once(tmp_path: Path) -> None:
     """Rank 0 names the class of data that are not divided among the ranks; other data cause no warning."""
-    first, second = run_ranks(warned, 2, tmp_path, env=by_hand_env(2))
+    first, second = run_ranks(warned, 2, tmp_path)
     assert [len(each) for each in first] == [1, 0, 1, 0]
     assert first[0][0].startswith(
         "the first training batch is the same on ranks 0, 1: Stream is probably not split among the ranks, so each "
@@ -277,7 +277,7 @@ def share_out(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit(directory, loader, use_distributed_sampler=True, max_epochs=1)
-        texts = [text for each in caught if "rank" in (text := str(each.message)) or "batches" in text]
+        texts = [text for each in caught if "ranks" in (text := str(each.message)) or "batches" in text]
         found[name] = [expected in text and expected != "" for text in texts if "num_workers" not in text]
     with pytest.raises(SamplingError) as refused:
         fit(directory, part(rank, 9), use_distributed_sampler=True)
@@ -286,7 +286,7 @@ def share_out(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
 
 def test_data_that_the_ranks_cannot_share_out_are_named(tmp_path: Path) -> None:
     """Rank 0 warns, as stock reads less than all data silently; lengths that differ are an error on every rank."""
-    first, second = run_ranks(share_out, 2, tmp_path, env=by_hand_env(2))
+    first, second = run_ranks(share_out, 2, tmp_path)
     refused = first.pop("refused")
     assert first == {"parts": [True], "orders": [True], "same": [], "length": [True]}
     assert second == {**{name: [] for name in first}, "refused": refused}

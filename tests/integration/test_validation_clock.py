@@ -12,7 +12,7 @@ from unittest import mock
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.integration.continuing import Net, Numbers, Stream, Training
 
 INTERVAL = timedelta(seconds=250)
@@ -58,7 +58,7 @@ def train(rank: int, world_size: int, directory: Path) -> list[list[int]]:
 
 def test_rank_zeros_clock_decides_when_all_validate(tmp_path: Path) -> None:
     """All ranks validate after the same batches: when the span has passed on rank 0, or one batch later."""
-    found, others = run_ranks(train, 2, tmp_path, env=by_hand_env(2))
+    found, others = run_ranks(train, 2, tmp_path)
     assert found == others
     for validated in found:
         spans = [later - earlier for earlier, later in zip([0, *validated], validated, strict=False)]

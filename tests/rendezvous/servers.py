@@ -197,9 +197,8 @@ def endings(where: Tcp | str, settings: Sequence[Settings], *, init_timeout: flo
 
 def sentence(outcome: Outcome, kind: type[BaseException]) -> str:
     """Return the message of a rank that exited with this error and status 1."""
-    assert outcome.error is not None, outcome.story()
-    assert (outcome.error.type_name, outcome.exit_code) == (kind.__name__, 1), outcome.story()
-    return outcome.error.message
+    assert (outcome.failure.type_name, outcome.exit_code) == (kind.__name__, 1), outcome.story()
+    return outcome.failure.message
 
 
 def same_sentence(outcomes: Sequence[Outcome], kind: type[BaseException]) -> str:

@@ -172,10 +172,9 @@ def raise_a_book() -> None:
 def test_unusual_exceptions_reach_the_other_ranks(action: Callable[[], None], reason: str, url: str) -> None:
     """``sys.exit``, Ctrl-C, and exceptions without a text or with one of megabytes, are reported like any other."""
     told, culprit = launch_ranks(fit, 2, url, in_step(action, 1))
-    assert told.error is not None
-    assert told.error.type_name == "RankFailedError", told.story()
-    assert f"failed, so this rank stops: {reason}" in told.error.message
-    assert len(told.error.message) < 10_000
+    assert told.failure.type_name == "RankFailedError", told.story()
+    assert f"failed, so this rank stops: {reason}" in told.failure.message
+    assert len(told.failure.message) < 10_000
     assert (told.exit_code, culprit.exit_code) == (1, 1)
 
 
@@ -199,8 +198,7 @@ def test_a_rank_that_ends_between_two_fits_is_named(end: Callable[[], None], cul
     """Ranks that wait in the second fit raise after an exception outside of Trainer calls, and after an early exit."""
     outcomes = launch_ranks(fit_twice, 2, url, end, culprit)
     gone, needy = outcomes[culprit], outcomes[1 - culprit]
-    assert needy.error is not None, needy.story()
-    assert f"{needy.error.type_name}: {needy.error.message}".startswith(said.format(who(culprit, gone.pid)))
+    assert f"{needy.failure.type_name}: {needy.failure.message}".startswith(said.format(who(culprit, gone.pid)))
     assert (gone.exit_code, needy.exit_code) == (int(end is boom), 1)
 
 
