@@ -3,11 +3,13 @@
     python benchmarks/batchnorm.py            # about 3 minutes on 2 cores
     python benchmarks/batchnorm.py layers     # one table
 
-Layers: a forward and a backward of ours beside torch's plain BatchNorm followed by two all-reduces of as many numbers
-as torch's SyncBatchNorm exchanges, by turns in one pair of processes. On a GPU, if there is one, torch's SyncBatchNorm
-takes that place; both ranks share the GPU then, over gloo.
+Layers: a forward and a backward of ours beside torch's plain BatchNorm followed by two
+all-reduces of as many numbers as torch's SyncBatchNorm exchanges, by turns in one pair
+of processes. On a GPU, if there is one, torch's SyncBatchNorm takes that place; both
+ranks share the GPU then, over gloo.
 
-Network: steps of a Trainer with stock ``ddp`` and no conversion, and with ours, each fit in separate processes.
+Network: steps of a Trainer with stock ``ddp`` and no conversion, and with ours, each
+fit in separate processes.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def forward_and_backward(layer: nn.Module, input: Tensor, gradient: Tensor) -> N
 def turns_of(shape: tuple[int, ...], channels_last: bool) -> dict[str, Turn]:
     channels = shape[1]
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    input, gradient = (torch.randn(shape).to(device(), memory_format=memory_format) for _ in range(2))
+    input, gradient = (
+        torch.randn(shape).to(device(), memory_format=memory_format) for _ in range(2)
+    )
     input.requires_grad_()
     ours = partial(forward_and_backward, ddpx.SyncBatchNorm(channels).to(device()), input, gradient)
     if device() == "cuda":
@@ -79,15 +83,21 @@ def timed(turn: Turn, rounds: int) -> Figures:
 
 def measure_layers(effort: Effort) -> Table:
     cases = effort.choose(
-        [*((s, False) for s in LARGE + SMALL), *((s, True) for s in LARGE)], quick=[((16, 64), False)]
+        [*((s, False) for s in LARGE + SMALL), *((s, True) for s in LARGE)],
+        quick=[((16, 64), False)],
     )
 
     def work(rank: int, directory: Path) -> list[Any]:
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2
+        )
         found = []
         for shape, channels_last in cases:
             rounds = effort.choose(10 if torch.Size(shape).numel() > 1 << 18 else 100, quick=2)
-            kinds = {name: partial(timed, turn, rounds) for name, turn in turns_of(shape, channels_last).items()}
+            kinds = {
+                name: partial(timed, turn, rounds)
+                for name, turn in turns_of(shape, channels_last).items()
+            }
             take_turns(kinds, 1)  # warms up
             found.append(take_turns(kinds, effort.repeats(5)))
         return found
@@ -95,7 +105,8 @@ def measure_layers(effort: Effort) -> Table:
     rows = []
     for (shape, channels_last), found in zip(cases, on_ranks(work, 2)[0], strict=True):
         name = " × ".join(map(str, shape)) + (", channels last" if channels_last else "")
-        reference, ours = found["reference"]["ms"], found["ours"]["ms"]
+        reference = found["reference"]["ms"]
+        ours = found["ours"]["ms"]
         rows.append([name, spread(reference), spread(ours), ratio(ours, reference)])
     reference_name = "plain and two all-reduces" if device() == "cpu" else "torch's SyncBatchNorm"
     return Table("layers", ["milliseconds", reference_name, "ours", "ours / plain"], rows)
@@ -107,17 +118,26 @@ def measure_collectives(effort: Effort) -> Table:
     def launched(run: Callable[[], object]) -> str:
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             run()
-        names = Counter(event.name.removeprefix("gloo:") for event in recorded.events() if "gloo:" in event.name)
+        names = Counter(
+            event.name.removeprefix("gloo:") for event in recorded.events() if "gloo:" in event.name
+        )
         return ", ".join(f"{count} {name}" for name, count in names.items())
 
     def work(rank: int, directory: Path) -> list[str]:
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2
+        )
         layer = ddpx.SyncBatchNorm(64).to(device())
         input = torch.randn(8, 64, 4, 4, device=device(), requires_grad=True)
         outputs: list[Tensor] = []
-        return [launched(lambda: outputs.append(layer(input))), launched(lambda: outputs[0].sum().backward())]
+        return [
+            launched(lambda: outputs.append(layer(input))),
+            launched(lambda: outputs[0].sum().backward()),
+        ]
 
-    return Table("collectives", ["collectives of a layer, forward", "backward"], [on_ranks(work, 2)[0]])
+    return Table(
+        "collectives", ["collectives of a layer, forward", "backward"], [on_ranks(work, 2)[0]]
+    )
 
 
 # A network.
@@ -134,13 +154,16 @@ class Network(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         widths = [3, *[16] * 6, *[32] * 5, *[64] * 5]
-        self.layers = nn.Sequential(*(block(a, b, 1 + (a != b and a > 3)) for a, b in itertools.pairwise(widths)))
+        self.layers = nn.Sequential(
+            *(block(a, b, 1 + (a != b and a > 3)) for a, b in itertools.pairwise(widths))
+        )
         self.head = nn.Linear(64, 10)
         self.began = self.began_cpu = 0.0
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         if index == WARMING_UP:
-            self.began, self.began_cpu = time.perf_counter(), time.process_time()
+            self.began = time.perf_counter()
+            self.began_cpu = time.process_time()
         return self.head(self.layers(batch).mean((2, 3))).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -154,7 +177,8 @@ def network_step(strategy: str, converted: bool, batch_size: int, steps: int) ->
         model = Network()
         images: Any = torch.randn(batch_size, 3, 32, 32).repeat(2 * (steps + WARMING_UP), 1, 1, 1)
         trainer.fit(model, DataLoader(images, batch_size))
-        clock, processor = time.perf_counter() - model.began, time.process_time() - model.began_cpu
+        clock = time.perf_counter() - model.began
+        processor = time.process_time() - model.began_cpu
         return {"ms": clock / steps * 1000, "processor": processor / steps * 1000}
 
     figures: Figures = on_ranks(work, 2)[0]
@@ -168,7 +192,9 @@ def measure_network(effort: Effort) -> Table:
         "`ddp_ext`, converted": ("ddp_ext", True),
     }
     batch_sizes, steps = effort.choose(((4, 32), 40), quick=((4,), 2))
-    rows: dict[str, list[object]] = {name: [name] for name in effort.choose(list(kinds), quick=list(kinds)[2:])}
+    rows: dict[str, list[object]] = {
+        name: [name] for name in effort.choose(list(kinds), quick=list(kinds)[2:])
+    }
     for batch_size in batch_sizes:
         turns: dict[str, Callable[[], Figures]] = {
             name: partial(network_step, *kinds[name], batch_size, steps) for name in rows
@@ -176,14 +202,23 @@ def measure_network(effort: Effort) -> Table:
         results = take_turns(turns, effort.repeats(5))
         stock = next(iter(results.values()))["ms"]
         for name, row in rows.items():
-            row += [spread(results[name]["ms"]), ratio(results[name]["ms"], stock), spread(results[name]["processor"])]
+            row += [
+                spread(results[name]["ms"]),
+                ratio(results[name]["ms"], stock),
+                spread(results[name]["processor"]),
+            ]
     columns = [
         column
         for batch_size in batch_sizes
         for column in (f"batch {batch_size}: ms", "× stock", "ms of processor time, rank 0")
     ]
-    return Table("network", ["a step of a network with 16 BatchNorm layers", *columns], list(rows.values()))
+    return Table(
+        "network", ["a step of a network with 16 BatchNorm layers", *columns], list(rows.values())
+    )
 
 
 if __name__ == "__main__":
-    main(__doc__, {"layers": measure_layers, "collectives": measure_collectives, "network": measure_network})
+    main(
+        __doc__,
+        {"layers": measure_layers, "collectives": measure_collectives, "network": measure_network},
+    )

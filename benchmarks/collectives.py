@@ -1,10 +1,12 @@
-"""Measure all-reduce by size: torch's own and a ring of sends and receives, beside a model and the machine's limit.
+"""Measure all-reduce by size: torch's own and a ring of sends and receives, beside a
+model and the machine's limit.
 
     python benchmarks/collectives.py    # 2 and 4 ranks over gloo, about 2 minutes
 
-The model says that a message of b bytes takes alpha + b / beta. Both are fitted to the ring's own transfers, so a ring
-of N ranks should take 2 (N - 1) (alpha + size / N / beta). Over loopback every byte is copied by the same cores, so the
-limit is how fast one core copies memory.
+The model says that a message of b bytes takes alpha + b / beta. Both are fitted to the
+ring's own transfers, so a ring of N ranks should take 2 (N - 1) (alpha + size / N /
+beta). Over loopback every byte is copied by the same cores, so the limit is how fast
+one core copies memory.
 """
 
 from __future__ import annotations
@@ -18,7 +20,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import Effort, Figures, Results, Table, alone, main, on_ranks, ratio, spread, take_turns
+from measuring import (
+    Effort,
+    Figures,
+    Results,
+    Table,
+    alone,
+    main,
+    on_ranks,
+    ratio,
+    spread,
+    take_turns,
+)
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -43,10 +56,14 @@ def timed(reduce: Callable[[Tensor], object], tensor: Tensor) -> Figures:
 
 
 def milliseconds(sizes: list[int], world_size: int, repeats: int) -> list[Results]:
-    """Return the times of torch's all-reduce, of the ring and of one of its transfers on rank 0, by size."""
+    """Return the times of torch's all-reduce, of the ring and of one of its transfers
+    on rank 0, by size.
+    """
 
     def work(rank: int, directory: Path) -> list[Results]:
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size
+        )
         assert dist.group.WORLD is not None
         kinds: dict[str, Callable[[Tensor], object]] = {
             "torch": dist.all_reduce,
@@ -55,7 +72,9 @@ def milliseconds(sizes: list[int], world_size: int, repeats: int) -> list[Result
         }
         found = []
         for size in sizes:
-            turns = {name: partial(timed, kind, torch.ones(size // 4)) for name, kind in kinds.items()}
+            turns = {
+                name: partial(timed, kind, torch.ones(size // 4)) for name, kind in kinds.items()
+            }
             take_turns(turns, 1)  # warms up
             found.append(take_turns(turns, repeats))
         dist.barrier()
@@ -66,8 +85,11 @@ def milliseconds(sizes: list[int], world_size: int, repeats: int) -> list[Result
 
 
 def copy_speed() -> Figures:
-    """Measure the copy bandwidth of one core, in bytes per second, with buffers larger than the caches."""
-    source, target = torch.ones(2**26), torch.ones(2**26)
+    """Measure the copy bandwidth of one core, in bytes per second, with buffers larger
+    than the caches.
+    """
+    source = torch.ones(2**26)
+    target = torch.ones(2**26)
     began = time.perf_counter()
     target.copy_(source)
     return {"bytes": source.nbytes / (time.perf_counter() - began)}
@@ -80,16 +102,21 @@ def shown(size: int) -> str:
 def measure(world_size: int, effort: Effort) -> Table:
     sizes = effort.choose(SIZES, quick=SIZES[:2])
     results = milliseconds(sizes, world_size, effort.repeats(15))
-    # The latency is that of the smallest message; the bandwidth is that of what the largest one takes beyond it.
+    # The latency is that of the smallest message; the bandwidth is that of what the
+    # largest one takes beyond it.
     transfers = [statistics.median(found["transfer"]["ms"]) for found in results]
-    alpha, beta = transfers[0], sizes[-1] / max(transfers[-1] - transfers[0], 1e-9)
+    alpha = transfers[0]
+    beta = sizes[-1] / max(transfers[-1] - transfers[0], 1e-9)
     rows = []
     for size, found in zip(sizes, results, strict=True):
         model = 2 * (world_size - 1) * (alpha + size / world_size / beta)
-        torchs, ring = found["torch"]["ms"], found["ring"]["ms"]
+        torchs = found["torch"]["ms"]
+        ring = found["ring"]["ms"]
         speed = size / statistics.median(torchs) / 1e6
         times = f"{ratio(ring, torchs).median:.2f} ×"
-        rows.append([shown(size), spread(torchs), spread(ring), times, f"{model:.2f}", f"{speed:.2f}"])
+        rows.append(
+            [shown(size), spread(torchs), spread(ring), times, f"{model:.2f}", f"{speed:.2f}"]
+        )
     columns = ["torch", "ring", "ring / torch", "model of the ring", "torch, GB/s"]
     title = f"ms on {world_size} ranks; alpha {1000 * alpha:.0f} µs, beta {beta / 1e6:.2f} GB/s"
     return Table(f"on_{world_size}", [title, *columns], rows)
@@ -98,7 +125,9 @@ def measure(world_size: int, effort: Effort) -> Table:
 def measure_copy(effort: Effort) -> Table:
     speeds = take_turns({"copy": alone(copy_speed)}, effort.repeats(5))["copy"]["bytes"]
     return Table(
-        "copy", ["copied from memory to memory", "GB/s"], [["by one core", f"{spread(speeds).median / 1e9:.1f}"]]
+        "copy",
+        ["copied from memory to memory", "GB/s"],
+        [["by one core", f"{spread(speeds).median / 1e9:.1f}"]],
     )
 
 

@@ -71,9 +71,15 @@ DEATHS = {
 
 
 @contextmanager
-def started(strategy: str, by_torchrun: bool, world_size: int, *arguments: str) -> Iterator[tuple[psutil.Popen, Path]]:
-    """Start the worker; each rank writes a file into the directory when its first step begins."""
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)] if by_torchrun else []
+def started(
+    strategy: str, by_torchrun: bool, world_size: int, *arguments: str
+) -> Iterator[tuple[psutil.Popen, Path]]:
+    """Start the worker; each rank writes a file into the directory when its first step
+    begins.
+    """
+    torchrun = (
+        ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)] if by_torchrun else []
+    )
     command = [sys.executable, *torchrun, str(WORKER), strategy, str(world_size), *arguments]
     with scratch_directory() as directory:
         environment = {**os.environ, "FIRST_STEP_DIRECTORY": str(directory)}
@@ -82,11 +88,15 @@ def started(strategy: str, by_torchrun: bool, world_size: int, *arguments: str) 
 
 
 def first_steps(directory: Path) -> list[list[str]]:
-    """Return the moment of each rank's first step, and its process id, in the order of the ranks."""
+    """Return the moment of each rank's first step, and its process id, in the order of
+    the ranks.
+    """
     return [path.read_text().split() for path in sorted(directory.glob("*.step"))]
 
 
-def seconds_to_first_step(world_size: int, strategy: str, by_torchrun: bool, *arguments: str) -> Figures:
+def seconds_to_first_step(
+    world_size: int, strategy: str, by_torchrun: bool, *arguments: str
+) -> Figures:
     begin = time.monotonic()
     with started(strategy, by_torchrun, world_size, *arguments) as (run, directory):
         assert run.wait(timeout=180) == 0, f"{strategy} ended with {run.returncode}"
@@ -96,7 +106,9 @@ def seconds_to_first_step(world_size: int, strategy: str, by_torchrun: bool, *ar
 
 
 def measure_start(effort: Effort) -> Table:
-    """Return seconds from the start of the script until the last rank begins its first training step."""
+    """Return seconds from the start of the script until the last rank begins its first
+    training step.
+    """
     world_sizes = effort.choose((2, 4), quick=(2,))
     names = effort.choose(list(STARTS), quick=["stock `ddp_fork`", "`ddp_ext_fork`"])
     rows: dict[str, list[object]] = {name: [name] for name in names}
@@ -107,7 +119,8 @@ def measure_start(effort: Effort) -> Table:
         }
         results = take_turns(kinds, effort.repeats(3))
         for name in names:
-            seconds, stock = results[name]["seconds"], results[names[0]]["seconds"]
+            seconds = results[name]["seconds"]
+            stock = results[names[0]]["seconds"]
             rows[name] += [spread(seconds), f"{ratio(seconds, stock).median:.2f}"]
     columns = [
         "seconds from launch to the first step",
@@ -124,21 +137,31 @@ def import_once() -> Figures:
 
 
 def measure_imports(effort: Effort) -> Table:
-    """Measure the time and memory of importing the package in a process that has imported Lightning."""
+    """Measure the time and memory of importing the package in a process that has
+    imported Lightning.
+    """
     compile_sources()
     found = take_turns({"ours": import_once}, effort.repeats(7))["ours"]
-    row = ["`import lightning_ddp_ext` after `import lightning`", spread(found["ms"]), spread(found["MiB"])]
+    row = [
+        "`import lightning_ddp_ext` after `import lightning`",
+        spread(found["ms"]),
+        spread(found["MiB"]),
+    ]
     return Table("imports", ["processor time and memory", "ms", "MiB"], [row])
 
 
 def compile_sources() -> None:
-    """Compile what an installation from a wheel would have compiled; each process would do it again otherwise."""
+    """Compile what an installation from a wheel would have compiled; each process would
+    do it again otherwise.
+    """
     for directory in (Path(lightning_ddp_ext.__file__).parent, WORKER.parent):
         compileall.compile_dir(directory, quiet=1)
 
 
 def seconds_until_exit(strategy: str, by_torchrun: bool, world_size: int, victim: int) -> float:
-    """Measure the time from SIGKILL to one rank in training until the last process exited."""
+    """Measure the time from SIGKILL to one rank in training until the last process
+    exited.
+    """
     with started(strategy, by_torchrun, world_size, "endless") as (run, directory):
         while len(first_steps(directory)) < world_size:
             time.sleep(0.05)
@@ -166,10 +189,15 @@ def measure_deaths(effort: Effort) -> Table:
     rows = []
     for name in effort.choose(list(DEATHS), quick=["fork"]):
         found = [
-            [seconds_until_exit(*DEATHS[name], world_size, victim) for _ in range(effort.repeats(1))]
+            [
+                seconds_until_exit(*DEATHS[name], world_size, victim)
+                for _ in range(effort.repeats(1))
+            ]
             for victim in range(world_size)
         ]
-        rows.append([name, f"{statistics.median(map(max, found)):.1f}", f"{max(map(max, found)):.1f}"])
+        rows.append(
+            [name, f"{statistics.median(map(max, found)):.1f}", f"{max(map(max, found)):.1f}"]
+        )
     title = f"seconds until the last process exits, after SIGKILL of each of {world_size} ranks"
     return Table("deaths", [title, "median", "longest"], rows)
 
@@ -183,9 +211,20 @@ def measure_ends(effort: Effort) -> Table:
 
     kinds = {"stock `ddp`": partial(run, "ddp"), "`ddp_ext`": partial(run, "ddp_ext")}
     results = take_turns(kinds, effort.repeats(40))
-    rows = [[name, f"{sum(found['failed']):.0f} of {len(found['failed'])}"] for name, found in results.items()]
+    rows = [
+        [name, f"{sum(found['failed']):.0f} of {len(found['failed'])}"]
+        for name, found in results.items()
+    ]
     return Table("ends", ["runs of 2 ranks over gloo", "ended with a status other than 0"], rows)
 
 
 if __name__ == "__main__":
-    main(__doc__, {"start": measure_start, "imports": measure_imports, "deaths": measure_deaths, "ends": measure_ends})
+    main(
+        __doc__,
+        {
+            "start": measure_start,
+            "imports": measure_imports,
+            "deaths": measure_deaths,
+            "ends": measure_ends,
+        },
+    )

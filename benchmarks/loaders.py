@@ -1,8 +1,10 @@
-"""Measure steps over our loaders beside stock Lightning's, and the first step of an epoch resumed in the middle.
+"""Measure steps over our loaders beside stock Lightning's, and the first step of an
+epoch resumed in the middle.
 
     python benchmarks/loaders.py    # about 2 minutes on 2 cores
 
-The same model and data with strategy="ddp", and with ours, on one rank, each fit in a separate process.
+The same model and data with strategy="ddp", and with ours, on one rank, each fit in a
+separate process.
 """
 
 from __future__ import annotations
@@ -17,7 +19,18 @@ from typing import Any
 
 import lightning as L
 import torch
-from measuring import Effort, Figures, Table, alone, main, power, ratio, scratch_directory, spread, take_turns
+from measuring import (
+    Effort,
+    Figures,
+    Table,
+    alone,
+    main,
+    power,
+    ratio,
+    scratch_directory,
+    spread,
+    take_turns,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader
 from training import make_trainer
@@ -42,11 +55,14 @@ class Tiny(L.LightningModule):
 
 
 class Timed(Tiny):
-    """Times steps of a bare loop over the loader that the strategy has made, and then those of the fit."""
+    """Times steps of a bare loop over the loader that the strategy has made, and then
+    those of the fit.
+    """
 
     def __init__(self, workers: int, steps: int) -> None:
         super().__init__()
-        self.workers, self.steps = workers, steps
+        self.workers = workers
+        self.steps = steps
         self.bare: list[Moment] = []
         self.fit: list[Moment] = []
 
@@ -64,7 +80,9 @@ class Timed(Tiny):
 
 
 def typical_step(moments: list[Moment]) -> float:
-    """Return microseconds by the clock: the median over groups of steps, without the first group."""
+    """Return microseconds by the clock: the median over groups of steps, without the
+    first group.
+    """
     groups = [after[0] - before[0] for before, after in pairwise(moments[GROUP::GROUP])]
     return statistics.median(groups) / GROUP * 1e6
 
@@ -72,7 +90,10 @@ def typical_step(moments: list[Moment]) -> float:
 def steps_of(strategy: str, workers: int, steps: int) -> Figures:
     model = Timed(workers, steps)
     make_trainer(strategy, 1, max_epochs=1).fit(model)
-    return {"loop over the loader": typical_step(model.bare), "`Trainer.fit`": typical_step(model.fit)}
+    return {
+        "loop over the loader": typical_step(model.bare),
+        "`Trainer.fit`": typical_step(model.fit),
+    }
 
 
 def measure_step(effort: Effort) -> Table:
@@ -84,13 +105,18 @@ def measure_step(effort: Effort) -> Table:
     }
     steps = effort.choose(1000 + GROUP, quick=4 * GROUP)
     for workers in effort.choose((0, 2), quick=(0,)):
-        kinds = {strategy: alone(partial(steps_of, strategy, workers, steps)) for strategy in strategies}
+        kinds = {
+            strategy: alone(partial(steps_of, strategy, workers, steps)) for strategy in strategies
+        }
         results = take_turns(kinds, effort.repeats(5))
         for loop, strategy in rows:
-            mine, stock = results[strategy][loop], results["ddp"][loop]
+            mine = results[strategy][loop]
+            stock = results["ddp"][loop]
             rows[loop, strategy] += [spread(mine), ratio(mine, stock)]
     columns = [
-        column for workers in effort.choose((0, 2), quick=(0,)) for column in (f"{workers} workers: µs", "× `ddp`")
+        column
+        for workers in effort.choose((0, 2), quick=(0,))
+        for column in (f"{workers} workers: µs", "× `ddp`")
     ]
     return Table("step", ["a training step on one rank", *columns], list(rows.values()))
 
@@ -116,13 +142,16 @@ class Resumed(Tiny):
 
     def __init__(self, length: int, batch_size: int) -> None:
         super().__init__()
-        self.length, self.batch_size = length, batch_size
+        self.length = length
+        self.batch_size = batch_size
         self.asked = self.first = 0.0
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         self.asked = time.perf_counter()
         data = Free(self.length)
-        return DataLoader(data, batch_size=self.batch_size, shuffle=True, collate_fn=lambda batch: batch)
+        return DataLoader(
+            data, batch_size=self.batch_size, shuffle=True, collate_fn=lambda batch: batch
+        )
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         self.first = self.first or time.perf_counter()
@@ -131,7 +160,8 @@ class Resumed(Tiny):
 
 class SaveAt(L.Callback):
     def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
+        self.step = step
+        self.path = path
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.step:
@@ -139,7 +169,9 @@ class SaveAt(L.Callback):
 
 
 def measure_resume(effort: Effort) -> Table:
-    """Measure the first step after a resume; stock counts from the middle, but reads the first samples again."""
+    """Measure the first step after a resume; stock counts from the middle, but reads
+    the first samples again.
+    """
     length, batch_size = effort.choose((10**8, 50_000), quick=(10_000, 500))
     half = length // batch_size // 2
     strategies: dict[str, Callable[[], Any]] = {
@@ -162,10 +194,14 @@ def measure_resume(effort: Effort) -> Table:
         paths = {name: directory / f"{number}.ckpt" for number, name in enumerate(strategies)}
         for name, path in paths.items():
             alone(partial(save, strategies[name], path))()
-        turns = {name: alone(partial(resume, strategies[name], path)) for name, path in paths.items()}
+        turns = {
+            name: alone(partial(resume, strategies[name], path)) for name, path in paths.items()
+        }
         results = take_turns(turns, effort.repeats(2))
     title = f"first step of an epoch of {power(length)} samples that is resumed in its middle"
-    return Table("middle", [title, "ms"], [[name, spread(found["ms"])] for name, found in results.items()])
+    return Table(
+        "middle", [title, "ms"], [[name, spread(found["ms"])] for name, found in results.items()]
+    )
 
 
 if __name__ == "__main__":

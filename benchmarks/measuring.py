@@ -1,4 +1,6 @@
-"""Shared parts of all benchmarks: ranks in separate processes, kinds that take turns, tables, and results as JSON."""
+"""Shared parts of all benchmarks: ranks in separate processes, kinds that take turns,
+tables, and results as JSON.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ Results = dict[str, dict[str, list[float]]]  # kind, figure, values
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with the lowest and highest value; `values` are missing where only those three were kept."""
+    """A median with the lowest and highest value; `values` are missing where only those
+    three were kept.
+    """
 
     median: float
     low: float
@@ -90,23 +94,33 @@ class Effort:
 
 
 def main(description: str | None, measurements: dict[str, Callable[[Effort], Table]]) -> None:
-    """Measure what the command line selects, print the tables, and write them to `--json`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure what the command line selects, print the tables, and write them to
+    `--json`.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("which", nargs="*", help=f"of {', '.join(measurements)} (default: all)")
     parser.add_argument("--repeats", type=int, help="instead of each measurement's own number")
     parser.add_argument("--quick", action="store_true", help="once and small, to see that it works")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write results, machine and versions")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write results, machine and versions"
+    )
     chosen = parser.parse_args()
     unknown = set(chosen.which) - set(measurements)
     if unknown:
-        parser.error(f"no measurement {', '.join(sorted(unknown))}; choose from {', '.join(measurements)}")
+        parser.error(
+            f"no measurement {', '.join(sorted(unknown))}; choose from {', '.join(measurements)}"
+        )
     tables = []
     for name in chosen.which or measurements:
         table = measurements[name](Effort(chosen.quick, chosen.repeats))
         tables.append(asdict(table))
         print(f"\n{markdown(table.columns, tables[-1]['rows'])}", flush=True)
     if chosen.json:
-        chosen.json.write_text(json.dumps(record(tables, quick=chosen.quick), indent=1, ensure_ascii=False) + "\n")
+        chosen.json.write_text(
+            json.dumps(record(tables, quick=chosen.quick), indent=1, ensure_ascii=False) + "\n"
+        )
 
 
 def record(tables: list[dict[str, Any]], *, quick: bool) -> dict[str, Any]:
@@ -120,13 +134,18 @@ def record(tables: list[dict[str, Any]], *, quick: bool) -> dict[str, Any]:
         "commit": commit(),
         "quick": quick,
         "machine": machine,
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in names}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in names},
+        },
         "tables": {table.pop("name"): table for table in tables},
     }
 
 
 def commit() -> str:
-    """Return the commit that is measured, with ``+`` where tracked files differ from it."""
+    """Return the commit that is measured, with ``+`` where tracked files differ from
+    it.
+    """
     asked = ["git", "describe", "--always", "--dirty=+"]
     try:
         return subprocess.run(
@@ -152,9 +171,15 @@ def take_turns(kinds: dict[str, Callable[[], Figures]], repeats: int) -> Results
 
 
 def on_ranks(
-    work: Callable[[int, Path], Any], world_size: int, *, ends_like_a_script: bool = False, seconds: float = 900
+    work: Callable[[int, Path], Any],
+    world_size: int,
+    *,
+    ends_like_a_script: bool = False,
+    seconds: float = 900,
 ) -> list[Any]:
-    """Return what ``work(rank, directory)`` returns on each rank, in processes that are forked for it."""
+    """Return what ``work(rank, directory)`` returns on each rank, in processes that are
+    forked for it.
+    """
     with scratch_directory() as directory:
 
         def one(rank: int) -> None:
@@ -186,12 +211,17 @@ def fork_ranks(
     ends_like_a_script: bool = True,
     output: Path | str = os.devnull,
 ) -> list[int]:
-    """Run ``work(rank)`` in processes forked from this one, with the variables of a launcher; their process ids.
+    """Run ``work(rank)`` in processes forked from this one, with the variables of a
+    launcher; their process ids.
 
-    Each ends as a script does, through the interpreter's whole finalisation, since that is where processes crash;
-    or immediately, if only earlier work is measured.
+    Each ends as a script does, through the interpreter's whole finalisation, since that
+    is where processes crash; or immediately, if only earlier work is measured.
     """
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(world_size)}
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": str(world_size),
+    }
     pids = []
     for rank in range(world_size):
         pid = os.fork()
@@ -220,7 +250,9 @@ def run_rank(work: Callable[[int], None], rank: int, ends_like_a_script: bool) -
 
 
 def statuses(pids: Sequence[int], seconds: float = 60.0) -> list[int]:
-    """Return exit statuses, signals as negative numbers; processes that hang are killed and count as such."""
+    """Return exit statuses, signals as negative numbers; processes that hang are killed
+    and count as such.
+    """
     moment = time.monotonic() + seconds
     found: dict[int, int] = {}
     while len(found) < len(pids):
@@ -236,8 +268,11 @@ def statuses(pids: Sequence[int], seconds: float = 60.0) -> list[int]:
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """Yield a temporary directory that only this process removes, and not forked ones, which also leave the block."""
-    owner, directory = os.getpid(), tempfile.mkdtemp(prefix="benchmark-")
+    """Yield a temporary directory that only this process removes, and not forked ones,
+    which also leave the block.
+    """
+    owner = os.getpid()
+    directory = tempfile.mkdtemp(prefix="benchmark-")
     try:
         yield Path(directory)
     finally:

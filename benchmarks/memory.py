@@ -15,7 +15,9 @@ def status(*fields: str) -> int:
 
 
 class Peak:
-    """The most that this process has had for itself while the block ran, over what it had before; sampled."""
+    """The most that this process has had for itself while the block ran, over what it
+    had before; sampled.
+    """
 
     def __enter__(self) -> Peak:
         self.before = self.highest = status("RssAnon:", "RssShmem:")

@@ -1,13 +1,16 @@
-"""Measure how ranks connect: the rendezvous alone, with a file of killed ranks, and the channel with many ranks.
+"""Measure how ranks connect: the rendezvous alone, with a file of killed ranks, and the
+channel with many ranks.
 
     python benchmarks/rendezvous.py                     # about 1 minute on 2 idle cores
     python benchmarks/rendezvous.py scale --repeats 1   # one table
 
-Every rank is forked from a process that has imported torch. What one host of few cores needs for 512 ranks is more
-than a cluster would need: rank 0's own CPU time is what carries over.
+Every rank is forked from a process that has imported torch. What one host of few cores
+needs for 512 ranks is more than a cluster would need: rank 0's own CPU time is what
+carries over.
 
-torch's store looks up the name of each rank's address. Where the name server answers only some questions of a burst,
-each of the others takes 5 s, which is not what is measured here. In a network namespace names do not resolve:
+torch's store looks up the name of each rank's address. Where the name server answers
+only some questions of a burst, each of the others takes 5 s, which is not what is
+measured here. In a network namespace names do not resolve:
 
     unshare -n sh -c "ip link set lo up; python benchmarks/rendezvous.py"
 """
@@ -52,7 +55,12 @@ BARRIERS = 10
 
 def request(rank: int, world_size: int, init_method: str) -> Request:
     world = World(
-        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, node_rank=0, source="bench"
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        node_rank=0,
+        source="bench",
     )
     method = parse(init_method)
     return Request(
@@ -71,7 +79,9 @@ def request(rank: int, world_size: int, init_method: str) -> Request:
 
 def join(kind: str, rank: int, world_size: int, directory: Path, port: str) -> None:
     if kind == "bare torch":
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+        )
         dist.all_reduce(torch.ones(1))  # ours also contains one, which shows that the group works
     else:
         method = f"tcp://127.0.0.1:{port}" if kind == "`tcp://`" else f"file://{directory}/store"
@@ -91,7 +101,9 @@ def milliseconds_to_join(kind: str, world_size: int) -> Figures:
         return arrived, joined
 
     moments = on_ranks(work, world_size)
-    return {"ms": 1000 * (max(joined for _, joined in moments) - max(arrived for arrived, _ in moments))}
+    return {
+        "ms": 1000 * (max(joined for _, joined in moments) - max(arrived for arrived, _ in moments))
+    }
 
 
 def measure_rendezvous(effort: Effort) -> Table:
@@ -102,15 +114,20 @@ def measure_rendezvous(effort: Effort) -> Table:
         turns = {kind: partial(milliseconds_to_join, kind, world_size) for kind in kinds}
         results = take_turns(turns, effort.repeats(5))
         rows.append([f"{world_size} ranks", *(spread(results[kind]["ms"]) for kind in kinds)])
-    return Table("rendezvous", ["milliseconds from the last rank's arrival to a group", *kinds], rows)
+    return Table(
+        "rendezvous", ["milliseconds from the last rank's arrival to a group", *kinds], rows
+    )
 
 
 # A file that killed ranks left.
 
 
 def measure_stale_files(effort: Effort) -> Table:
-    """Count failed reuses of one file, each after a run whose ranks were killed at another point."""
-    reuses, failures = effort.repeats(20), 0
+    """Count failed reuses of one file, each after a run whose ranks were killed at
+    another point.
+    """
+    reuses = effort.repeats(20)
+    failures = 0
     with scratch_directory() as directory:
 
         def run(rank: int, then: object = None) -> None:
@@ -127,7 +144,9 @@ def measure_stale_files(effort: Effort) -> Table:
                 os.kill(pid, signal.SIGKILL)
             statuses(killed)
             failures += any(statuses(fork_ranks(2, run)))
-    return Table("stale", ["reuses of a `file://` that killed ranks left", "failures"], [[reuses, failures]])
+    return Table(
+        "stale", ["reuses of a `file://` that killed ranks left", "failures"], [[reuses, failures]]
+    )
 
 
 # The control channel alone, at hundreds of ranks.
@@ -150,11 +169,13 @@ def handshake_barriers_and_a_death(world_size: int) -> Figures:
     """Run once; the last rank kills a child process that holds its connection."""
 
     def work(rank: int, directory: Path) -> Figures:
-        began, cpu = time.monotonic(), cpu_seconds()
+        began = time.monotonic()
+        cpu = cpu_seconds()
         context = connect(rank, world_size, directory)
         found = {"began": began, "connected": time.monotonic(), "cpu": cpu_seconds() - cpu}
         context.barriers.enter("all are there")
-        moment, cpu = time.monotonic(), cpu_seconds()
+        moment = time.monotonic()
+        cpu = cpu_seconds()
         for number in range(BARRIERS):
             context.barriers.enter(f"barrier {number}")
         found["barrier"] = (time.monotonic() - moment) / BARRIERS
@@ -166,7 +187,9 @@ def handshake_barriers_and_a_death(world_size: int) -> Figures:
 
     found = on_ranks(work, world_size)
     return {
-        "handshake": max(each["connected"] for each in found) - max(each["began"] for each in found),
+        "handshake": (
+            max(each["connected"] for each in found) - max(each["began"] for each in found)
+        ),
         "handshake cpu": 1e3 * found[0]["cpu"] / world_size,
         "barrier": 1e3 * found[0]["barrier"],
         "barrier cpu": 1e6 * found[0]["barrier cpu"] / world_size,
@@ -192,4 +215,7 @@ def measure_scale(effort: Effort) -> Table:
 
 
 if __name__ == "__main__":
-    main(__doc__, {"rendezvous": measure_rendezvous, "stale": measure_stale_files, "scale": measure_scale})
+    main(
+        __doc__,
+        {"rendezvous": measure_rendezvous, "stale": measure_stale_files, "scale": measure_scale},
+    )

@@ -1,9 +1,11 @@
-"""Measure the time that resuming adds before the first batch, and its memory, beside stock Lightning and bare loops.
+"""Measure the time that resuming adds before the first batch, and its memory, beside
+stock Lightning and bare loops.
 
     python benchmarks/resume.py    # about 5 minutes on 2 cores
 
-"Bare" is a loop that does only the reads, copies, broadcasts and the one CRC pass that are needed. Memory is what a
-process has for itself (anonymous and shared memory, no mapped files), sampled every 2 ms.
+"Bare" is a loop that does only the reads, copies, broadcasts and the one CRC pass that
+are needed. Memory is what a process has for itself (anonymous and shared memory, no
+mapped files), sampled every 2 ms.
 """
 
 from __future__ import annotations
@@ -21,7 +23,18 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from measuring import Effort, Figures, Results, Table, main, on_ranks, ratio, scratch_directory, spread, take_turns
+from measuring import (
+    Effort,
+    Figures,
+    Results,
+    Table,
+    main,
+    on_ranks,
+    ratio,
+    scratch_directory,
+    spread,
+    take_turns,
+)
 from memory import Peak
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -51,7 +64,9 @@ class Layers(L.LightningModule):
 
 
 class FirstBatch(L.Callback):
-    """Notes when the first batch begins, and what memory there has been until then; ends training there."""
+    """Notes when the first batch begins, and what memory there has been until then;
+    ends training there.
+    """
 
     def __init__(self) -> None:
         self.at = 0.0
@@ -72,9 +87,13 @@ def resume(strategy: Callable[[], Any], path: Path | None, world_size: int, laye
     """Fit until the first batch; without a path there is nothing to resume."""
 
     def work(rank: int, directory: Path) -> Figures:
-        # The group is open before: what is measured is the restore, and not the rendezvous.
-        dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size)
-        model, first = Layers(layers), FirstBatch()
+        # The group is open before: what is measured is the restore, and not the
+        # rendezvous.
+        dist.init_process_group(
+            "gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size
+        )
+        model = Layers(layers)
+        first = FirstBatch()
         trainer = make_trainer(strategy(), world_size, max_epochs=-1, callbacks=[first])
         dist.barrier()
         first.peak.__enter__()
@@ -85,7 +104,8 @@ def resume(strategy: Callable[[], Any], path: Path | None, world_size: int, laye
     return worst(on_ranks(work, world_size))
 
 
-# Without DDP's first synchronisation, whose buffer would hide what restoring takes, and which is the same for all.
+# Without DDP's first synchronisation, whose buffer would hide what restoring takes, and
+# which is the same for all.
 def stock() -> DDPStrategy:
     return DDPStrategy(process_group_backend="gloo", init_sync=False)
 
@@ -96,10 +116,14 @@ def ours(restore: str) -> DDPStrategy:
 
 
 def resume_bare(mapped: bool, path: Path, world_size: int, layers: int) -> Figures:
-    """Measure the least work of a resume: the same reads, copies and checks, and nothing else."""
+    """Measure the least work of a resume: the same reads, copies and checks, and
+    nothing else.
+    """
 
     def work(rank: int, directory: Path) -> Figures:
-        dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size
+        )
         model = Layers(layers)
         dist.barrier()
         begin = time.perf_counter()
@@ -165,7 +189,9 @@ def name_of(mebibytes: int, world_size: int) -> str:
 
 @cache
 def measure(effort: Effort) -> dict[str, Results]:
-    """Measure all runs, by file and ranks; each kind's `added` is its time beyond a fit without a resume."""
+    """Measure all runs, by file and ranks; each kind's `added` is its time beyond a fit
+    without a resume.
+    """
     found = {}
     for mebibytes, world_size in effort.choose(((504, 4), (504, 8), (12, 4)), quick=((12, 2),)):
         layers = mebibytes // MIB_A_LAYER
@@ -176,7 +202,9 @@ def measure(effort: Effort) -> dict[str, Results]:
                 "nothing": partial(resume, stock, None, world_size, layers),
                 "stock": partial(resume, stock, path, world_size, layers),
                 "mapped": partial(resume, partial(ours, "map"), path, world_size, layers),
-                "sent by rank 0": partial(resume, partial(ours, "broadcast"), path, world_size, layers),
+                "sent by rank 0": partial(
+                    resume, partial(ours, "broadcast"), path, world_size, layers
+                ),
                 "bare mapped": partial(resume_bare, True, path, world_size, layers),
                 "bare sent by rank 0": partial(resume_bare, False, path, world_size, layers),
             }
@@ -211,7 +239,9 @@ def measure_memory(effort: Effort) -> Table:
         [name, *(f"{spread(results[kind]['memory']).median:.0f} MiB" for kind in kinds)]
         for name, results in measure(effort).items()
     ]
-    return Table("memory", ["memory of the worst rank beyond parameters and optimiser state", *kinds], rows)
+    return Table(
+        "memory", ["memory of the worst rank beyond parameters and optimiser state", *kinds], rows
+    )
 
 
 if __name__ == "__main__":

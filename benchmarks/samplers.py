@@ -1,9 +1,11 @@
-"""Measure our samplers beside torch's DistributedSampler, which makes a list of all indices in each epoch.
+"""Measure our samplers beside torch's DistributedSampler, which makes a list of all
+indices in each epoch.
 
-    python benchmarks/samplers.py                       # about 2 minutes on 2 cores; takes 8 GiB of memory
+    python benchmarks/samplers.py                       # about 2 minutes on 2 cores; 8 GiB
     python benchmarks/samplers.py index --repeats 3     # one table
 
-Every measurement runs in a separate process. Memory is the peak resident size, minus that before.
+Every measurement runs in a separate process. Memory is the peak resident size, minus
+that before.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def exhaust(indices: Iterable[Any]) -> None:
 
 
 def first_index(kind: Any, length: int, position: int = 0) -> Figures:
-    """Return the time to the first index on rank 3 of 8, and the memory for it and 200,000 more."""
+    """Return the time to the first index on rank 3 of 8, and the memory for it and
+    200,000 more.
+    """
     next(iter(kind(Sized(1000), 8, 3)))  # first calls
     sampler = kind(Sized(length), 8, 3)
     before = reset_peak()
@@ -74,11 +78,16 @@ def measure_first(effort: Effort) -> Table:
         f"`ScalableDistributedSampler`, {power(long)}": partial(first_index, ours, long),
         f"`ScalableDistributedSampler`, {power(longer)}": partial(first_index, ours, longer),
         f"`ScalableDistributedSampler`, {power(longest)}": partial(first_index, ours, longest),
-        f"resumed in the middle of {power(longer)}": partial(first_index, ours, longer, longer // 2),
+        f"resumed in the middle of {power(longer)}": partial(
+            first_index, ours, longer, longer // 2
+        ),
         f"torch's order by `ddp_ext`, {power(long)}": partial(first_index, TorchOrderSampler, long),
     }
     results = take_turns({name: alone(work) for name, work in turns.items()}, effort.repeats(3))
-    rows = [[name, spread(found["ms"]), f"{spread(found['MiB']).median:.2f}"] for name, found in results.items()]
+    rows = [
+        [name, spread(found["ms"]), f"{spread(found['MiB']).median:.2f}"]
+        for name, found in results.items()
+    ]
     return Table("first", ["first index, 8 ranks", "ms", "extra memory a rank, MiB"], rows)
 
 
@@ -101,22 +110,32 @@ def measure_index(effort: Effort) -> Table:
     count = effort.choose(1_000_000, quick=10_000)
     length = 8 * (count + count // 20)
     stock = partial(DistributedSampler, Sized(length), 8, 3)
-    scalable, longest = (partial(ScalableDistributedSampler, Sized(n), 8, 3) for n in (10**8, 10**12))
+    scalable, longest = (
+        partial(ScalableDistributedSampler, Sized(n), 8, 3) for n in (10**8, 10**12)
+    )
     in_torchs_order = partial(TorchOrderSampler, Sized(length), 8, 3)
     turns: dict[str, Callable[[], Figures]] = {
         "torch, after it has built its list": partial(next_indices, stock, count),
         f"torch, over a whole epoch of {power(length)}": partial(whole_epoch, stock, length // 8),
         "`ScalableDistributedSampler`, of 1e8": partial(next_indices, scalable, count),
         "`ScalableDistributedSampler`, of 1e12": partial(next_indices, longest, count),
-        f"torch's order by `ddp_ext`, over {power(length)}": partial(next_indices, in_torchs_order, count),
+        f"torch's order by `ddp_ext`, over {power(length)}": partial(
+            next_indices, in_torchs_order, count
+        ),
     }
     results = take_turns({name: alone(work) for name, work in turns.items()}, effort.repeats(5))
-    return Table("index", ["processor time of an index", "ns"], [[n, spread(f["ns"])] for n, f in results.items()])
+    return Table(
+        "index",
+        ["processor time of an index", "ns"],
+        [[n, spread(f["ns"])] for n, f in results.items()],
+    )
 
 
 def epoch(kind: Any, length: int) -> Figures:
     dataset = InMemory(length)
-    loader = DataLoader(dataset, batch_size=256, sampler=kind(dataset, 1, 0), collate_fn=lambda batch: batch)
+    loader = DataLoader(
+        dataset, batch_size=256, sampler=kind(dataset, 1, 0), collate_fn=lambda batch: batch
+    )
     begin = time.perf_counter()
     exhaust(loader)
     return {"s": time.perf_counter() - begin}
@@ -131,9 +150,18 @@ def measure_epoch(effort: Effort) -> Table:
     }
     kinds = {name: alone(partial(epoch, kind, length)) for name, kind in samplers.items()}
     results = take_turns(kinds, effort.repeats(5))
-    rows = [[name, spread(found["s"]), ratio(found["s"], results["torch"]["s"])] for name, found in results.items()]
+    rows = [
+        [name, spread(found["s"]), ratio(found["s"], results["torch"]["s"])]
+        for name, found in results.items()
+    ]
     return Table(
-        "epoch", [f"one epoch of {power(length)} through a `DataLoader` over data in memory", "s", "× torch"], rows
+        "epoch",
+        [
+            f"one epoch of {power(length)} through a `DataLoader` over data in memory",
+            "s",
+            "× torch",
+        ],
+        rows,
     )
 
 
@@ -146,17 +174,26 @@ def drawing(dealt: bool, length: int) -> Figures:
 
 
 def measure_batches(effort: Effort) -> Table:
-    """Measure a whole epoch, because the wrapper draws all batches when the epoch begins."""
+    """Measure a whole epoch, because the wrapper draws all batches when the epoch
+    begins.
+    """
     length = effort.choose(500_000, quick=1000)
     kinds = {"alone": False, "with `DistributedBatchSamplerWrapper`": True}
     turns = {name: alone(partial(drawing, dealt, length)) for name, dealt in kinds.items()}
     results = take_turns(turns, effort.repeats(5))
     title = "processor time of a batch of 32 that a random batch sampler draws"
-    return Table("batches", [title, "µs"], [[name, spread(found["us"])] for name, found in results.items()])
+    return Table(
+        "batches", [title, "µs"], [[name, spread(found["us"])] for name, found in results.items()]
+    )
 
 
 if __name__ == "__main__":
     main(
         __doc__,
-        {"first": measure_first, "index": measure_index, "epoch": measure_epoch, "batches": measure_batches},
+        {
+            "first": measure_first,
+            "index": measure_index,
+            "epoch": measure_epoch,
+            "batches": measure_batches,
+        },
     )

@@ -1,4 +1,5 @@
-"""Measure saves in the foreground and in the background, and verification, beside stock Lightning.
+"""Measure saves in the foreground and in the background, and verification, beside stock
+Lightning.
 
 python benchmarks/save.py    # about 4 minutes on 2 cores; takes 4 GiB of disk
 """
@@ -15,7 +16,17 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
-from measuring import Effort, Figures, Table, alone, main, ratio, scratch_directory, spread, take_turns
+from measuring import (
+    Effort,
+    Figures,
+    Table,
+    alone,
+    main,
+    ratio,
+    scratch_directory,
+    spread,
+    take_turns,
+)
 from memory import MIB, Peak
 
 import lightning_ddp_ext as ddpx
@@ -28,7 +39,11 @@ def content_of(mebibytes: float) -> Content:
     """Return that many MiB in tensors of 4 MiB, or of a sixteenth of the total."""
     each = min(4, max(mebibytes / 16, 0.25))
     count = round(mebibytes / each)
-    return {"state_dict": {f"layer.{number}": torch.rand(int(each * MIB) // 4) for number in range(count)}}
+    return {
+        "state_dict": {
+            f"layer.{number}": torch.rand(int(each * MIB) // 4) for number in range(count)
+        }
+    }
 
 
 def size_of(mebibytes: int) -> str:
@@ -75,13 +90,21 @@ def measure_save(effort: Effort) -> Table:
     with scratch_directory() as directory:
         for size in effort.choose((10, 100, 1024), quick=(1,)):
             kinds = {
-                name: alone(partial(timed_save, save, size, directory / "it.ckpt")) for name, save in saves.items()
+                name: alone(partial(timed_save, save, size, directory / "it.ckpt"))
+                for name, save in saves.items()
             }
             results = take_turns(kinds, effort.repeats(5))
             raw, stock, ours = (results[name]["seconds"] for name in saves)
             memory = [f"{statistics.median(results[name]['peak']):.0f}" for name in list(saves)[1:]]
             ratios = ratio(ours, raw), ratio(ours, stock)
-            rows.append([size_of(size), *map(spread, (raw, stock, ours)), *ratios, f"{', '.join(memory)} MiB"])
+            rows.append(
+                [
+                    size_of(size),
+                    *map(spread, (raw, stock, ours)),
+                    *ratios,
+                    f"{', '.join(memory)} MiB",
+                ]
+            )
     return Table(
         "save",
         ["seconds of a save in the foreground", *saves, "× raw", "× stock", "memory: stock, ours"],
@@ -110,9 +133,12 @@ def wait(io: Any) -> None:
 
 def stalls(make_io: Callable[[], Any], mebibytes: int, saves: int, path: Path) -> Figures:
     """Measure each call that begins a save, beside a copy in memory, and its memory."""
-    content, io = content_of(mebibytes), make_io()
+    content = content_of(mebibytes)
+    io = make_io()
     twin = {name: torch.zeros_like(tensor) for name, tensor in content["state_dict"].items()}
-    seconds, copies, peaks = [], [], []
+    seconds = []
+    copies = []
+    peaks = []
     for _ in range(saves):
         begin = time.perf_counter()
         for name, tensor in content["state_dict"].items():
@@ -126,21 +152,35 @@ def stalls(make_io: Callable[[], Any], mebibytes: int, saves: int, path: Path) -
         peaks.append((peak.before, peak.highest))
     io.teardown()
     path.unlink()
-    first, later = seconds[0], statistics.median(seconds[1:])
+    first = seconds[0]
+    later = statistics.median(seconds[1:])
     taken = (max(peak for _, peak in peaks) - peaks[0][0]) / MIB
-    return {"first": first, "later": later, "own": later / statistics.median(copies[1:]), "memory": taken / mebibytes}
+    return {
+        "first": first,
+        "later": later,
+        "own": later / statistics.median(copies[1:]),
+        "memory": taken / mebibytes,
+    }
 
 
 def measure_background(effort: Effort) -> Table:
     """Measure the pause of training for a save, and its memory."""
     size, saves = effort.choose((1024, 6), quick=(1, 2))
     with scratch_directory() as directory:
-        ios = {"stock `AsyncCheckpointIO`": make_stock_io, "`RankZeroCheckpointIO(background=True)`": make_our_io}
-        kinds = {name: alone(partial(stalls, io, size, saves, directory / "it.ckpt")) for name, io in ios.items()}
+        ios = {
+            "stock `AsyncCheckpointIO`": make_stock_io,
+            "`RankZeroCheckpointIO(background=True)`": make_our_io,
+        }
+        kinds = {
+            name: alone(partial(stalls, io, size, saves, directory / "it.ckpt"))
+            for name, io in ios.items()
+        }
         results = take_turns(kinds, effort.repeats(5))
     rows = [[name, *map(spread, figures.values())] for name, figures in results.items()]
     title = f"seconds for which training waits to save {size_of(size)} in the background"
-    return Table("background", [title, "first", "later", "× a memory copy", "memory × payload"], rows)
+    return Table(
+        "background", [title, "first", "later", "× a memory copy", "memory × payload"], rows
+    )
 
 
 # Verifying.
@@ -162,9 +202,13 @@ def measure_verify(effort: Effort) -> Table:
         verify = alone(partial(gigabytes_a_second, size, directory / "it.ckpt"))
         speeds = take_turns({"ours": verify}, effort.repeats(5))["ours"]["speed"]
     return Table(
-        "verify", ["checksums of a checkpoint, verified by one rank", "GB/s"], [[size_of(size), spread(speeds)]]
+        "verify",
+        ["checksums of a checkpoint, verified by one rank", "GB/s"],
+        [[size_of(size), spread(speeds)]],
     )
 
 
 if __name__ == "__main__":
-    main(__doc__, {"save": measure_save, "background": measure_background, "verify": measure_verify})
+    main(
+        __doc__, {"save": measure_save, "background": measure_background, "verify": measure_verify}
+    )

@@ -1,9 +1,10 @@
-"""Renew the tables of README.md from the results in results/*.json, and the commits that these were measured on.
+"""Renew the tables of README.md from the results in results/*.json, and the commits
+that these were measured on.
 
     python benchmarks/tables.py
 
-A table stands between ``<!-- table: launching start -->``, script and table, and ``<!-- end -->``; the commits between
-``<!-- commits -->`` and ``<!-- end -->``.
+A table stands between ``<!-- table: launching start -->``, script and table, and ``<!--
+end -->``; the commits between ``<!-- commits -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ RESULTS = HERE / "results"
 
 
 def shown(cell: Any) -> str:
-    """Return a cell as it is printed: text and numbers as they are, a spread as median, lowest and highest."""
+    """Return a cell as it is printed: text and numbers as they are, a spread as median,
+    lowest and highest.
+    """
     if not isinstance(cell, dict):
         return str(cell)
     median, low, high = (f"{cell[name]:.{cell['digits']}f}" for name in ("median", "low", "high"))
@@ -38,10 +41,16 @@ def renew(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         found = json.loads((RESULTS / f"{match[1]}.json").read_text())["tables"][match[2]]
-        return f"<!-- table: {match[1]} {match[2]} -->\n\n{markdown(found['columns'], found['rows'])}\n<!-- end -->"
+        return (
+            f"<!-- table: {match[1]} {match[2]}"
+            f" -->\n\n{markdown(found['columns'], found['rows'])}\n<!-- end -->"
+        )
 
     text = re.sub(
-        r"<!-- commits -->.*?<!-- end -->", f"<!-- commits -->\n\n{commits()}\n<!-- end -->", text, flags=re.DOTALL
+        r"<!-- commits -->.*?<!-- end -->",
+        f"<!-- commits -->\n\n{commits()}\n<!-- end -->",
+        text,
+        flags=re.DOTALL,
     )
     return re.sub(r"<!-- table: (\w+) (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
 

@@ -17,8 +17,12 @@ WARMING_UP = 20  # steps
 def make_trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:
     """Return a Trainer on the CPU that prints and writes nothing by itself."""
     warnings.simplefilter("ignore")
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return L.Trainer(**{**quiet, "strategy": strategy, "accelerator": "cpu", "devices": devices, **options})
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    return L.Trainer(
+        **{**quiet, "strategy": strategy, "accelerator": "cpu", "devices": devices, **options}
+    )
 
 
 class Net(L.LightningModule):
@@ -29,7 +33,9 @@ class Net(L.LightningModule):
         self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
         self.width = width
         self.names = [f"metric {number}" for number in range(logged)]
-        self.moments: dict[int, tuple[float, float]] = {}  # by step, since when it ran: the clock and processor time
+        self.moments: dict[
+            int, tuple[float, float]
+        ] = {}  # by step, since when it ran: the clock and processor time
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         self.moments[index] = time.perf_counter(), time.process_time()
@@ -45,7 +51,9 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     def milliseconds_a_step(self) -> dict[str, float]:
-        """Return the time of a step after the first ones: by the clock, and processor time of all threads."""
+        """Return the time of a step after the first ones: by the clock, and processor
+        time of all threads.
+        """
         steps = max(self.moments) - WARMING_UP
         moments = zip(self.moments[WARMING_UP], self.moments[max(self.moments)], strict=True)
         clock, cpu = (1000 * (end - begin) / steps for begin, end in moments)

@@ -1,9 +1,10 @@
-"""Measure the cost of `uneven_inputs=`, with which ranks agree in each step whether they have one more batch.
+"""Measure the cost of `uneven_inputs=`, with which ranks agree in each step whether
+they have one more batch.
 
     python benchmarks/uneven.py    # about 2 minutes on 2 cores
 
-Two ranks train the same model on streams of the same length, with it and without it. On a busy machine rank 0's
-processor time, of all its threads, says more than the clock.
+Two ranks train the same model on streams of the same length, with it and without it. On
+a busy machine rank 0's processor time, of all its threads, says more than the clock.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from lightning_ddp_ext import DDPExtStrategy
 
 class Stream(IterableDataset[Tensor]):
     def __init__(self, length: int, width: int) -> None:
-        self.batch, self.length = torch.ones(16, width), length
+        self.batch = torch.ones(16, width)
+        self.length = length
 
     def __iter__(self) -> Iterator[Tensor]:
         for _ in range(self.length):
@@ -45,17 +47,29 @@ def step(uneven_inputs: Any, width: int, steps: int) -> Figures:
 
 
 def measure(effort: Effort) -> Table:
-    width, steps = 64, effort.choose(150, quick=20)
+    width = 64
+    steps = effort.choose(150, quick=20)
     kinds = (None, "stop_at_shortest")
-    results = take_turns({str(kind): partial(step, kind, width, steps) for kind in kinds}, effort.repeats(15))
-    without, rows = results["None"], []
+    results = take_turns(
+        {str(kind): partial(step, kind, width, steps) for kind in kinds}, effort.repeats(15)
+    )
+    without = results["None"]
+    rows = []
     for kind in kinds:
         own = results[str(kind)]
-        cells = [(spread(own[each]), ratio(own[each], without[each])) for each in ("clock", "processor")]
+        cells = [
+            (spread(own[each]), ratio(own[each], without[each])) for each in ("clock", "processor")
+        ]
         rows.append([f'`"{kind}"`' if kind else "without it", *cells[0], *cells[1]])
     return Table(
         "uneven",
-        ["a step with `uneven_inputs=`", "ms by the clock", "× without", "ms of processor time of rank 0", "× without"],
+        [
+            "a step with `uneven_inputs=`",
+            "ms by the clock",
+            "× without",
+            "ms of processor time of rank 0",
+            "× without",
+        ],
         rows,
     )
 

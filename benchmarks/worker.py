@@ -31,7 +31,8 @@ class Noted(Net):
 
 
 if __name__ == "__main__":
-    strategy, world_size = sys.argv[1], int(sys.argv[2])
+    strategy = sys.argv[1]
+    world_size = int(sys.argv[2])
     if strategy.startswith("ddp_ext"):
         import lightning_ddp_ext  # noqa: F401
     make_trainer(strategy, world_size, max_steps=-1 if "endless" in sys.argv else 4).fit(Noted())

@@ -34,7 +34,10 @@ def draw(name: str) -> str:
     header, *rows = table(beginning)
     for column in columns:
         if column not in header:
-            raise LookupError(f"{BENCHMARKS} has no column {column!r} in the table {beginning!r}; correct {__file__}")
+            raise LookupError(
+                f"{BENCHMARKS} has no column {column!r} in the table {beginning!r}; correct"
+                f" {__file__}"
+            )
     numbers = {row[0]: [number(row[header.index(column)]) for column in columns] for row in rows}
     return picture({label: values for label, values in numbers.items() if any(values)}, columns)
 
@@ -44,8 +47,12 @@ def table(beginning: str) -> list[list[str]]:
     text = BENCHMARKS.read_text().replace("`", "")
     found = re.search(rf"^\| {re.escape(beginning)}.*\n(?:\|.*\n)+", text, re.MULTILINE)
     if found is None:
-        raise LookupError(f"{BENCHMARKS} has no table that begins with {beginning!r}; correct {__file__}")
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in found[0].splitlines()]
+        raise LookupError(
+            f"{BENCHMARKS} has no table that begins with {beginning!r}; correct {__file__}"
+        )
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in found[0].splitlines()
+    ]
     return [lines[0], *lines[2:]]
 
 
@@ -71,7 +78,10 @@ def picture(rows: dict[str, list[float]], columns: list[str]) -> str:
         colours = COLOURS if len(columns) > 1 or "stock" in label else COLOURS[1:]
         for colour, value in zip(colours, values, strict=False):
             width = BARS * value / longest
-            parts.append(f'<rect x="{LABELS}" y="{top}" width="{width:.1f}" height="{BAR - 2}" fill="{colour}"/>')
+            parts.append(
+                f'<rect x="{LABELS}" y="{top}" width="{width:.1f}" height="{BAR - 2}"'
+                f' fill="{colour}"/>'
+            )
             parts.append(words(LABELS + width + 4, top + 10, f"{value:g}"))
             top += BAR
         top += GAP
@@ -88,7 +98,10 @@ def legend(columns: list[str]) -> Iterator[str]:
 
 def words(x: float, y: float, text: str, *, anchor: str = "start") -> str:
     """Return a line of text that begins, or ends, at a point."""
-    return f'<text x="{x:.1f}" y="{y}" font-size="12" text-anchor="{anchor}" fill="#222">{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y}" font-size="12" text-anchor="{anchor}"'
+        f' fill="#222">{escape(text)}</text>'
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Settings of Sphinx: `make docs` builds the Markdown pages of the repository, as they are, into site/."""
+"""Settings of Sphinx: `make docs` builds the pages of the repository, as they are, into site/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ ROOT = Path(__file__).parents[1]
 project = "lightning-ddp-ext"
 version = release = lightning_ddp_ext.__version__
 copyright = "the lightning-ddp-ext authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 
 root_doc = "README"
 include_patterns = ["*.md", "docs/**", "examples/**", "benchmarks/**"]
@@ -42,7 +48,7 @@ def setup(app: Sphinx) -> None:
 
 
 def add_to_page(app: Sphinx, page: str, source: list[str]) -> None:
-    """Give the first page the list of all pages for the sidebar, and the API page the docstrings."""
+    """Give the first page the list of all pages, and the API page the docstrings."""
     if page == root_doc:
         source[0] += sidebar((ROOT / "docs/README.md").read_text())
     if page == "docs/reference/api":
@@ -59,21 +65,29 @@ def sidebar(text: str) -> str:
     for section in text.split("\n## ")[1:]:
         pages = dict.fromkeys(re.findall(r"\]\(([^)#:]+\.md)[)#]", section))
         names = "\n".join((Path("docs") / name).as_posix() for name in pages)
-        found += f"\n```{{toctree}}\n:hidden:\n:caption: {section.splitlines()[0]}\n\n{names}\n```\n"
+        found += (
+            f"\n```{{toctree}}\n:hidden:\n:caption: {section.splitlines()[0]}\n\n{names}\n```\n"
+        )
     return found.replace("docs/../", "")
 
 
 def named(text: str) -> str:
     """Return the API page with names that lead to their docstrings instead of to files."""
-    return re.sub(r"\[`(\w+)`\]\(\S+?/lightning_ddp_ext/\S+?\.py\)", r"{py:obj}`\1 <lightning_ddp_ext.\1>`", text)
+    return re.sub(
+        r"\[`(\w+)`\]\(\S+?/lightning_ddp_ext/\S+?\.py\)",
+        r"{py:obj}`\1 <lightning_ddp_ext.\1>`",
+        text,
+    )
 
 
 def linked(text: str, page: str) -> str:
-    """Return a guide in which the first mention of each name of the API page leads to its docstring."""
+    """Return a guide in which the first mention of each public name leads to its docstring."""
     if not page.startswith("docs/guides/"):
         return text
     for name in lightning_ddp_ext.__all__:
-        mentions = re.finditer(rf"```.*?```|\[[^\]]*\]|^#.*?$|(`{name}`)", text, re.DOTALL | re.MULTILINE)
+        mentions = re.finditer(
+            rf"```.*?```|\[[^\]]*\]|^#.*?$|(`{name}`)", text, re.DOTALL | re.MULTILINE
+        )
         first = next((mention for mention in mentions if mention[1]), None)
         if first and not name.endswith("Error"):
             role = f"{{py:obj}}`{name} <lightning_ddp_ext.{name}>`"
@@ -87,7 +101,12 @@ def listings(text: str) -> str:
     for name in re.findall(r"^\| \[`\S+`\]\((\S+\.(?:py|sh|sbatch|yaml))\)", text, re.MULTILINE):
         language = {"py": "python", "yaml": "yaml"}.get(name.rpartition(".")[2], "bash")
         found += f"\n## {name}\n\n```{{literalinclude}} {name}\n:language: {language}\n```\n"
-    return re.sub(r"\]\((\S+\.(?:py|sh|sbatch|yaml))\)", lambda link: f"](#{anchor_of(link[1])})", text) + found
+    return (
+        re.sub(
+            r"\]\((\S+\.(?:py|sh|sbatch|yaml))\)", lambda link: f"](#{anchor_of(link[1])})", text
+        )
+        + found
+    )
 
 
 def anchor_of(name: str) -> str:
@@ -96,7 +115,7 @@ def anchor_of(name: str) -> str:
 
 
 def docstrings(text: str) -> str:
-    """Return the directives that show the docstrings of the names, and of the members, in the API page's tables."""
+    """Return the directives that show the docstrings of the names in the API page's tables."""
     found = "\n## Docstrings\n\n```{eval-rst}\n"
     for name, about in re.findall(r"^\| \[`(\w+)`\]\S+ \| (.*)", text, re.MULTILINE):
         kind = "class" if isinstance(getattr(lightning_ddp_ext, name), type) else "function"

@@ -1,4 +1,4 @@
-"""Draw an all-reduce as a ring: which rank's numbers each chunk on each rank holds, after each step.
+"""Draw an all-reduce as a ring: whose numbers each chunk on each rank holds, after each step.
 
     python docs/ring.py > docs/images/ring.svg
 
@@ -29,7 +29,7 @@ def states(world_size: int) -> Iterator[tuple[str, State]]:
 
 
 def passed_on(state: State, *, first: int, adds: bool) -> State:
-    """Return the state after each rank has sent one chunk to the next rank: number `rank + first`."""
+    """Return the state after each rank has sent chunk `rank + first` to the next rank."""
     world_size = len(state)
     after = [[set(chunk) for chunk in chunks] for chunks in state]
     for rank in range(world_size):
@@ -39,16 +39,22 @@ def passed_on(state: State, *, first: int, adds: bool) -> State:
 
 
 def draw(world_size: int) -> str:
-    """Return the picture as SVG: the adding above the copying, a column a step, a row a rank, a box for each chunk."""
+    """Return the picture as SVG: adding above copying, with a column a step and a row a rank."""
     block_width, block_height = world_size * CELL + GAP, TOP + world_size * (CELL + 8)
     width, height = LEFT + world_size * block_width, 2 * block_height + 8
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+            ' font-family="sans-serif">'
+        ),
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     before: State | None = None
     for number, (title, state) in enumerate(states(world_size)):
-        left, top = LEFT + number % world_size * block_width, TOP + number // world_size * block_height
+        left, top = (
+            LEFT + number % world_size * block_width,
+            TOP + number // world_size * block_height,
+        )
         if left == LEFT:
             parts += names(world_size, top)
         parts.append(text(left, top - 12, title, "#333"))
@@ -72,9 +78,13 @@ def cells(left: int, above: int, state: State, before: State | None) -> Iterator
             is_new = before is not None and before[rank][number] != chunk
             for contributor in chunk:
                 stripe = (CELL - 2) / len(state)
-                yield rectangle(x + contributor * stripe, top, stripe, CELL, fill=COLOURS[contributor])
+                yield rectangle(
+                    x + contributor * stripe, top, stripe, CELL, fill=COLOURS[contributor]
+                )
             frame = 'stroke="#111" stroke-width="3"' if is_new else 'stroke="#999"'
-            yield f'<rect x="{x}" y="{top}" width="{CELL - 2}" height="{CELL}" fill="none" {frame}/>'
+            yield (
+                f'<rect x="{x}" y="{top}" width="{CELL - 2}" height="{CELL}" fill="none" {frame}/>'
+            )
 
 
 def rectangle(x: float, y: float, width: float, height: float, *, fill: str) -> str:

@@ -1,6 +1,8 @@
-"""Save checkpoints in the background, and resume where the last run stopped, as on clusters that preempt jobs.
+"""Save checkpoints in the background, and resume where the last run stopped, as on
+clusters that preempt jobs.
 
-Run python examples/background_checkpoints.py, stop it with Ctrl-C or SIGTERM, and run it again.
+Run python examples/background_checkpoints.py, stop it with Ctrl-C or SIGTERM, and run
+it again.
 """
 
 import lightning as L
@@ -26,15 +28,23 @@ class Report(L.Callback):
 if __name__ == "__main__":
     L.seed_everything(1)  # to resume within an epoch, a run needs the same data
     trainer = L.Trainer(
-        strategy=ddpx.DDPExtStrategy(save_deadline=60),  # seconds from a signal until exit, including the save
+        strategy=ddpx.DDPExtStrategy(
+            save_deadline=60
+        ),  # seconds from a signal until exit, including the save
         accelerator="cpu",
         devices=2,
         max_epochs=10,
-        plugins=[ddpx.RankZeroCheckpointIO(background=True)],  # steps wait only for a copy in memory
-        callbacks=[ModelCheckpoint("checkpoints", save_last=True, every_n_train_steps=50), Report()],
+        plugins=[
+            ddpx.RankZeroCheckpointIO(background=True)
+        ],  # steps wait only for a copy in memory
+        callbacks=[
+            ModelCheckpoint("checkpoints", save_last=True, every_n_train_steps=50),
+            Report(),
+        ],
         logger=False,
     )
-    # "last" loads the newest undamaged checkpoint, including `last-preempted.ckpt`; the first run has no checkpoint.
+    # "last" loads the newest undamaged checkpoint, including `last-preempted.ckpt`; the
+    # first run has no checkpoint.
     trainer.fit(Model(), ckpt_path="last")
     if trainer.is_global_zero:
         saved = trainer.checkpoint_callback.last_model_path

@@ -1,6 +1,8 @@
-"""Reproduce a problem: change the model until the script fails, and report the script with its complete output.
+"""Reproduce a problem: change the model until the script fails, and report the script
+with its complete output.
 
-Run python examples/bug_report.py. To use stock Lightning's strategy, append the argument "ddp".
+Run python examples/bug_report.py. To use stock Lightning's strategy, append the
+argument "ddp".
 """
 
 import subprocess
@@ -33,6 +35,10 @@ if __name__ == "__main__":
     model = Model()
     trainer.fit(model)
     if trainer.is_global_zero:
-        print(f"after {trainer.global_step} steps the weights sum to {model.layer.weight.sum().item():.6f}", flush=True)
+        print(
+            f"after {trainer.global_step} steps the weights sum to"
+            f" {model.layer.weight.sum().item():.6f}",
+            flush=True,
+        )
         # Print versions, devices and the launcher.
         subprocess.run([sys.executable, "-m", "lightning_ddp_ext", "env"], check=False)

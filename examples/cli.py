@@ -1,8 +1,9 @@
 """Configure a whole run from a file with LightningCLI.
 
-    python examples/cli.py fit --config examples/config.yaml
-    python examples/cli.py fit --config examples/config.yaml --trainer.strategy.init_args.find_unused_parameters true
-    python examples/cli.py fit --config examples/config.yaml --print_config > all_options.yaml
+    python examples/cli.py fit --config examples/config.yaml python examples/cli.py fit
+    --config examples/config.yaml --trainer.strategy.init_args.find_unused_parameters
+    true python examples/cli.py fit --config examples/config.yaml --print_config >
+    all_options.yaml
 
 Requires `pip install 'jsonargparse[signatures]'`.
 """
@@ -20,7 +21,8 @@ class Sums(L.LightningDataModule):
     def __init__(self, samples: int = 512, batch_size: int = 32) -> None:
         super().__init__()
         x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(0))
-        self.dataset, self.batch_size = TensorDataset(x, x.sum(1, keepdim=True)), batch_size
+        self.dataset = TensorDataset(x, x.sum(1, keepdim=True))
+        self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.dataset, self.batch_size, shuffle=True)
@@ -32,10 +34,10 @@ class Sums(L.LightningDataModule):
 class Regression(L.LightningModule):
     def __init__(self, width: int = 32, lr: float = 0.01) -> None:
         super().__init__()
-        self.net, self.lr = (
-            nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1)),
-            lr,
+        self.net = nn.Sequential(
+            nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1)
         )
+        self.lr = lr
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])

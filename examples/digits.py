@@ -1,6 +1,7 @@
-"""Train a small convolutional network on the UCI digits with two ranks, test and save it, and train another epoch.
+"""Train a small convolutional network on the UCI digits with two ranks, test and save
+it, and train another epoch.
 
-python examples/digits.py                                    # starts its own ranks, which connect by file://
+python examples/digits.py                                    # starts its ranks, which connect by file://
 python examples/digits.py --init-method tcp://127.0.0.1:29500
 torchrun --nproc-per-node 2 examples/digits.py               # uses the ranks that torchrun started
 python examples/digits.py --strategy ddp                     # uses stock Lightning's strategy
@@ -18,15 +19,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_ddp_ext import SyncBatchNormConversion  # importing it registers the strategy "ddp_ext"
+from lightning_ddp_ext import (
+    SyncBatchNormConversion,
+)  # importing it registers the strategy "ddp_ext"
 
-DIGITS = Path(__file__).with_name("digits.npz")  # 1797 grey images of 8 x 8 pixels with values from 0 to 16, and labels
+DIGITS = Path(__file__).with_name(
+    "digits.npz"
+)  # 1797 grey images of 8 x 8 pixels with values from 0 to 16, and labels
 
 Batch = tuple[Tensor, Tensor]
 
 
 class ConvNet(L.LightningModule):
-    """Two convolutions with BatchNorm and a linear layer. The code does not depend on the number of ranks."""
+    """Two convolutions with BatchNorm and a linear layer.
+
+    The code does not depend on the number of ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,18 +59,26 @@ class ConvNet(L.LightningModule):
 
 
 def loaders() -> tuple[DataLoader[Batch], DataLoader[Batch]]:
-    """Provides 1597 training images and 200 test images, which are the same on every rank."""
+    """Provides 1597 training images and 200 test images, which are the same on every
+    rank.
+    """
     with np.load(DIGITS) as file:
-        pixels, labels = torch.tensor(file["images"]).unsqueeze(1) / 16, torch.tensor(file["labels"]).long()
-    dataset, generator = TensorDataset(pixels, labels), torch.Generator().manual_seed(0)
+        pixels = torch.tensor(file["images"]).unsqueeze(1) / 16
+        labels = torch.tensor(file["labels"]).long()
+    dataset = TensorDataset(pixels, labels)
+    generator = torch.Generator().manual_seed(0)
     train, test = random_split(dataset, [1597, 200], generator=generator)
     return DataLoader(train, batch_size=32, shuffle=True), DataLoader(test, batch_size=32)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on the UCI digits, on several ranks.")
-    parser.add_argument("--strategy", default="ddp_ext", help="ddp_ext, ddp_ext_spawn, …, or Lightning's ddp")
-    parser.add_argument("--init-method", help="where the ranks connect, as in DDPExtStrategy(init_method=...)")
+    parser.add_argument(
+        "--strategy", default="ddp_ext", help="ddp_ext, ddp_ext_spawn, …, or Lightning's ddp"
+    )
+    parser.add_argument(
+        "--init-method", help="where the ranks connect, as in DDPExtStrategy(init_method=...)"
+    )
     parser.add_argument("--devices", type=int, default=2, help="ranks on this machine")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--checkpoints", default="checkpoints", help="directory to write them to")

@@ -1,10 +1,13 @@
-"""Measure a model's accuracy in one process, on four ranks with stock Lightning, and on four ranks with `ddp_ext`.
+"""Measure a model's accuracy in one process, on four ranks with stock Lightning, and on
+four ranks with `ddp_ext`.
 
 Run it: python examples/exact_metrics.py
 
-Four ranks cannot share 41 test images evenly. With stock Lightning each rank evaluates 11, so three images count twice.
-With a sampler that does not repeat images, its sums are correct, but the mean of `self.log(sync_dist=True)` is divided
-by 40, because 41 / 4 is rounded down. With `ddp_ext` each image counts once, and results equal those of one process.
+Four ranks cannot share 41 test images evenly. With stock Lightning each rank evaluates
+11, so three images count twice. With a sampler that does not repeat images, its sums
+are correct, but the mean of `self.log(sync_dist=True)` is divided by 40, because 41 / 4
+is rounded down. With `ddp_ext` each image counts once, and results equal those of one
+process.
 """
 
 import warnings
@@ -18,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-import lightning_ddp_ext as ddpx  # importing it registers the strategies whose names begin with ddp_ext
+# importing it registers the strategies whose names begin with ddp_ext
+import lightning_ddp_ext as ddpx
 
 
 class Classifier(L.LightningModule):
@@ -46,7 +50,9 @@ class Classifier(L.LightningModule):
 
 
 def trainer(strategy: str = "auto", devices: int = 1, **options: Any) -> L.Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     return L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **quiet, **options)
 
 
@@ -55,12 +61,16 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # forked processes do not inherit this process's threads
     L.seed_everything(1)
     with np.load(Path(__file__).with_name("digits.npz")) as file:
-        pixels, digits = torch.tensor(file["images"]).flatten(1) / 16, torch.tensor(file["labels"]).long()
+        pixels = torch.tensor(file["images"]).flatten(1) / 16
+        digits = torch.tensor(file["labels"]).long()
     model = Classifier()
-    trainer(max_epochs=20).fit(model, DataLoader(TensorDataset(pixels[:100], digits[:100]), 20, shuffle=True))
+    trainer(max_epochs=20).fit(
+        model, DataLoader(TensorDataset(pixels[:100], digits[:100]), 20, shuffle=True)
+    )
 
     test = TensorDataset(pixels[100:141], digits[100:141])
-    loader, unrepeated = DataLoader(test, 8), DataLoader(test, 8, sampler=ddpx.ExactDistributedSampler(test))
+    loader = DataLoader(test, 8)
+    unrepeated = DataLoader(test, 8, sampler=ddpx.ExactDistributedSampler(test))
     rows = {
         "one process": trainer().test(model, loader, verbose=False),
         "ddp": trainer("ddp_fork", 4).test(model, loader, verbose=False),
@@ -69,4 +79,7 @@ if __name__ == "__main__":
     }
     print("41 test images    counted  self.log  torchmetrics")
     for name, [found] in rows.items():
-        print(f"{name:16}  {found['images']:7.0f}  {found['self.log']:8.2%}  {found['torchmetrics']:12.2%}")
+        print(
+            f"{name:16}  {found['images']:7.0f}  {found['self.log']:8.2%} "
+            f" {found['torchmetrics']:12.2%}"
+        )

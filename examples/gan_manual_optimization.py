@@ -12,7 +12,9 @@ import lightning_ddp_ext  # noqa: F401 - registers the strategy's names
 
 
 class GAN(L.LightningModule):
-    """Learns to sample from a normal distribution with mean 4 and standard deviation 0.5."""
+    """Learns to sample from a normal distribution with mean 4 and standard deviation
+    0.5.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,8 +26,9 @@ class GAN(L.LightningModule):
         for_generator, for_critic = self.optimizers()
         fake = self.generator(torch.randn(len(real), 4))
 
-        # toggle_optimizer freezes the other network, so each step has parameters without gradients. Therefore the
-        # strategy's name ends with find_unused_parameters_true.
+        # toggle_optimizer freezes the other network, so each step has parameters
+        # without gradients. Therefore the strategy's name ends with
+        # find_unused_parameters_true.
         self.toggle_optimizer(for_generator)
         scores = self.critic(fake)
         self.minimize(for_generator, scores, wanted=torch.ones_like(scores))
@@ -33,7 +36,9 @@ class GAN(L.LightningModule):
 
         self.toggle_optimizer(for_critic)
         scores = torch.cat([self.critic(real), self.critic(fake.detach())])
-        self.minimize(for_critic, scores, wanted=torch.cat([torch.ones_like(real), torch.zeros_like(real)]))
+        self.minimize(
+            for_critic, scores, wanted=torch.cat([torch.ones_like(real), torch.zeros_like(real)])
+        )
         self.untoggle_optimizer(for_critic)
 
     def minimize(self, optimizer: torch.optim.Optimizer, scores: Tensor, *, wanted: Tensor) -> None:
@@ -44,14 +49,19 @@ class GAN(L.LightningModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         networks = (self.generator, self.critic)
-        return [torch.optim.Adam(network.parameters(), lr=0.003, betas=(0.5, 0.9)) for network in networks]
+        return [
+            torch.optim.Adam(network.parameters(), lr=0.003, betas=(0.5, 0.9))
+            for network in networks
+        ]
 
 
 if __name__ == "__main__":
     L.seed_everything(1)
     loader = DataLoader(4 + 0.5 * torch.randn(4096, 1), batch_size=64, shuffle=True)
     strategy = "ddp_ext_find_unused_parameters_true"
-    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=10, logger=False)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_epochs=10, logger=False
+    )
     model = GAN()
     trainer.fit(model, loader)
     if trainer.is_global_zero:

@@ -1,4 +1,5 @@
-"""Accumulate 4 batches of 8 on 2 ranks, and compare the weights with those of one process that uses batches of 64.
+"""Accumulate 4 batches of 8 on 2 ranks, and compare the weights with those of one
+process that uses batches of 64.
 
 Run it: python examples/gradient_accumulation.py
 """
@@ -25,7 +26,9 @@ class Regression(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(data: TensorDataset, *, strategy: str, devices: int, batch_size: int, accumulate: int) -> Regression:
+def train(
+    data: TensorDataset, *, strategy: str, devices: int, batch_size: int, accumulate: int
+) -> Regression:
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -40,7 +43,10 @@ def train(data: TensorDataset, *, strategy: str, devices: int, batch_size: int, 
     model = Regression()
     trainer.fit(model, DataLoader(data, batch_size))
     samples = devices * batch_size * accumulate
-    print(f"{devices} ranks x {batch_size} samples x {accumulate} batches = {samples} samples in an optimiser step")
+    print(
+        f"{devices} ranks x {batch_size} samples x {accumulate} batches = {samples} samples in an"
+        " optimiser step"
+    )
     return model
 
 
@@ -48,7 +54,11 @@ if __name__ == "__main__":
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.sum(1, keepdim=True).sin())
     alone = train(data, strategy="auto", devices=1, batch_size=64, accumulate=1)
-    # Forked ranks return their weights to this process. Gradients are exchanged once per optimiser step.
+    # Forked ranks return their weights to this process. Gradients are exchanged once
+    # per optimiser step.
     ranks = train(data, strategy="ddp_ext_fork", devices=2, batch_size=8, accumulate=4)
-    largest = max((p - q).abs().max().item() for p, q in zip(alone.parameters(), ranks.parameters(), strict=True))
+    largest = max(
+        (p - q).abs().max().item()
+        for p, q in zip(alone.parameters(), ranks.parameters(), strict=True)
+    )
     print(f"largest difference of a weight: {largest:.0e}")

@@ -1,4 +1,5 @@
-"""Simulate a stuck rank: the watchdog names rank 1 and its line of code, and stops both ranks.
+"""Simulate a stuck rank: the watchdog names rank 1 and its line of code, and stops both
+ranks.
 
 Run it: python examples/hang_watchdog.py
 """
@@ -29,7 +30,8 @@ if __name__ == "__main__":
         accelerator="cpu",
         devices=2,
         max_epochs=1,
-        # In real runs, choose a timeout above the longest step plus a save, such as 600 s. The report has all stacks.
+        # In real runs, choose a timeout above the longest step plus a save, such as 600
+        # s. The report has all stacks.
         callbacks=[ddpx.HangWatchdog(timeout=5, directory="hang_reports")],
         logger=False,
     )

@@ -40,7 +40,11 @@ class Count(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         stream = Files(trainer.global_rank, trainer.world_size)
         batches = sum(FILES[file] for file in stream.files) // 4
-        print(f"rank {trainer.global_rank} has {batches} batches and made {trainer.global_step} steps", flush=True)
+        print(
+            f"rank {trainer.global_rank} has {batches} batches and made {trainer.global_step}"
+            " steps",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Write metrics from rank 0, log lines from selected ranks, and a profile from each rank.
+"""Write metrics from rank 0, log lines from selected ranks, and a profile from each
+rank.
 
 Run it: python examples/loggers_and_profiler.py
 """
@@ -39,7 +40,9 @@ if __name__ == "__main__":
         max_epochs=2,
         logger=metrics,
         log_every_n_steps=10,
-        profiler=SimpleProfiler("logs", "profile"),  # logs/fit-profile-0.txt, logs/fit-profile-1.txt
+        profiler=SimpleProfiler(
+            "logs", "profile"
+        ),  # logs/fit-profile-0.txt, logs/fit-profile-1.txt
         limit_val_batches=0,
     )
     trainer.fit(Model())

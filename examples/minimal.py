@@ -21,7 +21,9 @@ class Line(L.LightningModule):
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         x, y = batch
         loss = nn.functional.mse_loss(self.line(x), y)
-        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)  # the mean over both ranks
+        self.log(
+            "loss", loss, on_step=False, on_epoch=True, sync_dist=True
+        )  # the mean over both ranks
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -34,7 +36,9 @@ if __name__ == "__main__":
     loader = DataLoader(TensorDataset(x, 3 * x - 1), batch_size=16, shuffle=True)
 
     # On GPUs, use accelerator="gpu" and devices=torch.cuda.device_count().
-    trainer = L.Trainer(strategy="ddp_ext", accelerator="cpu", devices=2, max_epochs=5, logger=False)
+    trainer = L.Trainer(
+        strategy="ddp_ext", accelerator="cpu", devices=2, max_epochs=5, logger=False
+    )
     model = Line()
     trainer.fit(model, loader)
 

@@ -1,9 +1,12 @@
-"""Split one network across two devices per rank, and run its parts at the same time on micro-batches.
+"""Split one network across two devices per rank, and run its parts at the same time on
+micro-batches.
 
-Run it: python examples/model_parallel.py (2 ranks with 2 devices each: four GPUs if available, otherwise the CPU)
+Run it: python examples/model_parallel.py (2 ranks with 2 devices each: four GPUs if
+available, otherwise the CPU)
 
-While the second part computes one micro-batch, the first part computes the next one. On two GPUs, this makes a step up
-to a third shorter. On the CPU, both parts share the same cores, so steps do not get faster, as the table shows.
+While the second part computes one micro-batch, the first part computes the next one. On
+two GPUs, this makes a step up to a third shorter. On the CPU, both parts share the same
+cores, so steps do not get faster, as the table shows.
 """
 
 import time
@@ -15,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPExtStrategy
 
-WIDTH, BATCHES, BATCH_SIZE = 512, 20, 64
+WIDTH = 512
+BATCHES = 20
+BATCH_SIZE = 64
 HAS_GPUS = torch.cuda.device_count() >= 4
 
 
@@ -28,15 +33,25 @@ class TwoParts(L.LightningModule):
 
     def configure_model(self) -> None:
         first, self.second_device = self.trainer.strategy.rank_devices
-        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(first)
-        self.second = nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(
+            first
+        )
+        self.second = nn.Sequential(
+            nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
+        )
         self.second.to(self.second_device)
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         x, y = batch
-        halves = (self.first(part).to(self.second_device, non_blocking=True) for part in x.chunk(self.micro_batches))
-        waiting, results = next(halves), []
-        for following in halves:  # the first device computes this while the second one computes `waiting`
+        halves = (
+            self.first(part).to(self.second_device, non_blocking=True)
+            for part in x.chunk(self.micro_batches)
+        )
+        waiting = next(halves)
+        results = []
+        for (
+            following
+        ) in halves:  # the first device computes this while the second one computes `waiting`
             results.append(self.second(waiting))
             waiting = following
         results.append(self.second(waiting))
@@ -47,13 +62,19 @@ class TwoParts(L.LightningModule):
 
 
 def seconds_per_step(micro_batches: int) -> float:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     accelerator = "gpu" if HAS_GPUS else "cpu"
     strategy = DDPExtStrategy(devices_per_rank=2)
-    trainer = L.Trainer(strategy=strategy, accelerator=accelerator, devices=4, max_epochs=1, **quiet)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator=accelerator, devices=4, max_epochs=1, **quiet
+    )
     x = torch.randn(2 * BATCHES * BATCH_SIZE, WIDTH)
     began = time.perf_counter()
-    trainer.fit(TwoParts(micro_batches), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH_SIZE))
+    trainer.fit(
+        TwoParts(micro_batches), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH_SIZE)
+    )
     return (time.perf_counter() - began) / trainer.global_step
 
 
@@ -61,6 +82,8 @@ if __name__ == "__main__":
     seconds_per_step(1)  # warm-up
     times = {number: seconds_per_step(number) for number in (1, 2, 4)}
     if torch.distributed.get_rank() == 0:
-        print(f"micro-batches  a step  on {'two GPUs' if HAS_GPUS else 'the CPU, without four GPUs'}")
+        print(
+            f"micro-batches  a step  on {'two GPUs' if HAS_GPUS else 'the CPU, without four GPUs'}"
+        )
         for number, seconds in times.items():
             print(f"{number:13}  {seconds * 1000:4.0f} ms  {seconds / times[1]:.2f} ×")

@@ -1,4 +1,5 @@
-"""Synchronise BatchNorm in the encoder, which then uses the statistics of both ranks, but not in the head.
+"""Synchronise BatchNorm in the encoder, which then uses the statistics of both ranks,
+but not in the head.
 
 Run it: python examples/partial_sync_batchnorm.py
 """
@@ -40,11 +41,14 @@ if __name__ == "__main__":
     x = torch.randn(256, 8)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16, shuffle=True)
     trainer = L.Trainer(
-        strategy=ddpx.DDPExtStrategy(broadcast_buffers=False),  # otherwise DDP sends rank 0's statistics to all
+        strategy=ddpx.DDPExtStrategy(
+            broadcast_buffers=False
+        ),  # otherwise DDP sends rank 0's statistics to all
         accelerator="cpu",
         devices=2,
         max_epochs=2,
-        # On several machines, process_group="node" synchronises the ranks within each machine only.
+        # On several machines, process_group="node" synchronises the ranks within each
+        # machine only.
         callbacks=[ddpx.SyncBatchNormConversion(include="encoder.*")],
         logger=False,
     )

@@ -28,7 +28,10 @@ if __name__ == "__main__":
 
     trainer = L.Trainer(strategy="ddp_ext", accelerator="cpu", devices=2, logger=False)
     share = trainer.predict(Doubler(), loader)
-    print(f"rank {trainer.global_rank} predicted {sum(len(batch['id']) for batch in share)} samples", flush=True)
+    print(
+        f"rank {trainer.global_rank} predicted {sum(len(batch['id']) for batch in share)} samples",
+        flush=True,
+    )
 
     everything = ddpx.gather_predictions(trainer)  # collective: every rank must call it
     if trainer.is_global_zero:
@@ -36,4 +39,6 @@ if __name__ == "__main__":
         with open("predictions.csv", "w", newline="") as file:
             csv.writer(file).writerows([("id", "prediction"), *rows])
         in_order = everything["id"].equal(ids)
-        print(f"predictions.csv has {len(everything['id'])} rows, in the dataset's order: {in_order}")
+        print(
+            f"predictions.csv has {len(everything['id'])} rows, in the dataset's order: {in_order}"
+        )

@@ -1,9 +1,11 @@
-"""Train on two ranks, kill them at any time, verify the remaining checkpoint, and resume on three ranks.
+"""Train on two ranks, kill them at any time, verify the remaining checkpoint, and
+resume on three ranks.
 
 Run it: python examples/resume_elsewhere.py
 
-The first run saves in the background after every epoch until it receives SIGKILL. Regardless of what it was doing, its
-last checkpoint is undamaged, as `checkpoint verify` confirms. The second run needs only this file.
+The first run saves in the background after every epoch until it receives SIGKILL.
+Regardless of what it was doing, its last checkpoint is undamaged, as `checkpoint
+verify` confirms. The second run needs only this file.
 """
 
 import os
@@ -30,18 +32,29 @@ class Model(BoringModel):
         return DataLoader(x, batch_size=8, shuffle=True)
 
     def on_train_start(self) -> None:
-        self.trainer.print(f"{self.trainer.world_size} ranks begin at step {self.trainer.global_step}", flush=True)
+        self.trainer.print(
+            f"{self.trainer.world_size} ranks begin at step {self.trainer.global_step}", flush=True
+        )
 
 
 def train(checkpoint: Path, *, devices: int, epochs: int) -> None:
-    """Train, and resume if the checkpoint exists. It may have been saved on GPUs that this machine does not have."""
+    """Train, and resume if the checkpoint exists.
+
+    It may have been saved on GPUs that this machine does not have.
+    """
     trainer = L.Trainer(
         strategy="ddp_ext_fork",
         accelerator="cpu",
         devices=devices,
         max_epochs=epochs,
-        plugins=[ddpx.RankZeroCheckpointIO(background=True, map_location={"cuda:0": "cpu", "cuda:1": "cpu"})],
-        callbacks=[ModelCheckpoint(checkpoint.parent, checkpoint.stem, enable_version_counter=False)],
+        plugins=[
+            ddpx.RankZeroCheckpointIO(
+                background=True, map_location={"cuda:0": "cpu", "cuda:1": "cpu"}
+            )
+        ],
+        callbacks=[
+            ModelCheckpoint(checkpoint.parent, checkpoint.stem, enable_version_counter=False)
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -60,8 +73,14 @@ def main(checkpoint: Path) -> None:
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
 
-    print("killed; what is left:", *sorted(path.name for path in checkpoint.parent.iterdir()), flush=True)
-    subprocess.run([sys.executable, "-m", "lightning_ddp_ext", "checkpoint", "verify", checkpoint], check=True)
+    print(
+        "killed; what is left:",
+        *sorted(path.name for path in checkpoint.parent.iterdir()),
+        flush=True,
+    )
+    subprocess.run(
+        [sys.executable, "-m", "lightning_ddp_ext", "checkpoint", "verify", checkpoint], check=True
+    )
     epochs = torch.load(checkpoint, weights_only=True)["epoch"] + 3
     subprocess.run([*command, "3", str(epochs)], check=True)
 

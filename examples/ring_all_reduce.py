@@ -1,12 +1,15 @@
-"""Average gradients in a comm hook with a ring all-reduce, as NCCL and gloo do for large tensors.
+"""Average gradients in a comm hook with a ring all-reduce, as NCCL and gloo do for
+large tensors.
 
 Run it: python examples/ring_all_reduce.py
 
-Four ranks train once with the ring and once with DDP's own all-reduce, and get the same weights. The code is written to
-be read: it waits for one transfer after another and does not overlap transfers with the backward pass.
+Four ranks train once with the ring and once with DDP's own all-reduce, and get the same
+weights. The code is written to be read: it waits for one transfer after another and
+does not overlap transfers with the backward pass.
 """
 
-# No `from __future__ import annotations`: DDP compares the annotations of a comm hook with classes.
+# No `from __future__ import annotations`: DDP compares the annotations of a comm hook
+# with classes.
 
 import lightning as L
 import torch
@@ -20,7 +23,9 @@ import lightning_ddp_ext as ddpx
 
 
 def ring_all_reduce(group: ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
-    """Average a bucket of DDP's gradients, which is one flat tensor. Collective: every rank of the group must call it.
+    """Average a bucket of DDP's gradients, which is one flat tensor.
+
+    Collective: every rank of the group must call it.
 
     DDP passes its `ddp_comm_state` as `group`. Without it, all ranks take part.
     """
@@ -35,32 +40,41 @@ def ring_all_reduce(group: ProcessGroup | None, bucket: dist.GradBucket) -> Futu
 def ring_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Sum a flat tensor over the ranks of a group in place, and return it.
 
-    With N ranks, the tensor is split into N chunks. Each rank sends chunks to its right neighbour and receives chunks
-    from its left neighbour: N - 1 times to add them up (scatter-reduce), and N - 1 times to distribute the sums
-    (all-gather). In total, each rank sends 2 (N - 1) / N of the tensor's size.
+    With N ranks, the tensor is split into N chunks. Each rank sends chunks to its right
+    neighbour and receives chunks from its left neighbour: N - 1 times to add them up
+    (scatter-reduce), and N - 1 times to distribute the sums (all-gather). In total,
+    each rank sends 2 (N - 1) / N of the tensor's size.
 
-    Source: P. Patarasuk and X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
+    Source: P. Patarasuk and X. Yuan, Bandwidth optimal all-reduce algorithms for
+    clusters of workstations, 2009.
     """
-    rank, world_size = group.rank(), group.size()
+    rank = group.rank()
+    world_size = group.size()
     chunks = tensor.tensor_split(world_size)
     received = torch.empty_like(chunks[0])  # no chunk is larger than the first one
 
-    # Scatter-reduce. At the end, this rank has the complete sum of the chunk that it would send next.
+    # Scatter-reduce. At the end, this rank has the complete sum of the chunk that it
+    # would send next.
     for step in range(world_size - 1):
-        ours, theirs = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
+        ours = chunks[(rank - step) % world_size]
+        theirs = chunks[(rank - step - 1) % world_size]
         part = received[: len(theirs)]
         pass_on(ours, part, group)
         theirs += part
 
-    # All-gather. Each complete sum is passed around the ring and replaces the chunk on the other ranks.
+    # All-gather. Each complete sum is passed around the ring and replaces the chunk on
+    # the other ranks.
     for step in range(world_size - 1):
-        ours, theirs = chunks[(rank - step + 1) % world_size], chunks[(rank - step) % world_size]
+        ours = chunks[(rank - step + 1) % world_size]
+        theirs = chunks[(rank - step) % world_size]
         pass_on(ours, theirs, group)
     return tensor
 
 
 def pass_on(ours: Tensor, theirs: Tensor, group: ProcessGroup) -> None:
-    """Send one chunk to the right and receive another one from the left at the same time."""
+    """Send one chunk to the right and receive another one from the left at the same
+    time.
+    """
     right = dist.get_global_rank(group, (group.rank() + 1) % group.size())
     left = dist.get_global_rank(group, (group.rank() - 1) % group.size())
     transfers = []
@@ -89,7 +103,9 @@ class Regression(L.LightningModule):
 def train(strategy: ddpx.DDPExtStrategy) -> Regression:
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=16)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=4, max_epochs=5, **quiet)
     model = Regression()
     trainer.fit(model, loader)
@@ -97,8 +113,12 @@ def train(strategy: ddpx.DDPExtStrategy) -> Regression:
 
 
 if __name__ == "__main__":
-    # Stock `DDPStrategy(ddp_comm_hook=ring_all_reduce)` accepts the same function, but ignores comm hooks on the CPU.
+    # Stock `DDPStrategy(ddp_comm_hook=ring_all_reduce)` accepts the same function, but
+    # ignores comm hooks on the CPU.
     ring = train(ddpx.DDPExtStrategy(start_method="fork", ddp_comm_hook=ring_all_reduce))
     plain = train(ddpx.DDPExtStrategy(start_method="fork"))
-    largest = max((p - q).abs().max().item() for p, q in zip(ring.parameters(), plain.parameters(), strict=True))
+    largest = max(
+        (p - q).abs().max().item()
+        for p, q in zip(ring.parameters(), plain.parameters(), strict=True)
+    )
     print(f"largest difference of a weight between ring and all-reduce: {largest:.0e}")

@@ -1,7 +1,9 @@
-"""A drop-in ``ddp`` strategy for PyTorch Lightning: all ranks exit when one fails, and a stopped run is saved.
+"""A drop-in ``ddp`` strategy for PyTorch Lightning: all ranks exit when one fails, and
+a stopped run is saved.
 
-Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn``, ``ddp_ext_fork``,
-``ddp_ext_notebook`` and ``ddp_ext_forkserver`` with ``lightning`` and with ``pytorch_lightning``.
+Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn``,
+``ddp_ext_fork``, ``ddp_ext_notebook`` and ``ddp_ext_forkserver`` with ``lightning`` and
+with ``pytorch_lightning``.
 """
 
 import sys as _sys
@@ -12,7 +14,9 @@ if _sys.platform != "linux":
 
 from lightning_ddp_ext import errors as _errors
 from lightning_ddp_ext import trees as _trees  # first: it imports torch and Lightning
-from lightning_ddp_ext.at_exit import exclude_imports_from_collections as _exclude_imports_from_collections
+from lightning_ddp_ext.at_exit import (
+    exclude_imports_from_collections as _exclude_imports_from_collections,
+)
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler

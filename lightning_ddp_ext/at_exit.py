@@ -1,4 +1,6 @@
-"""Run actions at the exit of this process, and force its exit after a time limit that a save may extend."""
+"""Run actions at the exit of this process, and force its exit after a time limit that a
+save may extend.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +38,31 @@ def _delays() -> list[_Delay]:
 
 
 def at_exit(action: Callable[[], None]) -> None:
-    """Run ``action`` when the process exits, also in children of multiprocessing, which skip ``atexit`` handlers."""
+    """Run ``action`` when the process exits, also in children of multiprocessing, which
+    skip ``atexit`` handlers.
+    """
     atexit.register(action)
     multiprocessing.util.Finalize(None, action, exitpriority=100)
 
 
 def set_exit_status(status: int) -> None:
-    """Have this process exit with ``status`` after all other exit handlers; for an exit handler."""
-    # HACK: Python ignores what its exit handlers raise, and ``os._exit`` would skip those that are left. This handler
-    # of the C library calls ``exit`` again, with which glibc runs the remaining handlers and uses the new status.
+    """Have this process exit with ``status`` after all other exit handlers; for an exit
+    handler.
+    """
+    # HACK: Python ignores what its exit handlers raise, and ``os._exit`` would skip
+    # those that are left. This handler of the C library calls ``exit`` again, with
+    # which glibc runs the remaining handlers and uses the new status.
     libc = ctypes.CDLL(None)
     libc["__cxa_atexit"](libc.exit, ctypes.c_void_p(status), None)
 
 
 def exclude_imports_from_collections() -> None:
-    """Exclude all existing objects from garbage collection if a launcher started this process as a rank.
+    """Exclude all existing objects from garbage collection if a launcher started this
+    process as a rank.
 
-    By then a script has usually only imported libraries. Traversing their objects would take 0.2 s in each collection,
-    and would delay the exit by one second, for which other ranks or a restart of all ranks may be waiting.
+    By then a script has usually only imported libraries. Traversing their objects would
+    take 0.2 s in each collection, and would delay the exit by one second, for which
+    other ranks or a restart of all ranks may be waiting.
     """
     if not os.environ.keys().isdisjoint(("LOCAL_RANK", "SLURM_LOCALID")):
         gc.freeze()
@@ -66,7 +75,8 @@ def delaying_forced_end(
     *,
     when: Callable[[], bool] = lambda: True,
 ) -> Iterator[None]:
-    """Delay a forced exit, such as the one after another rank's death, while the block runs.
+    """Delay a forced exit, such as the one after another rank's death, while the block
+    runs.
 
     Args:
         seconds: the longest delay.
@@ -85,7 +95,9 @@ def delaying_forced_end(
 
 
 def wait_for_delays() -> bool:
-    """Wait until all :func:`delaying_forced_end` blocks end or run out of time; return whether any was running."""
+    """Wait until all :func:`delaying_forced_end` blocks end or run out of time; return
+    whether any was running.
+    """
     with _changed:
         longest = max((each.seconds for each in _delays()), default=0.0)
         _changed.wait_for(lambda: not _delays(), timeout=longest)
@@ -93,7 +105,9 @@ def wait_for_delays() -> bool:
 
 
 class ForcedExit:
-    """A countdown in a thread called ``name``, after which this process exits unless the countdown is lifted."""
+    """A countdown in a thread called ``name``, after which this process exits unless
+    the countdown is lifted.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -109,14 +123,18 @@ class ForcedExit:
         is_void: Callable[[], bool] = lambda: False,
         after_saves: float | None = None,
     ) -> None:
-        """Start the countdown unless it is running. Must not be called in a signal handler or at interpreter shutdown.
+        """Start the countdown unless it is running.
+
+        Must not be called in a signal handler or at interpreter shutdown.
 
         Args:
             seconds: the time until the exit.
             status: the exit status of the process.
             sentence: returns the text to print before the exit.
-            is_void: called when the time is up; if it returns True, the process continues.
-            after_saves: seconds from the completion of an unfinished save to the exit; ``None`` to interrupt the save.
+            is_void: called when the time is up; if it returns True, the process
+                continues.
+            after_saves: seconds from the completion of an unfinished save to the exit;
+                ``None`` to interrupt the save.
         """
 
         def end() -> None:
@@ -124,7 +142,9 @@ class ForcedExit:
                 return
             delays = _delays()
             if delays and after_saves is not None:
-                print_in_time(f"{sentence()}. This rank will {delays[-1].purpose} before it exits\n")
+                print_in_time(
+                    f"{sentence()}. This rank will {delays[-1].purpose} before it exits\n"
+                )
                 wait_for_delays()
                 if lifted.wait(after_saves):
                     return
@@ -139,13 +159,16 @@ class ForcedExit:
     def lift(self) -> None:
         """Cancel the countdown; it can be started again."""
         self._lifted.set()
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             thread.join(timeout=1.0)
 
 
 def exit_now(status: int, sentence: str = "") -> NoReturn:
-    """Kill daemonic children, such as stuck loader workers, print the sentence, and exit; for any thread."""
+    """Kill daemonic children, such as stuck loader workers, print the sentence, and
+    exit; for any thread.
+    """
     with suppress(Exception):
         for child in multiprocessing.active_children():
             if child.daemon:
@@ -155,7 +178,9 @@ def exit_now(status: int, sentence: str = "") -> NoReturn:
 
 
 def print_in_time(sentence: str) -> None:
-    """Print to stderr, but give up after some seconds: the reader of a pipe may have stopped reading."""
+    """Print to stderr, but give up after some seconds: the reader of a pipe may have
+    stopped reading.
+    """
     printer = threading.Thread(target=_print, args=[sentence], name="ddpx-print", daemon=True)
     printer.start()
     printer.join(_TO_PRINT)

@@ -1,4 +1,6 @@
-"""Compare tensors between ranks by checksums of their bits, computed on each tensor's device."""
+"""Compare tensors between ranks by checksums of their bits, computed on each tensor's
+device.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,24 @@ from lightning_ddp_ext.errors import DivergenceError
 from lightning_ddp_ext.rank_lists import ranks_in_words
 from lightning_ddp_ext.ranks import Ranks
 
-_FACTOR = 0x5851F42D4C957F2D  # multiplier of Knuth's MMIX generator; odd, so no bit of an earlier chunk is lost
-_WORDS = {1: torch.uint8, 2: torch.int16}  # by element size in bytes; wider elements consist of 32-bit words
+# multiplier of Knuth's MMIX generator; odd, so no bit of an earlier chunk is lost
+_FACTOR = 0x5851F42D4C957F2D
+_WORDS = {
+    1: torch.uint8,
+    2: torch.int16,
+}  # by element size in bytes; wider elements consist of 32-bit words
 
 # Returns a number that changes whenever a tensor is changed in place.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str) -> None:
-    """Compare named tensors of all ranks bit by bit. Collective: every rank must call it.
+    """Compare named tensors of all ranks bit by bit.
 
-    The ranks first compare one number in one collective. They exchange all checksums only if this number differs.
+    Collective: every rank must call it.
+
+    The ranks first compare one number in one collective. They exchange all checksums
+    only if this number differs.
 
     Raises:
         DivergenceError: tensors differ; the message names the first of them.
@@ -35,23 +44,33 @@ def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str
     summary = int(checksum(torch.tensor([own[name] for name in sorted(own)])))
     extremes = torch.tensor([summary, ~summary], device=ranks.device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    largest, smallest = extremes[0], ~extremes[1]
+    largest = extremes[0]
+    smallest = ~extremes[1]
     if largest == smallest:
         return
     by_rank = ranks.gather(own)
-    by_name = {name: [values.get(name) for values in by_rank] for values in by_rank for name in values}
+    by_name = {
+        name: [values.get(name) for values in by_rank] for values in by_rank for name in values
+    }
     names = tuple(name for name, values in by_name.items() if len(set(values)) > 1)
     usual = mode(by_name[names[0]])
     different = tuple(rank for rank, value in enumerate(by_name[names[0]]) if value != usual)
     what = f"{ranks_in_words(different)} in {names[0]} (differing tensors: {len(names)})"
-    remedy = "look for code that only some ranks run, or that depends on a rank's own data or random numbers"
-    raise DivergenceError(f"the ranks differ {when}: {what}; {remedy}", ranks=different, names=names)
+    remedy = (
+        "look for code that only some ranks run, or that depends on a rank's own data or random"
+        " numbers"
+    )
+    raise DivergenceError(
+        f"the ranks differ {when}: {what}; {remedy}", ranks=different, names=names
+    )
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return an integer that depends on all bits of a dense tensor and not on its memory layout.
+    """Return an integer that depends on all bits of a dense tensor and not on its
+    memory layout.
 
-    This is a multilinear hash (Lemire and Kaser, 2014): the sum of 32-bit words times random odd weights, modulo 2**64.
+    This is a multilinear hash (Lemire and Kaser, 2014): the sum of 32-bit words times
+    random odd weights, modulo 2**64.
     """
     weights = _weights(tensor.device)
     words_per_element = max(1, tensor.element_size() // 4)
@@ -63,18 +82,24 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _chunks(tensor: Tensor, longest: int) -> Iterator[Tensor]:
-    """Yield the elements in order, in one-dimensional views or copies of at most ``longest`` elements."""
+    """Yield the elements in order, in one-dimensional views or copies of at most
+    ``longest`` elements.
+    """
     if tensor.numel() > longest:
         rows = longest // tensor[0].numel()
         for part in tensor.split(rows) if rows else tensor:
             yield from _chunks(part, longest)
         return
     plain = tensor.resolve_conj().resolve_neg().contiguous()
-    yield plain.as_strided((plain.numel(),), (1,))  # reshape() may leave a stride that view(dtype) refuses
+    yield plain.as_strided(
+        (plain.numel(),), (1,)
+    )  # reshape() may leave a stride that view(dtype) refuses
 
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    size = 1 << 15 if device.type == "cpu" else 1 << 20  # 0.5 MiB of weights and products fit into the cache
+    size = (
+        1 << 15 if device.type == "cpu" else 1 << 20
+    )  # 0.5 MiB of weights and products fit into the cache
     generator = torch.Generator().manual_seed(0)  # the same weights on all ranks
     return (torch.randint(-(1 << 63), (1 << 63) - 1, (size,), generator=generator) | 1).to(device)

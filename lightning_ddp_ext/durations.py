@@ -18,14 +18,16 @@ def to_timedelta(value: float | timedelta, *, field: str) -> timedelta: ...
 @overload
 def to_timedelta(value: None, *, field: str) -> None: ...
 def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | None:
-    """Convert a duration to a ``timedelta``, shortened to 24 days if longer; ``None`` stays ``None``.
+    """Convert a duration to a ``timedelta``, shortened to 24 days if longer; ``None``
+    stays ``None``.
 
     Args:
         value: seconds (a number), a ``timedelta``, or ``None``.
         field: the argument's name, for messages.
 
     Raises:
-        ConfigurationError: ``value`` is neither a number nor a ``timedelta``, or is shorter than a millisecond.
+        ConfigurationError: ``value`` is neither a number nor a ``timedelta``, or is
+            shorter than a millisecond.
 
     >>> to_timedelta(90, field="init_timeout")
     datetime.timedelta(seconds=90)
@@ -35,8 +37,8 @@ def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | 
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(seconds, bool) or not isinstance(seconds, Real):
         raise ConfigurationError(
-            f"{field} must be a number of seconds or a timedelta (got {value!r}, of type {type(value).__name__});"
-            f" write {field}=60 or {field}=timedelta(minutes=1)"
+            f"{field} must be a number of seconds or a timedelta (got {value!r}, of type"
+            f" {type(value).__name__}); write {field}=60 or {field}=timedelta(minutes=1)"
         )
     if not seconds >= SHORTEST.total_seconds():  # also refuses NaN
         raise ConfigurationError(

@@ -9,20 +9,20 @@
     ├── GroupInUseError (RuntimeError)       this process has a process group that does not match
     ├── CheckpointError (RuntimeError)       a checkpoint could not be written, read or removed
     │   ├── CheckpointSaveError (OSError)    not written, or not durable
-    │   ├── CheckpointNotFoundError (FileNotFoundError)    the file is missing on a rank that has to read it
+    │   ├── CheckpointNotFoundError (FileNotFoundError)    missing on a rank that has to read it
     │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint
-    │   └── UnsafeCheckpointError (pickle.UnpicklingError) holds a class that weights_only=True does not allow
-    ├── SamplingError (RuntimeError)         data cannot be divided among the ranks, or predictions cannot be joined
+    │   └── UnsafeCheckpointError (pickle.UnpicklingError) weights_only=True refuses a class in it
+    ├── SamplingError (RuntimeError)         data cannot be divided, or predictions not joined
     │   └── ResumeError                      an epoch cannot continue where it stopped
     ├── BatchNormError (RuntimeError)        a layer cannot use the statistics of all ranks
     ├── DivergenceError (RuntimeError)       the ranks differ in weights or logged values
     └── RankFailedError (RuntimeError)       another rank failed or exited, so this rank stops
-        ├── RankDiedError                    another rank's process was killed, or its host is unreachable
+        ├── RankDiedError                    another rank was killed, or its host is unreachable
         ├── RankAbsentError                  a rank did not make the call that the others made
         └── RankHungError                    a rank is stuck, or does not reply
 
-A message names the field, the rule, the value and the remedy, in this order. A traceback ends with a reference to the
-page that describes the error.
+A message names the field, the rule, the value and the remedy, in this order. A
+traceback ends with a reference to the page that describes the error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ __all__ = [
 
 
 class DDPExtError(Exception):
-    """The base class of all errors of this package: ``except DDPExtError`` catches any of them.
+    """The base class of all errors of this package: ``except DDPExtError`` catches any
+    of them.
 
     Keyword arguments become attributes of the error; pickling keeps these attributes.
     """
@@ -61,18 +62,24 @@ class DDPExtError(Exception):
     def __init__(self, *args: object, **attributes: object) -> None:
         super().__init__(*args)
         vars(self).update(attributes)
-        ours = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)  # the user may have a subclass
+        ours = next(
+            cls for cls in type(self).__mro__ if cls.__module__ == __name__
+        )  # the user may have a subclass
         page = f"docs/reference/errors.md#{ours.__name__.lower()}"
         # Since version 3.11, Python prints notes below the message.
         self.__notes__ = [f"See {page} in the repository of lightning-ddp-ext."]
 
 
 class ConfigurationError(DDPExtError, ValueError):
-    """A setting is invalid; the message names the argument or variable, and a value that works."""
+    """A setting is invalid; the message names the argument or variable, and a value
+    that works.
+    """
 
 
 class RendezvousError(DDPExtError, RuntimeError):
-    """The ranks could not connect, or their settings differ; raised on every rank that connected or tried to."""
+    """The ranks could not connect, or their settings differ; raised on every rank that
+    connected or tried to.
+    """
 
 
 class MissingRanksError(RendezvousError):
@@ -86,7 +93,9 @@ class MissingRanksError(RendezvousError):
 
 
 class GroupInUseError(DDPExtError, RuntimeError):
-    """This process already belongs to a process group that does not match the requested one."""
+    """This process already belongs to a process group that does not match the requested
+    one.
+    """
 
 
 class CheckpointError(DDPExtError, RuntimeError):
@@ -94,7 +103,8 @@ class CheckpointError(DDPExtError, RuntimeError):
 
 
 class CheckpointSaveError(CheckpointError, OSError):
-    """A checkpoint could not be written, or might not survive a power failure; the message names the path.
+    """A checkpoint could not be written, or might not survive a power failure; the
+    message names the path.
 
     Attributes:
         path: the path of the checkpoint.
@@ -120,11 +130,15 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
-    """A file contains classes that ``weights_only=True`` does not allow; none of its code was run."""
+    """A file contains classes that ``weights_only=True`` does not allow; none of its
+    code was run.
+    """
 
 
 class SamplingError(DDPExtError, RuntimeError):
-    """Data cannot be divided among the ranks as requested, or predictions of the ranks cannot be joined."""
+    """Data cannot be divided among the ranks as requested, or predictions of the ranks
+    cannot be joined.
+    """
 
 
 class ResumeError(SamplingError):
@@ -136,10 +150,12 @@ class BatchNormError(DDPExtError, RuntimeError):
 
 
 class DivergenceError(DDPExtError, RuntimeError):
-    """The ranks differ in parameters, buffers, optimiser states or logged values; raised on every rank.
+    """The ranks differ in parameters, buffers, optimiser states or logged values;
+    raised on every rank.
 
     Attributes:
-        ranks: the ranks that differ from the majority, ascending; in a tie, those that differ from the lowest rank.
+        ranks: the ranks that differ from the majority, ascending; in a tie, those that
+            differ from the lowest rank.
         names: the names of the values that differ.
     """
 
@@ -148,7 +164,8 @@ class DivergenceError(DDPExtError, RuntimeError):
 
 
 class RankFailedError(DDPExtError, RuntimeError):
-    """Another rank failed or exited while this rank still needed it, so this rank stops.
+    """Another rank failed or exited while this rank still needed it, so this rank
+    stops.
 
     Attributes:
         rank: the first rank that failed.
@@ -168,8 +185,13 @@ class RankDiedError(RankFailedError):
 
 
 class RankAbsentError(RankFailedError):
-    """``rank`` did not make a call that other ranks made and that every rank must make, such as a barrier."""
+    """``rank`` did not make a call that other ranks made and that every rank must make,
+    such as a barrier.
+    """
 
 
 class RankHungError(RankFailedError):
-    """``rank`` is stuck or does not reply, so the other ranks cannot continue. Also raised on that rank."""
+    """``rank`` is stuck or does not reply, so the other ranks cannot continue.
+
+    Also raised on that rank.
+    """

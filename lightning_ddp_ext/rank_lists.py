@@ -36,7 +36,9 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:_MOST]]
+    shown = [
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:_MOST]
+    ]
     left_out = len(known) - sum(map(len, runs[:_MOST]))
     more = f" and {left_out} more" if left_out else ""
     return f"rank{'s' if len(known) != 1 else ''} {', '.join(shown)}{more}"
@@ -60,4 +62,7 @@ def activities_in_words(activities: Mapping[object, str], verb: str) -> str:
     >>> activities_in_words({"rank 0": "save", "rank 1": "load", "rank 2": "save"}, "began")
     'rank 1 began load; rank 0, rank 2 began save'
     """
-    return listed((f"{listed(who)} {verb} {activity}" for activity, who in grouped(activities)), separator="; ")
+    return listed(
+        (f"{listed(who)} {verb} {activity}" for activity, who in grouped(activities)),
+        separator="; ",
+    )

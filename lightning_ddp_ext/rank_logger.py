@@ -19,11 +19,13 @@ Ranks = Literal["all"] | int | Iterable[int]
 def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
     """Return a logger whose lines appear on these ranks only.
 
-    The rank is looked up for each line: in the default process group, otherwise in the launcher's variables. A process
-    without either counts as rank 0. While the rank is unknown, as on a second node, only loggers for ``"all"`` log.
+    The rank is looked up for each line: in the default process group, otherwise in the
+    launcher's variables. A process without either counts as rank 0. While the rank is
+    unknown, as on a second node, only loggers for ``"all"`` log.
 
     Args:
-        name: the name of the ``logging.Logger`` that logs the lines, with its level, handlers and filters.
+        name: the name of the ``logging.Logger`` that logs the lines, with its level,
+            handlers and filters.
         ranks: ``"all"``, one rank, or several ranks.
 
     Raises:
@@ -47,10 +49,14 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
     @override
     def isEnabledFor(self, level: int) -> bool:
-        return self.logger.isEnabledFor(level) and (self._ranks is None or _own_rank() in self._ranks)
+        return self.logger.isEnabledFor(level) and (
+            self._ranks is None or _own_rank() in self._ranks
+        )
 
     @override
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
         return msg, kwargs  # the base class would replace the caller's ``extra``
 
 
@@ -64,8 +70,11 @@ def _own_rank() -> int | None:
 def _numbers(ranks: int | Iterable[int] | str) -> frozenset[int]:
     several: Any = ranks if isinstance(ranks, Iterable) and not isinstance(ranks, str) else [ranks]
     numbers = list(several)
-    if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in numbers):
+    if not all(
+        isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in numbers
+    ):
         raise ConfigurationError(
-            f"ranks must be 'all', a rank or several ranks, counted from 0 (got {ranks!r}); for example, write ranks=0"
+            f"ranks must be 'all', a rank or several ranks, counted from 0 (got {ranks!r}); for"
+            " example, write ranks=0"
         )
     return frozenset(numbers)

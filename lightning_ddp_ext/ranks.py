@@ -16,23 +16,28 @@ from torch import Tensor
 T = TypeVar("T")
 
 _LONGEST_REASON = 2000
-# Bytes in one broadcast: close to the fastest size, and small enough to limit the device memory that is needed.
+# Bytes in one broadcast: close to the fastest size, and small enough to limit the
+# device memory that is needed.
 _PIECE = 64 << 20
-# Bytes of a pickle, and of its length, that fit into the first collective; a longer pickle needs a second collective.
-_ROOM, _LENGTH = 1 << 10, 8
+# Bytes of a pickle, and of its length, that fit into the first collective; a longer
+# pickle needs a second collective.
+_ROOM = 1 << 10
+_LENGTH = 8
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A set of ranks, as seen from one of them. Each method is collective: every rank must call it.
+    """A set of ranks, as seen from one of them.
+
+    Each method is collective: every rank must call it.
 
     Args:
         rank: this rank.
         world_size: the number of ranks; a single rank needs no process group.
         device: this rank's device.
         group: the ranks' process group; ``None`` for the default group.
-        check: called before received values are used. It raises if another rank has failed, since collectives that NCCL
-            aborts return arbitrary values.
+        check: called before received values are used. It raises if another rank has
+            failed, since collectives that NCCL aborts return arbitrary values.
     """
 
     rank: int = 0
@@ -54,7 +59,9 @@ class Ranks:
         return self._exchange(pickle.dumps(value), all_gather)
 
     def to_rank_zero(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks, in rank order, on rank 0, and ``None`` on the other ranks."""
+        """Return the values of all ranks, in rank order, on rank 0, and ``None`` on the
+        other ranks.
+        """
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -73,22 +80,32 @@ class Ranks:
         return self._exchange(pickle.dumps(value) if self.rank == 0 else b"", broadcast)[0]
 
     def _exchange(self, pickled: bytes, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-        """Run a collective on the first bytes of the pickled values, and another on the rest if any value is longer."""
+        """Run a collective on the first bytes of the pickled values, and another on the
+        rest if any value is longer.
+        """
 
         def exchange(data: bytes, size: int) -> list[bytes]:
-            own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._wire)
+            own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(
+                self._wire
+            )
             rows = [row.cpu().numpy().tobytes() for row in collective(own)]
             self.check()
             return rows
 
-        heads = exchange(len(pickled).to_bytes(_LENGTH, "little") + pickled[:_ROOM], _LENGTH + _ROOM)
+        heads = exchange(
+            len(pickled).to_bytes(_LENGTH, "little") + pickled[:_ROOM], _LENGTH + _ROOM
+        )
         lengths = [int.from_bytes(head[:_LENGTH], "little") for head in heads]
         more = max(lengths) - _ROOM
         tails = exchange(pickled[_ROOM:], more) if more > 0 else [b""] * len(heads)
-        return [pickle.loads(head[_LENGTH:] + tail) for head, tail in zip(heads, tails, strict=True)]
+        return [
+            pickle.loads(head[_LENGTH:] + tail) for head, tail in zip(heads, tails, strict=True)
+        ]
 
     def broadcast(self, buffers: Iterable[Tensor]) -> None:
-        """Fill byte buffers in CPU memory with rank 0's content; a piece is prepared while the previous one is sent."""
+        """Fill byte buffers in CPU memory with rank 0's content; a piece is prepared
+        while the previous one is sent.
+        """
         finish: Callable[[], None] = lambda: None  # noqa: E731
         for piece in (piece for buffer in buffers for piece in buffer.split(_PIECE)):
             sent = piece.to(self._wire)
@@ -108,20 +125,25 @@ class Ranks:
         """The device whose tensors the group can send."""
         return torch.device("cpu") if is_gloo("cpu", self.group) else self.device
 
-    def on_rank_zero(self, work: Callable[[], T], what: str, settle: Callable[[], object] = lambda: None) -> T:
-        """Run ``work`` on rank 0 and give every rank its result, or raise its error on every rank.
+    def on_rank_zero(
+        self, work: Callable[[], T], what: str, settle: Callable[[], object] = lambda: None
+    ) -> T:
+        """Run ``work`` on rank 0 and give every rank its result, or raise its error on
+        every rank.
 
         If rank 0 dies during the work, the control channel unblocks the other ranks.
 
         Args:
             work: called on rank 0 only; its result must be picklable.
             what: the name of the work in the note that other ranks add to the error.
-            settle: called before an error is raised, to wait until every rank has it. Otherwise the first rank to
-                raise might abort the broadcast that a slower rank is still receiving.
+            settle: called before an error is raised, to wait until every rank has it.
+                Otherwise the first rank to raise might abort the broadcast that a
+                slower rank is still receiving.
 
         Raises:
-            Exception: the exception of ``work``. Other ranks raise a copy, or a ``RuntimeError`` with its type and text
-                if pickle does not keep both; rank 0's traceback is the cause.
+            Exception: the exception of ``work``. Other ranks raise a copy, or a
+                ``RuntimeError`` with its type and text if pickle does not keep both;
+                rank 0's traceback is the cause.
 
         >>> Ranks().on_rank_zero(lambda: 6 * 7, "multiplying")
         42
@@ -133,7 +155,8 @@ class Ranks:
                 result = work()
                 message = pickle.dumps(result)
             except Exception as error:
-                own, message = error, _Failure.of(error)
+                own = error
+                message = _Failure.of(error)
         message = self.from_rank_zero(message)
         if isinstance(message, _Failure):
             settle()
@@ -141,7 +164,8 @@ class Ranks:
         return result if self.rank == 0 else pickle.loads(message)
 
     def on_every_rank(self, work: Callable[[], T], what: str) -> T:
-        """Run ``work``, which must not contain a collective, on every rank; all raise the lowest failing rank's error.
+        """Run ``work``, which must not contain a collective, on every rank; all raise
+        the lowest failing rank's error.
 
         Raises:
             Exception: that rank's exception; see :meth:`on_rank_zero`.
@@ -157,12 +181,17 @@ class Ranks:
         failures = self.gather(None if own is None else _Failure.of(own))
         for rank, failure in enumerate(failures):
             if failure is not None:
-                raise own if own is not None and rank == self.rank else failure.to_error(what, rank=rank)
+                raise (
+                    own
+                    if own is not None and rank == self.rank
+                    else failure.to_error(what, rank=rank)
+                )
         return result
 
 
 def is_gloo(device: str | torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the group uses gloo for tensors on this device; it may have one backend for each type of device.
+    """Whether the group uses gloo for tensors on this device; it may have one backend
+    for each type of device.
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> is_gloo("cpu"), is_gloo(torch.device("cuda", 1))
@@ -182,7 +211,9 @@ class _Failure:
 
     @staticmethod
     def of(error: Exception) -> _Failure:
-        """Wrap the error, or a ``RuntimeError`` with its type and text if pickle does not keep these."""
+        """Wrap the error, or a ``RuntimeError`` with its type and text if pickle does
+        not keep these.
+        """
         try:
             rebuilt = pickle.loads(pickle.dumps(error))
             survives = (type(rebuilt), str(rebuilt)) == (type(error), str(error))
@@ -192,7 +223,9 @@ class _Failure:
         return _Failure(portable, "".join(traceback.format_exception(error)))
 
     def to_error(self, what: str, *, rank: int) -> Exception:
-        """Return the error that other ranks raise, with its origin as a note and the remote traceback as its cause."""
+        """Return the error that other ranks raise, with its origin as a note and the
+        remote traceback as its cause.
+        """
         self.error.add_note(f"raised on rank {rank} (operation: {what})")
         self.error.__cause__ = RemoteTraceback(self.traceback_text)
         return self.error
@@ -206,7 +239,9 @@ class RemoteTraceback(Exception):
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return the text; if it is too long, only its beginning and end, and the number of characters left out."""
+    """Return the text; if it is too long, only its beginning and end, and the number of
+    characters left out.
+    """
     left_out = len(text) - longest
     if left_out <= 0:
         return text
@@ -215,7 +250,9 @@ def shortened(text: str, longest: int) -> str:
 
 
 def reason_of(exception: BaseException) -> str:
-    """Return the type and the shortened text of an exception, even if its ``__str__`` raises."""
+    """Return the type and the shortened text of an exception, even if its ``__str__``
+    raises.
+    """
     name = type(exception).__name__
     try:
         text = str(exception)

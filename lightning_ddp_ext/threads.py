@@ -1,6 +1,7 @@
 """Start threads that use this process's CUDA device.
 
-A new thread uses device 0. If it calls CUDA there, each rank of a host takes some hundred MiB of that device.
+A new thread uses device 0. If it calls CUDA there, each rank of a host takes some
+hundred MiB of that device.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ def use_device(device: torch.device) -> None:
     _device = device
 
 
-def start_thread(name: str, target: Callable[..., object], *args: Any, daemon: bool = True) -> threading.Thread:
-    """Start a thread that calls ``target`` with ``args``, on this process's device, and return it."""
+def start_thread(
+    name: str, target: Callable[..., object], *args: Any, daemon: bool = True
+) -> threading.Thread:
+    """Start a thread that calls ``target`` with ``args``, on this process's device, and
+    return it.
+    """
     device = _device
     if device is None and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())

@@ -1,9 +1,11 @@
-"""Choose between ``lightning`` and ``pytorch_lightning``, and register the strategy's names with both.
+"""Choose between ``lightning`` and ``pytorch_lightning``, and register the strategy's
+names with both.
 
-The two packages define separate classes, and many environments have both. A Trainer of one rejects a strategy of the
-other, so the files of ``integration`` are loaded once for each package in use: as ``lightning_ddp_ext.integration`` for
-``lightning.pytorch``, and as ``lightning_ddp_ext.pytorch_lightning`` for ``pytorch_lightning``. Everything else, such
-as the control channel and the errors, is shared.
+The two packages define separate classes, and many environments have both. A Trainer of
+one rejects a strategy of the other, so the files of ``integration`` are loaded once for
+each package in use: as ``lightning_ddp_ext.integration`` for ``lightning.pytorch``, and
+as ``lightning_ddp_ext.pytorch_lightning`` for ``pytorch_lightning``. Everything else,
+such as the control channel and the errors, is shared.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ _FROZEN_BY_PYTHON = 1000  # at most; Python 3.12 starts with about 400 frozen ob
 
 
 def adapter(name: str) -> Any:
-    """Return a module of ``integration`` for the tree to which the package's public names belong."""
+    """Return a module of ``integration`` for the tree to which the package's public
+    names belong.
+    """
     return import_module(f"{_ADAPTERS[_chosen]}.{name}")
 
 
 def register_names() -> None:
-    """Register the strategy names with each tree that the program has imported or will import."""
+    """Register the strategy names with each tree that the program has imported or will
+    import.
+    """
     for tree in _ADAPTERS:
         if tree in sys.modules:
             _register(tree)
@@ -41,14 +47,20 @@ def register_names() -> None:
 
 
 def _choose() -> str:
-    """Return a tree that is already imported, otherwise an installed one; ``lightning`` takes precedence."""
+    """Return a tree that is already imported, otherwise an installed one; ``lightning``
+    takes precedence.
+    """
     imported = [tree for tree in _ADAPTERS if tree in sys.modules]
-    installed = [tree for tree in _ADAPTERS if importlib.util.find_spec(tree.partition(".")[0]) is not None]
+    installed = [
+        tree for tree in _ADAPTERS if importlib.util.find_spec(tree.partition(".")[0]) is not None
+    ]
     return (imported or installed or ["lightning.pytorch"])[0]
 
 
 def _import_quickly(tree: str) -> None:
-    """Import a tree and torch with garbage collection off: it would slow the import by a fifth and free nothing."""
+    """Import a tree and torch with garbage collection off: it would slow the import by
+    a fifth and free nothing.
+    """
     if tree in sys.modules or not gc.isenabled() or gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         return
     gc.disable()
@@ -66,13 +78,16 @@ _import_quickly(_chosen)
 
 
 def _register(tree: str) -> None:
-    # An unsupported version of the other tree must not affect the program's own Trainers.
+    # An unsupported version of the other tree must not affect the program's own
+    # Trainers.
     with suppress(ImportError):
         import_module(f"{_ADAPTERS[tree]}.public")  # importing it registers the names
 
 
 class _RegisterOnImport(MetaPathFinder):
-    """Leaves finding modules to the other finders, and registers our strategy names once a tree is imported."""
+    """Leaves finding modules to the other finders, and registers our strategy names
+    once a tree is imported.
+    """
 
     _is_delegating = False
 

@@ -1,8 +1,10 @@
 """Determine this process's place among the ranks, as plain integers.
 
-``read_world`` reads the variables of the innermost launcher, since a process may inherit those of outer launchers. The
-order is torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM, and then RANK, WORLD_SIZE and LOCAL_RANK if all are set.
-A single MPI process is not treated as a world: as Lightning does, the package starts the other ranks from it.
+``read_world`` reads the variables of the innermost launcher, since a process may
+inherit those of outer launchers. The order is torchrun, Open MPI, PMI (MPICH, Intel
+MPI), SLURM, and then RANK, WORLD_SIZE and LOCAL_RANK if all are set. A single MPI
+process is not treated as a world: as Lightning does, the package starts the other ranks
+from it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process among all processes of the run. Ranks are counted from 0.
+    """The place of this process among all processes of the run.
+
+    Ranks are counted from 0.
 
     Attributes:
         rank: the number of this process among all processes.
@@ -25,10 +29,12 @@ class World:
         local_rank: the number of this process among those of its node.
         local_world_size: the number of processes on this node.
         node_rank: the number of this node among all nodes.
-        source: the origin of the numbers, for messages: ``"torchrun"``, ``"SLURM"``, ``"arguments"`` ...
+        source: the origin of the numbers, for messages: ``"torchrun"``, ``"SLURM"``,
+            ``"arguments"`` ...
 
     Raises:
-        ConfigurationError: a value is not an integer, or the numbers contradict each other.
+        ConfigurationError: a value is not an integer, or the numbers contradict each
+            other.
     """
 
     rank: int
@@ -41,18 +47,25 @@ class World:
     def __post_init__(self) -> None:
         for field in ("world_size", "rank", "local_world_size", "local_rank", "node_rank"):
             _check_integer(field, getattr(self, field))
-        size, local_size = self.world_size, self.local_world_size
+        size = self.world_size
+        local_size = self.local_world_size
         if size < 1:
-            raise ConfigurationError(f"world_size must be at least 1 (got {size}); count all processes of the run")
+            raise ConfigurationError(
+                f"world_size must be at least 1 (got {size}); count all processes of the run"
+            )
         self._check_range("rank", 0, size - 1, "count the ranks from 0")
         self._check_range("local_world_size", 1, size, "count the processes of this node")
-        self._check_range("local_rank", 0, local_size - 1, "count the processes of this node from 0")
+        self._check_range(
+            "local_rank", 0, local_size - 1, "count the processes of this node from 0"
+        )
         # Every other node holds at least one rank.
         self._check_range("node_rank", 0, size - local_size, "count the nodes from 0")
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes, if every node except the last has as many processes as this one."""
+        """The number of nodes, if every node except the last has as many processes as
+        this one.
+        """
         return -(-self.world_size // self.local_world_size)
 
     @property
@@ -68,7 +81,8 @@ class World:
         if field in ("local_rank", "node_rank"):
             given += f" and local_world_size {self.local_world_size}"
         raise ConfigurationError(
-            f"{field} must be in {low}..{high} for {given} (got {value}); {remedy} (source: {self.source})"
+            f"{field} must be in {low}..{high} for {given} (got {value}); {remedy} (source:"
+            f" {self.source})"
         )
 
 
@@ -86,14 +100,25 @@ class Launcher:
 
 
 _PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
-BY_HAND = Launcher("RANK, WORLD_SIZE and LOCAL_RANK", *_PLAIN, node_rank=("NODE_RANK", "GROUP_RANK"))
+BY_HAND = Launcher(
+    "RANK, WORLD_SIZE and LOCAL_RANK", *_PLAIN, node_rank=("NODE_RANK", "GROUP_RANK")
+)
 TORCHRUN = Launcher("torchrun", *_PLAIN, node_rank=("GROUP_RANK",), run=("TORCHELASTIC_RUN_ID",))
 OPEN_MPI = Launcher("Open MPI", *_MPI, run=("PMIX_NAMESPACE",))
-HYDRA = Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH, Intel MPI
-SLURM = Launcher("SLURM", *_SLURM, node_rank=("SLURM_NODEID",), run=("SLURM_JOB_ID", "SLURM_STEP_ID"))
+HYDRA = Launcher(
+    "PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+)  # MPICH, Intel MPI
+SLURM = Launcher(
+    "SLURM", *_SLURM, node_rank=("SLURM_NODEID",), run=("SLURM_JOB_ID", "SLURM_STEP_ID")
+)
 
 
 def read_world(
@@ -103,18 +128,22 @@ def read_world(
     world_size: int | None = None,
     devices: int | None = None,
 ) -> World | None:
-    """Return the world from the arguments, otherwise from a launcher's variables; ``None`` if both are missing.
+    """Return the world from the arguments, otherwise from a launcher's variables;
+    ``None`` if both are missing.
 
     Args:
         environ: environment variables, usually ``os.environ``; not changed.
         rank: the number of this process; needs ``world_size``.
         world_size: the number of all processes; needs ``rank``.
-        devices: the Trainer's processes per node, used if no variable sets this number; by default ``world_size``.
+        devices: the Trainer's processes per node, used if no variable sets this number;
+            by default ``world_size``.
 
     Raises:
-        ConfigurationError: an argument or a variable is missing, not an integer, or out of range.
+        ConfigurationError: an argument or a variable is missing, not an integer, or out
+            of range.
 
-    >>> read_world({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).node_rank
+    >>> variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    >>> read_world(variables).node_rank
     1
     >>> read_world({"RANK": "3"}) is None
     True
@@ -122,7 +151,9 @@ def read_world(
     given = {"rank": rank, "world_size": world_size}
     arguments = {field: value for field, value in given.items() if value is not None}
     if arguments:
-        return _read(_with_arguments(environ, arguments), replace(BY_HAND, source="arguments"), devices)
+        return _read(
+            _with_arguments(environ, arguments), replace(BY_HAND, source="arguments"), devices
+        )
     launcher = launcher_of(environ)
     return None if launcher is None else _read(environ, launcher, devices)
 
@@ -130,9 +161,11 @@ def read_world(
 def read_rank(environ: Environ) -> int | None:
     """Return the rank for log lines before the ranks connect; ``None`` if unknown.
 
-    A script that Lightning started again on the first node has ``LOCAL_RANK`` but no ``RANK``.
+    A script that Lightning started again on the first node has ``LOCAL_RANK`` but no
+    ``RANK``.
 
-    >>> read_rank({"LOCAL_RANK": "1", "NODE_RANK": "0"}), read_rank({}), read_rank({"NODE_RANK": "1"})
+    >>> first = read_rank({"LOCAL_RANK": "1", "NODE_RANK": "0"})
+    >>> first, read_rank({}), read_rank({"NODE_RANK": "1"})
     (1, 0, None)
     """
     try:
@@ -149,8 +182,8 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
     """Raise if a Trainer's devices do not match the processes that were started.
 
     Raises:
-        ConfigurationError: ``devices * num_nodes`` is not ``world.world_size``, or there are more ranks on a node than
-            devices.
+        ConfigurationError: ``devices * num_nodes`` is not ``world.world_size``, or
+            there are more ranks on a node than devices.
     """
     if devices * num_nodes != world.world_size:
         per_node = world.local_world_size
@@ -158,18 +191,21 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
         if world.world_size % per_node == 0:
             remedy = f"write Trainer(devices={per_node}, num_nodes={world.num_nodes}), or {remedy}"
         raise ConfigurationError(
-            f"devices * num_nodes must equal world_size (got devices={devices} * num_nodes={num_nodes}"
-            f" and world_size={world.world_size}, from {world.source}); {remedy}"
+            f"devices * num_nodes must equal world_size (got devices={devices} *"
+            f" num_nodes={num_nodes} and world_size={world.world_size}, from {world.source});"
+            f" {remedy}"
         )
     if world.local_rank >= devices:
         raise ConfigurationError(
-            f"local_rank must be below devices (got local_rank={world.local_rank} from {world.source} and "
-            f"devices={devices}); start {devices} processes on each node, or change the Trainer's devices"
+            f"local_rank must be below devices (got local_rank={world.local_rank} from"
+            f" {world.source} and devices={devices}); start {devices} processes on each node, or"
+            " change the Trainer's devices"
         )
 
 
 def launcher_of(environ: Environ) -> Launcher | None:
-    """Return the innermost launcher that describes the ranks; ``None`` if the variables describe none.
+    """Return the innermost launcher that describes the ranks; ``None`` if the variables
+    describe none.
 
     Raises:
         ConfigurationError: the world size of Open MPI or PMI is not an integer.
@@ -179,15 +215,21 @@ def launcher_of(environ: Environ) -> Launcher | None:
     if _known(environ, OPEN_MPI.world_size) not in (None, 1):
         return OPEN_MPI
     if "PMI_RANK" in environ and _known(environ, "PMI_SIZE") not in (None, 1):
-        # With srun --mpi=pmi2 both describe the same ranks, but only SLURM's own variables describe the nodes.
+        # With srun --mpi=pmi2 both describe the same ranks, but only SLURM's own
+        # variables describe the nodes.
         return SLURM if is_slurm(environ) and HYDRA.local_rank not in environ else HYDRA
     if is_slurm(environ):
         return SLURM
-    return BY_HAND if {BY_HAND.rank, BY_HAND.world_size, BY_HAND.local_rank} <= environ.keys() else None
+    return (
+        BY_HAND
+        if {BY_HAND.rank, BY_HAND.world_size, BY_HAND.local_rank} <= environ.keys()
+        else None
+    )
 
 
 def run_of(source: str, environ: Environ) -> str:
-    """Return the variables with which a launcher numbers its runs; empty if it does not.
+    """Return the variables with which a launcher numbers its runs; empty if it does
+    not.
 
     >>> run_of("SLURM", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"})
     'SLURM_JOB_ID=12 SLURM_STEP_ID=0'
@@ -204,21 +246,26 @@ def _with_arguments(environ: Environ, arguments: dict[str, int]) -> Environ:
         if field not in arguments:
             alone = ", ".join(f"{name}={value}" for name, value in arguments.items())
             raise ConfigurationError(
-                f"{field} must also be given (got only {alone}); write rank=0, world_size=2 on rank 0"
+                f"{field} must also be given (got only {alone}); write rank=0, world_size=2 on"
+                " rank 0"
             )
     return {**environ, **{field.upper(): str(value) for field, value in arguments.items()}}
 
 
 def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
-    """Return a World; missing numbers are computed as if the ranks filled one node after another."""
-    rank, world_size = _integer(environ, launcher.rank), _integer(environ, launcher.world_size)
+    """Return a World; missing numbers are computed as if the ranks filled one node
+    after another.
+    """
+    rank = _integer(environ, launcher.rank)
+    world_size = _integer(environ, launcher.world_size)
     local_rank = _known(environ, launcher.local_rank)
     node_rank = _known(environ, *launcher.node_rank)
     local_world_size = _known(environ, launcher.local_world_size)
     if launcher is SLURM:
         local_world_size = _slurm_tasks_on_node(environ)
     if local_world_size is None:
-        # check_devices later refuses more devices than ranks, and names both numbers as the user wrote them.
+        # check_devices later refuses more devices than ranks, and names both numbers as
+        # the user wrote them.
         local_world_size = world_size if devices is None else min(devices, world_size)
     per_node = max(local_world_size, 1)  # World raises for numbers below 1
     return World(
@@ -232,14 +279,25 @@ def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
 
 
 def is_slurm(environ: Environ) -> bool:
-    """Whether SLURM starts the ranks; by Lightning's rule, users start those of an interactive job by other means."""
-    return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    """Whether SLURM starts the ranks; by Lightning's rule, users start those of an
+    interactive job by other means.
+    """
+    return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in (
+        "bash",
+        "interactive",
+    )
 
 
 def _slurm_tasks_on_node(environ: Environ) -> int | None:
-    """Return the number of tasks per node, assumed equal on all nodes but above the local rank; ``None`` if unknown."""
+    """Return the number of tasks per node, assumed equal on all nodes but above the
+    local rank; ``None`` if unknown.
+    """
     nodes = _known(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
-    tasks = -(-_integer(environ, "SLURM_NTASKS") // nodes) if nodes else _known(environ, "SLURM_NTASKS_PER_NODE")
+    tasks = (
+        -(-_integer(environ, "SLURM_NTASKS") // nodes)
+        if nodes
+        else _known(environ, "SLURM_NTASKS_PER_NODE")
+    )
     return None if tasks is None else max(tasks, _integer(environ, "SLURM_LOCALID") + 1)
 
 
@@ -247,7 +305,8 @@ def _check_integer(field: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         kind = type(value).__name__
         raise ConfigurationError(
-            f"{field} must be an integer (got {value!r}, of type {kind}); for example, write {field}=1"
+            f"{field} must be an integer (got {value!r}, of type {kind}); for example, write"
+            f" {field}=1"
         )
 
 
@@ -256,8 +315,8 @@ def _integer(environ: Environ, name: str) -> int:
         return int(environ[name])
     except (KeyError, ValueError):
         raise ConfigurationError(
-            f"{name} in the environment must be an integer (got {environ.get(name)!r}); for example, set {name}=1, "
-            "or unset the launcher's variables"
+            f"{name} in the environment must be an integer (got {environ.get(name)!r}); for"
+            f" example, set {name}=1, or unset the launcher's variables"
         ) from None
 
 

@@ -1,4 +1,6 @@
-"""Fixtures for all tests: no leaks, a directory that hosts share, two hosts, a small disk."""
+"""Fixtures for all tests: no leaks, a directory that hosts share, two hosts, a small
+disk.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,30 @@ from tests.harness.processes import MARK, Snapshot
 from tests.harness.rank_process import measured_coverage, start_server
 
 _ROOT = Path(__file__).resolve().parent.parent
-_STARTERS = ("tests.harness.ranks", "tests.harness.scripts", "tests.field.slurm", "tests.field.train")
+_STARTERS = (
+    "tests.harness.ranks",
+    "tests.harness.scripts",
+    "tests.field.slurm",
+    "tests.field.train",
+)
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Mark all processes to come, and send their coverage to one place, whatever directory they work in."""
+    """Mark all processes to come, and send their coverage to one place, whatever
+    directory they work in.
+    """
     gc.disable()  # until all tests are imported
     os.environ[MARK] = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; scripts would inherit it
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # in a shell's background; scripts would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin while they wait would take time from other tests
+    os.environ["OMP_WAIT_POLICY"] = (
+        "passive"  # threads that spin while they wait would take time from other tests
+    )
     _use_own_temporary_directory()
     measuring = measured_coverage()
     if measuring is not None:
@@ -44,17 +57,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _use_own_temporary_directory() -> None:
-    """Make temporary files in a directory of this process, in which what a test leaves behind is seen."""
+    """Make temporary files in a directory of this process, in which what a test leaves
+    behind is seen.
+    """
     shared = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)  # the base of ``tmp_path``, which stays
     own = tempfile.mkdtemp(prefix="tests-")
     os.environ["TMPDIR"] = tempfile.tempdir = own
     # After multiprocessing has removed what it has there, which it does at -100.
-    multiprocessing.util.Finalize(None, shutil.rmtree, (own,), {"ignore_errors": True}, exitpriority=-200)
+    multiprocessing.util.Finalize(
+        None, shutil.rmtree, (own,), {"ignore_errors": True}, exitpriority=-200
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test ``ranks`` if its module starts processes, itself or through a helper, and else ``unit``."""
+    """Mark each test ``ranks`` if its module starts processes, itself or through a
+    helper, and else ``unit``.
+    """
     for item in items:
         if isinstance(item, pytest.Function):
             item.add_marker("ranks" if _starts_processes(item.module.__name__) else "unit")
@@ -62,24 +81,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def _starts_processes(module: str) -> bool:
-    """Whether the module has something from the harness's ``ranks`` or ``scripts``, itself or through a helper."""
+    """Whether the module has something from the harness's ``ranks`` or ``scripts``,
+    itself or through a helper.
+    """
     if module in _STARTERS:
         return True
-    origins = {str(getattr(value, "__module__", None)) for value in vars(sys.modules[module]).values()}
-    return any(_starts_processes(origin) for origin in origins - {module} if origin.startswith("tests."))
+    origins = {
+        str(getattr(value, "__module__", None)) for value in vars(sys.modules[module]).values()
+    }
+    return any(
+        _starts_processes(origin) for origin in origins - {module} if origin.startswith("tests.")
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server of rank processes before a test needs it; leave what was imported out of collections."""
+    """Start the server of rank processes before a test needs it; leave what was
+    imported out of collections.
+    """
     gc.freeze()
     gc.enable()
-    if not session.config.option.collectonly and any(item.get_closest_marker("ranks") for item in session.items):
+    if not session.config.option.collectonly and any(
+        item.get_closest_marker("ranks") for item in session.items
+    ):
         start_server()
 
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fail a test that leaves variables, threads, processes, files or a process group behind."""
+    """Fail a test that leaves variables, threads, processes, files or a process group
+    behind.
+    """
     before = Snapshot()
     yield
     leaks = before.leaks()
@@ -89,11 +120,19 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture
 def shared_dir() -> Iterator[Path]:
-    """Make a fresh directory that several hosts could share; skips if all writable ones are temporary."""
+    """Make a fresh directory that several hosts could share; skips if all writable ones
+    are temporary.
+    """
     temporary = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")
-    parents = [path for path in (_ROOT, Path.home()) if not any(map(path.is_relative_to, temporary))]
+    parents = [
+        path for path in (_ROOT, Path.home()) if not any(map(path.is_relative_to, temporary))
+    ]
     writable = [path for path in parents if os.access(path, os.W_OK)]
-    skip_because(None if writable else "clone and home are below a directory for temporary files, or another user's")
+    skip_because(
+        None
+        if writable
+        else "clone and home are below a directory for temporary files, or another user's"
+    )
     directory = writable[0] / f".pytest_shared_{uuid.uuid4().hex[:12]}"
     directory.mkdir()
     yield directory
@@ -102,7 +141,9 @@ def shared_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def two_hosts() -> Iterator[Network]:
-    """Hosts ``host-a`` and ``host-b`` on one network; skips where network namespaces are not allowed."""
+    """Hosts ``host-a`` and ``host-b`` on one network; skips where network namespaces
+    are not allowed.
+    """
     skip_because(why_unavailable())
     with network("host-a", "host-b") as hosts:
         yield hosts

@@ -1,4 +1,7 @@
-"""The public API as text: a line for each public name, its bases, arguments and result. `make api` records it."""
+"""The public API as text: a line for each public name, its bases, arguments and result.
+
+`make api` records it.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,20 @@ import lightning_ddp_ext
 
 RECORDED = Path(__file__).with_name("public-api.txt")
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
-PREFIX = {ParameterKind.keyword_only: "*, ", ParameterKind.var_positional: "*", ParameterKind.var_keyword: "**"}
+PREFIX = {
+    ParameterKind.keyword_only: "*, ",
+    ParameterKind.var_positional: "*",
+    ParameterKind.var_keyword: "**",
+}
 
 
 def lines() -> list[str]:
-    """Return the API of the package that is imported: each public name, and the members that its page shows."""
-    package = griffe.load("lightning_ddp_ext", search_paths=[Path(lightning_ddp_ext.__file__).parents[1]])
+    """Return the API of the package that is imported: each public name, and the members
+    that its page shows.
+    """
+    package = griffe.load(
+        "lightning_ddp_ext", search_paths=[Path(lightning_ddp_ext.__file__).parents[1]]
+    )
     shown = dict(re.findall(r"^\| \[`(\w+)`\].*Members: (.*)", PAGE.read_text(), re.M))
     found: list[str] = []
     for name in sorted(lightning_ddp_ext.__all__):
@@ -46,7 +57,9 @@ def describe(name: str, found: griffe.Object | griffe.Alias) -> Iterator[str]:
 
 
 def argument(parameter: griffe.Parameter) -> str:
-    """Return an argument as it is written; a star and a comma stand before one that is a keyword only."""
+    """Return an argument as it is written; a star and a comma stand before one that is
+    a keyword only.
+    """
     prefix = PREFIX.get(parameter.kind, "")
     default = "" if parameter.default is None or prefix.endswith("*") else f" = {parameter.default}"
     return f"{prefix}{parameter.name}: {parameter.annotation}{default}"

@@ -11,7 +11,10 @@ import pytest
 from tests.harness.scripts import run_on_ranks
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-RESULTS = {path.stem: json.loads(path.read_text()) for path in sorted((BENCHMARKS / "results").glob("*.json"))}
+RESULTS = {
+    path.stem: json.loads(path.read_text())
+    for path in sorted((BENCHMARKS / "results").glob("*.json"))
+}
 PARTS = {"launching": ["ends"]}  # the others start interpreters, one after another
 
 
@@ -19,7 +22,8 @@ PARTS = {"launching": ["ends"]}  # the others start interpreters, one after anot
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_script_runs_and_writes_its_tables(name: str, tmp_path: Path) -> None:
     """`--quick --json` gives the tables that are published, with machine and versions."""
-    script, written = BENCHMARKS / f"{name}.py", tmp_path / "result.json"
+    script = BENCHMARKS / f"{name}.py"
+    written = tmp_path / "result.json"
     argv = [*PARTS.get(name, []), "--quick", "--json", str(written)]
     run_on_ranks(script, *argv, cwd=tmp_path, world_size=1)
     result = json.loads(written.read_text())
@@ -32,8 +36,14 @@ def test_a_script_runs_and_writes_its_tables(name: str, tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_recorded_results() -> None:
-    """`python benchmarks/tables.py` would change nothing, and every table that is recorded is on the page."""
+    """`python benchmarks/tables.py` would change nothing, and every table that is
+    recorded is on the page.
+    """
     page = (BENCHMARKS / "README.md").read_text()
     assert runpy.run_path(str(BENCHMARKS / "tables.py"))["renew"](page) == page
-    recorded = {f"<!-- table: {name} {table} -->" for name, result in RESULTS.items() for table in result["tables"]}
+    recorded = {
+        f"<!-- table: {name} {table} -->"
+        for name, result in RESULTS.items()
+        for table in result["tables"]
+    }
     assert {mark for mark in recorded if mark not in page} == set()

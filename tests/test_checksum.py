@@ -12,7 +12,15 @@ from torch import Tensor
 
 from lightning_ddp_ext.checksum import checksum
 
-DTYPES = [torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64, torch.complex128, torch.float8_e5m2]
+DTYPES = [
+    torch.uint8,
+    torch.int16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex128,
+    torch.float8_e5m2,
+]
 CHUNK = 32 * 1024  # words
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -26,11 +34,14 @@ def content(dtype: torch.dtype, size: int) -> Tensor:
 @settings(deadline=None)
 @given(st.sampled_from(DTYPES), st.integers(2, 3000) | st.integers(CHUNK - 2, CHUNK + 2), st.data())
 def test_every_change_changes_it(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
-    """A flipped bit of any element changes the checksum, and so do two different elements that swap places."""
+    """A flipped bit of any element changes the checksum, and so do two different
+    elements that swap places.
+    """
     elements = content(dtype, size).view(torch.uint8).view(size, -1)
     before = checksum(elements.view(dtype))
     one, other = (data.draw(st.integers(0, size - 1)) for _ in range(2))
-    swapped, flipped = elements.clone(), elements.clone()
+    swapped = elements.clone()
+    flipped = elements.clone()
     swapped[[one, other]] = elements[[other, one]]
     flipped[one, -1] ^= 1 << data.draw(st.integers(0, 7))
     assert checksum(flipped.view(dtype)) != before
@@ -39,6 +50,15 @@ def test_every_change_changes_it(dtype: torch.dtype, size: int, data: st.DataObj
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sizes_and_signs_of_zero_count(device: str) -> None:
-    """Zeros of different shapes differ, and so do 0.0 and -0.0, all zeros and all minus ones."""
-    tensors = [torch.zeros(0), torch.zeros(1), -torch.zeros(1), torch.zeros(2), -torch.zeros(2), -torch.ones(2)]
+    """Zeros of different shapes differ, and so do 0.0 and -0.0, all zeros and all minus
+    ones.
+    """
+    tensors = [
+        torch.zeros(0),
+        torch.zeros(1),
+        -torch.zeros(1),
+        torch.zeros(2),
+        -torch.zeros(2),
+        -torch.ones(2),
+    ]
     assert len({int(checksum(each.to(device))) for each in tensors}) == len(tensors)

@@ -37,7 +37,9 @@ INTERNAL = {
 
 
 def blocks(text: str, language: str = "python") -> list[tuple[str, str]]:
-    """Title and code of each block of a language in a page; a title is a comment in the first line."""
+    """Title and code of each block of a language in a page; a title is a comment in the
+    first line.
+    """
     found = rf"^```(?:{language})\n(?:# (\w+\.py|a cell of a notebook)\n)?(.*?)^```$"
     return re.findall(found, text, re.DOTALL | re.MULTILINE)
 
@@ -46,14 +48,27 @@ def page_of(name: str) -> str:
     return (DOCS / name).read_text()
 
 
-FILES = [*DOCS.rglob("*.md"), *(ROOT / name for name in ("README.md", "examples/README.md", "benchmarks/README.md"))]
+FILES = [
+    *DOCS.rglob("*.md"),
+    *(ROOT / name for name in ("README.md", "examples/README.md", "benchmarks/README.md")),
+]
 TEXTS = {os.path.relpath(path, DOCS): path.read_text() for path in FILES}
 README = TEXTS["../README.md"]
 PAGES = {name: blocks(text) for name, text in TEXTS.items()}
-SCRIPTS = {code: name for name, found in PAGES.items() for title, code in found if title}  # run as files
+SCRIPTS = {
+    code: name for name, found in PAGES.items() for title, code in found if title
+}  # run as files
 # Packages that only scripts of pages use; where one is missing, the script is not run.
-OPTIONAL = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow", "optuna_integration": "optuna_integration"}
-OPTIONAL |= {"import litdata": "litdata", "from datasets": "datasets", "import webdataset": "webdataset"}
+OPTIONAL = {
+    "WandbLogger": "wandb",
+    "MLFlowLogger": "mlflow",
+    "optuna_integration": "optuna_integration",
+}
+OPTIONAL |= {
+    "import litdata": "litdata",
+    "from datasets": "datasets",
+    "import webdataset": "webdataset",
+}
 # Files of examples/ that a page shows in full.
 SHOWN = {
     "slurm.sbatch": "guides/launchers.md",
@@ -74,8 +89,12 @@ def test_first_example_runs(tmp_path: Path) -> None:
 
 
 def on_this_machine(code: str, directory: Path, port: int = 29500) -> str:
-    """Return the code with a directory of the test and a port of this machine in place of the pages' own."""
-    return code.replace("file:///shared", f"file://{directory}").replace("10.0.0.1:29500", f"127.0.0.1:{port}")
+    """Return the code with a directory of the test and a port of this machine in place
+    of the pages' own.
+    """
+    return code.replace("file:///shared", f"file://{directory}").replace(
+        "10.0.0.1:29500", f"127.0.0.1:{port}"
+    )
 
 
 def run_blocks(rank: int, world_size: int, directory: Path) -> None:
@@ -84,13 +103,23 @@ def run_blocks(rank: int, world_size: int, directory: Path) -> None:
     for name, found in sorted(PAGES.items()):
         for title, code in found:
             if not title:
-                assert '"ddp_ext' not in code or "lightning_ddp_ext" in code, f"{name} lacks it:\n{code}"
-                exec(compile(on_this_machine(code, directory), name, "exec"), {"__name__": "__main__"})
+                assert '"ddp_ext' not in code or "lightning_ddp_ext" in code, (
+                    f"{name} lacks it:\n{code}"
+                )
+                exec(
+                    compile(on_this_machine(code, directory), name, "exec"),
+                    {"__name__": "__main__"},
+                )
 
 
 def test_blocks_of_pages_run(tmp_path: Path) -> None:
     """Copied blocks work on two ranks; defaults of the Trainer keep the test short."""
-    defaults = {"accelerator": "cpu", "max_epochs": "1", "limit_train_batches": "2", "enable_progress_bar": "False"}
+    defaults = {
+        "accelerator": "cpu",
+        "max_epochs": "1",
+        "limit_train_batches": "2",
+        "enable_progress_bar": "False",
+    }
     short = {f"PL_TRAINER_{flag.upper()}": value for flag, value in defaults.items()}
     run_ranks(run_blocks, 2, tmp_path, env={**by_hand_env(2, port=free_port()), **short})
 
@@ -98,7 +127,9 @@ def test_blocks_of_pages_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", sorted(SCRIPTS, key=SCRIPTS.__getitem__), ids=SCRIPTS.__getitem__)
 def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
     """A page's script ends with success."""
-    for package in (package for name, package in OPTIONAL.items() if re.search(rf"\b{name}\b", code)):
+    for package in (
+        package for name, package in OPTIONAL.items() if re.search(rf"\b{name}\b", code)
+    ):
         pytest.importorskip(package)
     script = tmp_path / "script.py"
     script.write_text(on_this_machine(code, tmp_path, free_port()))
@@ -106,8 +137,15 @@ def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
 
 
 def test_scripts_have_a_main_guard() -> None:
-    """Each rank runs or imports a script; a block that trains outside of a notebook can be copied as one."""
-    scripts = [(name, code) for name, found in PAGES.items() for title, code in found if "notebook" not in title]
+    """Each rank runs or imports a script; a block that trains outside of a notebook can
+    be copied as one.
+    """
+    scripts = [
+        (name, code)
+        for name, found in PAGES.items()
+        for title, code in found
+        if "notebook" not in title
+    ]
     scripts += [(path.name, path.read_text()) for path in (ROOT / "examples").rglob("*.py")]
     calls = r"^(\w+ = )?(trainer|L\.Trainer\(.*\))\.(fit|validate|test|predict)\("
     assert [name for name, code in scripts if re.search(calls, code, re.MULTILINE)] == []
@@ -116,10 +154,13 @@ def test_scripts_have_a_main_guard() -> None:
 @pytest.mark.nightly
 def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -> None:
     """After SIGTERM to any rank the same command continues, as the page claims."""
-    script, found = tmp_path / "train.py", list[bool]()
+    script = tmp_path / "train.py"
+    found = list[bool]()
     script.write_text(PAGES["guides/preemption.md"][0][1])
     for _ in range(2):
-        with RankProcesses(be_the_script, 2, script, (), tmp_path, env=by_hand_env(2, free_port())) as ranks:
+        with RankProcesses(
+            be_the_script, 2, script, (), tmp_path, env=by_hand_env(2, free_port())
+        ) as ranks:
             begun = ranks.wait_for_output("Trainer(log_every_n_steps=", rank=0)
             found.append(bool(re.search(r"ckpt_path='last' is \S+/last-preempted\.ckpt", begun)))
             ranks.kill(1, signal.SIGTERM)
@@ -127,7 +168,8 @@ def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -
     assert found == [False, True]
 
 
-# Commands that are not run, and why; all others of a page's shell are, with the page's first block as train.py.
+# Commands that are not run, and why; all others of a page's shell are, with the page's
+# first block as train.py.
 NOT_RUN = {
     r"^pip install .*$": "needs the network; `make test-wheel` installs",
     r"^make .*$": "takes the machine; `make demo` is examples/digits.py, which test_examples runs",
@@ -145,19 +187,25 @@ def commands_of(code: str) -> str:
     return code
 
 
-RUN = [(name, code) for name, code in SHELL if re.search(r"^(\$ )?\w", commands_of(code), re.MULTILINE)]
+RUN = [
+    (name, code) for name, code in SHELL if re.search(r"^(\$ )?\w", commands_of(code), re.MULTILINE)
+]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "code"), RUN, ids=[name for name, _ in RUN])
 def test_commands_of_pages_run(name: str, code: str, tmp_path: Path) -> None:
-    """The commands succeed and print what the page shows, with a directory and a free port of this machine."""
+    """The commands succeed and print what the page shows, with a directory and a free
+    port of this machine.
+    """
     commands = re.sub(r"^\$ ", "", commands_of(code), flags=re.MULTILINE)
     shown: list[str] = []
     if commands != commands_of(code):
         commands, *shown = commands.splitlines(keepends=True)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    scripts = {"train.py": PAGES[name][0][1]} | {title: script for title, script in PAGES[name] if title}
+    scripts = {"train.py": PAGES[name][0][1]} | {
+        title: script for title, script in PAGES[name] if title
+    }
     torch.save(Net().state_dict(), tmp_path / "last.ckpt")
     env = {"PL_TRAINER_MAX_EPOCHS": "1", "PL_TRAINER_ACCELERATOR": "cpu"}
     port = free_port()
@@ -166,12 +214,16 @@ def test_commands_of_pages_run(name: str, code: str, tmp_path: Path) -> None:
     here = on_this_machine(commands, tmp_path, port)
     done = run_script(f"set -e\n{here}", launcher=("bash",), cwd=tmp_path, env=env, time_limit=400)
     assert done.exit_code == 0, done.output
-    assert [line for line in shown if line not in ("...\n", "…\n") and line not in done.output] == []
+    assert [
+        line for line in shown if line not in ("...\n", "…\n") and line not in done.output
+    ] == []
 
 
 @pytest.mark.nightly
 def test_site_builds_strictly_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
-    """No broken link or reference; scripts, styles, fonts and pictures are the site's own."""
+    """No broken link or reference; scripts, styles, fonts and pictures are the site's
+    own.
+    """
     places = [str(tmp_path / "trees"), ".", str(tmp_path / "site")]
     command = [sys.executable, *["-m", "sphinx", "-c", "docs", "-W", "-q", "-d"], *places]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -179,18 +231,30 @@ def test_site_builds_strictly_and_loads_nothing_from_the_network(tmp_path: Path)
     loaded = r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//[^>]+|<link[^>]+rel="?(?:style|preconnect)[^>]+//[^>]+'
     pages = list((tmp_path / "site").rglob("*.html"))
     missing = [
-        path for path in FILES if not (tmp_path / "site" / path.relative_to(ROOT)).with_suffix(".html").is_file()
+        path
+        for path in FILES
+        if not (tmp_path / "site" / path.relative_to(ROOT)).with_suffix(".html").is_file()
     ]
     assert missing == []
-    assert 'id="lightning_ddp_ext.RankZeroCheckpointIO.wait"' in (tmp_path / "site/docs/reference/api.html").read_text()
+    assert (
+        'id="lightning_ddp_ext.RankZeroCheckpointIO.wait"'
+        in (tmp_path / "site/docs/reference/api.html").read_text()
+    )
     assert [hit for page in pages for hit in re.findall(loaded, page.read_text())] == []
     styles = [style.read_text() for style in (tmp_path / "site").rglob("*.css")]
-    assert [hit for style in styles for hit in re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//\S+", style)] == []
+    assert [
+        hit
+        for style in styles
+        for hit in re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//\S+", style)
+    ] == []
 
 
 def test_examples_in_docstrings_are_right() -> None:
     """Each example prints what the docstring shows."""
-    names = [module.name for module in pkgutil.walk_packages(lightning_ddp_ext.__path__, "lightning_ddp_ext.")]
+    names = [
+        module.name
+        for module in pkgutil.walk_packages(lightning_ddp_ext.__path__, "lightning_ddp_ext.")
+    ]
     modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
     results = [doctest.testmod(module) for module in modules]
     assert sum(result.attempted for result in results) > 50
@@ -211,12 +275,16 @@ def test_errors_in_readme_exist() -> None:
 
 
 def test_pages_can_be_read_on_a_code_host() -> None:
-    """Links lead to files, and no markup is only shown by a build, which checks linked headings."""
+    """Links lead to files, and no markup is only shown by a build, which checks linked
+    headings.
+    """
     for name, text in TEXTS.items():
         linked = re.findall(r"\]\((?!https?:)([^)#]+)", text)
         assert [link for link in linked if not ((DOCS / name).parent / link).is_file()] == [], name
         prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-        assert re.findall(r"^--8<--.*|^:::.*|^!!! .*|\{ ?[#:.].*|^```\{.*", prose, re.MULTILINE) == [], name
+        assert (
+            re.findall(r"^--8<--.*|^:::.*|^!!! .*|\{ ?[#:.].*|^```\{.*", prose, re.MULTILINE) == []
+        ), name
 
 
 @pytest.mark.parametrize(("name", "page"), SHOWN.items(), ids=SHOWN)
@@ -226,9 +294,12 @@ def test_a_file_that_a_page_shows_is_as_the_repository_has_it(name: str, page: s
 
 
 def test_pictures_are_as_their_scripts_draw_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The charts show the tables of benchmarks/README.md: `python docs/charts.py` renews them."""
+    """The charts show the tables of benchmarks/README.md: `python docs/charts.py`
+    renews them.
+    """
     monkeypatch.syspath_prepend(DOCS)
-    charts, ring = importlib.import_module("charts"), importlib.import_module("ring")
+    charts = importlib.import_module("charts")
+    ring = importlib.import_module("ring")
     drawn = {name: charts.draw(name) for name in charts.CHARTS} | {"ring": ring.draw(4)}
     assert {path.stem: path.read_text() for path in (DOCS / "images").iterdir()} == drawn
     assert drawn["ring"].count(">rank ") == 8
@@ -236,16 +307,22 @@ def test_pictures_are_as_their_scripts_draw_them(monkeypatch: pytest.MonkeyPatch
 
 def test_every_error_has_a_cause_and_a_fix_under_its_heading() -> None:
     """The page of errors has each class once."""
-    found = re.findall(r"^### (\w+)\n\n(.*?)(?=\n\n#|\Z)", page_of("reference/errors.md"), re.M | re.S)
+    found = re.findall(
+        r"^### (\w+)\n\n(.*?)(?=\n\n#|\Z)", page_of("reference/errors.md"), re.M | re.S
+    )
     assert sorted(name for name, _ in found) == sorted(set(subclasses(DDPExtError)))
-    assert [name for name, text in found if "**Cause:**" not in text or "**Fix:**" not in text] == []
+    assert [
+        name for name, text in found if "**Cause:**" not in text or "**Fix:**" not in text
+    ] == []
 
 
 def test_a_traceback_ends_with_the_address_of_its_error() -> None:
     """The address leads to a heading that exists, also after pickling."""
     error = lightning_ddp_ext.MissingRanksError("rank 3 is missing", missing=(3,))
     address, _, anchor = error.__notes__[0].split()[1].partition("#")
-    assert anchor == "missingrankserror"  # as code hosts and the site write the address of a heading
+    assert (
+        anchor == "missingrankserror"
+    )  # as code hosts and the site write the address of a heading
     assert "\n### MissingRanksError\n" in (ROOT / address).read_text()
     assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
     assert traceback.format_exception(error)[-1] == error.__notes__[0] + "\n"
@@ -260,7 +337,9 @@ def test_every_argument_of_the_strategy_is_described_with_its_default() -> None:
     theirs = inspect.signature(DistributedDataParallel).parameters
     for name, default in (shown | described(of_ddp)).items():
         if not default.endswith(" s"):  # the others are durations
-            assert default.strip("`").replace('"', "'") == repr((parameters.get(name) or theirs[name]).default), name
+            assert default.strip("`").replace('"', "'") == repr(
+                (parameters.get(name) or theirs[name]).default
+            ), name
 
 
 def described(text: str) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Imports run one way: each subpackage imports only those before it, and only the adapters import Lightning."""
+"""Imports run one way: each subpackage imports only those before it, and only the
+adapters import Lightning.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ import lightning_ddp_ext
 
 ROOT = Path(lightning_ddp_ext.__file__).parent
 PACKAGE = ROOT.name
-FILES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
-# Modules beside the subpackages are below all of them; those that gather the public names are above.
+FILES = {
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path
+    for path in ROOT.rglob("*.py")
+}
+# Modules beside the subpackages are below all of them; those that gather the public
+# names are above.
 ORDER = (
     "helpers",
     "rendezvous",
@@ -35,7 +41,9 @@ LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 
 
 def imports_of(module: str) -> Iterator[str]:
-    """Yield the full names of modules that a file imports anywhere, also for types and of other packages."""
+    """Yield the full names of modules that a file imports anywhere, also for types and
+    of other packages.
+    """
     package = module.split(".")[:-1]
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
@@ -45,7 +53,10 @@ def imports_of(module: str) -> Iterator[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 full = f"{base}.{alias.name}"
-                yield next((name for name in (full, f"{full}.__init__", base) if name in FILES), f"{base}.__init__")
+                yield next(
+                    (name for name in (full, f"{full}.__init__", base) if name in FILES),
+                    f"{base}.__init__",
+                )
 
 
 def ours(module: str) -> set[str]:
@@ -80,7 +91,9 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_only_adapters_import_lightning() -> None:
-    """``errors`` and ``world`` do not import torch either, which a launcher would load in vain."""
+    """``errors`` and ``world`` do not import torch either, which a launcher would load
+    in vain.
+    """
     roots = {module: {name.partition(".")[0] for name in imports_of(module)} for module in FILES}
     adapters = ("integration", "cli")
     assert [m for m in FILES if roots[m] & LIGHTNING and subpackage(m) not in adapters] == []
@@ -91,11 +104,17 @@ def test_only_adapters_import_lightning() -> None:
 def test_windows_is_refused_in_a_sentence() -> None:
     """The error is raised before any module is imported that Windows lacks."""
     code = "import sys; sys.platform = 'win32'; import lightning_ddp_ext"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 1
-    assert ended.stderr.endswith("\nImportError: lightning-ddp-ext needs Linux (got win32); on Windows, use WSL 2\n")
+    assert ended.stderr.endswith(
+        "\nImportError: lightning-ddp-ext needs Linux (got win32); on Windows, use WSL 2\n"
+    )
 
 
 def test_other_programs_find_each_distribution_once() -> None:
-    """The finder that waits for the import of the other Lightning finds no other module."""
+    """The finder that waits for the import of the other Lightning finds no other
+    module.
+    """
     assert importlib.metadata.packages_distributions()["torch"] == ["torch"]

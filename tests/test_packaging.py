@@ -15,7 +15,9 @@ CHANGELOG = Path(__file__).parent.parent / "CHANGELOG.md"
 
 def test_changelog_opens_with_the_version_of_the_package() -> None:
     """The newest entry of the changelog is the version that the package reports."""
-    newest = re.search(r"^## \[(\d\S*)\] - \d{4}-\d{2}-\d{2}$", CHANGELOG.read_text(encoding="utf-8"), re.MULTILINE)
+    newest = re.search(
+        r"^## \[(\d\S*)\] - \d{4}-\d{2}-\d{2}$", CHANGELOG.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert newest is not None, "no line such as '## [0.1.0] - 2026-11-21' in CHANGELOG.md"
     assert newest[1] == lightning_ddp_ext.__version__
 
@@ -28,19 +30,27 @@ def test_installed_version_is_the_version_of_the_package() -> None:
 def test_public_names_exist_once() -> None:
     """`__all__` gathers them from three modules."""
     assert len(set(lightning_ddp_ext.__all__)) == len(lightning_ddp_ext.__all__)
-    assert [name for name in lightning_ddp_ext.__all__ if not hasattr(lightning_ddp_ext, name)] == []
+    assert [
+        name for name in lightning_ddp_ext.__all__ if not hasattr(lightning_ddp_ext, name)
+    ] == []
 
 
 def test_public_api_is_as_recorded() -> None:
-    """Public names, arguments, defaults and types change only on purpose: the message lists changes and remedy."""
-    public_api = pytest.importorskip("tests.public_api", reason="needs griffe, which is for development")
-    recorded, found = public_api.RECORDED.read_text().splitlines(), public_api.lines()
+    """Public names, arguments, defaults and types change only on purpose: the message
+    lists changes and remedy.
+    """
+    public_api = pytest.importorskip(
+        "tests.public_api", reason="needs griffe, which is for development"
+    )
+    recorded = public_api.RECORDED.read_text().splitlines()
+    found = public_api.lines()
     gone = [f"- {line}" for line in recorded if line not in found]
     new = [f"+ {line}" for line in found if line not in recorded]
     assert not gone + new, (
         "the public API is not as tests/public-api.txt has it:\n"
         + "\n".join(gone + new)
-        + "\nIf that is meant, CHANGELOG.md says what to write instead; see docs/more/releases.md, and run `make api`."
+        + "\nIf that is meant, CHANGELOG.md says what to write instead; see docs/more/releases.md,"
+        " and run `make api`."
     )
 
 

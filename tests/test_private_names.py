@@ -1,4 +1,6 @@
-"""Each private name of Lightning, torch or another library is used in one module, where a change of it is noticed."""
+"""Each private name of Lightning, torch or another library is used in one module, where
+a change of it is noticed.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,16 @@ ALLOWED = {
     },
 }
 PYTHONS = {"_current_frames", "_exit", "_getframe"}  # documented functions of os and sys
-BY_TEXT = {"attrgetter", "delattr", "getattr", "hasattr", "private", "refuse_missing", "replace", "setattr"}
+BY_TEXT = {
+    "attrgetter",
+    "delattr",
+    "getattr",
+    "hasattr",
+    "private",
+    "refuse_missing",
+    "replace",
+    "setattr",
+}
 
 
 def is_private(name: str) -> bool:
@@ -62,7 +73,9 @@ def is_private(name: str) -> bool:
 
 
 def private_names(node: ast.AST) -> Iterator[str]:
-    """Yield the private names that a node reads from other objects than ``self``, ``cls`` and ``super()``."""
+    """Yield the private names that a node reads from other objects than ``self``,
+    ``cls`` and ``super()``.
+    """
     if isinstance(node, ast.Attribute) and not is_own(node.value):
         yield node.attr
     elif isinstance(node, ast.ImportFrom):
@@ -80,12 +93,18 @@ def is_own(owner: ast.expr) -> bool:
 
 
 def defined_in(tree: ast.AST) -> set[str]:
-    """Return the names that a module gives its own objects: functions, classes, and attributes of ``self``."""
+    """Return the names that a module gives its own objects: functions, classes, and
+    attributes of ``self``.
+    """
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and is_own(node.value)
+        ):
             found.add(node.attr)
     return found
 
@@ -99,7 +118,9 @@ def names_of_others(module: str) -> set[str]:
 
 
 def test_private_names_of_libraries_are_each_used_in_one_place() -> None:
-    """Only modules that report a missing name use Lightning's; the other names are listed above, with a reason."""
+    """Only modules that report a missing name use Lightning's; the other names are
+    listed above, with a reason.
+    """
     found = {module.removeprefix(f"{PACKAGE}."): names_of_others(module) for module in FILES}
     assert found["integration.compat"]
     elsewhere = {module: names for module, names in found.items() if names and module not in COMPAT}
@@ -109,9 +130,15 @@ def test_private_names_of_libraries_are_each_used_in_one_place() -> None:
 
 
 def test_compat_reports_each_name_that_lightning_lacks() -> None:
-    """It reads them with ``private``, so an attribute is only written, or checked before."""
+    """It reads them with ``private``, so an attribute is only written, or checked
+    before.
+    """
     tree = ast.parse(FILES[f"{PACKAGE}.integration.compat"].read_text())
-    read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
+    read = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    ]
     assert [node.attr for node in read if is_private(node.attr) and not is_own(node.value)] == []
 
 
@@ -122,16 +149,30 @@ def test_overridden_private_methods_are_checked_when_lightning_is_imported() -> 
     for module in [name for name in FILES if name.startswith(f"{PACKAGE}.integration.")]:
         for node in ast.parse(FILES[module].read_text()).body:
             if isinstance(node, ast.ClassDef):
-                found |= methods_of_lightning(getattr(importlib.import_module(module), node.name), node)
+                found |= methods_of_lightning(
+                    getattr(importlib.import_module(module), node.name), node
+                )
     assert found == set(checked)
 
 
 def methods_of_lightning(cls: type, body: ast.ClassDef) -> set[str]:
     """Return the private methods of Lightning that a class of ours overrides or calls."""
-    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
+    bases = [
+        base
+        for base in cls.__mro__
+        if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+    ]
     defined = {node.name for node in ast.walk(body) if isinstance(node, ast.FunctionDef)}
-    read = {node.attr for node in ast.walk(body) if isinstance(node, ast.Attribute) and is_own(node.value)}
-    return {name for name in defined | read if is_private(name) and any(name in vars(base) for base in bases)}
+    read = {
+        node.attr
+        for node in ast.walk(body)
+        if isinstance(node, ast.Attribute) and is_own(node.value)
+    }
+    return {
+        name
+        for name in defined | read
+        if is_private(name) and any(name in vars(base) for base in bases)
+    }
 
 
 def test_a_missing_name_is_reported_with_a_remedy() -> None:

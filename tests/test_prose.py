@@ -11,15 +11,22 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("lightning_ddp_ext", "benchmarks", "examples", "docs")
-OLD = r"(c[ao]m(e|es|ing)|me(e|et)ts?|met|asks?|asked|hears?|heard|says?|said|kn[eo]ws?|go|goes|went)"
-WORDS = "gone|any more|alike|affair|stood|at once|whoever|(some|no|every)body|so many|has to be told|go(es)? on"
+OLD = (
+    r"(c[ao]m(e|es|ing)|me(e|et)ts?|met|asks?|asked|hears?|heard|says?|said|kn[eo]ws?|go|goes|went)"
+)
+WORDS = (
+    "gone|any more|alike|affair|stood|at once|whoever|(some|no|every)body|so many|has to be"
+    " told|go(es)? on"
+)
 RULES = {
     rf"\branks? ([\w{{}}']+ ){{0,2}}{OLD}\b": "ranks connect, call, wait, fail and exit",
     r"\b(is|are|was|were|be) (no(?! longer| \w+er than)|(?-i:none))\b": "is not a",
     r"\bthere (is|are) (no|nothing)\b[^.;:]* that\b": "name the subject",
     r"\b(has|have) (ended|come)\b": "simple present or past: exited",
     r", too\b(?! \w)": "also, before the verb",
-    r"\b(error|failure|save|timeout|end)s? of an? (?!epoch|batch|(training )?step)\w+": "a noun compound: save error",
+    r"\b(error|failure|save|timeout|end)s? of an? (?!epoch|batch|(training )?step)\w+": (
+        "a noun compound: save error"
+    ),
     rf"\b({WORDS})\b|\bof (its|their) own\b(?! (batch|rank))": "another word, or none",
 }
 RIDDLE = r"(The|A|An|What|Which|Those|How|Whatever|Who|Whoever|Where|Why|When|If|Returns|Raises|Yields|Gives)\b"
@@ -33,7 +40,11 @@ def python_texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
             yield node.lineno, "".join(map(str, parts))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in private:
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in private
+        ):
             yield node.lineno, node.value
 
 
@@ -43,13 +54,20 @@ def is_private(node: ast.AST) -> bool:
 
 def page_texts(text: str) -> Iterator[tuple[int, str]]:
     """Yield line and text of each paragraph outside of code."""
-    text = re.sub(r"^```.*?^```$|`[^`\n]*`", lambda code: re.sub(r"[^\n]", "x", code[0]), text, flags=re.M | re.S)
+    text = re.sub(
+        r"^```.*?^```$|`[^`\n]*`",
+        lambda code: re.sub(r"[^\n]", "x", code[0]),
+        text,
+        flags=re.M | re.S,
+    )
     for paragraph in re.finditer(r"(.+\n)+", text):
         yield text.count("\n", 0, paragraph.start()) + 1, paragraph[0]
 
 
 def riddles(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and opening of public docstrings that do not begin with an imperative; properties have nouns."""
+    """Yield line and opening of public docstrings that do not begin with an imperative;
+    properties have nouns.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and not is_private(node):
             opening = re.match(RIDDLE, ast.get_docstring(node) or "")
@@ -59,7 +77,8 @@ def riddles(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def findings(path: Path) -> Iterator[str]:
     """Yield place, words and remedy of each violation in a file."""
-    name, source = path.relative_to(ROOT).as_posix(), path.read_text()
+    name = path.relative_to(ROOT).as_posix()
+    source = path.read_text()
     tree = ast.parse(source) if path.suffix == ".py" else None
     for line, text in page_texts(source) if tree is None else python_texts(tree):
         for rule, remedy in RULES.items():
@@ -72,6 +91,11 @@ def findings(path: Path) -> Iterator[str]:
 @pytest.mark.unit
 def test_sentences_follow_the_rules() -> None:
     """A finding names file, line, the words, and the remedy."""
-    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    files = [
+        path
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md")
+    ]
     found = [each for path in sorted([*files, *ROOT.glob("*.md")]) for each in findings(path)]
     assert not found, "\n".join(found)

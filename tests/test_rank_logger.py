@@ -13,11 +13,20 @@ from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rank_logger import rank_logger
 from tests.harness.ranks import run_ranks
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "7", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "7",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
 SCRIPT = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}
 SECOND_NODE = {"LOCAL_RANK": "0", "NODE_RANK": "1", "WORLD_SIZE": "4"}
 BROKEN = {"TORCHELASTIC_RUN_ID": "7"}
-COUNTS_CALLERS = sys.version_info >= (3, 11)  # before, an adapter's ``stacklevel`` also counts frames of ``logging``
+COUNTS_CALLERS = sys.version_info >= (
+    3,
+    11,
+)  # before, an adapter's ``stacklevel`` also counts frames of ``logging``
 
 
 class Unprintable:
@@ -36,7 +45,10 @@ class Unprintable:
     ],
 )
 def test_lines_appear_on_their_ranks(
-    variables: dict[str, str], shown: set[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    variables: dict[str, str],
+    shown: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The launcher's variables give the rank; without any, the process is rank 0."""
     for name in (*TORCHRUN, "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS"):
@@ -45,7 +57,9 @@ def test_lines_appear_on_their_ranks(
         monkeypatch.setenv(name, value)
     choices: list[Any] = ["all", 0, [0, 3]]
     for ranks in choices:
-        rank_logger("tests.some", ranks=ranks).warning("%s", ranks if str(ranks) in shown else Unprintable())
+        rank_logger("tests.some", ranks=ranks).warning(
+            "%s", ranks if str(ranks) in shown else Unprintable()
+        )
     assert set(caplog.messages) == shown
 
 
@@ -58,7 +72,12 @@ def test_a_line_is_as_if_the_logger_had_been_called(caplog: pytest.LogCaptureFix
     rank_logger("tests.some", ranks=0).error("%s", "text", extra={"mine": 1})
     helper()
     here, caller = caplog.records
-    assert (here.name, here.levelname, here.msg, here.args) == ("tests.some", "ERROR", "%s", ("text",))
+    assert (here.name, here.levelname, here.msg, here.args) == (
+        "tests.some",
+        "ERROR",
+        "%s",
+        ("text",),
+    )
     assert here.mine == 1  # type: ignore[attr-defined]
     name = test_a_line_is_as_if_the_logger_had_been_called.__name__
     assert (here.funcName, here.pathname) == (name, __file__)
@@ -71,15 +90,19 @@ def test_other_ranks_are_refused(ranks: Any) -> None:
     """The message names the argument, the allowed values and the value received."""
     with pytest.raises(ConfigurationError) as refused:
         rank_logger("tests.some", ranks=ranks)
-    assert str(refused.value) == (
-        f"ranks must be 'all', a rank or several ranks, counted from 0 (got {ranks!r}); for example, write ranks=0"
+    assert (
+        str(refused.value)
+        == f"ranks must be 'all', a rank or several ranks, counted from 0 (got {ranks!r}); for"
+        " example, write ranks=0"
     )
 
 
 def in_a_group(rank: int, world_size: int, store: str) -> list[bool]:
     logger = rank_logger("tests.some", ranks=1)
     before = logger.isEnabledFor(logging.WARNING)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=1 - rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=1 - rank, world_size=world_size
+    )
     within = logger.isEnabledFor(logging.WARNING)
     dist.barrier()  # the other rank may still be connecting to this one
     dist.destroy_process_group()
@@ -87,6 +110,11 @@ def in_a_group(rank: int, world_size: int, store: str) -> list[bool]:
 
 
 def test_a_process_group_overrides_variables(tmp_path: Any) -> None:
-    """A logger that was made before the group takes its rank from it, and afterwards from the variables again."""
+    """A logger that was made before the group takes its rank from it, and afterwards
+    from the variables again.
+    """
     env = {"RANK": str, "LOCAL_RANK": str, "WORLD_SIZE": lambda _: "2"}
-    assert run_ranks(in_a_group, 2, f"{tmp_path}/store", env=env) == [[False, True, False], [True, False, True]]
+    assert run_ranks(in_a_group, 2, f"{tmp_path}/store", env=env) == [
+        [False, True, False],
+        [True, False, True],
+    ]

@@ -25,11 +25,20 @@ class Growing(Exception):
 
 
 LOCK = "TypeError: cannot pickle '_thread.lock' object"
-# Work of rank 0, and type and text of what it and others raise; an error that pickle spoils is sent as text.
+# Work of rank 0, and type and text of what it and others raise; an error that pickle
+# spoils is sent as text.
 WORKS: list[tuple[Callable[[], Any], str, str]] = [
     (boom, "BoomError: no such layer", "BoomError: no such layer"),
-    (lambda: throw(Growing("layer3")), "Growing: no layer layer3", "RuntimeError: Growing: no layer layer3"),
-    (threading.Lock, LOCK, LOCK),  # rank 0 does not continue alone with a result that the others cannot have
+    (
+        lambda: throw(Growing("layer3")),
+        "Growing: no layer layer3",
+        "RuntimeError: Growing: no layer layer3",
+    ),
+    (
+        threading.Lock,
+        LOCK,
+        LOCK,
+    ),  # rank 0 does not continue alone with a result that the others cannot have
 ]
 
 
@@ -55,7 +64,9 @@ def fit_and_catch(rank: int, world_size: int, directory: Path) -> list[tuple[str
 
 
 def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
-    """The work runs once; on other ranks an error has a note with its origin, and rank 0's traceback."""
+    """The work runs once; on other ranks an error has a note with its origin, and rank
+    0's traceback.
+    """
     first, other = run_ranks(fit_and_catch, 2, tmp_path)
     assert first[0] == other[0] == ("[1, 2]", "", [])
     assert [said for said, *_ in first[1:]] == [said for _, said, _ in WORKS]
@@ -66,17 +77,29 @@ def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
 
 
 def exchange(kind: Kind, directory: Path) -> list[tuple[list[str], str, int]]:
-    """Return what the ranks have exchanged, texts of which rank 1's is twice as long, and the number of collectives."""
-    ranks, found = Ranks(dist.get_rank(), dist.get_world_size()), []
+    """Return what the ranks have exchanged, texts of which rank 1's is twice as long,
+    and the number of collectives.
+    """
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    found = []
     for length in LENGTHS:
         own = str(ranks.rank) * length * (ranks.rank + 1)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            values, first = ranks.gather(own), ranks.from_rank_zero(own)
-        found.append((values, first, Counter(event.name.partition(":")[0] for event in recorded.events())["gloo"]))
+            values = ranks.gather(own)
+            first = ranks.from_rank_zero(own)
+        found.append(
+            (
+                values,
+                first,
+                Counter(event.name.partition(":")[0] for event in recorded.events())["gloo"],
+            )
+        )
     return found
 
 
 def test_a_small_value_takes_one_collective(tmp_path: Path) -> None:
     """A longer value takes two collectives, even if it is long on one rank only."""
-    expected = [(["0" * n, "1" * n * 2], "0" * n, collectives) for n, collectives in LENGTHS.items()]
+    expected = [
+        (["0" * n, "1" * n * 2], "0" * n, collectives) for n, collectives in LENGTHS.items()
+    ]
     assert on_ranks("stock", exchange, tmp_path) == [expected] * 2

@@ -6,7 +6,9 @@ import ast
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-TREES = {path.relative_to(TESTS).as_posix(): ast.parse(path.read_text()) for path in TESTS.rglob("*.py")}
+TREES = {
+    path.relative_to(TESTS).as_posix(): ast.parse(path.read_text()) for path in TESTS.rglob("*.py")
+}
 MODULES = {name: tree for name, tree in TREES.items() if "test_" in name}
 
 
@@ -21,5 +23,11 @@ def test_every_test_says_what_it_shows() -> None:
     """A docstring begins with a line that is a sentence."""
     functions = [(name, node) for name, tree in MODULES.items() for node in tree.body]
     tests = [(name, node) for name, node in functions if isinstance(node, ast.FunctionDef)]
-    docs = {f"{name}::{node.name}": ast.get_docstring(node) for name, node in tests if node.name.startswith("test_")}
-    assert [name for name, doc in docs.items() if not (doc or "").partition("\n")[0].endswith(".")] == []
+    docs = {
+        f"{name}::{node.name}": ast.get_docstring(node)
+        for name, node in tests
+        if node.name.startswith("test_")
+    }
+    assert [
+        name for name, doc in docs.items() if not (doc or "").partition("\n")[0].endswith(".")
+    ] == []

@@ -41,7 +41,14 @@ BATCH_SHELL = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "
 
 def world(**changes: Any) -> World:
     """Rank 3 of 4, the second on the second of two nodes."""
-    facts = {"rank": 3, "world_size": 4, "local_rank": 1, "local_world_size": 2, "node_rank": 1, "source": "torchrun"}
+    facts = {
+        "rank": 3,
+        "world_size": 4,
+        "local_rank": 1,
+        "local_world_size": 2,
+        "node_rank": 1,
+        "source": "torchrun",
+    }
     return World(**{**facts, **changes})
 
 
@@ -57,7 +64,9 @@ def without(environ: dict[str, str], name: str) -> dict[str, str]:
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.data())
-def test_rank_is_node_times_processes_plus_local_rank(nodes: int, per_node: int, data: st.DataObject) -> None:
+def test_rank_is_node_times_processes_plus_local_rank(
+    nodes: int, per_node: int, data: st.DataObject
+) -> None:
     """For every source of a world, node rank and local rank give the rank."""
     size = nodes * per_node
     rank = data.draw(st.integers(0, size - 1))
@@ -66,7 +75,11 @@ def test_rank_is_node_times_processes_plus_local_rank(nodes: int, per_node: int,
         read({}, rank=rank, world_size=size, devices=per_node),
         read(plain, devices=per_node),
         read({**plain, "LOCAL_WORLD_SIZE": str(per_node)}),
-        *([read({"PMI_RANK": str(rank), "PMI_SIZE": str(size)}, devices=per_node)] if size > 1 else []),
+        *(
+            [read({"PMI_RANK": str(rank), "PMI_SIZE": str(size)}, devices=per_node)]
+            if size > 1
+            else []
+        ),
     ]
     for each in found:
         assert each.rank == each.node_rank * each.local_world_size + each.local_rank
@@ -89,8 +102,12 @@ def test_rank_is_node_times_processes_plus_local_rank(nodes: int, per_node: int,
     ],
 )
 def test_the_innermost_launcher_takes_precedence(layers: list[dict[str, str]], source: str) -> None:
-    """All launchers describe the same world; an outer one's variables do not override those of the inner one."""
-    assert read(dict(itertools.chain.from_iterable(layer.items() for layer in layers))) == world(source=source)
+    """All launchers describe the same world; an outer one's variables do not override
+    those of the inner one.
+    """
+    assert read(dict(itertools.chain.from_iterable(layer.items() for layer in layers))) == world(
+        source=source
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,10 +121,21 @@ def test_the_innermost_launcher_takes_precedence(layers: list[dict[str, str]], s
     ],
 )
 def test_arguments_override_launchers_and_are_completed(
-    arguments: dict[str, int], environ: dict[str, str], local_rank: int, local_world_size: int, node_rank: int
+    arguments: dict[str, int],
+    environ: dict[str, str],
+    local_rank: int,
+    local_world_size: int,
+    node_rank: int,
 ) -> None:
-    """Local rank and node rank follow from arguments, else from variables, else from the Trainer's devices."""
-    expected = world(local_rank=local_rank, local_world_size=local_world_size, node_rank=node_rank, source="arguments")
+    """Local rank and node rank follow from arguments, else from variables, else from
+    the Trainer's devices.
+    """
+    expected = world(
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        source="arguments",
+    )
     assert read(environ, rank=3, world_size=4, **arguments) == expected
 
 
@@ -122,11 +150,17 @@ def test_arguments_override_launchers_and_are_completed(
         {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"},
         {**SLURM, "SLURM_JOB_NAME": "bash"},
         {**SLURM, "SLURM_JOB_NAME": "interactive"},
-        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        {
+            "OMPI_COMM_WORLD_RANK": "0",
+            "OMPI_COMM_WORLD_SIZE": "1",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        },
     ],
 )
 def test_leftover_variables_do_not_name_a_launcher(environ: dict[str, str]) -> None:
-    """Incomplete variables, interactive jobs and single MPI processes are left to Lightning."""
+    """Incomplete variables, interactive jobs and single MPI processes are left to
+    Lightning.
+    """
     assert read_world(environ) is None
 
 
@@ -136,12 +170,19 @@ def test_leftover_variables_do_not_name_a_launcher(environ: dict[str, str]) -> N
         ({"SLURM_NNODES": "4", "SLURM_NODEID": "3", "SLURM_LOCALID": "0", "SLURM_PROCID": "6"}, 2),
         ({"SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4"}, 4),
         ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
-        ({"SLURM_NTASKS_PER_NODE": "1", "SLURM_NODEID": "0"}, 2),  # Lightning accepts a local rank beyond it
+        (
+            {"SLURM_NTASKS_PER_NODE": "1", "SLURM_NODEID": "0"},
+            2,
+        ),  # Lightning accepts a local rank beyond it
         ({"SLURM_NODEID": "0"}, 7),
     ],
 )
-def test_slurm_has_the_number_of_processes_on_a_node(changes: dict[str, str], local_world_size: int) -> None:
-    """It is taken from the step, else the job, else the request, else all tasks, or the Trainer's devices."""
+def test_slurm_has_the_number_of_processes_on_a_node(
+    changes: dict[str, str], local_world_size: int
+) -> None:
+    """It is taken from the step, else the job, else the request, else all tasks, or the
+    Trainer's devices.
+    """
     job = without(SLURM, "SLURM_NNODES")
     assert read({**job, "SLURM_NTASKS": "7", **changes}).local_world_size == local_world_size
     assert read(job, devices=2) == world(source="SLURM")
@@ -152,8 +193,10 @@ def test_slurm_has_the_number_of_processes_on_a_node(changes: dict[str, str], lo
     [
         (
             lambda: world(local_rank=2),
-            "local_rank must be in 0..1 for world_size 4 and local_world_size 2 (got 2); count the processes of this "
-            "node from 0 (source: torchrun)",
+            (
+                "local_rank must be in 0..1 for world_size 4 and local_world_size 2 (got 2); count"
+                " the processes of this node from 0 (source: torchrun)"
+            ),
         ),
         (
             lambda: read({}, rank="0", world_size=2),
@@ -161,18 +204,26 @@ def test_slurm_has_the_number_of_processes_on_a_node(changes: dict[str, str], lo
         ),
         (
             lambda: read(without(TORCHRUN, "RANK")),
-            "RANK in the environment must be an integer (got None); for example, set RANK=1, or unset the launcher's "
-            "variables",
+            (
+                "RANK in the environment must be an integer (got None); for example, set RANK=1, or"
+                " unset the launcher's variables"
+            ),
         ),
         (
             lambda: read({**PLAIN, "NODE_RANK": "a"}),
-            "NODE_RANK in the environment must be an integer (got 'a'); for example, set NODE_RANK=1, or unset the "
-            "launcher's variables",
+            (
+                "NODE_RANK in the environment must be an integer (got 'a'); for example, set"
+                " NODE_RANK=1, or unset the launcher's variables"
+            ),
         ),
         (
-            lambda: check_devices(world(local_rank=3, local_world_size=4, node_rank=0), devices=2, num_nodes=2),
-            "local_rank must be below devices (got local_rank=3 from torchrun and devices=2); start 2 processes on "
-            "each node, or change the Trainer's devices",
+            lambda: check_devices(
+                world(local_rank=3, local_world_size=4, node_rank=0), devices=2, num_nodes=2
+            ),
+            (
+                "local_rank must be below devices (got local_rank=3 from torchrun and devices=2);"
+                " start 2 processes on each node, or change the Trainer's devices"
+            ),
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""Change a layer's class to one made from its own class and ``SyncBatchNorm``, and restore its own class."""
+"""Change a layer's class to one made from its own class and ``SyncBatchNorm``, and
+restore its own class.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import ConfigurationError
 
 _OWN = "_ddpx_own_class"  # attribute of a made class: the layer's own class
-_REACHED = "_ddpx_reached"  # attribute of a layer: whether its own forward has called SyncBatchNorm.forward
+_REACHED = (  # attribute of a layer: whether its own forward has called SyncBatchNorm.forward
+    "_ddpx_reached"
+)
 
 
 class _CalledByOwnForward(SyncBatchNorm):
-    """``SyncBatchNorm`` as the base of a class that overrides ``forward``: it also records that it was called."""
+    """``SyncBatchNorm`` as the base of a class that overrides ``forward``: it also
+    records that it was called.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a batch as ``SyncBatchNorm`` does."""
@@ -27,7 +33,9 @@ class _CalledByOwnForward(SyncBatchNorm):
 
 
 def overrides_forward(own: Any) -> bool:
-    """Whether a subclass of BatchNorm, or one of its mixins, overrides torch's ``forward``."""
+    """Whether a subclass of BatchNorm, or one of its mixins, overrides torch's
+    ``forward``.
+    """
     return own.forward is not BatchNorm.forward
 
 
@@ -35,10 +43,16 @@ def overrides_forward(own: Any) -> bool:
 def _synchronised_class(own: Any) -> type:
     """Make a class from a layer's own class and ``SyncBatchNorm``.
 
-    In the method resolution order, ``SyncBatchNorm`` comes after ``own`` and just before torch's base class of all
-    BatchNorm layers: additions of ``own`` stay, and its ``super().forward(...)`` calls ``SyncBatchNorm``.
+    In the method resolution order, ``SyncBatchNorm`` comes after ``own`` and just
+    before torch's base class of all BatchNorm layers: additions of ``own`` stay, and
+    its ``super().forward(...)`` calls ``SyncBatchNorm``.
     """
-    names = {"__module__": own.__module__, "__doc__": own.__doc__, "__reduce_ex__": _reduce, _OWN: own}
+    names = {
+        "__module__": own.__module__,
+        "__doc__": own.__doc__,
+        "__reduce_ex__": _reduce,
+        _OWN: own,
+    }
     base = SyncBatchNorm
     if overrides_forward(own):
         base = _CalledByOwnForward
@@ -51,15 +65,17 @@ def _run_own_forward(self: Any, *inputs: Any, **options: Any) -> Any:
     """Run the ``forward`` of the layer's own class.
 
     Raises:
-        ConfigurationError: in training, it did not call ``super().forward(input)``, so nothing was synchronised.
+        ConfigurationError: in training, it did not call ``super().forward(input)``, so
+            nothing was synchronised.
     """
     own = getattr(self, _OWN)
     output = own.forward(self, *inputs, **options)
     is_reached = vars(self).pop(_REACHED, False)
     if self.training and not is_reached:
         raise ConfigurationError(
-            f"{getattr(self, CONTEXT).name} ({own.__name__}) is not synchronised: its forward did not call "
-            "super().forward(input) in training; change its forward, or exclude the layer (exclude=)"
+            f"{getattr(self, CONTEXT).name} ({own.__name__}) is not synchronised: its forward did"
+            " not call super().forward(input) in training; change its forward, or exclude the"
+            " layer (exclude=)"
         )
     return output
 
@@ -81,14 +97,20 @@ def restore(layer: Module) -> None:
 
 
 def _reduce(layer: Any, protocol: Any) -> Any:
-    """Reduce a layer to its own class for copies and pickles, since the made class cannot be imported."""
+    """Reduce a layer to its own class for copies and pickles, since the made class
+    cannot be imported.
+    """
     made = type(layer)
     function, arguments, *rest = super(made, layer).__reduce_ex__(protocol)
-    function, *arguments = (vars(made)[_OWN] if part is made else part for part in (function, *arguments))
+    function, *arguments = (
+        vars(made)[_OWN] if part is made else part for part in (function, *arguments)
+    )
     return (_make_again, (vars(layer)[CONTEXT], function, arguments), *rest)
 
 
-def _make_again(context: SyncContext, function: Callable[..., Any], arguments: list[object]) -> Module:
+def _make_again(
+    context: SyncContext, function: Callable[..., Any], arguments: list[object]
+) -> Module:
     layer: Module = function(*arguments)
     synchronise(layer, context)
     return layer

@@ -1,4 +1,6 @@
-"""Convert the BatchNorm layers of a model to synchronise, report on each, and restore them."""
+"""Convert the BatchNorm layers of a model to synchronise, report on each, and restore
+them.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,10 @@ class Conversion:
 
     Args:
         converted: the names of the layers that now synchronise.
-        left_alone: the reasons why other layers were not chosen, or "synchronises already", by layer name.
-        unsupported: the reasons why the remaining layers cannot be converted, by layer name and class.
+        left_alone: the reasons why other layers were not chosen, or "synchronises
+            already", by layer name.
+        unsupported: the reasons why the remaining layers cannot be converted, by layer
+            name and class.
         world_size: the number of ranks that join their batches.
     """
 
@@ -40,7 +44,9 @@ class Conversion:
     world_size: int
 
     def summary(self) -> str:
-        """Return a line with the number of converted layers, and the reasons why others were not converted."""
+        """Return a line with the number of converted layers, and the reasons why others
+        were not converted.
+        """
         reasons = Counter([*self.unsupported.values(), *self.left_alone.values()])
         total = len(self.converted) + reasons.total()
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
@@ -54,9 +60,10 @@ class Conversion:
             return None
         named = "; ".join(f"{layer} {reason}" for layer, reason in self.unsupported.items())
         return (
-            f"some BatchNorm layers are not converted and use only each rank's own statistics: {named}. To convert a "
-            "layer that overrides forward and calls super().forward(input), select it with include= or predicate= of "
-            "SyncBatchNormConversion; to leave a layer out without this warning, use exclude="
+            "some BatchNorm layers are not converted and use only each rank's own statistics:"
+            f" {named}. To convert a layer that overrides forward and calls super().forward(input),"
+            " select it with include= or predicate= of SyncBatchNormConversion; to leave a layer"
+            " out without this warning, use exclude="
         )
 
 
@@ -67,35 +74,43 @@ def convert_sync_batchnorm(
     predicate: Predicate | None = None,
     process_group: Ranks = None,
 ) -> ModuleT:
-    """Make the BatchNorm layers of a model synchronise; ``restore_batchnorm`` undoes this exactly.
+    """Make the BatchNorm layers of a model synchronise; ``restore_batchnorm`` undoes
+    this exactly.
 
-    Each layer remains the same object, with its parameters, buffers, hooks, mode, device and dtype. Its new class is
-    made from its own class and :class:`SyncBatchNorm`, so a subclass keeps its methods. Call this on every rank, before
-    or after DDP wraps the model. InstanceNorm, GroupNorm and layers that already synchronise do not change.
+    Each layer remains the same object, with its parameters, buffers, hooks, mode,
+    device and dtype. Its new class is made from its own class and
+    :class:`SyncBatchNorm`, so a subclass keeps its methods. Call this on every rank,
+    before or after DDP wraps the model. InstanceNorm, GroupNorm and layers that already
+    synchronise do not change.
 
-    A subclass that overrides ``forward`` is converted only if ``include`` or ``predicate`` chooses it. Its ``forward``
-    then runs unchanged, and its ``super().forward(input)`` synchronises. If a training pass does not make that call,
-    for example because it calls ``F.batch_norm``, the layer raises a ``ConfigurationError``.
+    A subclass that overrides ``forward`` is converted only if ``include`` or
+    ``predicate`` chooses it. Its ``forward`` then runs unchanged, and its
+    ``super().forward(input)`` synchronises. If a training pass does not make that call,
+    for example because it calls ``F.batch_norm``, the layer raises a
+    ``ConfigurationError``.
 
     Args:
         module: the model, or a layer.
-        include: convert only layers that match a pattern of layer names, such as ``"backbone.*"``, a class of layers,
-            or one of several of these. If a module matches, so do all layers in it.
+        include: convert only layers that match a pattern of layer names, such as
+            ``"backbone.*"``, a class of layers, or one of several of these. If a module
+            matches, so do all layers in it.
         exclude: do not convert layers that match; takes the same values as ``include``.
         predicate: convert only layers for which ``predicate(name, layer)`` is true.
-        process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on the same machine,
-            a number ``n`` for groups of ``n`` consecutive ranks, or a process group. ``"node"`` and numbers need an
+        process_group: the ranks whose batches are joined: ``None`` for all, ``"node"``
+            for those on the same machine, a number ``n`` for groups of ``n``
+            consecutive ranks, or a process group. ``"node"`` and numbers need an
             initialised process group and make the call collective.
 
     Returns:
         ``module`` itself.
 
     Warns:
-        UserWarning: layers are not converted because they override ``forward`` and were not selected, are parametrised
-            or lazy, or had their ``forward`` replaced.
+        UserWarning: layers are not converted because they override ``forward`` and were
+            not selected, are parametrised or lazy, or had their ``forward`` replaced.
 
     Raises:
-        ConfigurationError: ``include`` or ``exclude`` matches no layer, or ``process_group`` is invalid.
+        ConfigurationError: ``include`` or ``exclude`` matches no layer, or
+            ``process_group`` is invalid.
 
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     >>> isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)
@@ -110,8 +125,12 @@ def convert_sync_batchnorm(
     return module
 
 
-def convert(module: Module, choice: Choice, process_group: dist.ProcessGroup | None = None) -> Conversion:
-    """Convert the chosen layers as ``convert_sync_batchnorm`` does, and report on all layers, without a warning."""
+def convert(
+    module: Module, choice: Choice, process_group: dist.ProcessGroup | None = None
+) -> Conversion:
+    """Convert the chosen layers as ``convert_sync_batchnorm`` does, and report on all
+    layers, without a warning.
+    """
     reasons = choice.reasons_against(module)
     are_chosen = choice.include is not None or choice.predicate is not None
     converted: dict[str, BatchNorm] = {}
@@ -134,10 +153,12 @@ def convert(module: Module, choice: Choice, process_group: dist.ProcessGroup | N
 
 
 def restore_batchnorm(module: ModuleT) -> ModuleT:
-    """Undo ``convert_sync_batchnorm``: each layer gets its former class back and keeps its current weights.
+    """Undo ``convert_sync_batchnorm``: each layer gets its former class back and keeps
+    its current weights.
 
-    Layers that the model created as ``SyncBatchNorm`` do not change. Copies of converted layers are also converted, and
-    must be restored separately. Not collective.
+    Layers that the model created as ``SyncBatchNorm`` do not change. Copies of
+    converted layers are also converted, and must be restored separately. Not
+    collective.
 
     Returns:
         ``module`` itself.

@@ -1,4 +1,6 @@
-"""Compute synchronised BatchNorm on CPU, with torch's single-process kernels and one exchange in each pass."""
+"""Compute synchronised BatchNorm on CPU, with torch's single-process kernels and one
+exchange in each pass.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_ddp_ext.batchnorm.statistics import Running, as_tensor, dense, has_large_offset, mean_and_var, merge
+from lightning_ddp_ext.batchnorm.statistics import (
+    Running,
+    as_tensor,
+    dense,
+    has_large_offset,
+    mean_and_var,
+    merge,
+)
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import BatchNormError
 
@@ -31,26 +40,32 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         """Normalise, and add the batch to the running statistics. Collective.
 
         Raises:
-            BatchNormError: all batches together have one value per channel, or another rank is in a different layer.
+            BatchNormError: all batches together have one value per channel, or another
+                rank is in a different layer.
         """
         x = dense(input.to(torch.promote_types(input.dtype, torch.float32)))
         mean, var = mean_and_var(x)
-        # Each rank decides this for its own batch: the exchanged data have the same form either way.
+        # Each rank decides this for its own batch: the exchanged data have the same
+        # form either way.
         if x.dtype == torch.float32 and has_large_offset(mean, var, eps=eps):
             x = x.double()
             mean, var = mean_and_var(x)
         joint = merge(context.gather("forward", [x.numel() / x.size(1)], mean, var))
         if joint.count == 1:
             raise BatchNormError(
-                f"{context.name} needs more than 1 value per channel in training (the batches of all ranks together "
-                "have 1); use larger batches, or drop the incomplete last one"
+                f"{context.name} needs more than 1 value per channel in training (the batches of"
+                " all ranks together have 1); use larger batches, or drop the incomplete last one"
             )
         running.update(joint)
         weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
         statistics = as_tensor(joint.mean, x.dtype), as_tensor(joint.var, x.dtype)
         ctx.save_for_backward(x, weight, *statistics)
-        ctx.count, ctx.eps, ctx.context = max(joint.count, 1.0), eps, context
-        return torch.native_batch_norm(x, weight, bias, *statistics, False, 0.0, eps)[0].to(input.dtype)
+        ctx.count = max(joint.count, 1.0)
+        ctx.eps = eps
+        ctx.context = context
+        return torch.native_batch_norm(x, weight, bias, *statistics, False, 0.0, eps)[0].to(
+            input.dtype
+        )
 
     @staticmethod
     @once_differentiable
@@ -63,20 +78,40 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_input = None
         if needs_input:
-            sums = ctx.context.gather("backward", grad_weight.numpy(), grad_bias.numpy()).sum(0).reshape(2, -1)
+            sums = (
+                ctx.context.gather("backward", grad_weight.numpy(), grad_bias.numpy())
+                .sum(0)
+                .reshape(2, -1)
+            )
             scale = 1 / np.sqrt(var.numpy() + ctx.eps)
             scale = scale if weight is None else scale * weight.detach().numpy()
-            # scale * (dy - normalised x * mean(dy * normalised x) - mean(dy)), with means over all ranks' batches.
-            factor, shift, scale = (as_tensor(each, x.dtype) for each in (*(sums * (-scale / ctx.count)), scale))
-            grad_input = torch.native_batch_norm(x, factor, shift, mean, var, False, 0.0, ctx.eps)[0]
+            # scale * (dy - normalised x * mean(dy * normalised x) - mean(dy)), with
+            # means over all ranks' batches.
+            factor, shift, scale = (
+                as_tensor(each, x.dtype) for each in (*(sums * (-scale / ctx.count)), scale)
+            )
+            grad_input = torch.native_batch_norm(x, factor, shift, mean, var, False, 0.0, ctx.eps)[
+                0
+            ]
             grad_input.addcmul_(dy, scale.view([1, -1] + [1] * (x.dim() - 2)))
-        return grad_input, grad_weight if needs_weight else None, grad_bias if needs_bias else None, None, None, None
+        return (
+            grad_input,
+            grad_weight if needs_weight else None,
+            grad_bias if needs_bias else None,
+            None,
+            None,
+            None,
+        )
 
 
-def _parameter_gradients(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _parameter_gradients(
+    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Return this rank's sums of ``dy`` × normalised ``x``, and of ``dy``, per channel."""
     if x.numel() == 0:  # the kernel would divide by zero
         return torch.zeros_like(mean), torch.zeros_like(mean)
     wanted = [False, True, True]
-    gradients = torch.ops.aten.native_batch_norm_backward(dy, x, None, mean, var, None, None, False, eps, wanted)
+    gradients = torch.ops.aten.native_batch_norm_backward(
+        dy, x, None, mean, var, None, None, False, eps, wanted
+    )
     return gradients[1], gradients[2]

@@ -1,4 +1,6 @@
-"""Compute synchronised BatchNorm on CUDA with torch's function, including empty batches and any memory format."""
+"""Compute synchronised BatchNorm on CUDA with torch's function, including empty batches
+and any memory format.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,27 @@ from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 
 
 def batch_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running, eps: float, context: SyncContext
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: Running,
+    eps: float,
+    context: SyncContext,
 ) -> Tensor:
-    """Normalise a batch (N, C, ...) with the statistics of all ranks' batches. Collective, as is its backward pass."""
-    # The kernel converts counts to the dtype of the running statistics, and float16 may be too small for them.
+    """Normalise a batch (N, C, ...) with the statistics of all ranks' batches.
+
+    Collective, as is its backward pass.
+    """
+    # The kernel converts counts to the dtype of the running statistics, and float16 may
+    # be too small for them.
     dtype = torch.promote_types(input.dtype, torch.float32)
-    # An empty batch would send zeros in its own dtype, but ranks with values send float32.
+    # An empty batch would send zeros in its own dtype, but ranks with values send
+    # float32.
     x = input.to(dtype) if input.numel() == 0 else dense(input)
     kept = [value for value in (running.mean, running.var) if value is not None]
-    mean, var = [value.to(dtype) for value in kept] or input.new_zeros((2, input.size(1)), dtype=dtype)
+    mean, var = [value.to(dtype) for value in kept] or input.new_zeros(
+        (2, input.size(1)), dtype=dtype
+    )
     group = context.process_group or dist.group.WORLD
     output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, mean, var, eps, running.momentum, group, context.world_size
@@ -34,7 +48,9 @@ def batch_norm(
 
 
 class _Normalise(TorchSyncBatchNorm):
-    """torch's function, extended to gradients in any memory format and to empty batches."""
+    """torch's function, extended to gradients in any memory format and to empty
+    batches.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -46,11 +62,16 @@ class _Normalise(TorchSyncBatchNorm):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dy = grad_outputs[0]
-        if dy.stride() != ctx.strides:  # some kernels check only the input's memory format, or the gradient's
+        if (
+            dy.stride() != ctx.strides
+        ):  # some kernels check only the input's memory format, or the gradient's
             dy = dy.new_empty_strided(dy.shape, ctx.strides).copy_(dy)
         gradients = TorchSyncBatchNorm.backward(ctx, dy)[:3]
         if dy.numel() == 0:  # torch has no kernel for an empty batch
             gradients = dy, dy.new_zeros(dy.size(1)), dy.new_zeros(dy.size(1))
-        needed, others = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:]
-        wanted = (value if is_needed else None for value, is_needed in zip(gradients, needed, strict=True))
+        needed = ctx.needs_input_grad[:3]
+        others = ctx.needs_input_grad[3:]
+        wanted = (
+            value if is_needed else None for value, is_needed in zip(gradients, needed, strict=True)
+        )
         return *wanted, *[None] * len(others)

@@ -13,22 +13,28 @@ Ranks = str | int | dist.ProcessGroup | None
 
 
 def check_ranks(ranks: Ranks) -> None:
-    """Raise a ``ConfigurationError`` unless ``ranks`` is ``None``, ``"node"``, a positive number or a process group."""
+    """Raise a ``ConfigurationError`` unless ``ranks`` is ``None``, ``"node"``, a
+    positive number or a process group.
+    """
     is_number = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
-    # Outside of its group, a rank has torch's NON_GROUP_MEMBER, and uses its own batch alone.
+    # Outside of its group, a rank has torch's NON_GROUP_MEMBER, and uses its own batch
+    # alone.
     is_group = isinstance(ranks, dist.ProcessGroup) or ranks == dist.GroupMember.NON_GROUP_MEMBER
     if not (ranks is None or ranks == "node" or is_number or is_group):
         raise ConfigurationError(
-            f"process_group must be None, 'node', a positive number of ranks, or a ProcessGroup (got {ranks!r}); "
-            "omit it to join all ranks"
+            "process_group must be None, 'node', a positive number of ranks, or a ProcessGroup"
+            f" (got {ranks!r}); omit it to join all ranks"
         )
 
 
 def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
-    """Return this rank's process group. Collective for ``"node"`` and numbers: every rank must call it.
+    """Return this rank's process group.
+
+    Collective for ``"node"`` and numbers: every rank must call it.
 
     Raises:
-        ConfigurationError: ``ranks`` is invalid, or needs a process group that does not exist.
+        ConfigurationError: ``ranks`` is invalid, or needs a process group that does not
+            exist.
     """
     check_ranks(ranks)
     if not isinstance(ranks, (str, int)) or ranks == dist.GroupMember.NON_GROUP_MEMBER:
@@ -46,10 +52,13 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
 
 
 def batchnorm_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks used only for BatchNorm, or ``None`` for the default group. Collective.
+    """Return a group of all ranks used only for BatchNorm, or ``None`` for the default
+    group.
 
-    With gloo, DDP's gradients and the layers' statistics then do not wait for each other, and a rank in another layer
-    cannot mix them up.
+    Collective.
+
+    With gloo, DDP's gradients and the layers' statistics then do not wait for each
+    other, and a rank in another layer cannot mix them up.
     """
     context = current()
     if context is None or not is_gloo("cuda"):  # with NCCL, a separate group has no advantage

@@ -20,27 +20,32 @@ CONTEXT = "_ddpx_context"  # the attribute that conversion adds to layers
 
 
 class SyncBatchNorm(BatchNorm):
-    r"""BatchNorm over the batches of all ranks, for inputs (N, C) to (N, C, D, H, W), on CPU and CUDA.
+    r"""BatchNorm over the batches of all ranks, for inputs (N, C) to (N, C, D, H, W),
+    on CPU and CUDA.
 
-    In training, mean and variance are those of all ranks' batches together, which may differ in size or be empty.
-    Running statistics are the same on all ranks. Each forward pass runs one collective, and so does each backward pass
-    whose input needs a gradient, so every rank must run the same layers in the same order. In evaluation and in a
-    single process, the layer behaves like torch's BatchNorm.
+    In training, mean and variance are those of all ranks' batches together, which may
+    differ in size or be empty. Running statistics are the same on all ranks. Each
+    forward pass runs one collective, and so does each backward pass whose input needs a
+    gradient, so every rank must run the same layers in the same order. In evaluation
+    and in a single process, the layer behaves like torch's BatchNorm.
 
-    Gradients are those of the *sum* of the ranks' losses. DDP divides them by the number of ranks, so that a parameter
-    gets the gradient of the mean of the ranks' losses. If all ranks have the same number of samples, this equals the
-    gradient of the mean over the joined batch. With several ranks, the layer cannot be differentiated twice: torch
-    raises a ``RuntimeError``.
+    Gradients are those of the *sum* of the ranks' losses. DDP divides them by the
+    number of ranks, so that a parameter gets the gradient of the mean of the ranks'
+    losses. If all ranks have the same number of samples, this equals the gradient of
+    the mean over the joined batch. With several ranks, the layer cannot be
+    differentiated twice: torch raises a ``RuntimeError``.
 
     Args:
         num_features: C.
-        eps, momentum, affine, track_running_stats, device, dtype: as in ``torch.nn.BatchNorm2d``.
+        eps, momentum, affine, track_running_stats, device, dtype: as in
+            ``torch.nn.BatchNorm2d``.
         process_group: the ranks whose batches are joined; ``None`` for all ranks.
         bias: as in ``torch.nn.BatchNorm2d``, which has had it since torch 2.13.
 
     Raises:
-        BatchNormError: an input has a different number of channels than the layer, or is neither on CPU nor on CUDA.
-            On CPU, also if all batches together have one value per channel, or another rank is in a different layer.
+        BatchNormError: an input has a different number of channels than the layer, or
+            is neither on CPU nor on CUDA. On CPU, also if all batches together have one
+            value per channel, or another rank is in a different layer.
         ValueError: an input does not have 2 to 5 dimensions.
 
     >>> layer = SyncBatchNorm(3)
@@ -63,7 +68,9 @@ class SyncBatchNorm(BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
-        options: dict[str, Any] = {"device": device, "dtype": dtype} | ({} if bias else {"bias": False})
+        options: dict[str, Any] = {"device": device, "dtype": dtype} | (
+            {} if bias else {"bias": False}
+        )
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
         self._ddpx_context = SyncContext(process_group, num_features=num_features)
 
@@ -77,7 +84,10 @@ class SyncBatchNorm(BatchNorm):
             raise ValueError(f"expected 2D to 5D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise a batch (N, C, ...). Collective in training: every rank must call it and run its backward pass."""
+        """Normalise a batch (N, C, ...).
+
+        Collective in training: every rank must call it and run its backward pass.
+        """
         if not self.training or self._ddpx_context.world_size == 1:
             return super().forward(input)
         output: Tensor = self._normalise(input)
@@ -94,7 +104,8 @@ class SyncBatchNorm(BatchNorm):
         return output
 
     def _check_channels_and_device(self, input: Tensor) -> None:
-        # The kernels that take statistics as arguments do not check sizes, and would read out of bounds.
+        # The kernels that take statistics as arguments do not check sizes, and would
+        # read out of bounds.
         if input.size(1) != self.num_features:
             raise BatchNormError(
                 f"{self._ddpx_context.name} expects inputs with {self.num_features} channels "
@@ -102,15 +113,18 @@ class SyncBatchNorm(BatchNorm):
             )
         if not (input.is_cpu or input.is_cuda):
             raise BatchNormError(
-                f"{self._ddpx_context.name} supports inputs on cpu and cuda (got one on {input.device}); "
-                "exclude the layer from the conversion (exclude=)"
+                f"{self._ddpx_context.name} supports inputs on cpu and cuda (got one on"
+                f" {input.device}); exclude the layer from the conversion (exclude=)"
             )
 
     def _count_batch(self) -> Running:
-        """Count a batch; return the running statistics to update, and the batch's weight in them."""
+        """Count a batch; return the running statistics to update, and the batch's
+        weight in them.
+        """
         if not self.track_running_stats:
             return Running(None, None, 0.0)
-        momentum, batches = self.momentum, self.num_batches_tracked
+        momentum = self.momentum
+        batches = self.num_batches_tracked
         if batches is not None:
             batches.add_(1)
             if momentum is None:  # a cumulative average

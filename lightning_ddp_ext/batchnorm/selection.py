@@ -34,9 +34,11 @@ class Choice:
         """Return the BatchNorm layers that are not chosen, with the reasons.
 
         Raises:
-            ConfigurationError: a selector matches no layer, or is neither a pattern nor a class.
+            ConfigurationError: a selector matches no layer, or is neither a pattern nor
+                a class.
         """
-        included, excluded = _matching(model, self.include, "include"), _matching(model, self.exclude, "exclude")
+        included = _matching(model, self.include, "include")
+        excluded = _matching(model, self.exclude, "exclude")
         reasons: dict[Module, str] = {}
         for layer, name in batchnorm_layers(model).items():
             if self.include is not None and layer not in included:
@@ -64,14 +66,20 @@ def _fitting(model: Module, selector: Any, field: str) -> set[Module]:
             "for any other choice, use predicate="
         )
     modules = model.named_modules(remove_duplicate=False)
-    fitting = {layer for name, module in modules if _fits(selector, name, module) for layer in module.modules()}
+    fitting = {
+        layer
+        for name, module in modules
+        if _fits(selector, name, module)
+        for layer in module.modules()
+    }
     layers = batchnorm_layers(model)
     if layers and fitting.isdisjoint(layers):
         names = ", ".join(name or "the module" for name in list(layers.values())[:5])
         more = ", …" if len(layers) > 5 else ""
         shown = repr(selector) if isinstance(selector, str) else selector.__name__
         raise ConfigurationError(
-            f"{field}={shown} matches no BatchNorm layer; choose among {names}{more}, or modules that contain them"
+            f"{field}={shown} matches no BatchNorm layer; choose among {names}{more}, or modules"
+            " that contain them"
         )
     return fitting
 

@@ -12,19 +12,24 @@ from torch import Tensor
 
 Vector = NDArray[np.float64]
 
-# If the mean is this many times the standard deviation, float32 is too imprecise: torch's error exceeds 1e-6.
+# If the mean is this many times the standard deviation, float32 is too imprecise:
+# torch's error exceeds 1e-6.
 _LARGE_OFFSET = 8.0
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def dense(input: Tensor) -> Tensor:
-    """Return the batch in a memory format for which torch's kernels are fast: contiguous or channels last."""
+    """Return the batch in a memory format for which torch's kernels are fast:
+    contiguous or channels last.
+    """
     memory_format = _CHANNELS_LAST.get(input.dim(), torch.contiguous_format)
     return input if input.is_contiguous(memory_format=memory_format) else input.contiguous()
 
 
 def mean_and_var(x: Tensor) -> tuple[Vector, Vector]:
-    """Return mean and biased variance (C) of a batch (N, C, ...) in float32 or float64 on CPU; zeros if empty."""
+    """Return mean and biased variance (C) of a batch (N, C, ...) in float32 or float64
+    on CPU; zeros if empty.
+    """
     if x.numel() == 0:
         return np.zeros(x.size(1)), np.zeros(x.size(1))
     mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
@@ -32,7 +37,9 @@ def mean_and_var(x: Tensor) -> tuple[Vector, Vector]:
 
 
 def has_large_offset(mean: Vector, var: Vector, *, eps: float) -> bool:
-    """Whether a channel's mean is too large for float32, relative to its standard deviation."""
+    """Whether a channel's mean is too large for float32, relative to its standard
+    deviation.
+    """
     return bool((mean * mean > _LARGE_OFFSET**2 * (var + eps)).any())
 
 
@@ -48,27 +55,34 @@ class Statistics:
 def merge(parts: Vector) -> Statistics:
     """Merge the statistics of several batches.
 
-    This is the pairwise merge of T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating formulae and a pairwise algorithm
-    for computing sample variances" (1979), for any number of parts. It does not subtract large sums of squares.
+    This is the pairwise merge of T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating
+    formulae and a pairwise algorithm for computing sample variances" (1979), for any
+    number of parts. It does not subtract large sums of squares.
 
     Args:
-        parts: a row for each batch, (parts, 1 + 2C): the number of values per channel, means, and biased variances.
+        parts: a row for each batch, (parts, 1 + 2C): the number of values per channel,
+            means, and biased variances.
 
-    >>> joint = merge(np.array([[3.0, 1.0, 0.5], [1.0, 5.0, 0.0]]))  # three values around 1, and a 5
+    >>> joint = merge(np.array([[3.0, 1.0, 0.5], [1.0, 5.0, 0.0]]))  # three around 1, and a 5
     >>> joint.count, joint.mean.item(), joint.var.item()
     (4.0, 2.0, 3.375)
     """
     channels = parts.shape[1] // 2
-    counts, means, variances = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
+    counts = parts[:, :1]
+    means = parts[:, 1 : 1 + channels]
+    variances = parts[:, 1 + channels :]
     count = float(counts.sum())
     weights = counts / max(count, 1.0)
-    # Not a matrix product, whose last bits depend on the processor: the ranks must agree.
+    # Not a matrix product, whose last bits depend on the processor: the ranks must
+    # agree.
     mean = (weights * means).sum(0)
     return Statistics(mean, (weights * (variances + (means - mean) ** 2)).sum(0), count)
 
 
 class Running(NamedTuple):
-    """A layer's running statistics (C), or ``None`` if it has none, and the weight of a new batch in them."""
+    """A layer's running statistics (C), or ``None`` if it has none, and the weight of a
+    new batch in them.
+    """
 
     mean: Tensor | None
     var: Tensor | None
@@ -89,4 +103,6 @@ class Running(NamedTuple):
 def as_tensor(vector: Vector, dtype: torch.dtype) -> Tensor:
     """Return a vector as a tensor on CPU."""
     # torch's conversion to float32 takes several times as long.
-    return torch.from_numpy(vector.astype(np.float32) if dtype == torch.float32 else vector).to(dtype)
+    return torch.from_numpy(vector.astype(np.float32) if dtype == torch.float32 else vector).to(
+        dtype
+    )

@@ -1,4 +1,6 @@
-"""Exchange a BatchNorm layer's values between ranks, and check that every rank is in the same layer and pass."""
+"""Exchange a BatchNorm layer's values between ranks, and check that every rank is in
+the same layer and pass.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ _POLL_FOR = 0.002  # seconds; a small exchange between ranks that start together
 
 
 def _wait_for(work: dist.Work) -> None:
-    """Wait for an exchange; poll first, since waking a thread takes a third of the time of a short exchange.
+    """Wait for an exchange; poll first, since waking a thread takes a third of the time
+    of a short exchange.
 
-    Polling lets other threads, such as those in which torch runs the exchange, use the processor.
+    Polling lets other threads, such as those in which torch runs the exchange, use the
+    processor.
     """
     moment = time.monotonic() + _POLL_FOR
     while not work.is_completed() and time.monotonic() < moment:
@@ -35,9 +39,11 @@ def _wait_for(work: dist.Work) -> None:
 class SyncContext:
     """The ranks that share a layer's statistics, and the layer's index in the model.
 
-    On CPU, all layers of a model send messages of the same length that begin with the layer and the pass, so ranks can
-    detect that their layers differ. Messages of different lengths would cause an abort or an endless wait. A layer's
-    few numbers are NumPy arrays, since a call on a small array takes a third of the time of a call on a tensor.
+    On CPU, all layers of a model send messages of the same length that begin with the
+    layer and the pass, so ranks can detect that their layers differ. Messages of
+    different lengths would cause an abort or an endless wait. A layer's few numbers are
+    NumPy arrays, since a call on a small array takes a third of the time of a call on a
+    tensor.
 
     Args:
         process_group: the ranks whose batches are joined; ``None`` for all.
@@ -53,7 +59,9 @@ class SyncContext:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that join their batches; 1 without any group, or on a rank outside ``process_group``."""
+        """The number of ranks that join their batches; 1 without any group, or on a
+        rank outside ``process_group``.
+        """
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return max(1, dist.get_world_size(self.process_group))
@@ -64,8 +72,12 @@ class SyncContext:
         name = self.names[self.index]
         return f"BatchNorm layer {name!r}" if name else "a BatchNorm layer"
 
-    def gather(self, which_pass: Literal["forward", "backward"], *vectors: ArrayLike) -> NDArray[np.float64]:
-        """Concatenate the vectors, and return those of all ranks, (ranks, n). Collective; on CPU.
+    def gather(
+        self, which_pass: Literal["forward", "backward"], *vectors: ArrayLike
+    ) -> NDArray[np.float64]:
+        """Concatenate the vectors, and return those of all ranks, (ranks, n).
+
+        Collective; on CPU.
 
         Raises:
             BatchNormError: another rank is in another layer or pass.
@@ -75,7 +87,9 @@ class SyncContext:
         message[: len(numbers)] = numbers
         received = np.empty((self.world_size, len(message)))
         # With a list of tensors, torch would copy everything once more.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )  # its name before torch 2.13
         into = torch.from_numpy(received).view(-1)
         _wait_for(gather(into, torch.from_numpy(message), group=self.process_group, async_op=True))
         if (received[:, :_HEADER] != message[:_HEADER]).any():
@@ -85,17 +99,20 @@ class SyncContext:
     def _refuse(self, headers: list[list[int]]) -> NoReturn:
         ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         positions = ", ".join(
-            f"rank {rank} is in the {_PASSES[which_pass]} pass of {self.names[index] or 'the layer'}"
+            f"rank {rank} is in the {_PASSES[which_pass]} pass of"
+            f" {self.names[index] or 'the layer'}"
             for rank, (index, which_pass) in zip(ranks, headers, strict=True)
         )
         raise BatchNormError(
-            f"ranks are in different BatchNorm layers or passes: {positions}; every rank must run the same layers in "
-            "the same order, so use exclude= to leave out layers that only some ranks run"
+            f"ranks are in different BatchNorm layers or passes: {positions}; every rank must run"
+            " the same layers in the same order, so use exclude= to leave out layers that only"
+            " some ranks run"
         )
 
     def __deepcopy__(self, memo: object) -> SyncContext:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A process group cannot be pickled, so in another process the layer joins the batches of all ranks.
+        # A process group cannot be pickled, so in another process the layer joins the
+        # batches of all ranks.
         return SyncContext, (None, self.names, self.index, self.num_features)

@@ -1,7 +1,9 @@
-"""Open a checkpoint file, and check each of its records against the checksum that was written with it.
+"""Open a checkpoint file, and check each of its records against the checksum that was
+written with it.
 
-``torch.save`` writes an uncompressed zip archive with a CRC-32 checksum for each record: ``data.pkl`` is the pickled
-structure, and ``data/N`` is the memory of one or more tensors. ``torch.load`` does not check these checksums.
+``torch.save`` writes an uncompressed zip archive with a CRC-32 checksum for each
+record: ``data.pkl`` is the pickled structure, and ``data/N`` is the memory of one or
+more tensors. ``torch.load`` does not check these checksums.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from pathlib import Path
 from typing import BinaryIO
 from zipfile import ZipInfo
 
-from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+from lightning_ddp_ext.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+)
 
 _SIGNATURE = b"PK\x03\x04"
 _DIRECTORY = 0x10
@@ -29,7 +35,8 @@ _READ_SIZE = 256 << 10
 _ANOTHER = "use an earlier checkpoint"
 # The text of the RuntimeErrors that torch raises for system errors.
 _SYSTEMS = re.compile(r"^unable to (open|stat|mmap) |annot allocate memory")
-# zipfile's errors for damaged files; RuntimeError: a record claims to be encrypted, or to need a newer version.
+# zipfile's errors for damaged files; RuntimeError: a record claims to be encrypted, or
+# to need a newer version.
 _DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, ValueError, OverflowError, RuntimeError)
 
 
@@ -41,7 +48,8 @@ class Archive:
         path: its path on this machine.
         name: the user's name for it.
         size: its size in bytes.
-        records: its records, in their order; empty if the file was written before torch 1.6, without checksums.
+        records: its records, in their order; empty if the file was written before torch
+            1.6, without checksums.
     """
 
     path: str
@@ -59,13 +67,19 @@ class Archive:
 
         Raises:
             CheckpointNotFoundError: the file does not exist.
-            DamagedCheckpointError: it is empty, truncated, a directory, or not a checkpoint, or its records overlap.
+            DamagedCheckpointError: it is empty, truncated, a directory, or not a
+                checkpoint, or its records overlap.
             CheckpointError: the system does not allow this process to read it.
         """
         name = name or str(path)
         with reading(name, was_there=False), open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            return cls(str(path), name, size, _records(file, name, size) if _has_records(file, name) else ())
+            return cls(
+                str(path),
+                name,
+                size,
+                _records(file, name, size) if _has_records(file, name) else (),
+            )
 
     @cached_property
     def tensors(self) -> tuple[ZipInfo, ...]:
@@ -79,19 +93,27 @@ class Archive:
 
     @property
     def fingerprint(self) -> str | None:
-        """A value that is equal for files with the same content on any host; ``None`` if checksums are missing."""
+        """A value that is equal for files with the same content on any host; ``None``
+        if checksums are missing.
+        """
         if not self.has_checksums:
             return None
-        facts = [(_name(record), record.header_offset, record.file_size, record.CRC) for record in self.records]
+        facts = [
+            (_name(record), record.header_offset, record.file_size, record.CRC)
+            for record in self.records
+        ]
         return hashlib.sha256(repr((self.size, facts)).encode()).hexdigest()
 
     def check(self, tensors: Iterable[ZipInfo] | None = None) -> None:
-        """Check all records that have a checksum; of the tensors only those in ``tensors``, if given.
+        """Check all records that have a checksum; of the tensors only those in
+        ``tensors``, if given.
 
-        The file is read instead of mapped, because truncating a mapped file would kill the process with SIGBUS.
+        The file is read instead of mapped, because truncating a mapped file would kill
+        the process with SIGBUS.
 
         Raises:
-            DamagedCheckpointError: records were altered (the error names them), or the file was truncated.
+            DamagedCheckpointError: records were altered (the error names them), or the
+                file was truncated.
             CheckpointNotFoundError: the file was removed after it was opened.
             CheckpointError: the system does not allow this process to read it.
         """
@@ -103,22 +125,27 @@ class Archive:
             try:
                 archive = _zip_file(file)
             except _DAMAGE:
-                message = f"checkpoint {self.name} was truncated while it was being read; {_ANOTHER}"
+                message = (
+                    f"checkpoint {self.name} was truncated while it was being read; {_ANOTHER}"
+                )
                 raise DamagedCheckpointError(message) from None
             names = tuple(_name(record) for record in chosen if not _is_intact(archive, record))
         if names:
-            listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+            listed = ", ".join(names[:10]) + (
+                f" and {len(names) - 10} more" if len(names) > 10 else ""
+            )
             raise DamagedCheckpointError(
-                f"checkpoint {self.name} is damaged: {listed} do{'es' if len(names) == 1 else ''} not match the "
-                "recorded CRC-32 checksum; use an earlier checkpoint, copy the file again, or read it anyway with "
-                "verify=False",
+                f"checkpoint {self.name} is damaged: {listed} do{'es' if len(names) == 1 else ''}"
+                " not match the recorded CRC-32 checksum; use an earlier checkpoint, copy the file"
+                " again, or read it anyway with verify=False",
                 damaged=names,
             )
 
 
 @contextmanager
 def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
-    """Convert errors in the block, which reads a file, to checkpoint errors; only a directory is called damaged.
+    """Convert errors in the block, which reads a file, to checkpoint errors; only a
+    directory is called damaged.
 
     Args:
         name: the user's name for the file.
@@ -130,22 +157,30 @@ def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
         raise
     except (FileNotFoundError, NotADirectoryError):
         if was_there:
-            raise CheckpointNotFoundError(f"checkpoint {name} was removed while being read; {_ANOTHER}") from None
+            raise CheckpointNotFoundError(
+                f"checkpoint {name} was removed while being read; {_ANOTHER}"
+            ) from None
         raise CheckpointNotFoundError(
-            f"checkpoint {name} does not exist (working directory {os.getcwd()}); pass the path of a file"
+            f"checkpoint {name} does not exist (working directory {os.getcwd()}); pass the path of"
+            " a file"
         ) from None
     except IsADirectoryError:
         raise DamagedCheckpointError(
-            f"checkpoint {name} is a directory, not a file written by torch.save; pass the path of a file in it, "
-            "or use the strategy that wrote it (sharded checkpoints are directories)"
+            f"checkpoint {name} is a directory, not a file written by torch.save; pass the path of"
+            " a file in it, or use the strategy that wrote it (sharded checkpoints are"
+            " directories)"
         ) from None
     except Exception as error:
         raise unreadable(name, error) from error
 
 
 def unreadable(name: str, error: Exception) -> CheckpointError:
-    """Return the error for a file that may be intact: memory is short, the system refuses, or a class raises."""
-    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".partition("\n")[0]
+    """Return the error for a file that may be intact: memory is short, the system
+    refuses, or a class raises.
+    """
+    reason = (
+        getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".partition("\n")[0]
+    )
     if isinstance(error, MemoryError) or "annot allocate memory" in str(error):
         remedy = "free some memory"
     elif isinstance(error, PermissionError):
@@ -154,22 +189,29 @@ def unreadable(name: str, error: Exception) -> CheckpointError:
         remedy = "check its file system"
     else:
         remedy = "make sure that the classes of its objects can be imported and unpickled"
-    return CheckpointError(f"checkpoint {name} could not be read, but may be intact: {reason}; {remedy}")
+    return CheckpointError(
+        f"checkpoint {name} could not be read, but may be intact: {reason}; {remedy}"
+    )
 
 
 def is_of_system(error: Exception) -> bool:
-    """Whether this is a system error; torch raises some of them as a ``RuntimeError`` with the system's text."""
+    """Whether this is a system error; torch raises some of them as a ``RuntimeError``
+    with the system's text.
+    """
     return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEMS.search(str(error)))
 
 
 def _has_records(file: BinaryIO, name: str) -> bool:
-    """Whether the file is an archive; if not, it must be a pickle, as torch wrote before version 1.6."""
+    """Whether the file is an archive; if not, it must be a pickle, as torch wrote
+    before version 1.6.
+    """
     beginning = file.read(4)
     if not beginning:
         raise DamagedCheckpointError(f"checkpoint {name} is empty; {_ANOTHER}")
     if beginning != _SIGNATURE and beginning[:1] != b"\x80":
         raise DamagedCheckpointError(
-            f"{name} is not a checkpoint: it begins with {beginning!r}, unlike files written by torch.save"
+            f"{name} is not a checkpoint: it begins with {beginning!r}, unlike files written by"
+            " torch.save"
         )
     return beginning == _SIGNATURE
 
@@ -179,41 +221,54 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
         with _zip_file(file) as archive:
             records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         for record in records:
-            # For a directory record, torch would read nothing and use uninitialised memory.
+            # For a directory record, torch would read nothing and use uninitialised
+            # memory.
             if record.compress_type != zipfile.ZIP_STORED or record.external_attr & _DIRECTORY:
                 raise ValueError(f"record {record.filename} has an invalid header")
-        if records and (records[0].header_offset < 0 or records[-1].header_offset + records[-1].file_size > size):
+        if records and (
+            records[0].header_offset < 0 or records[-1].header_offset + records[-1].file_size > size
+        ):
             raise ValueError("some records lie outside the file")
     except _DAMAGE as error:
         raise DamagedCheckpointError(
-            f"checkpoint {name} is damaged: the zip directory at its end cannot be read ({error}); the file has {size} "
-            f"bytes and was probably truncated; {_ANOTHER}"
+            f"checkpoint {name} is damaged: the zip directory at its end cannot be read ({error});"
+            f" the file has {size} bytes and was probably truncated; {_ANOTHER}"
         ) from None
     for record, following in pairwise(records):
-        if record.header_offset + record.file_size >= following.header_offset:  # could take forever to check
+        if (
+            record.header_offset + record.file_size >= following.header_offset
+        ):  # could take forever to check
             raise DamagedCheckpointError(
-                f"checkpoint {name} is damaged: records {_name(record)} and {_name(following)} overlap; {_ANOTHER}"
+                f"checkpoint {name} is damaged: records {_name(record)} and {_name(following)}"
+                f" overlap; {_ANOTHER}"
             )
     if "data.pkl" not in map(_name, records):
         raise DamagedCheckpointError(
-            f"{name} is not a checkpoint: it is a zip archive without data.pkl, unlike those written by torch.save"
+            f"{name} is not a checkpoint: it is a zip archive without data.pkl, unlike those"
+            " written by torch.save"
         )
     return tuple(records)
 
 
 def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
-    """Read the directory of an archive, and tell disk errors from damage, which zipfile confuses."""
+    """Read the directory of an archive, and tell disk errors from damage, which zipfile
+    confuses.
+    """
     try:
         return zipfile.ZipFile(file)
     except (zipfile.BadZipFile, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # EINVAL: an offset outside the file
+        if (
+            isinstance(cause, OSError) and cause.errno != errno.EINVAL
+        ):  # EINVAL: an offset outside the file
             raise cause from None
         raise zipfile.BadZipFile(str(error)) from None
 
 
 def _is_intact(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
-    """Whether the content matches its checksum, which zipfile compares at the end of reading."""
+    """Whether the content matches its checksum, which zipfile compares at the end of
+    reading.
+    """
     try:
         with archive.open(record) as content:
             while content.read(_READ_SIZE):
@@ -224,7 +279,9 @@ def _is_intact(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
 
 
 def _name(record: ZipInfo) -> str:
-    """Return the record's name without the archive's top folder: ``data.pkl``, ``data/0``."""
+    """Return the record's name without the archive's top folder: ``data.pkl``,
+    ``data/0``.
+    """
     return record.filename.partition("/")[2]
 
 
@@ -233,5 +290,7 @@ def _is_tensor(record: ZipInfo) -> bool:
 
 
 def _has_crc(record: ZipInfo) -> bool:
-    """Whether a checksum was recorded; it is zero after ``torch.serialization.set_crc32_options(False)``."""
+    """Whether a checksum was recorded; it is zero after
+    ``torch.serialization.set_crc32_options(False)``.
+    """
     return record.CRC != 0 or record.file_size == 0

@@ -1,8 +1,10 @@
-"""Save in the background: training waits for a copy in memory, and threads write the files in the order of the calls.
+"""Save in the background: training waits for a copy in memory, and threads write the
+files in the order of the calls.
 
-To limit memory, there is only one copy at a time: a save waits until the previous checkpoint is written. Removals are
-queued in the same order. After a failed save, removals wait for a save that succeeds, because they might otherwise
-remove the last good checkpoint.
+To limit memory, there is only one copy at a time: a save waits until the previous
+checkpoint is written. Removals are queued in the same order. After a failed save,
+removals wait for a save that succeeds, because they might otherwise remove the last
+good checkpoint.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ _logger = logging.getLogger(__name__)
 class Saver:
     """Write and remove checkpoints, in the foreground or in the background.
 
-    The process only exits after everything is written, because the threads are not daemons.
+    The process only exits after everything is written, because the threads are not
+    daemons.
 
     Attributes:
-        deadline: seconds for which an unfinished save delays a forced exit of this process.
+        deadline: seconds for which an unfinished save delays a forced exit of this
+            process.
     """
 
     def __init__(self) -> None:
@@ -36,16 +40,22 @@ class Saver:
         self._last_save_failed = False
         self._postponed: dict[str, Callable[[], None]] = {}  # removals by path
         self._buffer = Buffer()
-        self._saving, self._starting = threading.Lock(), threading.Lock()
+        self._saving = threading.Lock()
+        self._starting = threading.Lock()
         self._last_thread: threading.Thread | None = None
         self._unreported: list[BaseException] = []
         weakref.finalize(self, _log, self._unreported).atexit = False
 
     def __reduce__(self) -> Any:
-        return Saver, ()  # started ranks get a new one, because threads and the buffer belong to this process
+        return (
+            Saver,
+            (),
+        )  # started ranks get a new one, because threads and the buffer belong to this process
 
     def save(self, path: str, job: Callable[[], None]) -> None:
-        """Write a checkpoint now by calling ``job``, then run the removals that were waiting for a successful save."""
+        """Write a checkpoint now by calling ``job``, then run the removals that were
+        waiting for a successful save.
+        """
         self._last_save_failed = True  # until it succeeds
         with delaying_forced_end(self.deadline):
             job()
@@ -58,8 +68,9 @@ class Saver:
         """Copy ``checkpoint`` now, and call ``write`` with the copy in the background.
 
         Raises:
-            CheckpointSaveError: the checkpoint cannot be pickled, or no thread can be started; :meth:`raise_error`
-                and :meth:`wait` raise the errors of ``write``.
+            CheckpointSaveError: the checkpoint cannot be pickled, or no thread can be
+                started; :meth:`raise_error` and :meth:`wait` raise the errors of
+                ``write``.
         """
         with self._saving:
             self.join()
@@ -70,17 +81,23 @@ class Saver:
             except Exception as error:
                 raise unwritable(checkpoint, path, error) from error
 
-    def follow_up(self, path: str, job: Callable[[], None], *, later: bool, postpone: bool = False) -> None:
-        """Run a removal or a link unless the previous save failed, either now or after all jobs queued so far.
+    def follow_up(
+        self, path: str, job: Callable[[], None], *, later: bool, postpone: bool = False
+    ) -> None:
+        """Run a removal or a link unless the previous save failed, either now or after
+        all jobs queued so far.
 
-        With ``postpone``, a job that was not run for this reason waits for the next save that succeeds.
+        With ``postpone``, a job that was not run for this reason waits for the next
+        save that succeeds.
         """
 
         def unless_failed() -> None:
             if not self._last_save_failed:
                 job()
                 return
-            _logger.warning("leaving checkpoint %s unchanged because the previous save failed", path)
+            _logger.warning(
+                "leaving checkpoint %s unchanged because the previous save failed", path
+            )
             if postpone:
                 self._postponed[path] = job
 
@@ -94,8 +111,12 @@ class Saver:
         if self._last_thread is None:
             at_exit(partial(_finish, weakref.ref(self)))
         jobs: list[Callable[[], None]] = []
-        with self._starting:  # the thread waits for the end of this block; if interrupted, the thread has no job
-            self._last_thread = start_thread("ddpx-checkpoints", self._run, jobs, self._last_thread, daemon=False)
+        with (
+            self._starting
+        ):  # the thread waits for the end of this block; if interrupted, the thread has no job
+            self._last_thread = start_thread(
+                "ddpx-checkpoints", self._run, jobs, self._last_thread, daemon=False
+            )
             jobs.append(job)
 
     def _run(self, jobs: list[Callable[[], None]], previous: threading.Thread | None) -> None:

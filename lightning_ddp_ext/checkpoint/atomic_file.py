@@ -1,7 +1,8 @@
 """Write files atomically, and find the temporary files left behind by killed processes.
 
-A file is written under a temporary name in the same directory, flushed to disk and then renamed. A temporary file
-counts as left behind after an hour without a write, because on some file systems locks only work within one host.
+A file is written under a temporary name in the same directory, flushed to disk and then
+renamed. A temporary file counts as left behind after an hour without a write, because
+on some file systems locks only work within one host.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
 
 class Sink:
-    """Writes to a temporary file without a buffer, and records the error that stopped it.
+    """Writes to a temporary file without a buffer, and records the error that stopped
+    it.
 
     Args:
         descriptor: the file to write to.
@@ -34,7 +36,9 @@ class Sink:
         self.error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of ``data``; record a disk error or Ctrl-C in ``error``, because torch replaces the exception."""
+        """Write all of ``data``; record a disk error or Ctrl-C in ``error``, because
+        torch replaces the exception.
+        """
         view = memoryview(data).cast("B")
         size = len(view)
         try:
@@ -51,10 +55,12 @@ class Sink:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Sink]:
-    """Replace the file at ``path`` with the data that the block writes; if the block raises, nothing changes.
+    """Replace the file at ``path`` with the data that the block writes; if the block
+    raises, nothing changes.
 
     Raises:
-        NotDurableError: the file is in place, but its directory could not be flushed to disk.
+        NotDurableError: the file is in place, but its directory could not be flushed to
+            disk.
         OSError: the system's own error; nothing has changed.
     """
     partial = _temporary(path, "partial")
@@ -100,7 +106,9 @@ def _temporary(path: Path, suffix: str) -> Path:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flush the directory's names to disk if its file system and permissions allow that."""
+    """Flush the directory's names to disk if its file system and permissions allow
+    that.
+    """
     with suppress(PermissionError):  # a directory may be writable but not readable
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -133,14 +141,20 @@ class Leftover:
 
 
 def find_leftovers(directory: Path) -> list[Leftover]:
-    """Return this user's temporary files in the directory, including any that is being written."""
+    """Return this user's temporary files in the directory, including any that is being
+    written.
+    """
     found = []
-    for path in (directory / name for name in sorted(filter(_NAME.fullmatch, os.listdir(directory)))):
+    for path in (
+        directory / name for name in sorted(filter(_NAME.fullmatch, os.listdir(directory)))
+    ):
         with suppress(FileNotFoundError):
             status = path.lstat()
             is_of_kind = stat.S_ISLNK if path.suffix == ".link" else stat.S_ISREG
             if is_of_kind(status.st_mode) and status.st_uid == os.geteuid():
-                found.append(Leftover(path, status.st_size, max(0.0, time.time() - status.st_mtime)))
+                found.append(
+                    Leftover(path, status.st_size, max(0.0, time.time() - status.st_mtime))
+                )
     return found
 
 

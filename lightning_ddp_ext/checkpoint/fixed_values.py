@@ -1,4 +1,6 @@
-"""Detect changes of saved values that nothing records, such as those of persistent metrics."""
+"""Detect changes of saved values that nothing records, such as those of persistent
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from lightning_ddp_ext.checksum import checksum, version_of
 
 
 class FixedValues:
-    """The values in a module's ``state_dict`` other than recorded tensors; they must not change.
+    """The values in a module's ``state_dict`` other than recorded tensors; they must
+    not change.
 
     Args:
         module: the module.

@@ -1,4 +1,6 @@
-"""Ignore the prefixes that wrappers add to the names of weights, and recognise plain state dicts."""
+"""Ignore the prefixes that wrappers add to the names of weights, and recognise plain
+state dicts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _WRAPPED = "module."
 
 
 def is_plain_state_dict(content: Any) -> bool:
-    """Whether the content is a plain state dict, as ``torch.save(model.state_dict(), path)`` writes it."""
+    """Whether the content is a plain state dict, as ``torch.save(model.state_dict(),
+    path)`` writes it.
+    """
     return (
         isinstance(content, Mapping)
         and any(isinstance(value, Tensor) for value in content.values())
@@ -36,15 +40,18 @@ def canonical(name: str) -> str:
 
 
 def names_in_model(file_names: Iterable[str], model_names: Iterable[str]) -> dict[str, str]:
-    """Map names found only in the file to names found only in the model, if they differ only in prefixes.
+    """Map names found only in the file to names found only in the model, if they differ
+    only in prefixes.
 
     Names with more than one candidate are left out.
 
     >>> names_in_model(["module.net.weight"], ["net.weight"])
     {'module.net.weight': 'net.weight'}
     """
-    in_file, in_model = set(file_names), set(model_names)
-    left_over, missing = _unambiguous(in_file - in_model), _unambiguous(in_model - in_file)
+    in_file = set(file_names)
+    in_model = set(model_names)
+    left_over = _unambiguous(in_file - in_model)
+    missing = _unambiguous(in_model - in_file)
     return {name: missing[short] for short, name in left_over.items() if short in missing}
 
 
@@ -57,11 +64,17 @@ def _unambiguous(names: Iterable[str]) -> dict[str, str]:
 
 
 def renamed(weights: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[str, Any]:
-    """Return the weights under the model's names, with the module versions that ``state_dict()`` records."""
+    """Return the weights under the model's names, with the module versions that
+    ``state_dict()`` records.
+    """
     result = OrderedDict((names.get(name, name), value) for name, value in weights.items())
     metadata = getattr(weights, "_metadata", None)
     if isinstance(metadata, Mapping):
-        modules = {name.rpartition(".")[0]: target.rpartition(".")[0] for name, target in names.items()}
-        kept = OrderedDict((modules.get(module, module), value) for module, value in metadata.items())
+        modules = {
+            name.rpartition(".")[0]: target.rpartition(".")[0] for name, target in names.items()
+        }
+        kept = OrderedDict(
+            (modules.get(module, module), value) for module, value in metadata.items()
+        )
         result._metadata = kept  # type: ignore[attr-defined] # where load_state_dict looks for it
     return result

@@ -1,4 +1,6 @@
-"""Read a checkpoint file on one rank, and place its tensors on a device or in this process's memory."""
+"""Read a checkpoint file on one rank, and place its tensors on a device or in this
+process's memory.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,21 @@ from torch import Tensor, UntypedStorage, nn
 from lightning_ddp_ext.checkpoint.archive import Archive, is_of_system, unreadable
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict
 from lightning_ddp_ext.checkpoint.snapshot import join, split
-from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, UnsafeCheckpointError
+from lightning_ddp_ext.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DamagedCheckpointError,
+    UnsafeCheckpointError,
+)
 
 Mode = Literal["auto", "map", "broadcast"]
 MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
-# Takes a tensor's storage, mapped or in CPU memory, and the device that it was saved from; returns the placed storage.
+# Takes a tensor's storage, mapped or in CPU memory, and the device that it was saved
+# from; returns the placed storage.
 Placement = Callable[[UntypedStorage, str], UntypedStorage]
 
-# Files up to this size in bytes are read instead of mapped, which is faster and needs no more memory than this.
+# Files up to this size in bytes are read instead of mapped, which is faster and needs
+# no more memory than this.
 _SMALL_FILE = 16 << 20
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -34,7 +43,8 @@ class LoadOptions:
 
     Attributes:
         mode: whether each rank maps the file or rank 0 sends its content.
-        map_location: as for ``torch.load``, except that ``None`` leaves tensors on the CPU.
+        map_location: as for ``torch.load``, except that ``None`` leaves tensors on the
+            CPU.
         weights_only: as for ``torch.load``.
         verify: whether checksums are checked.
     """
@@ -48,11 +58,13 @@ class LoadOptions:
 def placement(map_location: MapLocation) -> Placement:
     """Return the function that places a tensor's storage according to ``map_location``.
 
-    ``None`` leaves all storages on the CPU; the model and its optimisers copy them to their own devices. The returned
-    function raises :class:`~lightning_ddp_ext.errors.CheckpointError` if the device does not exist.
+    ``None`` leaves all storages on the CPU; the model and its optimisers copy them to
+    their own devices. The returned function raises
+    :class:`~lightning_ddp_ext.errors.CheckpointError` if the device does not exist.
 
     Raises:
-        ConfigurationError: ``map_location`` is not a device, a mapping of devices, or a callable.
+        ConfigurationError: ``map_location`` is not a device, a mapping of devices, or a
+            callable.
     """
     if map_location is None:
         return lambda storage, location: storage
@@ -66,7 +78,8 @@ def placement(map_location: MapLocation) -> Placement:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition(". ")[0]
             raise CheckpointError(
-                f"map_location={map_location!r} cannot place a tensor saved from {location}: {reason}; pass another one"
+                f"map_location={map_location!r} cannot place a tensor saved from {location}:"
+                f" {reason}; pass another one"
             ) from error
         return chosen  # type: ignore[no-any-return]
 
@@ -89,8 +102,8 @@ def _chosen_device(map_location: MapLocation) -> Callable[[UntypedStorage, str],
 
         return by_the_user
     raise ConfigurationError(
-        f"map_location must be a device, a device name, a mapping of device names such as {{'cuda:0': 'cuda:1'}}, or "
-        f"a callable (got {map_location!r})"
+        "map_location must be a device, a device name, a mapping of device names such as"
+        f" {{'cuda:0': 'cuda:1'}}, or a callable (got {map_location!r})"
     )
 
 
@@ -99,18 +112,22 @@ def _device(name: Any) -> str:
         return str(torch.device(name))
     except (RuntimeError, TypeError):
         raise ConfigurationError(
-            f"map_location contains {name!r}, which is not a device; write a name such as 'cpu' or 'cuda:0'"
+            f"map_location contains {name!r}, which is not a device; write a name such as 'cpu' or"
+            " 'cuda:0'"
         ) from None
 
 
 def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -> Any:
-    """Unpickle a checkpoint. If ``options.verify`` is set, the caller must check its checksums.
+    """Unpickle a checkpoint.
+
+    If ``options.verify`` is set, the caller must check its checksums.
 
     Args:
         archive: the file.
         options: how to read it.
-        map_weights: whether weights in the ``state_dict`` may stay mapped from the file, because the caller copies
-            them into the model and drops them. Everything else is copied into this process's own memory.
+        map_weights: whether weights in the ``state_dict`` may stay mapped from the
+            file, because the caller copies them into the model and drops them.
+            Everything else is copied into this process's own memory.
 
     Raises:
         CheckpointError: as for :func:`load`.
@@ -139,17 +156,25 @@ def _copied_but_for_weights(content: Any) -> Any:
 
 def _is_only_copied(name: str, value: Any) -> bool:
     """Whether loading the model copies the value and keeps no reference to it."""
-    is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized
+    is_plain = (
+        type(value) in (Tensor, nn.Parameter)
+        and value.layout == torch.strided
+        and not value.is_quantized
+    )
     return is_plain and not name.endswith("_extra_state")
 
 
 def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap: bool) -> Any:
-    """Call ``torch.load``, and raise errors with a remedy. Files from before torch 1.6 are never mapped.
+    """Call ``torch.load``, and raise errors with a remedy.
+
+    Files from before torch 1.6 are never mapped.
 
     Raises:
-        DamagedCheckpointError: the file cannot be unpickled because its bytes are wrong.
+        DamagedCheckpointError: the file cannot be unpickled because its bytes are
+            wrong.
         UnsafeCheckpointError: ``weights_only`` forbids a class in the file.
-        CheckpointError: a class in the file cannot be imported or raises, or this process cannot read the file.
+        CheckpointError: a class in the file cannot be imported or raises, or this
+            process cannot read the file.
     """
     options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
     options["map_location"] = place  # torch passes untyped storages, which its annotation lacks
@@ -163,7 +188,9 @@ def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap:
 
 
 def _explained(archive: Archive, error: Exception, weights_only: bool | None) -> CheckpointError:
-    """Return the checkpoint error; the file counts as damaged unless checksums or the kind of error show otherwise."""
+    """Return the checkpoint error; the file counts as damaged unless checksums or the
+    kind of error show otherwise.
+    """
     if is_of_system(error):
         return unreadable(archive.name, error)
     archive.check(())
@@ -171,20 +198,27 @@ def _explained(archive: Archive, error: Exception, weights_only: bool | None) ->
         refused = _REFUSED.search(str(error))
         if refused or (archive.records and weights_only is not False):
             return _unsafe(archive.name, error, refused and refused[1])
-    # torch's archive reader detects damage outside the records, which no checksum covers.
+    # torch's archive reader detects damage outside the records, which no checksum
+    # covers.
     where = traceback.extract_tb(error.__traceback__)[-1].filename
     is_readers = type(error) is RuntimeError and where == torch.serialization.__file__
-    if (archive.has_checksums and not is_readers) or isinstance(error, (ImportError, AttributeError)):
+    if (archive.has_checksums and not is_readers) or isinstance(
+        error, (ImportError, AttributeError)
+    ):
         return unreadable(archive.name, error)
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return DamagedCheckpointError(f"checkpoint {archive.name} cannot be unpickled: {reason}; use an earlier checkpoint")
+    return DamagedCheckpointError(
+        f"checkpoint {archive.name} cannot be unpickled: {reason}; use an earlier checkpoint"
+    )
 
 
 def _unsafe(name: str, error: Exception, refused: str | None) -> UnsafeCheckpointError:
     kind = refused or f"an object ({error})"
     may_be_allowed = refused and "blocked" not in str(error)
-    allow = f"call torch.serialization.add_safe_globals([{kind}]) first, or " if may_be_allowed else ""
+    allow = (
+        f"call torch.serialization.add_safe_globals([{kind}]) first, or " if may_be_allowed else ""
+    )
     return UnsafeCheckpointError(
-        f"checkpoint {name} contains {kind}, which weights_only=True refuses; none of its code was run. If you "
-        f"trust the file, {allow}pass weights_only=False"
+        f"checkpoint {name} contains {kind}, which weights_only=True refuses; none of its code was"
+        f" run. If you trust the file, {allow}pass weights_only=False"
     )

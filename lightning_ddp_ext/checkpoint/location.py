@@ -34,7 +34,9 @@ class Location:
 
     @property
     def local(self) -> Path | None:
-        """The path on this machine's file systems, including network ones; ``None`` for an object store."""
+        """The path on this machine's file systems, including network ones; ``None`` for
+        an object store.
+        """
         return Path(self.path) if isinstance(self.fs, LocalFileSystem) else None
 
 
@@ -48,13 +50,16 @@ def locate(path: PathLike) -> Location:
     try:
         fs, inner = url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(f"checkpoint path {url!r} needs a library that is not installed: {error}") from error
+        raise CheckpointError(
+            f"checkpoint path {url!r} needs a library that is not installed: {error}"
+        ) from error
     return Location(fs, inner, url)
 
 
 @contextmanager
 def on_local_disk(location: Location) -> Iterator[str]:
-    """Yield a local path of the file: its own path, or that of a temporary copy from an object store.
+    """Yield a local path of the file: its own path, or that of a temporary copy from an
+    object store.
 
     Raises:
         CheckpointNotFoundError: the object does not exist.

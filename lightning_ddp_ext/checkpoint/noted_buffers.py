@@ -16,7 +16,9 @@ _MOST = 1 << 20  # bytes of all noted buffers; noting masks and queues would tak
 
 
 class NotedBuffers:
-    """The buffers that checkpoints of a module hold, without big, sparse and missing ones."""
+    """The buffers that checkpoints of a module hold, without big, sparse and missing
+    ones.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         saved = [
@@ -39,7 +41,8 @@ class NotedBuffers:
     def read(self, *, even_if_same: bool) -> bytes:
         """Return the buffers as bytes; empty if none has changed since the last call.
 
-        A forward pass may change running statistics undetected, so use ``even_if_same`` after one.
+        A forward pass may change running statistics undetected, so use ``even_if_same``
+        after one.
         """
         buffers = self.tensors()
         versions = [each.is_inference() or (each.data_ptr(), version_of(each)) for each in buffers]
@@ -48,8 +51,11 @@ class NotedBuffers:
         self._versions = versions
         if not buffers:
             return b""
-        # Joined on the first one's device, since a copy to the CPU waits for the device.
-        views = [each.detach().reshape(-1).view(torch.uint8).to(buffers[0].device) for each in buffers]
+        # Joined on the first one's device, since a copy to the CPU waits for the
+        # device.
+        views = [
+            each.detach().reshape(-1).view(torch.uint8).to(buffers[0].device) for each in buffers
+        ]
         return torch.cat(views).cpu().numpy().tobytes()
 
     def restore(self, content: bytes) -> bool:

@@ -1,7 +1,9 @@
-"""Keep the notes of each rank in a file on its host for survivors, and choose the survivor that saves.
+"""Keep the notes of each rank in a file on its host for survivors, and choose the
+survivor that saves.
 
-The file is mapped, and the page cache keeps what a killed process wrote. The ranks of a host open each other's files,
-then remove the names. So no other run finds a file, and the kernel frees it when the last of these ranks exits.
+The file is mapped, and the page cache keeps what a killed process wrote. The ranks of a
+host open each other's files, then remove the names. So no other run finds a file, and
+the kernel frees it when the last of these ranks exits.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ _MEMORY = "/dev/shm"  # on a disk each page that has been written back costs a p
 
 
 class Kind(IntEnum):
-    """The kinds of notes: random states at moments after a batch, in the order of these moments, then other data.
+    """The kinds of notes: random states at moments after a batch, in the order of these
+    moments, then other data.
 
     A new note overwrites the oldest one of its kind.
     """
 
-    BATCH = 0  # in a batch's backward pass, after which random numbers are rarely drawn, and before validation
+    # in a batch's backward pass, after which random numbers are rarely drawn, and
+    # before validation
+    BATCH = 0
     VALIDATING = 1  # after a validation step
     VALIDATED = 2
     EPOCH = 3  # before iterators over training data are created
@@ -45,7 +50,8 @@ class Kind(IntEnum):
 class RankNotes:
     """The notes of one rank, in an open file that it writes and others read.
 
-    Each note carries the count of batches that the rank had started in all epochs; a note on loaders carries the epoch.
+    Each note carries the count of batches that the rank had started in all epochs; a
+    note on loaders carries the epoch.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -55,7 +61,8 @@ class RankNotes:
         self._written = [0] * len(Kind)
 
     def write(self, kind: Kind, batches: int, *parts: Any) -> None:
-        """Write a note made of ``parts`` over the oldest of its kind; a note interrupted by a kill is ignored.
+        """Write a note made of ``parts`` over the oldest of its kind; a note
+        interrupted by a kill is ignored.
 
         Raises:
             OSError: no space is left for it.
@@ -66,20 +73,29 @@ class RankNotes:
         content = b"".join((_HEADER.pack(self._number, batches, sum(map(len, parts))), *parts))
         end = len(content)
         if len(self._mapped[slot]) < end + _TRAILER.size:
-            size, begin = end + _TRAILER.size, slot * _SLOT
-            os.posix_fallocate(self._descriptor, begin, size)  # a write to a page without space would kill the process
+            size = end + _TRAILER.size
+            begin = slot * _SLOT
+            os.posix_fallocate(
+                self._descriptor, begin, size
+            )  # a write to a page without space would kill the process
             self._mapped[slot] = mmap.mmap(self._descriptor, size, offset=begin)
         self._mapped[slot][:end] = content
         self._mapped[slot][end : end + _TRAILER.size] = _TRAILER.pack(self._number)
 
     def find(self, batches: int, *kinds: int) -> bytes | None:
-        """Return the newest complete note of these kinds with this count of batches, if any."""
+        """Return the newest complete note of these kinds with this count of batches, if
+        any.
+        """
         notes = [self._read(kind * _SLOTS + slot) for kind in kinds for slot in range(_SLOTS)]
-        found = [(number, content) for number, noted, content in notes if number and noted == batches]
+        found = [
+            (number, content) for number, noted, content in notes if number and noted == batches
+        ]
         return max(found)[1] if found else None
 
     def _read(self, slot: int) -> tuple[int, int, bytes]:
-        """Return a note with its number and batches; the number is 0 for a missing or torn note."""
+        """Return a note with its number and batches; the number is 0 for a missing or
+        torn note.
+        """
         header = os.pread(self._descriptor, _HEADER.size, slot * _SLOT).ljust(_HEADER.size, b"\0")
         number, batches, length = _HEADER.unpack(header)
         rest = os.pread(self._descriptor, length + _TRAILER.size, slot * _SLOT + _HEADER.size)
@@ -91,14 +107,19 @@ class RankNotes:
 
 
 def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankNotes]:
-    """Create this rank's notes and open those of the other ranks on its host; return them by rank. Collective.
+    """Create this rank's notes and open those of the other ranks on its host; return
+    them by rank.
+
+    Collective.
 
     ``gather`` returns the values of all ranks, by rank.
 
     Raises:
         OSError: a rank cannot create its file; raised on all ranks.
     """
-    path, own, error = "", -1, ""
+    path = ""
+    own = -1
+    error = ""
     try:
         directory = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
         path = os.path.join(directory, f"lightning_ddp_ext-notes-{secrets.token_hex(16)}")
@@ -121,19 +142,26 @@ def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankN
 
 
 def _open(path: str) -> int:
-    """Open the notes of another rank; -1 if they are on another host, or in another container."""
+    """Open the notes of another rank; -1 if they are on another host, or in another
+    container.
+    """
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return -1
 
 
-def save_if_furthest(path: str, run: str, batches: int, save: Callable[[], object], seconds: float) -> bool:
-    """Save, unless another survivor has saved the same or a later state; return whether this rank has saved.
+def save_if_furthest(
+    path: str, run: str, batches: int, save: Callable[[], object], seconds: float
+) -> bool:
+    """Save, unless another survivor has saved the same or a later state; return whether
+    this rank has saved.
 
-    A lock decides which one is first. The kernel releases it when its holder exits, so a rank that is killed during its
-    save does not block the others. The lock file, next to the checkpoint at ``path``, records the token of this ``run``
-    and the number of ``batches`` that the saving rank has finished. After ``seconds``, TimeoutError is raised.
+    A lock decides which one is first. The kernel releases it when its holder exits, so
+    a rank that is killed during its save does not block the others. The lock file, next
+    to the checkpoint at ``path``, records the token of this ``run`` and the number of
+    ``batches`` that the saving rank has finished. After ``seconds``, TimeoutError is
+    raised.
     """
     with open(lock_of(path), "a+b", buffering=0) as file:
         _lock(file, time.monotonic() + seconds)
@@ -159,5 +187,7 @@ def _lock(file: IO[bytes], deadline: float) -> None:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise TimeoutError("another rank did not finish its save within save_deadline") from None
+                raise TimeoutError(
+                    "another rank did not finish its save within save_deadline"
+                ) from None
         time.sleep(_POLL)

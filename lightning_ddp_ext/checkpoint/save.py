@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_ddp_ext.checkpoint.atomic_file import NotDurableError, atomic_symlink, atomic_write, remove_leftovers
+from lightning_ddp_ext.checkpoint.atomic_file import (
+    NotDurableError,
+    atomic_symlink,
+    atomic_write,
+    remove_leftovers,
+)
 from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
 from lightning_ddp_ext.checkpoint.snapshot import split
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
@@ -32,18 +37,22 @@ _REMEDIES = {
 
 
 def write(checkpoint: Any, path: PathLike) -> None:
-    """Write ``checkpoint`` to ``path`` in torch's format; if it cannot be written, an existing local file is unchanged.
+    """Write ``checkpoint`` to ``path`` in torch's format; if it cannot be written, an
+    existing local file is unchanged.
 
-    A local file is streamed, flushed to disk and then renamed in one step; temporary files left behind in its directory
-    by killed saves are removed. In a store behind fsspec, the checkpoint is written within a transaction. Stores with
-    atomic uploads (S3, GCS, Azure, memory) give the same guarantee, except that durability is up to the store.
+    A local file is streamed, flushed to disk and then renamed in one step; temporary
+    files left behind in its directory by killed saves are removed. In a store behind
+    fsspec, the checkpoint is written within a transaction. Stores with atomic uploads
+    (S3, GCS, Azure, memory) give the same guarantee, except that durability is up to
+    the store.
 
     Args:
         checkpoint: anything that ``torch.save`` accepts.
         path: a path or URL; missing directories are created.
 
     Raises:
-        CheckpointSaveError: the file was not written or may not be durable; the message describes the file at the path.
+        CheckpointSaveError: the file was not written or may not be durable; the message
+            describes the file at the path.
     """
     location = locate(path)
     is_there = _NOT_KNOWN if location.local is None else _UNTOUCHED
@@ -55,7 +64,9 @@ def write(checkpoint: Any, path: PathLike) -> None:
                 _write_remote(checkpoint, location)
     except OSError as error:
         is_there = _IN_PLACE if isinstance(error, NotDurableError) else is_there
-        message = f"cannot save checkpoint {location.url}: {_explained(error, location)}; {is_there}"
+        message = (
+            f"cannot save checkpoint {location.url}: {_explained(error, location)}; {is_there}"
+        )
         raise CheckpointSaveError(message, path=location.url, errno=error.errno) from error
     except CheckpointError:
         raise
@@ -113,21 +124,26 @@ def remove(path: PathLike) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise CheckpointError(f"cannot remove checkpoint {location.url}: {_explained(error, location)}") from error
+        raise CheckpointError(
+            f"cannot remove checkpoint {location.url}: {_explained(error, location)}"
+        ) from error
 
 
 def link(target: PathLike, path: PathLike) -> None:
     """Make ``path`` a symbolic link to the local file ``target`` in one step.
 
     Raises:
-        CheckpointSaveError: the file system does not support links, or the path is a directory.
+        CheckpointSaveError: the file system does not support links, or the path is a
+            directory.
     """
     local, source = locate(path).local, locate(target).local
     assert local is not None and source is not None, "Lightning refuses links elsewhere"  # noqa: PT018
     try:
         atomic_symlink(source, local)
     except OSError as error:
-        remedy = "remove the directory" if _is_directory(local) else "use save_last=True to write a file"
+        remedy = (
+            "remove the directory" if _is_directory(local) else "use save_last=True to write a file"
+        )
         message = f"cannot link checkpoint {path} to {target}: {error.strerror}; {remedy}"
         raise CheckpointSaveError(message, path=path, errno=error.errno) from error
 
@@ -143,21 +159,33 @@ def _explained(error: OSError, location: Location) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with suppress(OSError):
             left = shutil.disk_usage(directory).free / 2**20
-            remedy = f"free some space ({left:.0f} MiB left on the file system of {directory}), or save elsewhere"
+            remedy = (
+                f"free some space ({left:.0f} MiB left on the file system of {directory}), or save"
+                " elsewhere"
+            )
     elif error.errno in (errno.EACCES, errno.EPERM):
         with suppress(KeyError):
-            remedy = f"let user {pwd.getpwuid(os.geteuid()).pw_name} write to {directory}, or save elsewhere"
+            remedy = (
+                f"let user {pwd.getpwuid(os.geteuid()).pw_name} write to {directory}, or save"
+                " elsewhere"
+            )
     return f"{error.strerror or error}; {remedy}"
 
 
-def unwritable(checkpoint: Any, path: PathLike, error: Exception, is_there: str = _UNTOUCHED) -> CheckpointSaveError:
-    """Return the error for a checkpoint that cannot be written, and name the entry that causes it, if there is one."""
+def unwritable(
+    checkpoint: Any, path: PathLike, error: Exception, is_there: str = _UNTOUCHED
+) -> CheckpointSaveError:
+    """Return the error for a checkpoint that cannot be written, and name the entry that
+    causes it, if there is one.
+    """
     culprit = ""
     for key, value in checkpoint.items() if isinstance(checkpoint, dict) else ():
         try:
             split(value)
         except Exception:
-            culprit = f"entry {key!r} cannot be pickled, so remove or replace it in on_save_checkpoint: "
+            culprit = (
+                f"entry {key!r} cannot be pickled, so remove or replace it in on_save_checkpoint: "
+            )
             break
     message = f"cannot save checkpoint {path}: {culprit}{type(error).__name__}: {error}; {is_there}"
     return CheckpointSaveError(message, path=str(path))

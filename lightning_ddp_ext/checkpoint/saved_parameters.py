@@ -1,7 +1,9 @@
-"""Detect changes of parameters outside of optimiser steps, and undo those of an unfinished step.
+"""Detect changes of parameters outside of optimiser steps, and undo those of an
+unfinished step.
 
-A momentum encoder, for example, changes frozen parameters before each forward pass. If code writes
-into ``parameter.data``, no version counter changes, so contents are also compared.
+A momentum encoder, for example, changes frozen parameters before each forward pass. If
+code writes into ``parameter.data``, no version counter changes, so contents are also
+compared.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ _SHARE = 0.01  # of the time that comparing contents takes after these steps
 class SavedParameters:
     """The parameters of a module, as they were when the current step started.
 
-    Each step records the versions of trainable parameters. Contents are compared in the first two
-    steps, and later as often as takes 1 % of the time. A parameter whose contents change outside
-    of the optimiser is copied at the start of each later step, on its own device.
+    Each step records the versions of trainable parameters. Contents are compared in the
+    first two steps, and later as often as takes 1 % of the time. A parameter whose
+    contents change outside of the optimiser is copied at the start of each later step,
+    on its own device.
 
     Attributes:
         has_finished_step: whether an optimiser step has finished.
@@ -45,7 +48,9 @@ class SavedParameters:
         self._next_comparison = 0.0
 
     def start_epoch(self) -> None:
-        """Find the parameters, since hooks between epochs may replace, freeze or unfreeze some."""
+        """Find the parameters, since hooks between epochs may replace, freeze or
+        unfreeze some.
+        """
         parameters = dict(self._module.named_parameters())
         frozen = {name for name, each in parameters.items() if not each.requires_grad}
         if frozen == self._frozen and _are_same(parameters, self._parameters):
@@ -91,17 +96,20 @@ class SavedParameters:
         self.record()
 
     def record(self) -> None:
-        """Record the versions of trainable parameters, which must not change until the next call.
+        """Record the versions of trainable parameters, which must not change until the
+        next call.
 
         Nothing written into ``data`` changes a version.
         """
         self._versions = self._trainable_versions()
 
     def undo(self, *, step: bool) -> str | None:
-        """Restore the parameters as they were recorded; return the name of one that is unknown.
+        """Restore the parameters as they were recorded; return the name of one that is
+        unknown.
 
         Args:
-            step: whether to undo the changes of an unfinished step, rather than to expect none.
+            step: whether to undo the changes of an unfinished step, rather than to
+                expect none.
         """
         if not _are_same(dict(self._module.named_parameters()), self._parameters):
             return "a parameter that was added or replaced in this epoch"
@@ -124,14 +132,18 @@ class SavedParameters:
         }
 
     def _find_changing(self, names: Iterable[str]) -> None:
-        """Add those of the parameters whose contents have changed since the last comparison."""
+        """Add those of the parameters whose contents have changed since the last
+        comparison.
+        """
         earlier = self._contents
         self._contents = {name: int(checksum(each)) for name, each in self._parameters.items()}
         now = self._contents
         self._changing.update(name for name in names if earlier.get(name, now[name]) != now[name])
 
     def _may_have_changed(self, name: str) -> bool:
-        """Whether a parameter may have changed in this step without a change of its version."""
+        """Whether a parameter may have changed in this step without a change of its
+        version.
+        """
         if name in self._changing:
             return True
         is_frozen = name in self._frozen

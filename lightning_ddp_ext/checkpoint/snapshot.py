@@ -1,7 +1,8 @@
-"""Split a checkpoint into the storages of its tensors and a pickle of everything else, copy them, and join them again.
+"""Split a checkpoint into the storages of its tensors and a pickle of everything else,
+copy them, and join them again.
 
-Tensors are pickled as in ``torch.save``, so all kinds of tensors are supported. A snapshot is a copy of the checkpoint
-at one moment; the next snapshot reuses its memory.
+Tensors are pickled as in ``torch.save``, so all kinds of tensors are supported. A
+snapshot is a copy of the checkpoint at one moment; the next snapshot reuses its memory.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from torch.storage import TypedStorage
 _ALIGNMENT = 64
 _LOCATION = "_ddpx_location"  # attribute of a copy: the device of the original
 
-# torch.save records the device that the first matching function in its list returns; the CPU's has priority 10.
-register_package(9, lambda storage: getattr(storage, _LOCATION, None), lambda storage, location: None)
+# torch.save records the device that the first matching function in its list returns;
+# the CPU's has priority 10.
+register_package(
+    9, lambda storage: getattr(storage, _LOCATION, None), lambda storage, location: None
+)
 
 
 def split(content: Any) -> tuple[bytes, list[UntypedStorage]]:
-    """Return a pickle of everything except the storages of tensors, and the storages, each once and not copied.
+    """Return a pickle of everything except the storages of tensors, and the storages,
+    each once and not copied.
 
     Raises:
         Exception: any error of pickling.
@@ -38,15 +43,20 @@ def split(content: Any) -> tuple[bytes, list[UntypedStorage]]:
 
 
 def join(pickled: bytes, storages: list[UntypedStorage]) -> Any:
-    """Return the checkpoint made of a pickle and of storages, which replace the original ones."""
+    """Return the checkpoint made of a pickle and of storages, which replace the
+    original ones.
+    """
     try:
         return _Unpickler(io.BytesIO(pickled), storages).load()
     finally:
-        torch._utils._validate_loaded_sparse_tensors()  # as torch.load does; it also clears their list
+        # as torch.load does; it also clears their list
+        torch._utils._validate_loaded_sparse_tensors()
 
 
 def identity_of(storage: UntypedStorage) -> tuple[str, int, int]:
-    """Return a key for a storage's memory; it includes the size, in which views of a NumPy array may differ."""
+    """Return a key for a storage's memory; it includes the size, in which views of a
+    NumPy array may differ.
+    """
     return str(storage.device), storage.data_ptr(), storage.nbytes()
 
 
@@ -58,7 +68,9 @@ def bytes_of(storage: UntypedStorage) -> Tensor:
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.storages: list[UntypedStorage] = []  # keeps them alive, so that addresses are not reused
+        self.storages: list[
+            UntypedStorage
+        ] = []  # keeps them alive, so that addresses are not reused
         self._numbers: dict[tuple[str, int, int], int] = {}
 
     def persistent_id(self, obj: Any) -> tuple[int, torch.dtype] | None:
@@ -68,7 +80,9 @@ class _Pickler(pickle.Pickler):
         number = self._numbers.setdefault(identity_of(storage), len(self.storages))
         if number == len(self.storages):
             self.storages.append(storage)
-        return number, obj.dtype if isinstance(obj, TypedStorage) else torch.uint8  # as torch.load returns it
+        return number, (
+            obj.dtype if isinstance(obj, TypedStorage) else torch.uint8
+        )  # as torch.load returns it
 
 
 class _Unpickler(pickle.Unpickler):
@@ -85,7 +99,8 @@ class Buffer:
     """Memory that successive snapshots reuse; it grows to the size of the largest."""
 
     def __init__(self) -> None:
-        self._bytes, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
@@ -97,7 +112,8 @@ class Buffer:
         """Copy the current state of ``checkpoint``, whose tensors may be on any device.
 
         Returns:
-            A function that returns the copy: new objects in this memory, valid until the next snapshot. If the copy is
+            A function that returns the copy: new objects in this memory, valid until
+                the next snapshot. If the copy is
             saved with ``torch.save``, the devices of the original tensors are recorded.
 
         Raises:
@@ -113,15 +129,23 @@ class Buffer:
 
         return content
 
-    def _copy(self, storages: list[UntypedStorage]) -> tuple[list[UntypedStorage], list[torch.cuda.Event]]:
-        """Return copies of ``storages``, and events after which the copies from GPUs are complete."""
+    def _copy(
+        self, storages: list[UntypedStorage]
+    ) -> tuple[list[UntypedStorage], list[torch.cuda.Event]]:
+        """Return copies of ``storages``, and events after which the copies from GPUs
+        are complete.
+        """
         gpus = {storage.device for storage in storages if storage.device.type == "cuda"}
         self._make_room(sum(aligned(storage.nbytes()) for storage in storages), pinned=bool(gpus))
         sides = {gpu: self._side_stream(gpu) for gpu in gpus}
-        copies = slices_of(self._bytes.untyped_storage(), [storage.nbytes() for storage in storages])
+        copies = slices_of(
+            self._bytes.untyped_storage(), [storage.nbytes() for storage in storages]
+        )
         for copied, storage in zip(copies, storages, strict=True):
             setattr(copied, _LOCATION, location_tag(storage))
-            with torch.cuda.stream(sides.get(storage.device)):  # for the CPU: None, which does nothing
+            with torch.cuda.stream(
+                sides.get(storage.device)
+            ):  # for the CPU: None, which does nothing
                 bytes_of(copied).copy_(bytes_of(storage), non_blocking=True)
         for gpu, side in sides.items():
             torch.cuda.current_stream(gpu).wait_stream(side)
@@ -137,7 +161,8 @@ class Buffer:
         """Release the memory."""
         for side in self._streams.values():
             side.synchronize()
-        self._bytes, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
 
     def _side_stream(self, gpu: torch.device) -> torch.cuda.Stream:
         side = self._streams.setdefault(gpu, torch.cuda.Stream(gpu))
@@ -146,25 +171,35 @@ class Buffer:
 
 
 def slices_of(memory: UntypedStorage, sizes: list[int]) -> list[UntypedStorage]:
-    """Return consecutive slices of these sizes; an empty slice is a separate storage without an address."""
+    """Return consecutive slices of these sizes; an empty slice is a separate storage
+    without an address.
+    """
     ends = accumulate(map(aligned, sizes))
     begins = (end - aligned(size) for end, size in zip(ends, sizes, strict=True))
-    # An empty slice would have the address of the next one, and torch.save would confuse them.
+    # An empty slice would have the address of the next one, and torch.save would
+    # confuse them.
     return [
-        memory[begin : begin + size] if size else UntypedStorage(0) for begin, size in zip(begins, sizes, strict=True)
+        memory[begin : begin + size] if size else UntypedStorage(0)
+        for begin, size in zip(begins, sizes, strict=True)
     ]
 
 
 def pinned_memory(size: int) -> Tensor:
-    """Return bytes that are page-locked while the tensor exists, so that GPUs can copy to them in the background.
+    """Return bytes that are page-locked while the tensor exists, so that GPUs can copy
+    to them in the background.
 
-    torch rounds its own pinned memory up to a power of two and keeps it until the process exits.
+    torch rounds its own pinned memory up to a power of two and keeps it until the
+    process exits.
     """
-    memory, cudart = torch.empty(size, dtype=torch.uint8), torch.cuda.cudart()
+    memory = torch.empty(size, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()
     if size:  # zero bytes cannot be pinned
         error = int(cudart.cudaHostRegister(memory.data_ptr(), size, 1))  # 1: for all GPUs
         if error:
-            raise RuntimeError(f"page-locking {size} bytes of memory failed (CUDA error {error}); set background=False")
+            raise RuntimeError(
+                f"page-locking {size} bytes of memory failed (CUDA error {error}); set"
+                " background=False"
+            )
         weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory
 

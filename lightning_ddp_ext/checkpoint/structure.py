@@ -1,4 +1,6 @@
-"""Read an entry of a checkpoint file without its tensors, and without importing or running any class in it."""
+"""Read an entry of a checkpoint file without its tensors, and without importing or
+running any class in it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ from lightning_ddp_ext.checkpoint.location import Location
 
 
 def entry_of(location: Location, key: str) -> Any:
-    """Return an entry of a checkpoint, in which a placeholder replaces objects; ``None`` if the file lacks it.
+    """Return an entry of a checkpoint, in which a placeholder replaces objects;
+    ``None`` if the file lacks it.
 
     Raises:
         CheckpointNotFoundError: the file does not exist.
-        DamagedCheckpointError: a local file is empty, truncated, altered, or not a checkpoint.
+        DamagedCheckpointError: a local file is empty, truncated, altered, or not a
+            checkpoint.
         CheckpointError: the file cannot be read.
     """
     if location.local is not None:

@@ -1,4 +1,6 @@
-"""Define the command ``lightning-ddp-ext``: describe this machine, test its ranks, and check checkpoint files."""
+"""Define the command ``lightning-ddp-ext``: describe this machine, test its ranks, and
+check checkpoint files.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with ``arguments``, by default those of this process, and exit.
 
     Raises:
-        SystemExit: status 0: success; 1: a damaged or missing file, an unusable directory, invalid variables, or failed
-            ranks; 2: wrong usage; 3: ``checkpoint verify`` found a file without checksums; 4: it could not read a file.
+        SystemExit: status 0: success; 1: a damaged or missing file, an unusable
+            directory, invalid variables, or failed ranks; 2: wrong usage; 3:
+            ``checkpoint verify`` found a file without checksums; 4: it could not read a
+            file.
     """
     options = vars(_parser().parse_args(arguments))
     run = options.pop("run")
@@ -26,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("lightning-ddp-ext", description="Tools for runs with lightning-ddp-ext.")
+    parser = argparse.ArgumentParser(
+        "lightning-ddp-ext", description="Tools for runs with lightning-ddp-ext."
+    )
     parser.add_argument("--version", action="version", version=f"lightning-ddp-ext {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     json: dict[str, Any] = {
@@ -35,28 +41,47 @@ def _parser() -> argparse.ArgumentParser:
         "help": "print one JSON document, with sizes in bytes",
     }
 
-    one = _add(commands, "env", env, "show versions, devices, interfaces, and the rank from the launcher's variables")
+    one = _add(
+        commands,
+        "env",
+        env,
+        "show versions, devices, interfaces, and the rank from the launcher's variables",
+    )
     one.add_argument("--json", **json)
 
-    one = _add(commands, "test", test, "test that ranks can connect, reduce, save, verify and restore")
-    one.add_argument("--devices", type=int, default=2, help="ranks to start, unless a launcher does (default: 2)")
+    one = _add(
+        commands, "test", test, "test that ranks can connect, reduce, save, verify and restore"
+    )
+    one.add_argument(
+        "--devices", type=int, default=2, help="ranks to start, unless a launcher does (default: 2)"
+    )
     one.add_argument("--accelerator", default="cpu", help="auto, cpu or gpu (default: cpu)")
     one.add_argument("--init-method", help="init_method of the strategy")
 
-    group = commands.add_parser("checkpoint", help="check checkpoint files, and clean up after killed saves")
+    group = commands.add_parser(
+        "checkpoint", help="check checkpoint files, and clean up after killed saves"
+    )
     commands = group.add_subparsers(metavar="COMMAND", required=True)
 
     one = _add(commands, "verify", verify, "check all checksums, and name the damaged records")
     one.add_argument("paths", nargs="+", metavar="PATH", help="file or URL")
     one.add_argument("--json", **json)
 
-    one = _add(commands, "clean", clean, "list temporary files left behind by saves that were killed")
-    one.add_argument("directory", metavar="DIR", help="local directory that contains the checkpoints")
-    one.add_argument("--yes", action="store_true", dest="remove", help="remove those not written to for an hour")
+    one = _add(
+        commands, "clean", clean, "list temporary files left behind by saves that were killed"
+    )
+    one.add_argument(
+        "directory", metavar="DIR", help="local directory that contains the checkpoints"
+    )
+    one.add_argument(
+        "--yes", action="store_true", dest="remove", help="remove those not written to for an hour"
+    )
     return parser
 
 
 def _add(commands: Any, name: str, run: Any, description: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=description)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=description, description=description
+    )
     parser.set_defaults(run=run)
     return parser

@@ -1,4 +1,6 @@
-"""Verify checkpoint files without running their code; remove temporary files left behind by saves that were killed."""
+"""Verify checkpoint files without running their code; remove temporary files left
+behind by saves that were killed.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,17 @@ from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers, remove_leftovers
 from lightning_ddp_ext.checkpoint.location import locate, on_local_disk
 from lightning_ddp_ext.cli.output import fail, print_line, size_text
-from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+from lightning_ddp_ext.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+)
 
 
 def verify(paths: Sequence[str], *, as_json: bool) -> int:
-    """Check all records that have a checksum, in files or at URLs, without unpickling; return the exit status."""
+    """Check all records that have a checksum, in files or at URLs, without unpickling;
+    return the exit status.
+    """
     found = [check(path) for path in paths]
     if as_json:
         print(json.dumps(found[0] if len(found) == 1 else {"files": found}))
@@ -30,14 +38,21 @@ def verify(paths: Sequence[str], *, as_json: bool) -> int:
 
 
 def check(path: str) -> dict[str, Any]:
-    """Return facts about a file: ``whole`` is ``None`` if unknown; ``error`` is a message or ``None``."""
+    """Return facts about a file: ``whole`` is ``None`` if unknown; ``error`` is a
+    message or ``None``.
+    """
     facts: dict[str, Any] = {"path": path, "whole": None, "damaged": [], "error": None}
     try:
         with on_local_disk(locate(path)) as local:
             archive = Archive.open(local, path)
             archive.check()
     except (DamagedCheckpointError, CheckpointNotFoundError) as error:
-        return {**facts, "whole": False, "damaged": list(getattr(error, "damaged", ())), "error": str(error)}
+        return {
+            **facts,
+            "whole": False,
+            "damaged": list(getattr(error, "damaged", ())),
+            "error": str(error),
+        }
     except (CheckpointError, OSError) as error:
         return {**facts, "error": str(error)}
     facts["whole"] = archive.has_checksums or None
@@ -50,17 +65,27 @@ def _show(facts: dict[str, Any]) -> None:
     elif facts["whole"]:
         print_line(f"{facts['path']} is intact: {facts['records']} records match their checksums")
     else:
-        print_line(f"{facts['path']} lacks checksums for some or all records, so not all damage can be detected")
+        print_line(
+            f"{facts['path']} lacks checksums for some or all records, so not all damage can be"
+            " detected"
+        )
 
 
 def clean(directory: str, *, remove: bool) -> int:
-    """List this user's temporary files; with ``remove``, first delete those over an hour old. Return the status."""
+    """List this user's temporary files; with ``remove``, first delete those over an
+    hour old.
+
+    Return the status.
+    """
     try:
         removed = remove_leftovers(Path(directory)) if remove else []
         left = find_leftovers(Path(directory))
     except OSError as error:
         reason = error.strerror or error
-        return fail(f"cannot clean {directory}: {reason}; pass the local directory that contains the checkpoints")
+        return fail(
+            f"cannot clean {directory}: {reason}; pass the local directory that contains the"
+            " checkpoints"
+        )
     for each in removed:
         print_line(f"{each.path} ({size_text(each.size)}) was removed")
     for each in left:

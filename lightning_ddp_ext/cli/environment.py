@@ -1,4 +1,6 @@
-"""Describe this machine: versions, devices, interfaces, and the rank that the launcher's variables give."""
+"""Describe this machine: versions, devices, interfaces, and the rank that the
+launcher's variables give.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +20,48 @@ from lightning_ddp_ext.errors import DDPExtError
 from lightning_ddp_ext.rendezvous.init_method import choose
 from lightning_ddp_ext.world import read_world
 
-_PACKAGES = ("lightning-ddp-ext", "lightning", "pytorch-lightning", "torch", "torchmetrics", "numpy", "psutil")
+_PACKAGES = (
+    "lightning-ddp-ext",
+    "lightning",
+    "pytorch-lightning",
+    "torch",
+    "torchmetrics",
+    "numpy",
+    "psutil",
+)
 _PREFIXES = ("DDPX_", "NCCL_", "GLOO_", "TORCH_NCCL_", "MASTER_", "SLURM_N", "OMPI_COMM_", "PMI_")
 _NAMES = {
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "TORCHELASTIC_RUN_ID",
-    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_PROCID", "SLURM_LOCALID",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK",
+    "TORCHELASTIC_RUN_ID",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_PROCID",
+    "SLURM_LOCALID",
 }  # fmt: skip
 
 
 def env(*, as_json: bool) -> int:
-    """Print the facts that a bug report needs; return the exit status, 1 if an environment variable is invalid."""
+    """Print the facts that a bug report needs; return the exit status, 1 if an
+    environment variable is invalid.
+    """
     facts: dict[str, Any] = {
         "versions": {name: _version(name) for name in _PACKAGES},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "cpus": len(os.sched_getaffinity(0)),
-        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "backends": [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()],
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "devices": [
+            torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
+        ],
+        "backends": [
+            name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()
+        ],
+        "nccl": (
+            ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
+        ),
         "interfaces": _interfaces(),
         "variables": {
-            name: os.environ[name] for name in sorted(os.environ) if name in _NAMES or name.startswith(_PREFIXES)
+            name: os.environ[name]
+            for name in sorted(os.environ)
+            if name in _NAMES or name.startswith(_PREFIXES)
         },
         "world": None,
         "error": None,

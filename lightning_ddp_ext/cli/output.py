@@ -8,12 +8,15 @@ from typing import TextIO
 
 
 def print_line(text: str, file: TextIO | None = None) -> None:
-    r"""Print a line, escaping characters that are unprintable or could control a terminal.
+    r"""Print a line, escaping characters that are unprintable or could control a
+    terminal.
 
     >>> print_line("weight\x1b[2J")
     weight\x1b[2J
     """
-    shown = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    shown = (
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
     print("".join(shown), file=file, flush=True)
 
 
@@ -28,7 +31,9 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
     """Print rows of cells, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print_line(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
 
 
 def size_text(size: int) -> str:

@@ -1,4 +1,6 @@
-"""Test that ranks, started by a launcher or by this command, can connect, reduce, save, verify and restore."""
+"""Test that ranks, started by a launcher or by this command, can connect, reduce, save,
+verify and restore.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ _STEPS = 4
 
 
 def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
-    """Train, reduce, save, verify and restore; after each part, rank 0 prints the time since the start.
+    """Train, reduce, save, verify and restore; after each part, rank 0 prints the time
+    since the start.
 
-    Return the exit status: 2 if no Trainer can be made with these options, or with the launcher's variables.
+    Return the exit status: 2 if no Trainer can be made with these options, or with the
+    launcher's variables.
     """
     logging.disable(logging.INFO)  # hide the log lines of Lightning and of our strategy
     warnings.simplefilter("ignore")
@@ -61,9 +65,13 @@ def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
     with tempfile.TemporaryDirectory(prefix="rank-test-") as directory:
         trainer.fit(model_class())
         report("connected and trained")
-        total = trainer.strategy.reduce(torch.ones(1, device=trainer.strategy.root_device), reduce_op="sum").item()
+        total = trainer.strategy.reduce(
+            torch.ones(1, device=trainer.strategy.root_device), reduce_op="sum"
+        ).item()
         if total != trainer.world_size:
-            raise DDPExtError(f"an all-reduce of ones from all ranks gave {total}, not {trainer.world_size}")
+            raise DDPExtError(
+                f"an all-reduce of ones from all ranks gave {total}, not {trainer.world_size}"
+            )
         report("reduced")
         path = trainer.strategy.broadcast(os.path.join(directory, "test.ckpt"))
         trainer.save_checkpoint(path)
@@ -75,8 +83,12 @@ def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
         trainer = make_trainer(2 * _STEPS)
         trainer.fit(model_class(), ckpt_path=path)
         if trainer.global_step != 2 * _STEPS:
-            raise DDPExtError(f"the resumed run stopped after step {trainer.global_step}, not {2 * _STEPS}")
-        trainer.strategy.barrier("the end of the test")  # rank 0 keeps its file until all ranks have read it
+            raise DDPExtError(
+                f"the resumed run stopped after step {trainer.global_step}, not {2 * _STEPS}"
+            )
+        trainer.strategy.barrier(
+            "the end of the test"
+        )  # rank 0 keeps its file until all ranks have read it
         report("restored")
     report(f"all tests passed (ranks: {trainer.world_size}, nodes: {trainer.num_nodes})")
     return 0

@@ -10,10 +10,13 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 
 def whole_number(value: Any, field: str, *, at_most: int | None = None, remedy: str) -> int:
-    """Return ``value`` as an ``int``. NumPy and torch integers are accepted; booleans are not.
+    """Return ``value`` as an ``int``.
+
+    NumPy and torch integers are accepted; booleans are not.
 
     Raises:
-        ConfigurationError: the value is not an integer, is negative, or is above ``at_most``.
+        ConfigurationError: the value is not an integer, is negative, or is above
+            ``at_most``.
 
     >>> try:
     ...     whole_number(-1, "seed", remedy="pass seed=0")
@@ -37,10 +40,14 @@ def seed_of(value: Any) -> int:
 
 
 def uneven_of(value: Any) -> Uneven:
-    """Return ``value``, or raise if it is not a policy for lengths that are not a multiple of the number of ranks."""
+    """Return ``value``, or raise if it is not a policy for lengths that are not a
+    multiple of the number of ranks.
+    """
     if not isinstance(value, str) or value not in get_args(Uneven):
         remedy = "use 'pad' to match torch's DistributedSampler"
-        raise ConfigurationError(f"uneven must be 'pad', 'drop' or 'exact' (got {value!r}); {remedy}")
+        raise ConfigurationError(
+            f"uneven must be 'pad', 'drop' or 'exact' (got {value!r}); {remedy}"
+        )
     return value  # type: ignore[return-value]
 
 

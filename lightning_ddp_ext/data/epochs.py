@@ -1,4 +1,6 @@
-"""Start an epoch in a loader: call ``set_epoch`` on every object that has it, and make workers use the new epoch."""
+"""Start an epoch in a loader: call ``set_epoch`` on every object that has it, and make
+workers use the new epoch.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,26 @@ from lightning_ddp_ext.data.seeding import seed_generators
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
 _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearray, range, type)
-_SHORT = 32  # longer collections are taken for samples, unless their first element may need the epoch
+_SHORT = (
+    32  # longer collections are taken for samples, unless their first element may need the epoch
+)
 
 
 def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> bool:
-    """Call ``set_epoch`` on every sampler, dataset and loader inside a loader before it is iterated over.
+    """Call ``set_epoch`` on every sampler, dataset and loader inside a loader before it
+    is iterated over.
 
-    Persistent workers would not see the new epoch. So the next iterator starts new workers if a dataset has
-    ``set_epoch``, if the dataset is iterable, or if ``seed`` is given.
+    Persistent workers would not see the new epoch. So the next iterator starts new
+    workers if a dataset has ``set_epoch``, if the dataset is iterable, or if ``seed``
+    is given.
 
     Args:
-        loader: the loader to be iterated over. If it is a ``DataLoader``, its ``worker_init_fn`` is replaced.
+        loader: the loader to be iterated over. If it is a ``DataLoader``, its
+            ``worker_init_fn`` is replaced.
         epoch: the epoch, from 0.
         rank: this process's rank.
-        seed: if given, ``seed_generators`` seeds the generators of the loader's workers.
+        seed: if given, ``seed_generators`` seeds the generators of the loader's
+            workers.
 
     Returns:
         whether the loader keeps its workers from one epoch to the next.
@@ -39,12 +47,24 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
     set_epoch(loader, epoch)
     if isinstance(loader, DataLoader):
         own = loader.worker_init_fn
-        loader.worker_init_fn = StartWorker(own.own if isinstance(own, StartWorker) else own, epoch, rank, seed)
-    kept = [each for each in all_below(loader) if isinstance(each, DataLoader) and each.persistent_workers]
+        loader.worker_init_fn = StartWorker(
+            own.own if isinstance(own, StartWorker) else own, epoch, rank, seed
+        )
+    kept = [
+        each
+        for each in all_below(loader)
+        if isinstance(each, DataLoader) and each.persistent_workers
+    ]
     keeps_workers = False
     for each in kept:
-        is_stream = isinstance(each.dataset, IterableDataset)  # its order may be drawn in its workers
-        if seed is not None or is_stream or any(has_set_epoch(below) for below in all_below(each.dataset)):
+        is_stream = isinstance(
+            each.dataset, IterableDataset
+        )  # its order may be drawn in its workers
+        if (
+            seed is not None
+            or is_stream
+            or any(has_set_epoch(below) for below in all_below(each.dataset))
+        ):
             forget_workers(each)
         else:
             keeps_workers |= each is loader
@@ -53,16 +73,18 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
 
 @dataclass(frozen=True)
 class StartWorker:
-    """A ``worker_init_fn`` that leaves the rank's Unix process group, calls the loader's own and seeds the worker.
+    """A ``worker_init_fn`` that leaves the rank's Unix process group, calls the
+    loader's own and seeds the worker.
 
-    torchrun, schedulers and terminals send signals to all processes of a group. Such a signal would kill the workers,
-    which the rank needs until it stops.
+    torchrun, schedulers and terminals send signals to all processes of a group. Such a
+    signal would kill the workers, which the rank needs until it stops.
 
     Attributes:
         own: the loader's own function, or ``None``.
         epoch: from 0.
         rank: from 0.
-        seed: for :func:`seed_generators`; ``None`` leaves the generators as torch and ``own`` seed them.
+        seed: for :func:`seed_generators`; ``None`` leaves the generators as torch and
+            ``own`` seed them.
     """
 
     own: Callable[[int], None] | None
@@ -81,29 +103,36 @@ class StartWorker:
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Make the next iterator start new workers, since torch keeps the first iterator of persistent workers."""
+    """Make the next iterator start new workers, since torch keeps the first iterator of
+    persistent workers.
+    """
     object.__setattr__(loader, "_iterator", None)
 
 
 def set_epoch(loaders: object, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` once on each object at or below ``loaders`` that has this method.
+    """Call ``set_epoch(epoch)`` once on each object at or below ``loaders`` that has
+    this method.
 
-    Inner objects come first, so an object that prepares its batches in ``set_epoch`` finds the new epoch in the objects
-    that it wraps. Not collective. Exceptions raised by ``set_epoch`` propagate.
+    Inner objects come first, so an object that prepares its batches in ``set_epoch``
+    finds the new epoch in the objects that it wraps. Not collective. Exceptions raised
+    by ``set_epoch`` propagate.
 
     The search follows all attributes of these objects:
 
     - instances of torch's ``DataLoader``, ``Sampler`` and ``Dataset``,
     - objects that have a method ``set_epoch``,
-    - other objects with ``__iter__`` or ``__getitem__``, such as a combined loader or a user's own loader class,
-    - lists, tuples and dicts, and their elements. If one has more than 32 elements, these are searched only if the
-      first of them is a loader, sampler or dataset, or has ``set_epoch``.
+    - other objects with ``__iter__`` or ``__getitem__``, such as a combined loader or a
+      user's own loader class,
+    - lists, tuples and dicts, and their elements. If one has more than 32 elements,
+      these are searched only if the first of them is a loader, sampler or dataset, or
+      has ``set_epoch``.
 
-    The search does not follow modules (such as a ``LightningModule``), a ``Trainer``, tensors, arrays, strings or
-    classes, and does not read properties.
+    The search does not follow modules (such as a ``LightningModule``), a ``Trainer``,
+    tensors, arrays, strings or classes, and does not read properties.
 
     Args:
-        loaders: a loader, or any nesting of lists, tuples, dicts and combined loaders that contains loaders.
+        loaders: a loader, or any nesting of lists, tuples, dicts and combined loaders
+            that contains loaders.
         epoch: the next epoch, from 0.
     """
     for thing in all_below(loaders):
@@ -113,12 +142,15 @@ def set_epoch(loaders: object, epoch: int) -> None:
 
 def has_set_epoch(thing: object) -> bool:
     """Whether an object has a method ``set_epoch``."""
-    # Looked up statically, because an object with __getattr__ may claim any method, and a property may raise.
+    # Looked up statically, because an object with __getattr__ may claim any method, and
+    # a property may raise.
     return callable(getattr_static(thing, "set_epoch", None))
 
 
 def all_below(root: object) -> list[object]:
-    """Return ``root`` and all objects below it that the search follows, each once and after the objects below it."""
+    """Return ``root`` and all objects below it that the search follows, each once and
+    after the objects below it.
+    """
     seen: set[int] = set()
     found: list[object] = []
     stack = [(root, False)]  # not recursive: datasets may be nested a thousand levels deep
@@ -135,12 +167,16 @@ def all_below(root: object) -> list[object]:
 
 
 def samplers_below(root: object) -> list[Any]:
-    """Return a sampler and the samplers among its attributes, at any depth; datasets are not searched."""
+    """Return a sampler and the samplers among its attributes, at any depth; datasets
+    are not searched.
+    """
     found = [] if root is None else [root]
     for owner in found:
         for name, value in sorted(getattr(owner, "__dict__", {}).items()):
             is_named = name in ("sampler", "batch_sampler") and hasattr(value, "__iter__")
-            if (is_named or isinstance(value, Sampler)) and not any(value is other for other in found):
+            if (is_named or isinstance(value, Sampler)) and not any(
+                value is other for other in found
+            ):
                 found.append(value)
     return found
 
@@ -150,10 +186,24 @@ def _is_followed(thing: object) -> bool:
         return True
     if isinstance(thing, _NOT_FOLLOWED):
         return False
-    return hasattr(type(thing), "__iter__") or hasattr(type(thing), "__getitem__") or has_set_epoch(thing)
+    return (
+        hasattr(type(thing), "__iter__")
+        or hasattr(type(thing), "__getitem__")
+        or has_set_epoch(thing)
+    )
 
 
 def _elements(thing: object) -> Collection[object]:
-    elements = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else ()
+    elements = (
+        thing.values()
+        if isinstance(thing, dict)
+        else thing
+        if isinstance(thing, (list, tuple))
+        else ()
+    )
     first = next(iter(elements), None)
-    return elements if len(elements) <= _SHORT or isinstance(first, _DATA) or has_set_epoch(first) else ()
+    return (
+        elements
+        if len(elements) <= _SHORT or isinstance(first, _DATA) or has_set_epoch(first)
+        else ()
+    )

@@ -1,4 +1,6 @@
-"""Give every rank batches of the same sizes, with the samples that fill up the last ranks alone in a last batch."""
+"""Give every rank batches of the same sizes, with the samples that fill up the last
+ranks alone in a last batch.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,21 @@ from lightning_ddp_ext.data.random_state import generators_of, preserve_random_s
 
 
 class EvenBatches:
-    """Yields the batches of one rank: first those of samples that only it reads, and then a batch of one sample.
+    """Yields the batches of one rank: first those of samples that only it reads, and
+    then a batch of one sample.
 
-    If the number of samples is not a multiple of the number of ranks, the first ranks read one sample
-    more than the others, and the others repeat one of the first samples, as with torch's
-    ``DistributedSampler``. Here this last sample is alone in a batch on every rank, so that a step
-    contains either samples that count or a sample that is repeated.
+    If the number of samples is not a multiple of the number of ranks, the first ranks
+    read one sample more than the others, and the others repeat one of the first
+    samples, as with torch's ``DistributedSampler``. Here this last sample is alone in a
+    batch on every rank, so that a step contains either samples that count or a sample
+    that is repeated.
 
     Args:
-        batch_sampler: makes batches of the items of ``sampler``, from its attribute ``sampler``; or
-            ``sampler`` itself, whose items are then read one by one.
+        batch_sampler: makes batches of the items of ``sampler``, from its attribute
+            ``sampler``; or ``sampler`` itself, whose items are then read one by one.
         sampler: one of our samplers.
-        is_apart: whether the last sample has its own batch now; otherwise the batches are those of
-            ``batch_sampler``.
+        is_apart: whether the last sample has its own batch now; otherwise the batches
+            are those of ``batch_sampler``.
 
     >>> from torch.utils.data import BatchSampler
     >>> from lightning_ddp_ext.data.samplers import ExactDistributedSampler
@@ -37,7 +41,10 @@ class EvenBatches:
     """
 
     def __init__(
-        self, batch_sampler: Any, sampler: GlobalOrderSampler, is_apart: Callable[[], bool] = lambda: True
+        self,
+        batch_sampler: Any,
+        sampler: GlobalOrderSampler,
+        is_apart: Callable[[], bool] = lambda: True,
     ) -> None:
         self._together = batch_sampler
         self._sampler = sampler
@@ -64,7 +71,9 @@ class EvenBatches:
 
     @property
     def yields_every_item(self) -> bool:
-        """Whether the batch sampler yields every item that it reads; others may drop some, or read another sampler."""
+        """Whether the batch sampler yields every item that it reads; others may drop
+        some, or read another sampler.
+        """
         if not self._is_batched or type(self._together) is BatchSampler:
             return True
         with preserve_random_state(generators_of(*samplers_below(self._apart))):
@@ -75,7 +84,11 @@ class EvenBatches:
         return bool(self.filling_ranks) and self._is_apart()
 
     def draw(self, filled: list[int]) -> Iterator[Any]:
-        """Yield the batches. When the last sample is drawn alone, append the number of its batch to ``filled``."""
+        """Yield the batches.
+
+        When the last sample is drawn alone, append the number of its batch to
+        ``filled``.
+        """
         if not self._has_own_batch:
             yield from self._together
             return
@@ -87,7 +100,9 @@ class EvenBatches:
             items += len(batch) if self._is_batched else 1
             yield batch
         if items != len(self._own):
-            return  # a batch sampler of the user's that does not read its ``sampler`` has drawn everything
+            # a batch sampler of the user's that does not read its ``sampler`` has drawn
+            # everything
+            return
         filled.append(batches)
         item = self._last_item()
         yield [item] if self._is_batched else item

@@ -1,4 +1,6 @@
-"""Compute fingerprints of drawn indices and batches, to check that a resumed run draws the same ones again."""
+"""Compute fingerprints of drawn indices and batches, to check that a resumed run draws
+the same ones again.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,20 @@ _SAMPLED = 128  # elements of a tensor
 _LISTED = 32  # elements of a collection
 _DEEPEST = 6  # nested collections
 _SCALARS = (str, bytes, int, float, complex, type(None), np.generic)
-_WORDS = {1: torch.uint8, 2: torch.int16}  # by element size in bytes, for floating-point numbers that NumPy lacks
+_WORDS = {
+    1: torch.uint8,
+    2: torch.int16,
+}  # by element size in bytes, for floating-point numbers that NumPy lacks
 _STABLE_FORMAT = 2  # of `marshal`; newer ones depend on which objects are identical
 
 
 class Trace:
-    """What an iterator drew: after each of its latest items, the fingerprint of all items up to it, or their size.
+    """What an iterator drew: after each of its latest items, the fingerprint of all
+    items up to it, or their size.
 
-    The fingerprint of indices is that of all indices. A batch is sampled: up to 128 elements of each tensor and 32 of
-    each collection, because a checksum of all elements would slow each step down.
+    The fingerprint of indices is that of all indices. A batch is sampled: up to 128
+    elements of each tensor and 32 of each collection, because a checksum of all
+    elements would slow each step down.
 
     Args:
         kept: the number of latest items whose values are kept.
@@ -46,7 +53,9 @@ class Trace:
     def __init__(self, kept: int = 0, number: int = 0, earlier: int = 0) -> None:
         self._number = number
         self._running = earlier
-        self._latest: deque[tuple[int, list[torch.Tensor]]] = deque([(earlier, [])], maxlen=kept + 1)
+        self._latest: deque[tuple[int, list[torch.Tensor]]] = deque(
+            [(earlier, [])], maxlen=kept + 1
+        )
 
     def add_indices(self, item: Any) -> None:
         """Add what a sampler or batch sampler yielded."""
@@ -83,7 +92,9 @@ class Trace:
         return size
 
     def after(self, number: int) -> int | None:
-        """Return the value after the first ``number`` items; ``None`` if it is not kept."""
+        """Return the value after the first ``number`` items; ``None`` if it is not
+        kept.
+        """
         place = len(self._latest) - 1 - (self._number - number)
         if not 0 <= place < len(self._latest):
             return None
@@ -102,7 +113,8 @@ def fingerprint_of_list(items: list[Any]) -> int:
 
 
 def fingerprint_of_data(dataset: object) -> int:
-    """Return a fingerprint of a sample of a dataset's tensors, arrays and lists, and of those of datasets below it.
+    """Return a fingerprint of a sample of a dataset's tensors, arrays and lists, and of
+    those of datasets below it.
 
     Other attributes, such as a rank, may differ between ranks that have the same data.
 
@@ -117,15 +129,21 @@ def fingerprint_of_data(dataset: object) -> int:
             if isinstance(value, (torch.Tensor, np.ndarray)):
                 running = _checksum(value, running, [])
             elif isinstance(value, (list, tuple, range)):
-                sample = [each for each in value[:: max(1, len(value) // _SAMPLED)] if isinstance(each, (int, str))]
+                sample = [
+                    each
+                    for each in value[:: max(1, len(value) // _SAMPLED)]
+                    if isinstance(each, (int, str))
+                ]
                 running = zlib.crc32(marshal.dumps((len(value), *sample), _STABLE_FORMAT), running)
     return running
 
 
 def _checksum(value: Any, running: int, on_device: list[torch.Tensor], depth: int = 0) -> int:
-    """Return a checksum of a sample of a batch; append samples that are on an accelerator, without waiting for it.
+    """Return a checksum of a sample of a batch; append samples that are on an
+    accelerator, without waiting for it.
 
-    Only the class of a value counts whose content cannot be read, such as a nested tensor.
+    Only the class of a value counts whose content cannot be read, such as a nested
+    tensor.
     """
     try:
         return _checksum_of_content(value, running, on_device, depth)
@@ -133,7 +151,9 @@ def _checksum(value: Any, running: int, on_device: list[torch.Tensor], depth: in
         return zlib.crc32(type(value).__name__.encode(), running)
 
 
-def _checksum_of_content(value: Any, running: int, on_device: list[torch.Tensor], depth: int) -> int:
+def _checksum_of_content(
+    value: Any, running: int, on_device: list[torch.Tensor], depth: int
+) -> int:
     if isinstance(value, torch.Tensor):
         return _checksum_of_tensor(value, running, on_device)
     if isinstance(value, np.ndarray):
@@ -166,12 +186,16 @@ def _checksum_of_array(array: Any, running: int) -> int:
 
 
 def _step(elements: int) -> int:
-    """Return a step that samples a tensor; it is odd, so that it does not stay in one column of a batch."""
+    """Return a step that samples a tensor; it is odd, so that it does not stay in one
+    column of a batch.
+    """
     return max(1, elements // _SAMPLED) | 1
 
 
 def _elements(value: Any) -> Iterator[Any]:
-    """Return a sample of the elements of a collection, or the attributes of another object."""
+    """Return a sample of the elements of a collection, or the attributes of another
+    object.
+    """
     if isinstance(value, Mapping):
         value = [value[key] for key in islice(value, _LISTED)]
     if isinstance(value, (list, tuple)):

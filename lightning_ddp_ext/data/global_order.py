@@ -17,14 +17,21 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 STATE_VERSION = 1
 
-FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices per computation: few at first, so that the first one is yielded soon
-CHUNK = 1 << 10  # indices per conversion to Python: few enough that their memory stays in the cache for the next ones
+# indices per computation: few at first, so that the first one is yielded soon
+FIRST_BLOCK = 256
+BLOCK = 1 << 14
+CHUNK = (
+    1 << 10
+    # indices per conversion to Python: few enough that their memory stays in the cache for
+    # the next ones
+)
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
-    """Base of our samplers: a subclass sets ``kind`` and maps global positions to items in ``_order``.
+    """Base of our samplers: a subclass sets ``kind`` and maps global positions to items
+    in ``_order``.
 
     It is a ``DistributedSampler`` because Lightning wraps any other sampler in its own.
 
@@ -33,7 +40,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         dataset, shuffle, seed, uneven: as given.
         length: the number of positions in an epoch's global order.
         next_order: the order for the next iterator, if :meth:`draw` has drawn it.
-        next_size: returns the size of a batch; the next iterator calls it when a batch begins.
+        next_size: returns the size of a batch; the next iterator calls it when a batch
+            begins.
         was_read: whether an item of any iterator was requested.
     """
 
@@ -65,11 +73,15 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.next_size: Callable[[], int] | None = None
 
     def _order(self) -> Order:
-        """Return the order of ``self.epoch``: a function from positions to the sampler's items."""
+        """Return the order of ``self.epoch``: a function from positions to the
+        sampler's items.
+        """
         raise NotImplementedError
 
     def draw(self, epoch: int) -> tuple[Order | None, int | None]:
-        """Draw an epoch's order and return its fingerprint with it; ``None`` twice if seed and epoch determine it."""
+        """Draw an epoch's order and return its fingerprint with it; ``None`` twice if
+        seed and epoch determine it.
+        """
         return None, None
 
     def _set_wrapped_epoch(self) -> None:
@@ -94,7 +106,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether the last samples are left out to make the length a multiple of the number of ranks."""
+        """Whether the last samples are left out to make the length a multiple of the
+        number of ranks.
+        """
         return self.uneven == "drop"
 
     @property
@@ -108,11 +122,16 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return self.length if self.uneven == "exact" else len(self) * self.num_replicas
 
     def __len__(self) -> int:
-        """Return this rank's number of items in a whole epoch, regardless of ``position``, as loops expect."""
+        """Return this rank's number of items in a whole epoch, regardless of
+        ``position``, as loops expect.
+        """
         return len(self.shard(0))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's items from ``position`` on. Nothing is computed before the first item is requested."""
+        """Yield this rank's items from ``position`` on.
+
+        Nothing is computed before the first item is requested.
+        """
         return chain.from_iterable(self._iterate())
 
     def _iterate(self) -> Iterator[list[Any]]:
@@ -151,7 +170,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             self.resume_at(epoch, 0)
 
     def items(self, positions: NDArray[np.int64]) -> list[Any]:
-        """Return the items at these positions of the epoch's global order, whichever rank reads them."""
+        """Return the items at these positions of the epoch's global order, whichever
+        rank reads them.
+        """
         items: list[Any] = self._order()(positions).tolist()
         return items
 
@@ -159,7 +180,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     @property
     def position(self) -> int:
-        """The position in this epoch's global order at which an iterator starts; the same on every rank."""
+        """The position in this epoch's global order at which an iterator starts; the
+        same on every rank.
+        """
         return self._position
 
     def shard(self, start: int) -> Shard:
@@ -168,10 +191,12 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return Shard(self.length, num_replicas, rank, self.uneven, start)
 
     def resume_at(self, epoch: int, position: int) -> None:
-        """Set the epoch and the position from which its global order is read; pass the same values on every rank.
+        """Set the epoch and the position from which its global order is read; pass the
+        same values on every rank.
 
         Raises:
-            ConfigurationError: ``epoch`` is not an integer of at least 0, or ``position`` not one from 0 to ``length``.
+            ConfigurationError: ``epoch`` is not an integer of at least 0, or
+                ``position`` not one from 0 to ``length``.
         """
         epoch = whole_number(epoch, "epoch", remedy="count epochs from 0")
         remedy = "a position is only valid for the length that it was saved with"
@@ -181,7 +206,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self._set_wrapped_epoch()
 
     def identity(self) -> dict[str, int | bool | str]:
-        """Return the parameters that must be equal for a position to have the same meaning."""
+        """Return the parameters that must be equal for a position to have the same
+        meaning.
+        """
         return {
             "version": STATE_VERSION,
             "kind": self.kind,
@@ -192,7 +219,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         }
 
     def _ranks(self) -> tuple[int, int]:
-        """Return the number of ranks and this rank, by default those of the process group, or 1 and 0 without a group.
+        """Return the number of ranks and this rank, by default those of the process
+        group, or 1 and 0 without a group.
 
         They are read at each use, so a sampler may be created before the process group.
         """

@@ -15,21 +15,29 @@ StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
 
 class DistributedLoader:
-    """A loader that calls ``start_iterator`` when the first batch of an iterator is requested.
+    """A loader that calls ``start_iterator`` when the first batch of an iterator is
+    requested.
 
-    Lightning creates iterators long before it reads them, and some that it never reads. An iterator of this loader
-    therefore does nothing until its first batch, when ``start_iterator`` looks up the epoch and the position.
+    Lightning creates iterators long before it reads them, and some that it never reads.
+    An iterator of this loader therefore does nothing until its first batch, when
+    ``start_iterator`` looks up the epoch and the position.
 
     Args:
-        source: the loader that the Trainer was given; any iterable. It is not changed unless it has a state.
-        start_iterator: given this loader and the new iterator, returns the iterator that yields the batches.
+        source: the loader that the Trainer was given; any iterable. It is not changed
+            unless it has a state.
+        start_iterator: given this loader and the new iterator, returns the iterator
+            that yields the batches.
 
     Attributes:
         source: as given.
-        loader: the loader to read: a copy of ``source`` if that is a ``DataLoader`` without a state.
-        length: the number of batches that replaces the loader's own length; ``None`` to keep it.
-        position: the training position in the loader; ``None`` for an evaluation loader.
-        start_evaluation: starts an iterator over an evaluation loader; ``None`` if nothing depends on its steps.
+        loader: the loader to read: a copy of ``source`` if that is a ``DataLoader``
+            without a state.
+        length: the number of batches that replaces the loader's own length; ``None`` to
+            keep it.
+        position: the training position in the loader; ``None`` for an evaluation
+            loader.
+        start_evaluation: starts an iterator over an evaluation loader; ``None`` if
+            nothing depends on its steps.
         on_iterator: called when an iterator is created.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
@@ -39,7 +47,9 @@ class DistributedLoader:
 
     def __init__(self, source: Any, start_iterator: StartIterator) -> None:
         self.source = source
-        self.loader = source if is_stateful(source) else own_copy(source)  # its owner may read that state
+        self.loader = (
+            source if is_stateful(source) else own_copy(source)
+        )  # its owner may read that state
         self.start_iterator = start_iterator
         self.length: int | None = None
         self.position: Any = None
@@ -47,7 +57,9 @@ class DistributedLoader:
         self.on_iterator: Callable[[], object] = lambda: None
 
     def shown(self) -> Any:
-        """Return this loader as the Trainer and its users see it, with the class and attributes of ``loader``."""
+        """Return this loader as the Trainer and its users see it, with the class and
+        attributes of ``loader``.
+        """
         return show(self.loader, self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -59,7 +71,9 @@ class DistributedLoader:
 
 
 class LazyIterator(Iterator[Any]):
-    """One iterator over a :class:`DistributedLoader`, started when its first batch is requested."""
+    """One iterator over a :class:`DistributedLoader`, started when its first batch is
+    requested.
+    """
 
     def __init__(self, loader: DistributedLoader) -> None:
         self.loader = loader
@@ -76,7 +90,9 @@ class LazyIterator(Iterator[Any]):
 
 
 def source_of(loader: Any) -> Any:
-    """Return the user's loader behind a loader that the Trainer shows; return other loaders unchanged."""
+    """Return the user's loader behind a loader that the Trainer shows; return other
+    loaders unchanged.
+    """
     distributed = iterable_of(loader)
     return distributed.source if isinstance(distributed, DistributedLoader) else loader
 
@@ -87,7 +103,8 @@ def is_stateful(loader: object) -> bool:
 
 
 def own_copy(loader: Any) -> Any:
-    """Return a copy of a ``DataLoader`` that can be changed and iterated over without affecting the original.
+    """Return a copy of a ``DataLoader`` that can be changed and iterated over without
+    affecting the original.
 
     Other iterables are returned as they are, since nothing changes them.
     """
@@ -99,7 +116,9 @@ def own_copy(loader: Any) -> Any:
 
 
 def index_sampler_of(loader: Any) -> Any:
-    """Return the batch sampler or sampler that a loader reads; ``None`` if it reads neither."""
+    """Return the batch sampler or sampler that a loader reads; ``None`` if it reads
+    neither.
+    """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -108,11 +127,13 @@ def index_sampler_of(loader: Any) -> Any:
 class PermanentBatchSampler:
     """Yields the items of another sampler, or of an order set for the next iterator.
 
-    A loader always keeps the same one, because with persistent workers torch keeps the sampler of the first iterator.
-    The length is that of a whole epoch, because loops count batches from the beginning of the epoch.
+    A loader always keeps the same one, because with persistent workers torch keeps the
+    sampler of the first iterator. The length is that of a whole epoch, because loops
+    count batches from the beginning of the epoch.
 
     Args:
-        batch_sampler: a batch sampler, or a sampler if the loader does not make batches.
+        batch_sampler: a batch sampler, or a sampler if the loader does not make
+            batches.
 
     >>> sampler = PermanentBatchSampler(["a", "b", "c"])
     >>> sampler.draw_next_by(lambda: iter(["c"]))
@@ -125,20 +146,27 @@ class PermanentBatchSampler:
         self._draw: Callable[[], Iterator[Any]] | None = None
 
     def draw_next_by(self, draw: Callable[[], Iterator[Any]]) -> None:
-        """Make the next iterator yield the items of ``draw()``, which is called when the first one is requested."""
+        """Make the next iterator yield the items of ``draw()``, which is called when
+        the first one is requested.
+        """
         self._draw = draw
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator, because a loader with workers creates two iterators and reads the second.
-        draw, self._draw = self._draw, None
+        # A generator, because a loader with workers creates two iterators and reads the
+        # second.
+        draw = self._draw
+        self._draw = None
         yield from iter(self.batch_sampler) if draw is None else draw()
 
     def __len__(self) -> int:
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
 
-def make_permanent(loader: DataLoader[Any], items: Iterable[Any] | None = None) -> PermanentBatchSampler:
-    """Wrap the index sampler of one of our loaders in a :class:`PermanentBatchSampler`, and return the wrapper.
+def make_permanent(
+    loader: DataLoader[Any], items: Iterable[Any] | None = None
+) -> PermanentBatchSampler:
+    """Wrap the index sampler of one of our loaders in a :class:`PermanentBatchSampler`,
+    and return the wrapper.
 
     If ``items`` is given, the loader reads these, and still shows its own sampler.
     """
@@ -150,16 +178,27 @@ def make_permanent(loader: DataLoader[Any], items: Iterable[Any] | None = None) 
 
 
 def name_of(loader: Any) -> str:
-    """Return a name for a loader's data in errors, made from the classes that the user chose."""
+    """Return a name for a loader's data in errors, made from the classes that the user
+    chose.
+    """
     samplers = [type(each).__name__ for each in samplers_below(index_sampler_of(loader))]
     return " over ".join(samplers) or type(getattr(loader, "dataset", loader)).__name__
 
 
-_PARAMETERS = ("batch_size", "drop_last", "_num_samples", "num_samples", "replacement", "seed", "shuffle")
+_PARAMETERS = (
+    "batch_size",
+    "drop_last",
+    "_num_samples",
+    "num_samples",
+    "replacement",
+    "seed",
+    "shuffle",
+)
 
 
 def identity_of(sampler: object) -> str:
-    """Describe a sampler and those inside it by class and parameters; equal descriptions mean the same items.
+    """Describe a sampler and those inside it by class and parameters; equal
+    descriptions mean the same items.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> identity_of(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False))
@@ -168,15 +207,23 @@ def identity_of(sampler: object) -> str:
     found = []
     for each in samplers_below(sampler):
         own = getattr(each, "__dict__", {})
-        values = [f"{name.lstrip('_')}={own[name]!r}" for name in _PARAMETERS if isinstance(own.get(name), (int, str))]
+        values = [
+            f"{name.lstrip('_')}={own[name]!r}"
+            for name in _PARAMETERS
+            if isinstance(own.get(name), (int, str))
+        ]
         found.append(f"{type(each).__name__}({', '.join(values)})")
     return " over ".join(found)
 
 
 def parameters_of(loader: Any) -> dict[str, Any]:
-    """Return the parameters that determine a loader's samples; workers only matter without indices or with a state."""
+    """Return the parameters that determine a loader's samples; workers only matter
+    without indices or with a state.
+    """
     sampler = index_sampler_of(loader)
-    workers = getattr(loader, "num_workers", None) if sampler is None or is_stateful(loader) else None
+    workers = (
+        getattr(loader, "num_workers", None) if sampler is None or is_stateful(loader) else None
+    )
     batch_size = getattr(loader, "batch_size", None)
     return {"batch_size": batch_size, "sampler": identity_of(sampler), "num_workers": workers}
 

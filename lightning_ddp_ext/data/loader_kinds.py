@@ -1,8 +1,10 @@
-"""Start an iterator in the middle of an epoch in the quickest way that the loader allows.
+"""Start an iterator in the middle of an epoch in the quickest way that the loader
+allows.
 
-There are four ways, from quick to slow: one of our samplers starts at a position in the global order, on any number of
-ranks; another sampler skips indices; a loader with a state restores that state; with anything else, batches are read
-and dropped, see ``position``.
+There are four ways, from quick to slow: one of our samplers starts at a position in the
+global order, on any number of ranks; another sampler skips indices; a loader with a
+state restores that state; with anything else, batches are read and dropped, see
+``position``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ from itertools import chain, islice
 from math import inf
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from typing_extensions import override
 
 from lightning_ddp_ext.data.epochs import samplers_below
@@ -27,7 +35,8 @@ DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosition:
-    """Return a loader's position, of the class that starts an iterator most quickly in the middle of an epoch.
+    """Return a loader's position, of the class that starts an iterator most quickly in
+    the middle of an epoch.
 
     Args:
         loader: one of our loaders, whose index sampler may be replaced.
@@ -37,7 +46,9 @@ def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosit
     kind: type[LoaderPosition] = LoaderPosition
     if is_stateful(loader):
         kind = StatePosition
-    elif batches_of(index_sampler_of(loader)) < inf and type(loader).__iter__ is DataLoader.__iter__:
+    elif (
+        batches_of(index_sampler_of(loader)) < inf and type(loader).__iter__ is DataLoader.__iter__
+    ):
         # A class with another ``__iter__`` may not use its sampler.
         kind = IndexPosition if global_order_of(loader) is None else OrderPosition
     return kind(loader, world_size=world_size, remembered=remembered)
@@ -52,14 +63,18 @@ def global_order_of(loader: Any) -> GlobalOrderSampler | None:
 
 
 def rewind(loader: Any) -> None:
-    """Move our samplers in a loader to the beginning of the epoch, even if training is in the middle of it."""
+    """Move our samplers in a loader to the beginning of the epoch, even if training is
+    in the middle of it.
+    """
     for sampler in samplers_below(index_sampler_of(loader)):
         if isinstance(sampler, GlobalOrderSampler):
             sampler.resume_at(sampler.epoch, 0)
 
 
 class OrderPosition(LoaderPosition):
-    """Position in a loader with one of our samplers: a global position, valid for any number of ranks."""
+    """Position in a loader with one of our samplers: a global position, valid for any
+    number of ranks.
+    """
 
     kind = "order"
 
@@ -74,7 +89,9 @@ class OrderPosition(LoaderPosition):
 
     @property
     def _batch_size(self) -> int:
-        """The current number of the sampler's items in a batch, which users may change during an epoch."""
+        """The current number of the sampler's items in a batch, which users may change
+        during an epoch.
+        """
         return 1 if self._batches is None else int(self._batches.batch_size)
 
     @override
@@ -90,8 +107,12 @@ class OrderPosition(LoaderPosition):
             self._sampler.resume_at(self.epoch, start.at)
             self._sampler.next_order = order
             at_start = self._batch_size
-            keeps_size = getattr(self._batches, "drop_last", True)  # torch then reads the size when an epoch begins
-            self._sampler.next_size = lambda: start.drawn.add_size(at_start if keeps_size else self._batch_size)
+            keeps_size = getattr(
+                self._batches, "drop_last", True
+            )  # torch then reads the size when an epoch begins
+            self._sampler.next_size = lambda: start.drawn.add_size(
+                at_start if keeps_size else self._batch_size
+            )
             return iter(self.loader)
 
         return read
@@ -103,7 +124,9 @@ class OrderPosition(LoaderPosition):
     @override
     def _position(self, start: IteratorStart, batches: int) -> int:
         items = start.drawn.after(batches)
-        return self._sampler.shard(start.at).position_after(batches * self._batch_size if items is None else items)
+        return self._sampler.shard(start.at).position_after(
+            batches * self._batch_size if items is None else items
+        )
 
     @override
     def shared(self) -> dict[str, Any]:
@@ -122,13 +145,17 @@ class OrderPosition(LoaderPosition):
 
 
 class IndexPosition(LoaderPosition):
-    """Position in a loader with another sampler that has a length: indices are skipped without reading samples."""
+    """Position in a loader with another sampler that has a length: indices are skipped
+    without reading samples.
+    """
 
     kind = "indices"
 
     def __init__(self, loader: Any, **options: Any) -> None:
         super().__init__(loader, **options)
-        self.is_by_rank = any(isinstance(each, DRAWING) for each in samplers_below(index_sampler_of(loader)))
+        self.is_by_rank = any(
+            isinstance(each, DRAWING) for each in samplers_below(index_sampler_of(loader))
+        )
         self._sampler = make_permanent(loader)
 
     @override
@@ -146,11 +173,15 @@ class IndexPosition(LoaderPosition):
         start.drawn = self._trace()
         order = start.drawn.follow_indices(iter(self._sampler.batch_sampler))
         self._drop(order, start.at)
-        ahead = list(islice(order, start.own or 0))  # drawn before the random states were saved; the rest was not
+        ahead = list(
+            islice(order, start.own or 0)
+        )  # drawn before the random states were saved; the rest was not
 
         def read() -> Iterator[Any]:
             self._sampler.draw_next_by(lambda: chain(ahead, order))
-            with workers_seeded_apart(self.loader, self.epoch, self.given):  # the sampler may draw more numbers later
+            with workers_seeded_apart(
+                self.loader, self.epoch, self.given
+            ):  # the sampler may draw more numbers later
                 return iter(self.loader)
 
         return read
@@ -158,7 +189,9 @@ class IndexPosition(LoaderPosition):
     @override
     def state_dict(self, done: int, given: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
-        if given < start.after + batches:  # recorded before this position, as when the first loader ended earlier
+        if (
+            given < start.after + batches
+        ):  # recorded before this position, as when the first loader ended earlier
             given = self.given
         ahead = given + self.ahead - start.after - batches + self._prefetched
         return {**super().state_dict(done, given), "own": ahead}
@@ -167,14 +200,19 @@ class IndexPosition(LoaderPosition):
 class StatePosition(LoaderPosition):
     """Position in a loader with a state, which each save reads.
 
-    By then the loader may have drawn more batches than training has used. A checkpoint therefore records an earlier
-    state and the number of batches to drop after it, or from the beginning if it has no earlier state.
+    By then the loader may have drawn more batches than training has used. A checkpoint
+    therefore records an earlier state and the number of batches to drop after it, or
+    from the beginning if it has no earlier state.
     """
 
     kind = "state"
     is_by_rank = True
-    _drawn: int | None = None  # number of batches drawn from the newest iterator; ``None`` after its end
-    _restored: Iterator[Any] | None = None  # the newest iterator, if it continues from a restored state
+    _drawn: int | None = (
+        None  # number of batches drawn from the newest iterator; ``None`` after its end
+    )
+    _restored: Iterator[Any] | None = (
+        None  # the newest iterator, if it continues from a restored state
+    )
 
     @override
     def state_dict(self, done: int, given: int) -> dict[str, Any]:
@@ -185,21 +223,26 @@ class StatePosition(LoaderPosition):
             latest.states.append((self._drawn, self.loader.state_dict(), fingerprint))
         known = [each for each in start.states if each[0] <= batches]
         drawn, state, fingerprint = known[-1] if known else (-start.at, None, 0)
-        start.states = [each for each in start.states if each[0] >= drawn]  # no later checkpoint needs an older state
+        start.states = [
+            each for each in start.states if each[0] >= drawn
+        ]  # no later checkpoint needs an older state
         own = {"state": state, "dropped": batches - drawn, "drawn": fingerprint}
         return {**super().state_dict(done, given), "own": own}
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
         if self._restored is not None and self._drawn == self._left:
-            next(self._restored, None)  # some loaders, such as litdata's, forget a restored state only at the end
+            next(
+                self._restored, None
+            )  # some loaders, such as litdata's, forget a restored state only at the end
         self._restored = None
         rewind(self.loader)  # an earlier iterator of this epoch may have continued in the middle
         return self._count_drawn(super()._begin(start))
 
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
-        # If no state of this rank was saved, Lightning has loaded rank 0's state, or none.
+        # If no state of this rank was saved, Lightning has loaded rank 0's state, or
+        # none.
         own = {"state": None, "dropped": 0, **(start.own or {})}
         dropped = own["dropped"]
         start.drawn = Trace(self._remembered + AHEAD, start.at - dropped, own.get("drawn") or 0)

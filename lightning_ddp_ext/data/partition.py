@@ -13,15 +13,20 @@ Uneven = Literal["pad", "drop", "exact"]
 
 @dataclass(frozen=True)
 class Shard:
-    """The positions that one rank reads from ``start`` on: the k-th is ``start + rank + k * world_size``.
+    """The positions that one rank reads from ``start`` on: the k-th is ``start + rank +
+    k * world_size``.
 
-    If the number of remaining positions is not a multiple of the number of ranks, ``uneven`` decides:
+    If the number of remaining positions is not a multiple of the number of ranks,
+    ``uneven`` decides:
 
-    - ``"pad"``: every rank reads the same number; at the end, some ranks read the epoch's first positions again.
+    - ``"pad"``: every rank reads the same number; at the end, some ranks read the
+      epoch's first positions again.
     - ``"drop"``: every rank reads the same number; the last positions are left out.
-    - ``"exact"``: each position is read by one rank; the first ranks may read one more than the others.
+    - ``"exact"``: each position is read by one rank; the first ranks may read one more
+      than the others.
 
-    To resume on a different number of ranks, create a new shard that starts at ``position_after(consumed)``.
+    To resume on a different number of ranks, create a new shard that starts at
+    ``position_after(consumed)``.
 
     Args:
         length: number of positions in the whole epoch.
@@ -53,16 +58,20 @@ class Shard:
         return max(0, -((behind - left) // self.world_size))
 
     def positions(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the rank's positions from the ``begin``-th up to the ``end``-th (exclusive), at most ``len(self)``."""
+        """Return the rank's positions from the ``begin``-th up to the ``end``-th
+        (exclusive), at most ``len(self)``.
+        """
         end = min(end, len(self))
         first, last = (self.start + self.rank + number * self.world_size for number in (begin, end))
         found = np.arange(first, max(first, last), self.world_size, dtype=np.int64)
         return found % self.length if last - self.world_size >= self.length else found
 
     def position_after(self, consumed: int) -> int:
-        """Return the first unread position once each rank has read ``consumed`` positions, or all of its positions.
+        """Return the first unread position once each rank has read ``consumed``
+        positions, or all of its positions.
 
-        It is the same on every rank. After the whole epoch it is ``length``, even if ``"drop"`` left positions out.
+        It is the same on every rank. After the whole epoch it is ``length``, even if
+        ``"drop"`` left positions out.
         """
         if self.uneven == "drop" and 0 < len(self) <= consumed:
             return self.length

@@ -1,4 +1,6 @@
-"""Compute a random permutation of any length position by position, without storing it unless it is short."""
+"""Compute a random permutation of any length position by position, without storing it
+unless it is short.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,25 @@ RoundKey = tuple[Halves, Halves, Halves]
 
 
 def _half(number: int) -> Halves:
-    """Return a zero-dimensional array, because NumPy computes faster with it than with a scalar."""
+    """Return a zero-dimensional array, because NumPy computes faster with it than with
+    a scalar.
+    """
     return np.array(number, dtype=np.uint32)
 
 
-_ONE, _SIXTEEN = _half(1), _half(16)
+_ONE = _half(1)
+_SIXTEEN = _half(16)
 
 
 class Permutation:
     """A bijection of the positions 0 to ``length - 1``, chosen by ``key``.
 
-    A position is a pair from Z_a × Z_b with a = ⌈√length⌉ and b = ⌈length / a⌉. Ten Feistel rounds add a hash of one
-    half to the other, modulo a and b in turn (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
-    The few results that are not below ``length`` are permuted again until they are. Lengths up to 65,536 use a table
-    instead, because with few positions ten rounds do not make all orders equally likely, whatever the hash.
+    A position is a pair from Z_a × Z_b with a = ⌈√length⌉ and b = ⌈length / a⌉. Ten
+    Feistel rounds add a hash of one half to the other, modulo a and b in turn (Black
+    and Rogaway, "Ciphers with arbitrary finite domains", 2002). The few results that
+    are not below ``length`` are permuted again until they are. Lengths up to 65,536 use
+    a table instead, because with few positions ten rounds do not make all orders
+    equally likely, whatever the hash.
 
     Args:
         length: from 0 to 2**62.
@@ -50,12 +57,15 @@ class Permutation:
         self._columns = max(1, -(-length // self._rows))
 
     def apply(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the images of positions, a one-dimensional array of integers from 0 to ``length - 1``."""
+        """Return the images of positions, a one-dimensional array of integers from 0 to
+        ``length - 1``.
+        """
         return self._table[positions] if self._length <= _TABLE else self._walk(positions)
 
     @cached_property
     def _table(self) -> NDArray[np.int64]:
-        # NumPy guarantees that this stream stays the same in all versions, unlike that of Generator.permutation.
+        # NumPy guarantees that this stream stays the same in all versions, unlike that
+        # of Generator.permutation.
         draws = np.random.PCG64(self._key).random_raw(self._length)
         return np.argsort(draws, kind="stable").astype(np.int64)
 
@@ -77,7 +87,9 @@ class Permutation:
         sizes = _half(self._rows), _half(self._columns)
         for number, key in enumerate(self._round_keys):
             changed = number % 2
-            halves[changed] = _add_modulo(halves[changed], _hash(halves[1 - changed], key), sizes[changed])
+            halves[changed] = _add_modulo(
+                halves[changed], _hash(halves[1 - changed], key), sizes[changed]
+            )
         return halves[0].astype(np.uint64) * columns + halves[1]
 
     @cached_property
@@ -91,7 +103,9 @@ def _round_key(word: int) -> RoundKey:
 
 
 def _hash(values: Halves, key: RoundKey) -> Halves:
-    """Hash to 31 bits; multiplication carries upwards, so the upper half is shifted down between the two factors."""
+    """Hash to 31 bits; multiplication carries upwards, so the upper half is shifted
+    down between the two factors.
+    """
     factor, offset, second_factor = key
     hashes = values * factor + offset
     hashes ^= hashes >> _SIXTEEN
@@ -101,6 +115,8 @@ def _hash(values: Halves, key: RoundKey) -> Halves:
 
 
 def _add_modulo(values: Halves, hashes: Halves, size: Halves) -> Halves:
-    """Add 31-bit hashes to values below ``size``, which is at most 2**31, modulo ``size``."""
+    """Add 31-bit hashes to values below ``size``, which is at most 2**31, modulo
+    ``size``.
+    """
     sums = hashes + values
     return sums - sums // size * size  # much faster than a remainder

@@ -1,4 +1,6 @@
-"""Track the Trainer's position in a training loader, and start iterators at the position of an earlier run."""
+"""Track the Trainer's position in a training loader, and start iterators at the
+position of an earlier run.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,29 @@ from lightning_ddp_ext.data.random_state import (
 from lightning_ddp_ext.data.shortest import AHEAD
 from lightning_ddp_ext.errors import ResumeError
 
-FROM_THE_EPOCHS_START = 'pass DDPExtStrategy(resume_data="epoch") to repeat that epoch from its beginning'
+FROM_THE_EPOCHS_START = (
+    'pass DDPExtStrategy(resume_data="epoch") to repeat that epoch from its beginning'
+)
 
 
 @dataclass
 class IteratorStart:
-    """Where an iterator of a loader started. A loader combined with a longer one has several iterators in an epoch.
+    """Where an iterator of a loader started.
+
+    A loader combined with a longer one has several iterators in an epoch.
 
     Args:
         number: the number of earlier iterators in the epoch.
-        after: the number of batches that the loader gave in the epoch before this iterator was created.
+        after: the number of batches that the loader gave in the epoch before this
+            iterator was created.
         at: the position at which it started; 0 at the beginning.
         random: the random states from which it drew numbers, recorded just before.
         own: the data that the resumed run saved only for this kind of loader.
-        states: states of the loader, each with the number of batches drawn by then and their fingerprint.
+        states: states of the loader, each with the number of batches drawn by then and
+            their fingerprint.
         drawn: what was drawn, by the position reached.
-        order: the fingerprint of the order of the epoch, if all of it is drawn when the iterator starts.
+        order: the fingerprint of the order of the epoch, if all of it is drawn when the
+            iterator starts.
     """
 
     number: int = 0
@@ -51,25 +60,30 @@ class IteratorStart:
 class LoaderPosition:
     """The Trainer's position in one training loader, which may be any iterable.
 
-    In this class, the position is a number of batches, which a resumed run reads and drops. ``loader_kinds`` has a
-    subclass for each quicker way.
+    In this class, the position is a number of batches, which a resumed run reads and
+    drops. ``loader_kinds`` has a subclass for each quicker way.
 
     Args:
         loader: the loader to read.
         world_size: the number of ranks.
-        remembered: how many iterators to remember, since a checkpoint may lag some batches behind.
+        remembered: how many iterators to remember, since a checkpoint may lag some
+            batches behind.
 
     Attributes:
         name: the name of the data in errors.
         epoch: the current epoch.
-        given: the number of batches that the Trainer got in this epoch, including those in the resumed run.
-        generators: the generators of the loader and its samplers, besides the global ones.
+        given: the number of batches that the Trainer got in this epoch, including those
+            in the resumed run.
+        generators: the generators of the loader and its samplers, besides the global
+            ones.
         on_progress: called for each batch that is read again.
     """
 
     kind = "batches"
     ahead = 0
-    """The number of batches that are drawn before they are given, besides those prefetched by workers."""
+    """The number of batches that are drawn before they are given, besides those
+    prefetched by workers.
+    """
     is_by_rank = False
     """Whether a rank can only continue from its own state, not from another rank's."""
 
@@ -77,7 +91,9 @@ class LoaderPosition:
         self.loader = loader
         self._world_size = world_size
         self.name = name_of(loader)
-        self._parameters = parameters_of(loader)  # read now, because a sampler may count epochs in its seed
+        self._parameters = parameters_of(
+            loader
+        )  # read now, because a sampler may count epochs in its seed
         self.epoch = -1
         self.given = 0
         self.generators = generators_of(loader, *samplers_below(index_sampler_of(loader)))
@@ -98,30 +114,40 @@ class LoaderPosition:
         self._has_to_end = False
 
     def continue_epoch(self, epoch: int, state: Mapping[str, Any], *, done: int) -> bool:
-        """Make the next iterators continue where another run was, and return whether that run drew the same.
+        """Make the next iterators continue where another run was, and return whether
+        that run drew the same.
 
         Args:
             epoch: the epoch.
             state: the :meth:`state_dict` of that run.
-            done: the number of its batches in this epoch, converted to the current number of ranks.
+            done: the number of its batches in this epoch, converted to the current
+                number of ranks.
 
         Raises:
             ResumeError: the data ends before the position.
         """
         self.start_epoch(epoch)
         if epoch > 0 and isinstance(self.loader, Iterator):
-            return False  # cannot be read again, and how much earlier epochs have read of it is unknown
+            # cannot be read again, and how much earlier epochs have read of it is
+            # unknown
+            return False
         self.given = done
         self._has_to_end = state["number"] > 0
-        start = IteratorStart(state["number"], done, state["at"], state["random"] or [], state.get("own"))
+        start = IteratorStart(
+            state["number"], done, state["at"], state["random"] or [], state.get("own")
+        )
         self._starts.append(start)
-        with preserve_random_state(self.generators):  # the resumed run had already created this iterator
+        with preserve_random_state(
+            self.generators
+        ):  # the resumed run had already created this iterator
             self._continue = self._redraw(start)
         return state.get("drawn") in (None, self._drawn_by(start, start.at))
 
     def start_iterator(self) -> Iterator[Any]:
         """Start the next iterator of the epoch."""
-        if self._has_to_end:  # Lightning ends the epoch once it has seen the end of each loader, even a cycled one
+        if (
+            self._has_to_end
+        ):  # Lightning ends the epoch once it has seen the end of each loader, even a cycled one
             self._has_to_end = False
             return iter(())
         if self._continue is None:
@@ -132,7 +158,9 @@ class LoaderPosition:
         if not self._starts[-1].number:
             return batches
         first = list(islice(batches, 1))
-        return chain(first, batches) if first else self._start_at_beginning()  # a second end would end the epoch
+        return (
+            chain(first, batches) if first else self._start_at_beginning()
+        )  # a second end would end the epoch
 
     def _start_at_beginning(self) -> Iterator[Any]:
         start = IteratorStart(self._starts[-1].number + 1 if self._starts else 0, self.given)
@@ -149,13 +177,16 @@ class LoaderPosition:
     # Saving.
 
     def starts(self) -> list[tuple[int, Any]]:
-        """Return the number of each remembered iterator and the random states from which its order was drawn."""
+        """Return the number of each remembered iterator and the random states from
+        which its order was drawn.
+        """
         return [(start.number, start.random) for start in self._starts]
 
     def state_dict(self, done: int, given: int) -> dict[str, Any]:
         """Return this rank's position after ``done`` batches of the epoch.
 
-        ``given`` is the value that the attribute had when the random states of the checkpoint were recorded.
+        ``given`` is the value that the attribute had when the random states of the
+        checkpoint were recorded.
         """
         start, batches = self._start_before(done)
         return {
@@ -168,16 +199,21 @@ class LoaderPosition:
         }
 
     def _start_before(self, done: int) -> tuple[IteratorStart, int]:
-        """Return the iterator that gave the epoch's ``done``-th batch, and its number of batches up to that one."""
+        """Return the iterator that gave the epoch's ``done``-th batch, and its number
+        of batches up to that one.
+        """
         if not self._starts:
             return IteratorStart(), 0
-        start = next((each for each in reversed(self._starts) if each.after < done), self._starts[0])
+        start = next(
+            (each for each in reversed(self._starts) if each.after < done), self._starts[0]
+        )
         return start, max(0, min(done, self.given) - start.after)
 
     # Resuming.
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise if the state belongs to different data or to an incompatible number of ranks.
+        """Raise if the state belongs to different data or to an incompatible number of
+        ranks.
 
         Raises:
             ResumeError: the error names the difference.
@@ -186,9 +222,10 @@ class LoaderPosition:
         for name, was in state["data"].items():
             if was is not None and was != (has := now.get(name)):
                 raise ResumeError(
-                    f"epoch {state['epoch']} cannot be resumed in the middle: {self.name} had {name}={was!r} when the "
-                    f"checkpoint was saved, and now has {has!r}; resume with the same loaders, data and number of "
-                    f"ranks (ScalableDistributedSampler allows any number), or {FROM_THE_EPOCHS_START}"
+                    f"epoch {state['epoch']} cannot be resumed in the middle: {self.name} had"
+                    f" {name}={was!r} when the checkpoint was saved, and now has {has!r}; resume"
+                    " with the same loaders, data and number of ranks (ScalableDistributedSampler"
+                    f" allows any number), or {FROM_THE_EPOCHS_START}"
                 )
 
     def shared(self) -> dict[str, Any]:
@@ -196,22 +233,30 @@ class LoaderPosition:
         return {}
 
     def left_after(self, position: int) -> float:
-        """Return the number of batches that this rank reads between a position and the end of the data."""
+        """Return the number of batches that this rank reads between a position and the
+        end of the data.
+        """
         return batches_of(self.loader) - position
 
     # Overridden for each kind of loader.
 
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
-        """Create an iterator over all data, and record the random states from which it draws."""
+        """Create an iterator over all data, and record the random states from which it
+        draws.
+        """
         self._record(start)
         return self._record_first(start, iter(self.loader))
 
     def _record_first(self, start: IteratorStart, batches: Iterator[Any]) -> Iterator[Any]:
-        self._record(start)  # an __iter__ that is a generator function only draws for its first item
+        self._record(
+            start
+        )  # an __iter__ that is a generator function only draws for its first item
         yield from start.drawn.follow_batches(batches)
 
     def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
-        """Return the fingerprint of what an iterator drew up to a position; ``None`` if nothing has to be compared."""
+        """Return the fingerprint of what an iterator drew up to a position; ``None`` if
+        nothing has to be compared.
+        """
         return start.drawn.after(position)
 
     def _trace(self) -> Trace:
@@ -219,12 +264,15 @@ class LoaderPosition:
 
     @property
     def _prefetched(self) -> int:
-        """The number of batches whose indices are drawn for workers before the batches are needed."""
+        """The number of batches whose indices are drawn for workers before the batches
+        are needed.
+        """
         workers = getattr(self.loader, "num_workers", 0)
         return int(workers * self.loader.prefetch_factor) if workers else 0
 
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
-        """Draw again what the resumed run drew before ``start``; return a function that starts the rest.
+        """Draw again what the resumed run drew before ``start``; return a function that
+        starts the rest.
 
         The caller restores the random state.
         """
@@ -233,7 +281,9 @@ class LoaderPosition:
         return lambda: batches
 
     def _read_again(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
-        """Repeat an iterator of the resumed run with the same random numbers, and drop its first batches."""
+        """Repeat an iterator of the resumed run with the same random numbers, and drop
+        its first batches.
+        """
         self._restore(start.random[:1])
         read = iter(self.loader)
         self._restore(start.random[1:])
@@ -253,10 +303,17 @@ class LoaderPosition:
         return start.at + batches
 
     def _description(self) -> dict[str, Any]:
-        """Return the properties that must be equal for a position to refer to the same batch."""
+        """Return the properties that must be equal for a position to refer to the same
+        batch.
+        """
         dataset = getattr(self.loader, "dataset", None)
         samples = float("inf") if dataset is None else batches_of(dataset)
-        return {"loader": self.kind, "ranks": self._world_size, "samples": samples, **self._parameters}
+        return {
+            "loader": self.kind,
+            "ranks": self._world_size,
+            "samples": samples,
+            **self._parameters,
+        }
 
     def _drop(self, batches: Iterator[Any], number: int) -> None:
         for dropped in range(number):
@@ -264,7 +321,8 @@ class LoaderPosition:
                 next(batches)
             except StopIteration:
                 raise ResumeError(
-                    f"epoch {self.epoch} cannot be resumed in the middle: {self.name} ends after {dropped} batches, "
-                    f"but {number} were done before; resume with the same data, or {FROM_THE_EPOCHS_START}"
+                    f"epoch {self.epoch} cannot be resumed in the middle: {self.name} ends after"
+                    f" {dropped} batches, but {number} were done before; resume with the same data,"
+                    f" or {FROM_THE_EPOCHS_START}"
                 ) from None
             self.on_progress()

@@ -1,4 +1,6 @@
-"""Show an object through a proxy with the same class and attributes but another iterator."""
+"""Show an object through a proxy with the same class and attributes but another
+iterator.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,24 @@ from typing import Any
 
 
 class Proxy:
-    """Base class of the proxies that :func:`show` returns, with one subclass per class of shown objects."""
+    """Base class of the proxies that :func:`show` returns, with one subclass per class
+    of shown objects.
+    """
 
     __slots__ = ("_ddpx_iterable", "_ddpx_own")
     _ddpx_iterable: Any
     _ddpx_own: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an object of the shown class, because Lightning calls ``type(loader)(...)``."""
+        """Create an object of the shown class, because Lightning calls
+        ``type(loader)(...)``.
+        """
         return cls.__bases__[-1](*args, **kwargs)
 
     def __init_subclass__(cls) -> None:
-        """Skip the subclass hook of the object's class, which is meant for subclasses that users write."""
+        """Skip the subclass hook of the object's class, which is meant for subclasses
+        that users write.
+        """
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._ddpx_iterable)
@@ -38,8 +46,9 @@ class Proxy:
 def show(own: Any, iterable: Any) -> Any:
     """Return a proxy of ``own`` whose iterator and length are those of ``iterable``.
 
-    The proxy has the class of ``own`` and shares its ``__dict__``, so both have the same attributes.
-    If the class does not allow such a proxy, as with ``list``, the proxy only has the name of the class.
+    The proxy has the class of ``own`` and shares its ``__dict__``, so both have the
+    same attributes. If the class does not allow such a proxy, as with ``list``, the
+    proxy only has the name of the class.
 
     >>> class Loader:
     ...     batch_size = 2

@@ -14,24 +14,34 @@ import torch
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # The global generators of `torch`, `numpy.random` and `random`.
-_GLOBAL: tuple[Any, ...] = (torch.default_generator, np.random.get_state.__self__, random.getstate.__self__)  # type: ignore[attr-defined]
+_GLOBAL: tuple[Any, ...] = (
+    torch.default_generator,
+    np.random.get_state.__self__,  # type: ignore[attr-defined]
+    random.getstate.__self__,  # type: ignore[attr-defined]
+)
 
 
 def generators_of(*owners: object) -> list[Any]:
-    """Return the generators of torch, NumPy and Python that are attributes of these objects, each once."""
+    """Return the generators of torch, NumPy and Python that are attributes of these
+    objects, each once.
+    """
     values = [each for owner in owners for each in getattr(owner, "__dict__", {}).values()]
     found = {id(each): each for each in values if isinstance(each, _KINDS)}
-    return [each for each in found.values() if not isinstance(each, random.SystemRandom)]  # it has no state
+    return [
+        each for each in found.values() if not isinstance(each, random.SystemRandom)
+    ]  # it has no state
 
 
 def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
-    """Return the states of the global generators of torch, NumPy and Python, and of further generators.
+    """Return the states of the global generators of torch, NumPy and Python, and of
+    further generators.
 
-    The states only contain tensors, numbers and strings, so a checkpoint with them can be read with
-    ``weights_only=True``.
+    The states only contain tensors, numbers and strings, so a checkpoint with them can
+    be read with ``weights_only=True``.
 
     Args:
-        generators: generators of any of these kinds, such as those of samplers or of a CUDA device.
+        generators: generators of any of these kinds, such as those of samplers or of a
+            CUDA device.
 
     >>> state = record_random_state()
     >>> drawn = torch.rand(()), np.random.rand(), random.random()
@@ -43,7 +53,9 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
 
 
 def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:
-    """Restore what :func:`record_random_state` returned; skip a generator whose kind has changed since then."""
+    """Restore what :func:`record_random_state` returned; skip a generator whose kind
+    has changed since then.
+    """
     for generator, (kind, state) in zip((*_GLOBAL, *generators), recorded, strict=False):
         if kind == _kind_of(generator):
             _set_state(generator, state)
@@ -60,13 +72,17 @@ def preserve_random_state(generators: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def random_state_bytes(generators: Sequence[Any] = ()) -> bytes:
-    """Return the states of :func:`record_random_state` as bytes for :func:`random_state_in`, in half the time."""
+    """Return the states of :func:`record_random_state` as bytes for
+    :func:`random_state_in`, in half the time.
+    """
     states = [(_kind_of(each), _raw_state_of(each)) for each in (*_GLOBAL, *generators)]
     return pickle.dumps(states, pickle.HIGHEST_PROTOCOL)
 
 
 def random_state_in(content: bytes) -> list[Any]:
-    """Return the states in :func:`random_state_bytes` in the form of :func:`record_random_state`."""
+    """Return the states in :func:`random_state_bytes` in the form of
+    :func:`record_random_state`.
+    """
     return [(kind, _plain(state)) for kind, state in pickle.loads(content)]
 
 
@@ -97,7 +113,9 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _plain(state: Any) -> Any:
-    """Return a state that consists of tensors, numbers and strings; all generators accept lists of numbers."""
+    """Return a state that consists of tensors, numbers and strings; all generators
+    accept lists of numbers.
+    """
     if isinstance(state, tuple):
         version, words, following = state
         return version, tuple(words), following

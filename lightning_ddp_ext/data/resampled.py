@@ -1,7 +1,9 @@
-"""Put another sampler into a copy of a loader, without calling the constructor of the loader's class.
+"""Put another sampler into a copy of a loader, without calling the constructor of the
+loader's class.
 
-Constructors of users' classes take arguments that no attribute may hold, so a loader that
-is created again can silently get a default. A copy has all attributes of the original.
+Constructors of users' classes take arguments that no attribute may hold, so a loader
+that is created again can silently get a default. A copy has all attributes of the
+original.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ REMEDY = (
 
 
 def with_sampler(loader: Any, sampler: GlobalOrderSampler) -> Any:
-    """Return a copy of a ``DataLoader`` that reads another sampler; ``None`` if a copy may not read it.
+    """Return a copy of a ``DataLoader`` that reads another sampler; ``None`` if a copy
+    may not read it.
 
-    The batch sampler is created again if that needs no unknown arguments. Otherwise it is
-    also copied, and the copy raises if it yields a batch without having read the sampler.
+    The batch sampler is created again if that needs no unknown arguments. Otherwise it
+    is also copied, and the copy raises if it yields a batch without having read the
+    sampler.
     """
     batch_sampler = loader.batch_sampler
     is_plain = batch_sampler is None or type(batch_sampler) is BatchSampler
@@ -58,11 +62,15 @@ def with_batches_of(loader: Any, other: DataLoader[Any]) -> Any:
 
 
 def _exchange(batch_sampler: Any, sampler: GlobalOrderSampler) -> Any:
-    """Return a batch sampler like the given one that reads another sampler; ``None`` if it holds none."""
+    """Return a batch sampler like the given one that reads another sampler; ``None`` if
+    it holds none.
+    """
     if _is_like_torch(batch_sampler):
         return _create_like(batch_sampler, sampler)
     read = getattr(batch_sampler, "__dict__", {}).get("sampler")
-    if not hasattr(read, "__iter__") or hasattr(read, "batch_size"):  # it may be a batch sampler itself
+    if not hasattr(read, "__iter__") or hasattr(
+        read, "batch_size"
+    ):  # it may be a batch sampler itself
         return None
     copied = copy.copy(batch_sampler)
     vars(copied)["sampler"] = sampler
@@ -72,12 +80,14 @@ def _exchange(batch_sampler: Any, sampler: GlobalOrderSampler) -> Any:
 
 
 class CheckedBatches:
-    """Yields the batches of a copied batch sampler; raises if they do not come from the sampler put into it.
+    """Yields the batches of a copied batch sampler; raises if they do not come from the
+    sampler put into it.
 
     Args:
         batch_sampler: the copy.
         sampler: the sampler that it must read.
-        at_least: the number of batches that it must yield because its length announces them.
+        at_least: the number of batches that it must yield because its length announces
+            them.
     """
 
     def __init__(self, batch_sampler: Any, sampler: GlobalOrderSampler, *, at_least: float) -> None:
@@ -90,21 +100,30 @@ class CheckedBatches:
         for batch in self._batch_sampler:
             given += 1
             if not self._sampler.was_read:
-                raise self._error("yields indices that it does not read from its attribute 'sampler'")
+                raise self._error(
+                    "yields indices that it does not read from its attribute 'sampler'"
+                )
             yield batch
         if given < self._at_least < inf:
-            raise self._error(f"yields {given} of this rank's batches, but its length is {len(self)} for all ranks")
+            raise self._error(
+                f"yields {given} of this rank's batches, but its length is {len(self)} for all"
+                " ranks"
+            )
 
     def __len__(self) -> int:
         return len(self._batch_sampler)
 
     def _error(self, finding: str) -> SamplingError:
         name = type(self._batch_sampler).__name__
-        return SamplingError(f"batch_sampler {name} {finding}, so it cannot be divided among the ranks; {REMEDY}")
+        return SamplingError(
+            f"batch_sampler {name} {finding}, so it cannot be divided among the ranks; {REMEDY}"
+        )
 
 
 def _is_like_torch(batch_sampler: Any) -> bool:
-    """Whether a batch sampler can be created with torch's three arguments: trying gives one with equal attributes."""
+    """Whether a batch sampler can be created with torch's three arguments: trying gives
+    one with equal attributes.
+    """
     if type(batch_sampler) is BatchSampler:
         return True
     try:
@@ -123,14 +142,22 @@ def _create_like(batch_sampler: Any, sampler: Any) -> Any:
 def _plain_attributes(thing: object) -> dict[str, Any]:
     """Return the attributes that can be compared, and class and length of the others."""
     others = {name: (type(value), batches_of(value)) for name, value in vars(thing).items()}
-    return others | {name: value for name, value in vars(thing).items() if isinstance(value, _PLAIN)}
+    return others | {
+        name: value for name, value in vars(thing).items() if isinstance(value, _PLAIN)
+    }
 
 
 def _holds_derived_state(loader: Any) -> bool:
-    """Whether a loader has other attributes made from its sampler, such as an iterator that has started."""
+    """Whether a loader has other attributes made from its sampler, such as an iterator
+    that has started.
+    """
     known = {"sampler", "batch_sampler"}
     others = [value for name, value in vars(loader).items() if name not in known]
-    is_read = any(other is loader.sampler or other is loader.batch_sampler for other in others if other is not None)
+    is_read = any(
+        other is loader.sampler or other is loader.batch_sampler
+        for other in others
+        if other is not None
+    )
     return is_read or any(isinstance(other, Iterator) for other in others)
 
 

@@ -1,4 +1,6 @@
-"""Distributed samplers: one shuffles without a stored list, one follows torch's order, one reads each sample once."""
+"""Distributed samplers: one shuffles without a stored list, one follows torch's order,
+one reads each sample once.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +19,38 @@ from lightning_ddp_ext.data.seeding import mix
 
 
 class ScalableDistributedSampler(GlobalOrderSampler):
-    """A ``DistributedSampler`` that shuffles without a list of indices, with constant start-up time and memory.
+    """A ``DistributedSampler`` that shuffles without a list of indices, with constant
+    start-up time and memory.
 
-    The order of an epoch is a keyed permutation, see ``data.permutation``. It depends only on the length, ``seed`` and
-    ``epoch``; seed and epoch are mixed rather than added. Each rank computes only the indices that it yields.
-    ``resume_at`` sets the position, and any number of ranks can continue from it.
+    The order of an epoch is a keyed permutation, see ``data.permutation``. It depends
+    only on the length, ``seed`` and ``epoch``; seed and epoch are mixed rather than
+    added. Each rank computes only the indices that it yields. ``resume_at`` sets the
+    position, and any number of ranks can continue from it.
 
     Args:
-        dataset: anything with a length. A length over 2**62 is not supported, and this is not checked.
-        num_replicas: number of ranks; ``None``: the process group's, read when the sampler is used; 1 without a group.
-        rank: this rank; ``None``: the process group's, read when the sampler is used; 0 without a group.
+        dataset: anything with a length. A length over 2**62 is not supported, and this
+            is not checked.
+        num_replicas: number of ranks; ``None``: the process group's, read when the
+            sampler is used; 1 without a group.
+        rank: this rank; ``None``: the process group's, read when the sampler is used; 0
+            without a group.
         shuffle: whether the order is random; otherwise it is the dataset's.
         seed: a non-negative integer, the same on every rank.
         drop_last: if true, the same as ``uneven="drop"``, regardless of ``uneven``.
-        uneven: what happens if the length is not a multiple of the number of ranks: ``"pad"`` reads the epoch's first
-            samples again, ``"drop"`` leaves the last samples out, ``"exact"`` gives some ranks one more sample.
+        uneven: what happens if the length is not a multiple of the number of ranks:
+            ``"pad"`` reads the epoch's first samples again, ``"drop"`` leaves the last
+            samples out, ``"exact"`` gives some ranks one more sample.
 
     Raises:
         ConfigurationError: the dataset has no length, or another argument is invalid.
 
-    >>> two = [ScalableDistributedSampler(range(10), num_replicas=2, rank=rank, seed=3) for rank in range(2)]
+    >>> def samplers(count):
+    ...     ranks = range(count)
+    ...     options = {"num_replicas": count, "seed": 3}
+    ...     return [ScalableDistributedSampler(range(10), rank=rank, **options) for rank in ranks]
+    >>> two = samplers(2)
     >>> read = [list(sampler)[:2] for sampler in two]
-    >>> three = [ScalableDistributedSampler(range(10), num_replicas=3, rank=rank, seed=3) for rank in range(3)]
+    >>> three = samplers(3)
     >>> for sampler in three:
     ...     sampler.resume_at(epoch=0, position=4)
     >>> sorted(sample for samples in (*read, *three) for sample in samples)
@@ -58,8 +70,12 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         *,
         uneven: Uneven = "pad",
     ) -> None:
-        length = length_of(dataset, "dataset", "an iterable dataset splits its data itself and takes no sampler")
-        super().__init__(dataset, length, num_replicas, rank, shuffle, seed, "drop" if drop_last else uneven)
+        length = length_of(
+            dataset, "dataset", "an iterable dataset splits its data itself and takes no sampler"
+        )
+        super().__init__(
+            dataset, length, num_replicas, rank, shuffle, seed, "drop" if drop_last else uneven
+        )
 
     @override
     def _order(self) -> Order:
@@ -69,11 +85,13 @@ class ScalableDistributedSampler(GlobalOrderSampler):
 
 
 class ExactDistributedSampler(ScalableDistributedSampler):
-    """A sampler for evaluation: exactly one rank reads each sample, without repeats or omissions.
+    """A sampler for evaluation: exactly one rank reads each sample, without repeats or
+    omissions.
 
-    Some ranks may get one sample more than others, or none at all, so the numbers of batches may differ. Arguments
-    and errors are those of ``ScalableDistributedSampler``, without ``drop_last`` and ``uneven``. By default, the order
-    is the dataset's.
+    Some ranks may get one sample more than others, or none at all, so the numbers of
+    batches may differ. Arguments and errors are those of
+    ``ScalableDistributedSampler``, without ``drop_last`` and ``uneven``. By default,
+    the order is the dataset's.
 
     >>> [list(ExactDistributedSampler(range(5), num_replicas=2, rank=rank)) for rank in range(2)]
     [[0, 2, 4], [1, 3]]
@@ -91,7 +109,8 @@ class ExactDistributedSampler(ScalableDistributedSampler):
 
 
 class TorchOrderSampler(ScalableDistributedSampler):
-    """Yields samples in exactly the order of torch's ``DistributedSampler``, from any position, on any number of ranks.
+    """Yields samples in exactly the order of torch's ``DistributedSampler``, from any
+    position, on any number of ranks.
 
     Each epoch, the whole order is drawn and stored, at 8 bytes per sample.
     """

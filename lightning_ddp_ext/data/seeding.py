@@ -15,7 +15,8 @@ from lightning_ddp_ext.data.random_state import generators_of, preserve_random_s
 
 
 def mix(*words: int) -> int:
-    """Mix integers of any size into one 64-bit seed, which depends on their values, number and order.
+    """Mix integers of any size into one 64-bit seed, which depends on their values,
+    number and order.
 
     >>> mix(0, 1) == mix(1, 0), mix(0) == mix(0, 0)
     (False, False)
@@ -25,10 +26,12 @@ def mix(*words: int) -> int:
 
 
 def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> None:
-    """Seed the global generators of Python's ``random``, NumPy and torch (all devices) with a hash of the arguments.
+    """Seed the global generators of Python's ``random``, NumPy and torch (all devices)
+    with a hash of the arguments.
 
-    The arguments are not added: (seed 0, epoch 1) differs from (seed 1, epoch 0), and it is practically impossible that
-    two epochs, ranks or workers share a seed. Not collective.
+    The arguments are not added: (seed 0, epoch 1) differs from (seed 1, epoch 0), and
+    it is practically impossible that two epochs, ranks or workers share a seed. Not
+    collective.
 
     Args:
         seed: the seed of the run.
@@ -44,7 +47,9 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
         True
     """
     process = 0 if worker is None else worker + 1
-    for_python, for_numpy, for_torch = (mix(seed, epoch, rank, process, generator) for generator in range(3))
+    for_python, for_numpy, for_torch = (
+        mix(seed, epoch, rank, process, generator) for generator in range(3)
+    )
     random.seed(for_python)
     np.random.seed([for_numpy % 2**32, for_numpy >> 32])  # NumPy takes 32 bits at a time
     torch.manual_seed(for_torch)
@@ -52,10 +57,11 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
 
 @contextmanager
 def workers_seeded_apart(loader: Any, *words: int) -> Iterator[None]:
-    """Make workers that start within the block draw their seed from a separate generator.
+    """Make workers that start within the block draw their seed from a separate
+    generator.
 
-    A resumed run starts persistent workers at a different time than the original run did. That must not change any
-    other random number.
+    A resumed run starts persistent workers at a different time than the original run
+    did. That must not change any other random number.
     """
     own = loader.generator
     loader.generator = torch.Generator()
@@ -68,9 +74,11 @@ def workers_seeded_apart(loader: Any, *words: int) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, *owners: object) -> Iterator[None]:
-    """Seed all generators within the block, each with a different seed, and restore them afterwards.
+    """Seed all generators within the block, each with a different seed, and restore
+    them afterwards.
 
-    These are the global generators of Python, NumPy and torch (CPU), and those among the owners' attributes.
+    These are the global generators of Python, NumPy and torch (CPU), and those among
+    the owners' attributes.
 
     >>> with seeded(1):
     ...     first = random.random()

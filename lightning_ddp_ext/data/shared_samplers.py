@@ -1,4 +1,6 @@
-"""Split the items of any sampler or batch sampler among the ranks, in the same order for any number of ranks."""
+"""Split the items of any sampler or batch sampler among the ranks, in the same order
+for any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,29 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 
 class DistributedBatchSamplerWrapper(GlobalOrderSampler):
-    """Splits the batches of any batch sampler among the ranks, for ``DataLoader(batch_sampler=...)``.
+    """Splits the batches of any batch sampler among the ranks, for
+    ``DataLoader(batch_sampler=...)``.
 
-    When an epoch begins, every rank draws the batches of all ranks and yields its own: the k-th batch belongs to rank k
-    modulo the number of ranks. During the draw, the global generators and those of the batch sampler are seeded from
-    ``seed`` and the epoch. ``position`` counts the batches of all ranks.
+    When an epoch begins, every rank draws the batches of all ranks and yields its own:
+    the k-th batch belongs to rank k modulo the number of ranks. During the draw, the
+    global generators and those of the batch sampler are seeded from ``seed`` and the
+    epoch. ``position`` counts the batches of all ranks.
 
     Args:
-        batch_sampler: anything that yields batches and has a length; ``set_epoch`` is called on it and on the samplers
-            that it wraps.
+        batch_sampler: anything that yields batches and has a length; ``set_epoch`` is
+            called on it and on the samplers that it wraps.
         num_replicas, rank, seed: as for ``ScalableDistributedSampler``.
-        uneven: ``"pad"`` reads the epoch's first batches again, ``"drop"`` leaves the last batches out, ``"exact"``
-            gives some ranks one more batch.
+        uneven: ``"pad"`` reads the epoch's first batches again, ``"drop"`` leaves the
+            last batches out, ``"exact"`` gives some ranks one more batch.
 
     Raises:
-        ConfigurationError: an argument is invalid; or, during iteration, fewer batches are drawn than the length.
+        ConfigurationError: an argument is invalid; or, during iteration, fewer batches
+            are drawn than the length.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> batches = BatchSampler(SequentialSampler(range(6)), batch_size=2, drop_last=False)
-    >>> [list(DistributedBatchSamplerWrapper(batches, num_replicas=2, rank=rank)) for rank in range(2)]
+    >>> split = DistributedBatchSamplerWrapper
+    >>> [list(split(batches, num_replicas=2, rank=rank)) for rank in range(2)]
     [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]
     """
 
@@ -61,7 +67,9 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     @override
     def length(self) -> int:
         """The current length of the wrapped sampler."""
-        return length_of(self.dataset, self._field, "give it a __len__ that returns the number of items")
+        return length_of(
+            self.dataset, self._field, "give it a __len__ that returns the number of items"
+        )
 
     @override
     def identity(self) -> dict[str, Any]:
@@ -89,11 +97,13 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset)):
             items = islice(self.dataset, length)
             # A batch sampler may reuse one list.
-            drawn = np.fromiter((each.copy() if isinstance(each, list) else each for each in items), dtype=object)
+            drawn = np.fromiter(
+                (each.copy() if isinstance(each, list) else each for each in items), dtype=object
+            )
         if len(drawn) < length:
             raise ConfigurationError(
-                f"{self._field} must yield at least len({self._field}) = {length} items (got {len(drawn)});"
-                f" correct {type(self.dataset).__name__}.__len__"
+                f"{self._field} must yield at least len({self._field}) = {length} items (got"
+                f" {len(drawn)}); correct {type(self.dataset).__name__}.__len__"
             )
         return drawn
 

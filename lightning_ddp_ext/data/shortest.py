@@ -22,13 +22,13 @@ def end_together(
 ) -> Iterator[T]:
     """Yield the same number of items on all ranks: that of the shortest iterator.
 
-    ``AHEAD`` items are drawn ahead. For each item, the ranks tell each other whether they
-    have one, and the answers arrive while an earlier item is in use. An item is dropped if
-    some rank has none.
+    ``AHEAD`` items are drawn ahead. For each item, the ranks tell each other whether
+    they have one, and the answers arrive while an earlier item is in use. An item is
+    dropped if some rank has none.
 
-    Collective: every rank must take the same number of items from the returned iterator. If
-    a rank's iterator raises, the other ranks wait in a collective until that rank's failure
-    is detected.
+    Collective: every rank must take the same number of items from the returned
+    iterator. If a rank's iterator raises, the other ranks wait in a collective until
+    that rank's failure is detected.
 
     Args:
         items: this rank's own iterator, which is not read after its end.
@@ -70,7 +70,9 @@ class _Drawn(Generic[T]):
     def __init__(self, items: Iterator[T], group: dist.ProcessGroup | None) -> None:
         self.item = list(islice(items, 1))
         self._found = torch.tensor(len(self.item))
-        self._exchange = dist.all_reduce(self._found, op=dist.ReduceOp.MIN, group=group, async_op=True)
+        self._exchange = dist.all_reduce(
+            self._found, op=dist.ReduceOp.MIN, group=group, async_op=True
+        )
 
     def is_on_all_ranks(self) -> bool:
         """Wait for the other ranks, and return whether each of them has an item."""

@@ -20,32 +20,40 @@ from lightning_ddp_ext.ranks import Ranks
 from .lightning_tree import pl, rank_zero_info, rank_zero_warn
 from .options import check_choice
 
-# The file in which Lightning's launchers pass weights from a started rank to the process that started it.
+# The file in which Lightning's launchers pass weights from a started rank to the
+# process that started it.
 _HANDED_OVER = ".temp.ckpt"
 
 
 class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
-    """Writes checkpoints atomically, checks what it reads, and saves in the background on request.
+    """Writes checkpoints atomically, checks what it reads, and saves in the background
+    on request.
 
-    It is the default of :class:`~lightning_ddp_ext.DDPExtStrategy` and a plugin for any other strategy:
-    ``Trainer(plugins=[RankZeroCheckpointIO(background=True)])``. With a stock strategy, only rank 0 raises save errors,
-    and each rank reads the whole file. Add :class:`~lightning_ddp_ext.RankZeroCheckpoint` to make the ranks save, fail
-    and read together.
+    It is the default of :class:`~lightning_ddp_ext.DDPExtStrategy` and a plugin for any
+    other strategy: ``Trainer(plugins=[RankZeroCheckpointIO(background=True)])``. With a
+    stock strategy, only rank 0 raises save errors, and each rank reads the whole file.
+    Add :class:`~lightning_ddp_ext.RankZeroCheckpoint` to make the ranks save, fail and
+    read together.
 
-    Local files are streamed to disk and then put in place in one step. Other URLs (``s3://``, ``gs://``,
-    ``memory://``, ...) go through fsspec within a transaction.
+    Local files are streamed to disk and then put in place in one step. Other URLs
+    (``s3://``, ``gs://``, ``memory://``, ...) go through fsspec within a transaction.
 
     Args:
-        map_location: the device for the file's tensors, in any form that ``torch.load`` accepts. ``None`` means the
-            CPU, from which the model and its optimisers copy them to each rank's device.
-        background: whether ``save_checkpoint`` returns as soon as the content is copied in memory. The file may not
-            exist yet, see :meth:`wait`. A save error is raised in the next save or at the end of ``fit``.
-        verify: whether to check checksums when loading. Files written by torch 1.6 or later have checksums unless these
-            were switched off; a file without checksums is read with a warning.
-        weights_only: whether only data may be read, and no objects of other classes; ``None`` uses torch's default.
-            ``Trainer.fit(weights_only=...)`` takes precedence.
-        restore: how the ranks read together. ``"map"``: each rank maps the file. ``"broadcast"``: rank 0 reads it and
-            sends its content. ``"auto"``: map if all ranks see the same file, else broadcast.
+        map_location: the device for the file's tensors, in any form that ``torch.load``
+            accepts. ``None`` means the CPU, from which the model and its optimisers
+            copy them to each rank's device.
+        background: whether ``save_checkpoint`` returns as soon as the content is copied
+            in memory. The file may not exist yet, see :meth:`wait`. A save error is
+            raised in the next save or at the end of ``fit``.
+        verify: whether to check checksums when loading. Files written by torch 1.6 or
+            later have checksums unless these were switched off; a file without
+            checksums is read with a warning.
+        weights_only: whether only data may be read, and no objects of other classes;
+            ``None`` uses torch's default. ``Trainer.fit(weights_only=...)`` takes
+            precedence.
+        restore: how the ranks read together. ``"map"``: each rank maps the file.
+            ``"broadcast"``: rank 0 reads it and sends its content. ``"auto"``: map if
+            all ranks see the same file, else broadcast.
 
     Raises:
         ConfigurationError: an argument has an invalid value.
@@ -68,18 +76,21 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         self.saver = Saver()
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None
+    ) -> None:
         """Write ``checkpoint`` to ``path``. Only rank 0 needs to call it.
 
         Raises:
-            CheckpointSaveError: the file was not written, and an existing local file is left untouched; or an earlier
-                background save failed, and this save was not attempted.
+            CheckpointSaveError: the file was not written, and an existing local file is
+                left untouched; or an earlier background save failed, and this save was
+                not attempted.
             TypeError: ``storage_options`` is not ``None``.
         """
         if storage_options is not None:
             raise TypeError(
-                f"storage_options is not supported by RankZeroCheckpointIO (got {storage_options!r}); configure the "
-                "file system with fsspec's own settings"
+                "storage_options is not supported by RankZeroCheckpointIO (got"
+                f" {storage_options!r}); configure the file system with fsspec's own settings"
             )
         self.saver.raise_error()
         if self.background and Path(path).name != _HANDED_OVER:
@@ -108,9 +119,15 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         *,
         map_weights: bool = False,
     ) -> Any:
-        """Read a checkpoint on all ``ranks``, or raise on all of them; warn if checksums are missing. Collective."""
+        """Read a checkpoint on all ``ranks``, or raise on all of them; warn if
+        checksums are missing.
+
+        Collective.
+        """
         given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
-        options = replace(self.load_options, **{name: value for name, value in given.items() if value is not None})
+        options = replace(
+            self.load_options, **{name: value for name, value in given.items() if value is not None}
+        )
         content, how, is_checked = restore(locate(path), ranks, options, map_weights=map_weights)
         if ranks.world_size > 1:
             rank_zero_info(f"checkpoint {os.fspath(path)}: {how}")
@@ -123,20 +140,25 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Remove a checkpoint after all earlier saves; if the last save failed, after the next one that succeeds.
+        """Remove a checkpoint after all earlier saves; if the last save failed, after
+        the next one that succeeds.
 
         Only rank 0 needs to call it.
 
         Raises:
             CheckpointError: the checkpoint could not be removed.
         """
-        self.saver.follow_up(os.fspath(path), partial(remove, path), later=self.background, postpone=True)
+        self.saver.follow_up(
+            os.fspath(path), partial(remove, path), later=self.background, postpone=True
+        )
 
     def link(self, target: PathLike, path: PathLike) -> None:
-        """Make ``path`` a symbolic link to the checkpoint ``target``, in one step and after all earlier saves.
+        """Make ``path`` a symbolic link to the checkpoint ``target``, in one step and
+        after all earlier saves.
 
         Raises:
-            CheckpointSaveError: the file system does not support links, or the path is a directory.
+            CheckpointSaveError: the file system does not support links, or the path is
+                a directory.
         """
         self.saver.follow_up(os.fspath(path), partial(link, target, path), later=self.background)
 
@@ -150,7 +172,9 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Wait for all saves and release the memory of background saves; the strategy calls this at the end."""
+        """Wait for all saves and release the memory of background saves; the strategy
+        calls this at the end.
+        """
         try:
             self.wait()
         finally:

@@ -1,6 +1,8 @@
-"""Locate a Trainer's checkpoints: their directories, and the files that a run may resume from.
+"""Locate a Trainer's checkpoints: their directories, and the files that a run may
+resume from.
 
-A launcher needs them before ``ModelCheckpoint`` chooses its directory and before the ranks connect.
+A launcher needs them before ``ModelCheckpoint`` chooses its directory and before the
+ranks connect.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from .lightning_tree import SLURMEnvironment, pl
 
 
 def checkpoint_directory(trainer: Any) -> str:
-    """Return the directory of the Trainer's first checkpoint callback, or the default root directory."""
+    """Return the directory of the Trainer's first checkpoint callback, or the default
+    root directory.
+    """
     callback = trainer.checkpoint_callback
     if isinstance(callback, pl.callbacks.ModelCheckpoint):
         return chosen_directory_of(callback, trainer)
@@ -25,21 +29,26 @@ def checkpoint_directory(trainer: Any) -> str:
 
 
 def place_of(name: PathLike | None, command: str, trainer: Any) -> str | None:
-    """Return a path for a checkpoint that no callback saves, at which the same command finds it again.
+    """Return a path for a checkpoint that no callback saves, at which the same command
+    finds it again.
 
-    A path is kept; a file name is placed next to the other checkpoints. If a logger chooses the
-    directory of these, possibly a new one in each run, the file is placed in a directory of this
-    command under the default root directory.
+    A path is kept; a file name is placed next to the other checkpoints. If a logger
+    chooses the directory of these, possibly a new one in each run, the file is placed
+    in a directory of this command under the default root directory.
     """
     path = None if name is None else os.fspath(name)
     if path is None or os.path.dirname(path):
         return path and canonical(path)
     by_command = os.path.join(trainer.default_root_dir, "checkpoints", command)
-    return canonical(os.path.join(by_command if follows_logger(trainer) else checkpoint_directory(trainer), path))
+    return canonical(
+        os.path.join(by_command if follows_logger(trainer) else checkpoint_directory(trainer), path)
+    )
 
 
 def canonical(path: str) -> str:
-    """Return the only name of a local file; a link is not resolved, because it may get another target."""
+    """Return the only name of a local file; a link is not resolved, because it may get
+    another target.
+    """
     local = locate(path).local
     if local is None:
         return path
@@ -66,14 +75,23 @@ def versions_of(path: str | None) -> set[str]:
 
 
 def _files_in(directory: str) -> list[str]:
-    """Return the paths or URLs of the files in a directory; a file system leaves out the protocol."""
+    """Return the paths or URLs of the files in a directory; a file system leaves out
+    the protocol.
+    """
     location = locate(directory)
-    return [os.path.join(directory, os.path.basename(each)) for each in location.fs.ls(location.path, detail=False)]
+    return [
+        os.path.join(directory, os.path.basename(each))
+        for each in location.fs.ls(location.path, detail=False)
+    ]
 
 
 def _last_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:
-    """Return the files that Lightning takes for ``"last"``; Lightning itself loses the protocol of a URL."""
-    name = re.compile(rf"{callback.CHECKPOINT_NAME_LAST}(-(\d+))?.*{re.escape(callback.FILE_EXTENSION)}")
+    """Return the files that Lightning takes for ``"last"``; Lightning itself loses the
+    protocol of a URL.
+    """
+    name = re.compile(
+        rf"{callback.CHECKPOINT_NAME_LAST}(-(\d+))?.*{re.escape(callback.FILE_EXTENSION)}"
+    )
     try:
         files = _files_in(str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)))  # type: ignore[attr-defined]
     except (OSError, NotImplementedError):
@@ -82,7 +100,9 @@ def _last_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:
 
 
 def follows_logger(trainer: Any) -> bool:
-    """Whether Lightning takes the checkpoint directory from a logger, or did so in an earlier run."""
+    """Whether Lightning takes the checkpoint directory from a logger, or did so in an
+    earlier run.
+    """
     callback = trainer.checkpoint_callback
     if not trainer.loggers or not isinstance(callback, pl.callbacks.ModelCheckpoint):
         return False
@@ -92,7 +112,9 @@ def follows_logger(trainer: Any) -> bool:
 
 
 def last_of_lightning(trainer: Any) -> set[str]:
-    """Return the files that Lightning's ``"last"`` means, and the one of a requeued SLURM job."""
+    """Return the files that Lightning's ``"last"`` means, and the one of a requeued
+    SLURM job.
+    """
     found: set[str | None] = set()
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
@@ -105,7 +127,9 @@ def last_of_lightning(trainer: Any) -> set[str]:
 
 
 def modified(path: str) -> float | None:
-    """Return a file's modification time; ``None`` if the file does not exist, infinity if the time is unknown."""
+    """Return a file's modification time; ``None`` if the file does not exist, infinity
+    if the time is unknown.
+    """
     location = locate(path)
     try:
         if location.local is not None:
@@ -118,7 +142,9 @@ def modified(path: str) -> float | None:
 
 
 def state_of(path: str) -> str:
-    """Return a text that differs after a file was changed or replaced; empty if unknown."""
+    """Return a text that differs after a file was changed or replaced; empty if
+    unknown.
+    """
     location = locate(path)
     try:
         return str(location.fs.ukey(location.path))

@@ -1,6 +1,8 @@
-"""Save and restore on all ranks of a strategy: rank 0 writes, all ranks read, and all ranks raise if one fails.
+"""Save and restore on all ranks of a strategy: rank 0 writes, all ranks read, and all
+ranks raise if one fails.
 
-Our strategy calls this from its hooks; :class:`~lightning_ddp_ext.RankZeroCheckpoint` installs it in a stock strategy.
+Our strategy calls this from its hooks; :class:`~lightning_ddp_ext.RankZeroCheckpoint`
+installs it in a stock strategy.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from lightning_ddp_ext.at_exit import delaying_forced_end
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names_in_model, renamed
 from lightning_ddp_ext.checkpoint.load import MapLocation
 from lightning_ddp_ext.checkpoint.location import PathLike
-from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError, DDPExtError, RankFailedError
+from lightning_ddp_ext.errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    DDPExtError,
+    RankFailedError,
+)
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -36,13 +43,15 @@ from .named_calls import ranks_of
 
 
 class Checkpoints:
-    """Saves and restores together with the other ranks, using the strategy's ``checkpoint_io``.
+    """Saves and restores together with the other ranks, using the strategy's
+    ``checkpoint_io``.
 
     Every rank raises an error that occurs on any rank.
 
     Args:
         strategy: our strategy or a stock one.
-        deadline: time for all ranks to exit after a signal; ``None`` with a stock strategy, whose runs are not tracked.
+        deadline: time for all ranks to exit after a signal; ``None`` with a stock
+            strategy, whose runs are not tracked.
 
     Attributes:
         run: the Trainer's current run, or its last one; ``None`` with a stock strategy.
@@ -52,7 +61,9 @@ class Checkpoints:
         self._strategy = strategy
         self._deadline = deadline
         self.run = None if deadline is None else Run(is_outermost=False)
-        self._restoring: str | None = None  # the file that the Trainer's own restore has yet to read
+        self._restoring: str | None = (
+            None  # the file that the Trainer's own restore has yet to read
+        )
 
     # Writing.
 
@@ -61,11 +72,15 @@ class Checkpoints:
         if self._has_partial_sums:
             context = current()
             cause = None if context is None else context.peers.cause
-            who = "another rank" if cause is None else f"rank {cause.rank} (host {cause.host}, pid {cause.pid})"
+            who = (
+                "another rank"
+                if cause is None
+                else f"rank {cause.rank} (host {cause.host}, pid {cause.pid})"
+            )
             sentence = (
-                f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after {who} failed, and a queued "
-                "optimiser step may have used the gradients of only some ranks; an existing file is left untouched, "
-                "so continue from the last checkpoint"
+                f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after {who} failed,"
+                " and a queued optimiser step may have used the gradients of only some ranks; an"
+                " existing file is left untouched, so continue from the last checkpoint"
             )
             if not self.is_handling_exception:
                 raise CheckpointSaveError(sentence, path=path)
@@ -82,10 +97,16 @@ class Checkpoints:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
         if self._has_partial_sums:
             return  # the checkpoint that replaces it was not saved
-        self.on_rank_zero(lambda: self._strategy.checkpoint_io.remove_checkpoint(path), f"removing {os.fspath(path)}")
+        self.on_rank_zero(
+            lambda: self._strategy.checkpoint_io.remove_checkpoint(path),
+            f"removing {os.fspath(path)}",
+        )
 
     def finish(self) -> None:
-        """Wait until everything is saved, or raise the error. Collective, unless the Trainer is interrupted."""
+        """Wait until everything is saved, or raise the error.
+
+        Collective, unless the Trainer is interrupted.
+        """
         io = self._strategy.checkpoint_io
         if not isinstance(io, RankZeroCheckpointIO) or not io.background:
             return
@@ -94,12 +115,18 @@ class Checkpoints:
         except Exception as error:
             if not self.is_interrupted:
                 raise
-            rank_zero_warn(f"a background save also failed: {error}")  # the user already sees another error
+            rank_zero_warn(
+                f"a background save also failed: {error}"
+            )  # the user already sees another error
 
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
-        """Run ``work`` on rank 0, and return its result or raise its error on every rank. Collective.
+        """Run ``work`` on rank 0, and return its result or raise its error on every
+        rank.
 
-        When the Trainer is interrupted, rank 0 works alone and the other ranks get ``None``.
+        Collective.
+
+        When the Trainer is interrupted, rank 0 works alone and the other ranks get
+        ``None``.
         """
         if self.is_interrupted or self._ranks.world_size == 1:
             return work() if self._strategy.is_global_zero else None
@@ -114,13 +141,19 @@ class Checkpoints:
             return self._ranks.on_rank_zero(work, what, settle)
 
     def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:
-        """Return the values of all ranks in rank order on rank 0, and ``None`` on the other ranks. Collective."""
+        """Return the values of all ranks in rank order on rank 0, and ``None`` on the
+        other ranks.
+
+        Collective.
+        """
         with self._every_rank(what):
             return self._ranks.to_rank_zero(value)
 
     @contextmanager
     def _every_rank(self, what: str) -> Iterator[None]:
-        """Run a block that every rank must run, and name a rank that does not reach it or that fails."""
+        """Run a block that every rank must run, and name a rank that does not reach it
+        or that fails.
+        """
         context = current()
         try:
             if context is not None and self._ranks.world_size > 1:
@@ -137,11 +170,14 @@ class Checkpoints:
 
     # Reading.
 
-    def restore(self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any) -> None:
+    def restore(
+        self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any
+    ) -> None:
         """Call ``restore`` on every rank with the file that rank 0 found. Collective.
 
-        Each rank resolves ``"last"``, ``"best"`` and similar values on its own disk before the ranks connect. A rank
-        that finds nothing would otherwise skip the restore and its collectives.
+        Each rank resolves ``"last"``, ``"best"`` and similar values on its own disk
+        before the ranks connect. A rank that finds nothing would otherwise skip the
+        restore and its collectives.
         """
         self._restoring = self._ranks.from_rank_zero(None if path is None else os.fspath(path))
         try:
@@ -159,13 +195,16 @@ class Checkpoints:
     def load(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint: for the Trainer's own restore on every rank together, otherwise on this rank alone.
+        """Read a checkpoint: for the Trainer's own restore on every rank together,
+        otherwise on this rank alone.
 
-        In a restore, the ``state_dict`` may be mapped from the file if it is only copied into the model.
+        In a restore, the ``state_dict`` may be mapped from the file if it is only
+        copied into the model.
         """
         is_restore = self.is_restoring(path)
         self._restoring = None
-        io, module = self._strategy.checkpoint_io, self._strategy.lightning_module
+        io = self._strategy.checkpoint_io
+        module = self._strategy.lightning_module
         if not isinstance(io, RankZeroCheckpointIO):
             options = {} if weights_only is None else {"weights_only": weights_only}
             return io.load_checkpoint(path, **options)
@@ -176,7 +215,9 @@ class Checkpoints:
             return io.read(path, Ranks(), map_location, weights_only)  # type: ignore[no-any-return]
         with self._every_rank(what):
             map_weights = module is not None and not wants_content(module, self._trainer)
-            content = io.read(path, self._ranks, map_location, weights_only, map_weights=map_weights)
+            content = io.read(
+                path, self._ranks, map_location, weights_only, map_weights=map_weights
+            )
         return _adapted(content, os.fspath(path), module)
 
     # State of the strategy and the Trainer.
@@ -193,8 +234,8 @@ class Checkpoints:
     def _has_partial_sums(self) -> bool:
         """Whether NCCL was aborted, so that the weights may be wrong.
 
-        With NCCL, this first waits for the device, as copying the weights does, because an optimiser step that is
-        waiting there for a dead rank is aborted only later.
+        With NCCL, this first waits for the device, as copying the weights does, because
+        an optimiser step that is waiting there for a dead rank is aborted only later.
         """
         context = current()
         if context is None or not context.groups.uses_nccl:
@@ -205,15 +246,22 @@ class Checkpoints:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an exception ended the Trainer's run, so that some ranks may not make the next collective call.
+        """Whether an exception ended the Trainer's run, so that some ranks may not make
+        the next collective call.
 
-        If every rank raised an exception, this is true until it is handled. After a stop by a signal this is false,
-        because all ranks still make the same calls.
+        If every rank raised an exception, this is true until it is handled. After a
+        stop by a signal this is false, because all ranks still make the same calls.
         """
-        trainer, context = self._trainer, current()
+        trainer = self._trainer
+        context = current()
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
-        return self.run is None or self.run.has_failed or context is None or context.peers.cause is not None
+        return (
+            self.run is None
+            or self.run.has_failed
+            or context is None
+            or context.peers.cause is not None
+        )
 
     @property
     def is_handling_exception(self) -> bool:
@@ -224,20 +272,28 @@ class Checkpoints:
 def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]:
     """Return a checkpoint written by any program in the form that Lightning restores.
 
-    A plain state dict gets the missing entries of a checkpoint, and names with ``module.`` or ``_orig_mod.`` are
-    replaced by the model's names.
+    A plain state dict gets the missing entries of a checkpoint, and names with
+    ``module.`` or ``_orig_mod.`` are replaced by the model's names.
     """
     if is_plain_state_dict(content):
         rank_zero_info(
-            f"{path} is a plain state dict: its weights are loaded, and optimisers, learning rates and progress "
-            "start from scratch"
+            f"{path} is a plain state dict: its weights are loaded, and optimisers, learning rates"
+            " and progress start from scratch"
         )
-        content = {"state_dict": content, "epoch": 0, "global_step": 0, "optimizer_states": [], "lr_schedulers": []}
+        content = {
+            "state_dict": content,
+            "epoch": 0,
+            "global_step": 0,
+            "optimizer_states": [],
+            "lr_schedulers": [],
+        }
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), Mapping):
-        found = listed(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
+        found = (
+            listed(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
+        )
         raise CheckpointError(
-            f"checkpoint {path} has no entry 'state_dict' (got {found}); save the model's state_dict() alone, or under "
-            "that name"
+            f"checkpoint {path} has no entry 'state_dict' (got {found}); save the model's"
+            " state_dict() alone, or under that name"
         )
     content.setdefault("pytorch-lightning_version", lightning_version)
     names = {} if model is None else names_in_model(content["state_dict"], model.state_dict())
@@ -247,16 +303,25 @@ def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]
 
 
 def wants_content(module: pl.LightningModule, trainer: Any) -> bool:
-    """Whether a hook gets the file's weights before they are loaded, and may read, change or keep them."""
-    hooks = [_hook(module, pl.LightningModule, name) for name in ("on_load_checkpoint", "load_state_dict")]
+    """Whether a hook gets the file's weights before they are loaded, and may read,
+    change or keep them.
+    """
+    hooks = [
+        _hook(module, pl.LightningModule, name)
+        for name in ("on_load_checkpoint", "load_state_dict")
+    ]
     if trainer is not None:
-        hooks += [_hook(callback, pl.Callback, "on_load_checkpoint") for callback in trainer.callbacks]
+        hooks += [
+            _hook(callback, pl.Callback, "on_load_checkpoint") for callback in trainer.callbacks
+        ]
         hooks.append(_hook(trainer.precision_plugin, pl.plugins.Precision, "on_load_checkpoint"))
     return any(hooks) or any(_changes_what_it_loads(part) for part in module.modules())
 
 
 def _hook(owner: Any, base: type, name: str) -> bool:
-    """Whether a hook is the user's; those of Lightning and of this package ignore the weights."""
+    """Whether a hook is the user's; those of Lightning and of this package ignore the
+    weights.
+    """
     hook = getattr(type(owner), name)
     return hook is not getattr(base, name) and not hook.__module__.startswith("lightning_ddp_ext.")
 

@@ -1,4 +1,6 @@
-"""Read and set private attributes of Lightning's objects that several modules need, or that need more than a line."""
+"""Read and set private attributes of Lightning's objects that several modules need, or
+that need more than a line.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler
 
-from .lightning_tree import Loop, RunningStage, is_param_in_hook_signature, missing, pl, refuse_missing
+from .lightning_tree import (
+    Loop,
+    RunningStage,
+    is_param_in_hook_signature,
+    missing,
+    pl,
+    refuse_missing,
+)
 
 _MISSING = object()
 
@@ -21,7 +30,9 @@ _MISSING = object()
 
 
 def combined_loader_of(loop: Any) -> Any:
-    """Return a loop's combined loader, whose mode is not public; ``None`` before the loop has one."""
+    """Return a loop's combined loader, whose mode is not public; ``None`` before the
+    loop has one.
+    """
     return None if loop is None else private(loop, "_combined_loader")
 
 
@@ -31,29 +42,39 @@ def mode_of(combined: Any) -> str:
 
 
 def combined_iterator_of(loop: Any) -> Any:
-    """Return the loop's current iterator over its combined loader; each epoch has a new one."""
+    """Return the loop's current iterator over its combined loader; each epoch has a new
+    one.
+    """
     combined = combined_loader_of(loop)
     return None if combined is None else private(combined, "_iterator")
 
 
 def iterators_of(loop: Any) -> list[Any]:
-    """Return the iterators that the loop itself is reading, without those that users created."""
+    """Return the iterators that the loop itself is reading, without those that users
+    created.
+    """
     iterator = combined_iterator_of(loop)
     return [] if iterator is None else list(iterator.iterators)
 
 
 def fetcher_of(loop: Any) -> Any:
-    """Return a loop's data fetcher, whose attribute ``length`` determines the last batch."""
+    """Return a loop's data fetcher, whose attribute ``length`` determines the last
+    batch.
+    """
     return private(loop, "_data_fetcher")
 
 
 def is_read_in_step(loop: Any) -> bool:
-    """Whether the steps of a loop take ``dataloader_iter`` and thus fetch their batches themselves."""
+    """Whether the steps of a loop take ``dataloader_iter`` and thus fetch their batches
+    themselves.
+    """
     return type(fetcher_of(loop)).__name__ == "_DataLoaderIterDataFetcher"
 
 
 def takes_iterator(module: Any, stage: Any) -> bool:
-    """Whether the steps of an evaluation take ``dataloader_iter``; known before the loop has its fetcher."""
+    """Whether the steps of an evaluation take ``dataloader_iter``; known before the
+    loop has its fetcher.
+    """
     step = module.test_step if stage == RunningStage.TESTING else module.validation_step
     return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
@@ -66,7 +87,8 @@ def active_loop_of(trainer: Any) -> Any:
 def end_restart(fit_loop: Any) -> None:
     """Make a fit loop continue as if it had not been restarted.
 
-    The fit loop overrides the property of its base class with one that is always true with ``max_steps``.
+    The fit loop overrides the property of its base class with one that is always true
+    with ``max_steps``.
     """
     refuse_missing(Loop, "restarting")
     Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
@@ -85,10 +107,13 @@ def is_in_optimizer_step(trainer: Any) -> bool:
 
 
 def is_in_closure(error: BaseException) -> bool:
-    """Whether an error was raised while gradients were computed or clipped, before the optimiser changed anything."""
+    """Whether an error was raised while gradients were computed or clipped, before the
+    optimiser changed anything.
+    """
     trace = error.__traceback__
     while trace is not None:
-        function, module = trace.tb_frame.f_code.co_name, str(trace.tb_frame.f_globals.get("__name__"))
+        function = trace.tb_frame.f_code.co_name
+        module = str(trace.tb_frame.f_globals.get("__name__"))
         if (function, module.rpartition(".")[2]) == ("closure", "automatic"):
             return True
         if function == "_after_closure" and ".precision." in module:
@@ -98,7 +123,9 @@ def is_in_closure(error: BaseException) -> bool:
 
 
 def batches_that_stepped_of(epoch_loop: Any) -> int:
-    """Return the number of optimiser steps of training, as Lightning's loggers count them."""
+    """Return the number of optimiser steps of training, as Lightning's loggers count
+    them.
+    """
     return int(private(epoch_loop, "_batches_that_stepped"))
 
 
@@ -106,18 +133,26 @@ def batches_that_stepped_of(epoch_loop: Any) -> int:
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
-    """Return the checkpoint that the Trainer would save now, without the barrier of ``save_checkpoint``."""
-    checkpoint: dict[str, Any] = private(trainer, "_checkpoint_connector", "dump_checkpoint")(weights_only=False)
+    """Return the checkpoint that the Trainer would save now, without the barrier of
+    ``save_checkpoint``.
+    """
+    checkpoint: dict[str, Any] = private(trainer, "_checkpoint_connector", "dump_checkpoint")(
+        weights_only=False
+    )
     return checkpoint
 
 
 def is_restored_from(trainer: Any, checkpoint: Any) -> bool:
-    """Whether the Trainer itself is restoring its state from this checkpoint, which it has read."""
+    """Whether the Trainer itself is restoring its state from this checkpoint, which it
+    has read.
+    """
     return private(trainer, "_checkpoint_connector", "_loaded_checkpoint") is checkpoint
 
 
 def chosen_directory_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> str:
-    """Return the directory that a checkpoint callback will choose or has chosen; known before its setup."""
+    """Return the directory that a checkpoint callback will choose or has chosen; known
+    before its setup.
+    """
     return str(private(callback, "_ModelCheckpoint__resolve_ckpt_dir")(trainer))
 
 
@@ -131,29 +166,39 @@ def checkpoint_of_requeued_job(trainer: Any) -> str | None:
 
 
 def end_epoch_after(trainer: Any, batches: int) -> None:
-    """Make Lightning treat the batch with this number as the epoch's last one, as for loaders without a length."""
+    """Make Lightning treat the batch with this number as the epoch's last one, as for
+    loaders without a length.
+    """
     fetcher = fetcher_of(trainer.fit_loop)
     if fetcher.length is not None:
         fetcher.length = batches
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0:
-        trainer.val_check_batch = math.inf  # validate after the last batch, regardless of its number
+        trainer.val_check_batch = (
+            math.inf
+        )  # validate after the last batch, regardless of its number
 
 
 def schedule_timed_validation(trainer: Any, last: float) -> None:
-    """Make either all ranks or none validate after the next batch, with ``val_check_interval=timedelta(...)``.
+    """Make either all ranks or none validate after the next batch, with
+    ``val_check_interval=timedelta(...)``.
 
-    In Lightning each rank reads its own clock, so one rank may validate while another trains. Here rank 0's clock
-    decides. Collective if such an interval is set.
+    In Lightning each rank reads its own clock, so one rank may validate while another
+    trains. Here rank 0's clock decides. Collective if such an interval is set.
 
     Args:
         trainer: the Trainer.
-        last: the value of ``time.monotonic()`` at the last validation, or at the start of training.
+        last: the value of ``time.monotonic()`` at the last validation, or at the start
+            of training.
     """
     interval = getattr(trainer, "_val_check_time_interval", None)  # not in Lightning 2.5
     if interval is not None and trainer.world_size > 1:
-        is_due = torch.tensor(int(time.monotonic() - last >= interval), device=trainer.strategy.root_device)
+        is_due = torch.tensor(
+            int(time.monotonic() - last >= interval), device=trainer.strategy.root_device
+        )
         dist.broadcast(is_due, src=0)
-        trainer._last_val_time = -math.inf if is_due else math.inf  # compared with the clock after the batch
+        trainer._last_val_time = (
+            -math.inf if is_due else math.inf
+        )  # compared with the clock after the batch
 
 
 def needs_sampler(trainer: Any, loader: Any) -> bool:
@@ -162,10 +207,11 @@ def needs_sampler(trainer: Any, loader: Any) -> bool:
 
 
 def has_saved_arguments(loader: Any) -> bool:
-    """Whether Lightning has recorded the arguments of a loader and its batch sampler, as it does in hooks.
+    """Whether Lightning has recorded the arguments of a loader and its batch sampler,
+    as it does in hooks.
 
-    If Lightning renames this, our own copies are used. Of a given batch sampler of torch's
-    Lightning would keep neither the batch size nor ``drop_last``.
+    If Lightning renames this, our own copies are used. Of a given batch sampler of
+    torch's Lightning would keep neither the batch size nor ``drop_last``.
     """
     is_given = loader.batch_sampler is not None and loader.batch_size is None
     if is_given and type(loader.batch_sampler) is BatchSampler:
@@ -184,13 +230,19 @@ def results_of(trainer: Any) -> dict[str, Any]:
 
 
 def result_reduced_by(trainer: Any, reduction: object) -> Any:
-    """Return the logged value for which Lightning keeps this object as its function that reduces, or ``None``."""
+    """Return the logged value for which Lightning keeps this object as its function
+    that reduces, or ``None``.
+    """
     results = results_of(trainer) or {}
-    return next((each for each in reversed(results.values()) if _sync_of(each).fn is reduction), None)
+    return next(
+        (each for each in reversed(results.values()) if _sync_of(each).fn is reduction), None
+    )
 
 
 def is_computing_epoch(trainer: Any) -> bool:
-    """Whether Lightning computes an epoch's logged values now, rather than those of a step."""
+    """Whether Lightning computes an epoch's logged values now, rather than those of a
+    step.
+    """
     return private(trainer, "_logger_connector", "_first_loop_iter") is None
 
 
@@ -207,7 +259,9 @@ def _sync_of(result: Any) -> Any:
 
 
 def restore_handlers(trainer: Any) -> None:
-    """Make Lightning restore only the handlers that changed, because restoring all removes ``faulthandler``'s."""
+    """Make Lightning restore only the handlers that changed, because restoring all
+    removes ``faulthandler``'s.
+    """
     connector = private(trainer, "_signal_connector")
     originals = private(connector, "_original_handlers")
     for signum, handler in list(originals.items()):
@@ -243,7 +297,9 @@ def timeout_of(strategy: pl.strategies.DDPStrategy) -> timedelta | None:
 
 
 def layer_sync_of(strategy: pl.strategies.Strategy) -> pl.plugins.LayerSync | None:
-    """Return what synchronises a strategy's layers; ``None`` for a strategy that cannot."""
+    """Return what synchronises a strategy's layers; ``None`` for a strategy that
+    cannot.
+    """
     if not isinstance(strategy, pl.strategies.ParallelStrategy):
         return None
     found: pl.plugins.LayerSync | None = private(strategy, "_layer_sync")
@@ -251,7 +307,9 @@ def layer_sync_of(strategy: pl.strategies.Strategy) -> pl.plugins.LayerSync | No
 
 
 def averages_models(strategy: pl.strategies.Strategy) -> bool:
-    """Whether a strategy lets the ranks' models differ between averages, as post-local SGD does."""
+    """Whether a strategy lets the ranks' models differ between averages, as post-local
+    SGD does.
+    """
     is_ddp = isinstance(strategy, pl.strategies.DDPStrategy)
     return is_ddp and private(strategy, "_model_averager") is not None
 
@@ -260,15 +318,20 @@ def averages_models(strategy: pl.strategies.Strategy) -> bool:
 
 
 def current_hook(frame: FrameType | None, trainer: Any) -> str:
-    """Return a frame's innermost hook, batch fetch or call between ranks; otherwise the stage, or ``user code``."""
+    """Return a frame's innermost hook, batch fetch or call between ranks; otherwise the
+    stage, or ``user code``.
+    """
     while frame is not None:
-        module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        module = str(frame.f_globals.get("__name__"))
+        function = frame.f_code.co_name
         if module.endswith(".loops.fetchers") and function in ("__next__", "__iter__", "setup"):
             return f"{_stage_of(trainer) or 'a'}_dataloader_next"
         hook = frame.f_locals.get("hook_name") if module.endswith(".trainer.call") else None
         if hook:
             return str(hook)
-        is_between = module.startswith(str(__package__)) or ".strategies." in module or ".trainer." in module
+        is_between = (
+            module.startswith(str(__package__)) or ".strategies." in module or ".trainer." in module
+        )
         if is_between and function in ("save_checkpoint", "barrier", "broadcast", "reduce"):
             return function
         frame = frame.f_back
@@ -276,7 +339,9 @@ def current_hook(frame: FrameType | None, trainer: Any) -> str:
 
 
 def progress_of(trainer: Any) -> str:
-    """Return the Trainer's progress, such as ``train: epoch 3, step 512``, or only its stage."""
+    """Return the Trainer's progress, such as ``train: epoch 3, step 512``, or only its
+    stage.
+    """
     stage = _stage_of(trainer)
     if trainer.training or trainer.validating or trainer.sanity_checking:
         return f"{stage}: epoch {trainer.current_epoch}, step {trainer.global_step}"
@@ -290,7 +355,8 @@ def _stage_of(trainer: Any) -> str:
 
 
 def private(owner: Any, *names: str) -> Any:
-    """Return a private attribute of a Lightning object, or that attribute's own, and so on.
+    """Return a private attribute of a Lightning object, or that attribute's own, and so
+    on.
 
     Raises:
         ImportError: the installed Lightning does not have the name.

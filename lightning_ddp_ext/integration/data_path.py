@@ -1,7 +1,9 @@
-"""Choose samplers for a strategy's loaders, wrap the loaders, and start the iterators over them.
+"""Choose samplers for a strategy's loaders, wrap the loaders, and start the iterators
+over them.
 
-Lightning calls :meth:`DataPath.prepare` where it would put its own sampler into a loader. The result is a proxy of a
-``DistributedLoader``, whose iterators :meth:`DataPath.start_iterator` starts.
+Lightning calls :meth:`DataPath.prepare` where it would put its own sampler into a
+loader. The result is a proxy of a ``DistributedLoader``, whose iterators
+:meth:`DataPath.start_iterator` starts.
 """
 
 from __future__ import annotations
@@ -10,13 +12,31 @@ from collections.abc import Iterator
 from math import inf
 from typing import Any, Literal, get_args
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, name_of, own_copy, source_of
+from lightning_ddp_ext.data.loader import (
+    DistributedLoader,
+    LazyIterator,
+    batches_of,
+    name_of,
+    own_copy,
+    source_of,
+)
 from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of, rewind
 from lightning_ddp_ext.data.resampled import REMEDY, with_batches_of, with_sampler
-from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.samplers import (
+    ExactDistributedSampler,
+    ScalableDistributedSampler,
+    TorchOrderSampler,
+)
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 
@@ -39,7 +59,8 @@ Order = Literal["torch", "scalable"]
 class DataPath:
     """The loaders of a strategy's ranks.
 
-    For ``order``, which is its ``sampler``, and the later arguments see ``DDPExtStrategy``.
+    For ``order``, which is its ``sampler``, and the later arguments see
+    ``DDPExtStrategy``.
     """
 
     def __init__(
@@ -65,22 +86,34 @@ class DataPath:
         self._exact_evaluation = exact_evaluation
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
-        self.training = TrainingData(strategy, checkpoints, stops, recorder, self.uneven, resume_data)
+        self.training = TrainingData(
+            strategy, checkpoints, stops, recorder, self.uneven, resume_data
+        )
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Reset the state, and make a Trainer call :meth:`prepare` where it would put its own sampler."""
+        """Reset the state, and make a Trainer call :meth:`prepare` where it would put
+        its own sampler.
+        """
         self.training.attach(trainer)
         self.uneven.start_run()
         self.evaluation.end()
         replaced.prepare_loaders(trainer, by=self.prepare)
 
     def on_train_batch_start(self, batch: Any) -> None:
-        """Let the loops continue as usual, and compare the ranks' first batches. Collective if the loaders are new."""
+        """Let the loops continue as usual, and compare the ranks' first batches.
+
+        Collective if the loaders are new.
+        """
         self.training.resume.on_train_batch_start()
         self.uneven.on_train_batch_start(self._strategy.current_trainer, batch)
 
-    def prepare(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> object:
-        """Return the loader that the Trainer reads in place of the given one. Collective: every rank must call it."""
+    def prepare(
+        self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage
+    ) -> object:
+        """Return the loader that the Trainer reads in place of the given one.
+
+        Collective: every rank must call it.
+        """
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
         dealt = self._with_sampler(as_lightning, source, shuffle, stage)
         loader = DistributedLoader(dealt, self.start_iterator)
@@ -90,7 +123,9 @@ class DataPath:
             return loader.shown()
         self.uneven.agree_on_length(loader)
         remembered = self._strategy.current_trainer.accumulate_grad_batches + 4
-        loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
+        loader.position = position_of(
+            loader.loader, world_size=self._strategy.world_size, remembered=remembered
+        )
         return loader.shown()
 
     def _before_validation(self) -> None:
@@ -100,21 +135,27 @@ class DataPath:
 
     # Samplers.
 
-    def _with_sampler(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> Any:
+    def _with_sampler(
+        self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage
+    ) -> Any:
         """Return the loader with one of our samplers where Lightning would put its own."""
         sampler: Any = None
         if is_shared_out(dataloader):
             if stage != RunningStage.PREDICTING:
                 return dataloader
             sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
-        elif isinstance(dataloader, DataLoader) and needs_sampler(self._strategy.current_trainer, dataloader):
+        elif isinstance(dataloader, DataLoader) and needs_sampler(
+            self._strategy.current_trainer, dataloader
+        ):
             sampler = self._sampler_for(dataloader, shuffle, stage)
         if sampler is None:
             return as_lightning(dataloader, shuffle, stage)
         return self._read_through(dataloader, sampler, stage)
 
     def _read_through(self, loader: DataLoader[Any], sampler: Any, stage: RunningStage) -> Any:
-        """Return a loader that reads a sampler: created again as by Lightning if its arguments are known, or a copy."""
+        """Return a loader that reads a sampler: created again as by Lightning if its
+        arguments are known, or a copy.
+        """
         if stage == RunningStage.PREDICTING:
             return self._predicted(loader, sampler)
         copied = None if has_saved_arguments(loader) else with_sampler(loader, sampler)
@@ -125,18 +166,28 @@ class DataPath:
         except (TypeError, pl.utilities.exceptions.MisconfigurationException) as error:
             copied = with_sampler(loader, sampler)
             if copied is None:
-                raise ConfigurationError(f"{name_of(loader)} takes no distributed sampler; {REMEDY}") from error
+                raise ConfigurationError(
+                    f"{name_of(loader)} takes no distributed sampler; {REMEDY}"
+                ) from error
             return copied
 
     def _predicted(self, loader: DataLoader[Any], sampler: Any) -> Any:
-        """Return a loader that reads a sampler through Lightning's batch sampler, which records indices."""
+        """Return a loader that reads a sampler through Lightning's batch sampler, which
+        records indices.
+        """
         if has_saved_arguments(loader) or loader.batch_sampler is None:
             return update_dataloader(loader, sampler, mode=RunningStage.PREDICTING)
         plain = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
-        return with_batches_of(loader, update_dataloader(plain, sampler, mode=RunningStage.PREDICTING))
+        return with_batches_of(
+            loader, update_dataloader(plain, sampler, mode=RunningStage.PREDICTING)
+        )
 
-    def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage) -> Sampler[int] | None:
-        """Return our sampler that replaces Lightning's; ``None`` to keep Lightning's own."""
+    def _sampler_for(
+        self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage
+    ) -> Sampler[int] | None:
+        """Return our sampler that replaces Lightning's; ``None`` to keep Lightning's
+        own.
+        """
         is_evaluated = stage in EVALUATED
         if is_evaluated and not self._exact_evaluation:
             return None
@@ -154,7 +205,11 @@ class DataPath:
         if is_evaluated:
             # Lightning's own sampler comes with a warning that samples are repeated.
             options["shuffle"] = shuffle
-            return ScalableDistributedSampler(loader.dataset, **options) if can_count_once(loader) else None
+            return (
+                ScalableDistributedSampler(loader.dataset, **options)
+                if can_count_once(loader)
+                else None
+            )
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
         return kind(loader.dataset, shuffle=shuffle, **options)
 
@@ -163,7 +218,8 @@ class DataPath:
     def start_iterator(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a loader, because its first batch was requested.
 
-        In the fit loop it starts at the training position; in an evaluation loop or user code, at the beginning.
+        In the fit loop it starts at the training position; in an evaluation loop or
+        user code, at the beginning.
         """
         trainer = self._strategy.current_trainer
         is_trained = loader.position is not None
@@ -175,18 +231,26 @@ class DataPath:
             if is_trained:
                 return self.training.start_iterator(loader, self.training.epoch)
             rewind(loader.loader)
-            return iter(loader.loader) if loader.start_evaluation is None else loader.start_evaluation()
+            return (
+                iter(loader.loader)
+                if loader.start_evaluation is None
+                else loader.start_evaluation()
+            )
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:
-    """Whether a sampler yields each sample once, in torch's random order or in the dataset's."""
+    """Whether a sampler yields each sample once, in torch's random order or in the
+    dataset's.
+    """
     if type(sampler).__iter__ not in (RandomSampler.__iter__, SequentialSampler.__iter__):
         return False
     return not getattr(sampler, "replacement", False) and batches_of(sampler) == batches_of(dataset)
 
 
 def is_shared_out(loader: Any) -> bool:
-    """Whether a loader's batches are already split among the ranks by one of our samplers or batch samplers."""
+    """Whether a loader's batches are already split among the ranks by one of our
+    samplers or batch samplers.
+    """
     batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
     owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
     return any(isinstance(each, GlobalOrderSampler) for each in owned)

@@ -1,4 +1,6 @@
-"""Configure how DDP averages gradients, and name the parameters in its error about unused ones."""
+"""Configure how DDP averages gradients, and name the parameters in its error about
+unused ones.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,31 @@ _SHOWN = 10  # maximum number of parameters that an error names
 
 
 class GradientAveraging:
-    """Makes DDP average the gradients of a strategy's ranks, with the comm hook if one is set, even on CPU.
+    """Makes DDP average the gradients of a strategy's ranks, with the comm hook if one
+    is set, even on CPU.
 
     With a single CPU rank the training step bypasses DDP.
 
     Args:
         strategy: our strategy.
-        options: the names of the arguments of ``DistributedDataParallel`` that the user gave.
-        hook: the comm hook, if any; for it, ``wrapper`` and ``state`` see ``DDPExtStrategy``.
+        options: the names of the arguments of ``DistributedDataParallel`` that the user
+            gave.
+        hook: the comm hook, if any; for it, ``wrapper`` and ``state`` see
+            ``DDPExtStrategy``.
 
     Attributes:
-        is_needless: whether DDP has nothing to do: there is a single CPU rank, and no hook, option or sparse layer
-            that DDP acts on.
+        is_needless: whether DDP has nothing to do: there is a single CPU rank, and no
+            hook, option or sparse layer that DDP acts on.
     """
 
     def __init__(
-        self, strategy: Host, options: Collection[str], *, hook: CommHook | None, wrapper: Wrapper | None, state: object
+        self,
+        strategy: Host,
+        options: Collection[str],
+        *,
+        hook: CommHook | None,
+        wrapper: Wrapper | None,
+        state: object,
     ) -> None:
         self._strategy = strategy
         self._options = options
@@ -45,22 +56,36 @@ class GradientAveraging:
         self.on_ddp_formed()
 
     def on_ddp_formed(self) -> None:
-        """Record which parameters DDP averages, and register the comm hook on CPU, as Lightning does on GPUs."""
+        """Record which parameters DDP averages, and register the comm hook on CPU, as
+        Lightning does on GPUs.
+        """
         module = self._strategy.lightning_module
         model: Any = self._strategy.model
         self.is_needless = False
         ignored = getattr(model, "parameters_to_ignore", ())
-        known = [] if module is None else [each for each in module.named_parameters() if each[0] not in ignored]
-        self._averaged = [name for name, parameter in known if parameter.requires_grad]  # in DDP's order
+        known = (
+            []
+            if module is None
+            else [each for each in module.named_parameters() if each[0] not in ignored]
+        )
+        self._averaged = [
+            name for name, parameter in known if parameter.requires_grad
+        ]  # in DDP's order
         self._frozen = [parameter for _, parameter in known if not parameter.requires_grad]
         hook = self._hook
         if module is not None and hook is not None and self._strategy.root_device.type == "cpu":
-            model.register_comm_hook(self._state, hook if self._wrapper is None else self._wrapper(hook))
+            model.register_comm_hook(
+                self._state, hook if self._wrapper is None else self._wrapper(hook)
+            )
 
     def on_train_start(self) -> None:
-        """Bypass DDP in the steps of a single CPU rank, unless the user has changed what DDP does."""
+        """Bypass DDP in the steps of a single CPU rank, unless the user has changed
+        what DDP does.
+        """
         model = self._strategy.model
-        is_on_gpu = self._strategy.root_device.type != "cpu"  # on a GPU, DDP also moves inputs to the device
+        is_on_gpu = (
+            self._strategy.root_device.type != "cpu"
+        )  # on a GPU, DDP also moves inputs to the device
         if self._strategy.world_size > 1 or is_on_gpu or type(model) is not DistributedDataParallel:
             return
         # If torch renames this, DDP is not bypassed, which is only slower.
@@ -74,10 +99,11 @@ class GradientAveraging:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Average gradients of unfrozen parameters, because DDP ignores what was frozen when it was built.
+        """Average gradients of unfrozen parameters, because DDP ignores what was frozen
+        when it was built.
 
-        Collective if there are any, unless the gradients of this step are only accumulated.
-        See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
+        Collective if there are any, unless the gradients of this step are only
+        accumulated. See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
         """
         unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
         yield  # a hook may freeze them again
@@ -86,7 +112,9 @@ class GradientAveraging:
             average_gradients(unfrozen)
 
     def training_step(self, as_lightning: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step as Lightning does, or without DDP's forward pass if DDP is not needed."""
+        """Run the module's training step as Lightning does, or without DDP's forward
+        pass if DDP is not needed.
+        """
         if not self.is_needless:
             return as_lightning(*args, **kwargs)
         module = self._strategy.lightning_module
@@ -95,7 +123,9 @@ class GradientAveraging:
             return module.training_step(*args, **kwargs)
 
     def name_unused(self, error: BaseException, message: str) -> None:
-        """Prepend names and a remedy to DDP's message about unused parameters; leave other errors unchanged."""
+        """Prepend names and a remedy to DDP's message about unused parameters; leave
+        other errors unchanged.
+        """
         found = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
         if found is None or "find_unused_parameters" not in message:
             return
@@ -103,8 +133,9 @@ class GradientAveraging:
         unused = [self._averaged[number] for number in numbers if number < len(self._averaged)]
         more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
         sentence = (
-            f"rank {found[1]} did not use these parameters to compute the loss that training_step returned: "
-            f"{', '.join(unused[:_SHOWN])}{more}; DDP waits for their gradients. If this is intended, choose "
-            "strategy='ddp_ext_find_unused_parameters_true', or DDPExtStrategy(find_unused_parameters=True)"
+            f"rank {found[1]} did not use these parameters to compute the loss that training_step"
+            f" returned: {', '.join(unused[:_SHOWN])}{more}; DDP waits for their gradients. If this"
+            " is intended, choose strategy='ddp_ext_find_unused_parameters_true', or"
+            " DDPExtStrategy(find_unused_parameters=True)"
         )
         error.args = (f"{sentence}\n{message}",)

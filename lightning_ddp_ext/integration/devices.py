@@ -34,12 +34,14 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
     @property
     @override
     def num_processes(self) -> int:
-        devices, per_rank = len(self.parallel_devices or ()), self.devices_per_rank
+        devices = len(self.parallel_devices or ())
+        per_rank = self.devices_per_rank
         fewer = devices - devices % per_rank
         if fewer < devices:
             choice = f"{fewer} or {fewer + per_rank}" if fewer else per_rank
             raise ConfigurationError(
-                f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose {choice} devices"
+                f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose"
+                f" {choice} devices"
             )
         return devices // per_rank
 
@@ -57,14 +59,17 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
 
 
 def _place_metrics_and_check_parameters(model: nn.Module, devices: list[torch.device]) -> None:
-    """Move metrics to a rank's first device, and raise if a parameter is not on one of the rank's devices."""
+    """Move metrics to a rank's first device, and raise if a parameter is not on one of
+    the rank's devices.
+    """
     for module in model.modules():
         if isinstance(module, torchmetrics.Metric):
             module.to(devices[0])
     for name, parameter in model.named_parameters():
         if parameter.device not in devices:
             raise ConfigurationError(
-                f"with devices_per_rank={len(devices)} the module must place its parameters itself, but {name} "
-                f"is on {parameter.device}; put it on one of self.trainer.strategy.rank_devices "
-                f"({', '.join(map(str, devices))}) in configure_model"
+                f"with devices_per_rank={len(devices)} the module must place its parameters itself,"
+                f" but {name} is on {parameter.device}; put it on one of"
+                f" self.trainer.strategy.rank_devices ({', '.join(map(str, devices))}) in"
+                " configure_model"
             )

@@ -1,4 +1,6 @@
-"""Determine this process's rank from arguments, a launcher's variables or Lightning's environment."""
+"""Determine this process's rank from arguments, a launcher's variables or Lightning's
+environment.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,19 @@ from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.world import World, check_devices, read_world
 
-from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment, pl
+from .lightning_tree import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    pl,
+)
 
 
 class WorldEnvironment(LightningEnvironment):
-    """The environment of processes whose launcher Lightning does not detect: MPI without mpi4py, or a user's shell."""
+    """The environment of processes whose launcher Lightning does not detect: MPI
+    without mpi4py, or a user's shell.
+    """
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -77,20 +87,30 @@ def world_of(strategy: pl.strategies.DDPStrategy) -> World:
 
 
 def choose_environment(
-    environment: ClusterEnvironment | None, arguments: Mapping[str, int | None], *, devices: int, num_nodes: int
+    environment: ClusterEnvironment | None,
+    arguments: Mapping[str, int | None],
+    *,
+    devices: int,
+    num_nodes: int,
 ) -> ClusterEnvironment | None:
-    """Return the environment that determines this process's rank: the given one, or one of ours.
+    """Return the environment that determines this process's rank: the given one, or one
+    of ours.
 
-    The arguments ``rank`` and ``world_size`` override SLURM's variables and those of launchers that Lightning does not
-    detect. Raise if they contradict any other launcher, or if the ranks do not match the Trainer's devices.
+    The arguments ``rank`` and ``world_size`` override SLURM's variables and those of
+    launchers that Lightning does not detect. Raise if they contradict any other
+    launcher, or if the ranks do not match the Trainer's devices.
     """
-    if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
+    if (
+        type(environment) not in (LightningEnvironment, SLURMEnvironment)
+        or started_ranks() is not None
+    ):
         _refuse_other_rank(environment, arguments)
         return environment
     try:
         world = read_world(os.environ, **arguments, devices=devices)
     except ConfigurationError:
-        # With fewer devices than ranks, the local rank looks wrong, but the message must name the devices.
+        # With fewer devices than ranks, the local rank looks wrong, but the message
+        # must name the devices.
         world = read_world(os.environ, **arguments)
         if world is not None:
             check_devices(world, devices=devices, num_nodes=num_nodes)
@@ -104,22 +124,30 @@ def choose_environment(
 
 
 def _check_tasks(world: World | None, ranks: int) -> None:
-    """Raise if SLURM did not start the ranks, or started tasks that would not become ranks."""
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 0 if "SLURM_STEP_ID" not in os.environ else ranks))
+    """Raise if SLURM did not start the ranks, or started tasks that would not become
+    ranks.
+    """
+    tasks = int(
+        os.environ.get("SLURM_STEP_NUM_TASKS", 0 if "SLURM_STEP_ID" not in os.environ else ranks)
+    )
     if world is None and tasks == ranks > 1 and "SLURM_JOB_NAME" in os.environ:
         raise ConfigurationError(
-            f"srun started {tasks} tasks, but Lightning ignores SLURM in a job named {os.environ['SLURM_JOB_NAME']!r}, "
-            "so each task would train alone; use srun --job-name=train, or unset SLURM_STEP_NUM_TASKS if each task "
-            "has to start its own ranks"
+            f"srun started {tasks} tasks, but Lightning ignores SLURM in a job named"
+            f" {os.environ['SLURM_JOB_NAME']!r}, so each task would train alone; use srun"
+            " --job-name=train, or unset SLURM_STEP_NUM_TASKS if each task has to start its own"
+            " ranks"
         )
     if world is not None and world.source == "SLURM" and tasks < world.world_size > 1:
         raise ConfigurationError(
-            f"this script runs without srun, so SLURM has not started the {world.world_size} tasks of the job (got "
-            f"SLURM_STEP_ID={os.environ.get('SLURM_STEP_ID')}); write srun python {os.path.basename(sys.argv[0])}"
+            f"this script runs without srun, so SLURM has not started the {world.world_size} tasks"
+            f" of the job (got SLURM_STEP_ID={os.environ.get('SLURM_STEP_ID')}); write srun python"
+            f" {os.path.basename(sys.argv[0])}"
         )
 
 
-def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mapping[str, int | None]) -> None:
+def _refuse_other_rank(
+    environment: ClusterEnvironment | None, arguments: Mapping[str, int | None]
+) -> None:
     """Raise if the arguments contradict a launcher."""
     given = (arguments["rank"], arguments["world_size"])
     if given[0] is None or environment is None or not environment.creates_processes_externally:
@@ -127,6 +155,7 @@ def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mappin
     found = (environment.global_rank(), environment.world_size())
     if found != given:
         raise ConfigurationError(
-            f"rank={given[0]} and world_size={given[1]} contradict {source_of(environment)}, which made this "
-            f"process rank {found[0]} of {found[1]}; remove the arguments, or start the processes by hand"
+            f"rank={given[0]} and world_size={given[1]} contradict {source_of(environment)}, which"
+            f" made this process rank {found[0]} of {found[1]}; remove the arguments, or start the"
+            " processes by hand"
         )

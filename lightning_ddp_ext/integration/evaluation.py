@@ -43,16 +43,17 @@ EVALUATED = (
 class Evaluation:
     """Validation, test and prediction on a strategy's ranks.
 
-    As in stock Lightning, every rank reads the same number of samples, in batches of the same sizes; some
-    ranks repeat a sample for this. The repeated samples are alone in the last step, and on a rank that
-    repeats one, this step does not count: logged values and metrics are restored after the step, and
-    reductions leave the rank out.
+    As in stock Lightning, every rank reads the same number of samples, in batches of
+    the same sizes; some ranks repeat a sample for this. The repeated samples are alone
+    in the last step, and on a rank that repeats one, this step does not count: logged
+    values and metrics are restored after the step, and reductions leave the rank out.
 
-    A rank whose own stream has no batch runs one uncounted step with a batch of another rank, so that it
-    takes part in the reductions at the end of the epoch.
+    A rank whose own stream has no batch runs one uncounted step with a batch of another
+    rank, so that it takes part in the reductions at the end of the epoch.
 
     Attributes:
-        is_idle: whether this rank's batch does not count in the current step, or did not in the last one.
+        is_idle: whether this rank's batch does not count in the current step, or did
+            not in the last one.
         idle_ranks: the ranks whose batches do not count in the current step.
     """
 
@@ -85,7 +86,9 @@ class Evaluation:
         """
         if stage == RunningStage.PREDICTING:
             if batches_of(loader) == 0:
-                loader.length = 1  # Lightning refuses a rank without batches; its iterator ends before the first one
+                # Lightning refuses a rank without batches; its iterator ends before the
+                # first one
+                loader.length = 1
             return
         if not self._is_joint:
             return
@@ -94,7 +97,9 @@ class Evaluation:
             return  # such a step may fetch several batches, of which some count
         even = self._even_batches(loader.loader, is_dealt=is_dealt)
         samples = None if even is None else even.samples
-        batches, samples_by_rank = zip(*ranks_of(self._strategy).gather((batches_of(loader), samples)), strict=True)
+        batches, samples_by_rank = zip(
+            *ranks_of(self._strategy).gather((batches_of(loader), samples)), strict=True
+        )
         if even is not None and len({*samples_by_rank}) == 1:
             loader.loader = own_copy(loader.loader)  # a stateful loader has not been copied yet
             permanent = make_permanent(loader.loader, even)
@@ -105,7 +110,9 @@ class Evaluation:
             loader.start_evaluation = partial(self._start_or_borrow, loader)
 
     def _even_batches(self, loader: Any, *, is_dealt: bool) -> EvenBatches | None:
-        """Return even batches for a loader if each sample is to be read once; ``None`` if that is not asked for."""
+        """Return even batches for a loader if each sample is to be read once; ``None``
+        if that is not asked for.
+        """
         own = index_sampler_of(loader)
         sampler = own if isinstance(own, GlobalOrderSampler) else getattr(own, "sampler", None)
         if not isinstance(sampler, GlobalOrderSampler) or not can_count_once(loader):
@@ -127,15 +134,22 @@ class Evaluation:
     def _start_even(
         self, loader: DistributedLoader, even: EvenBatches, permanent: PermanentBatchSampler
     ) -> Iterator[Any]:
-        """Start an iterator whose last batch does not count on ranks that repeat a sample."""
+        """Start an iterator whose last batch does not count on ranks that repeat a
+        sample.
+        """
         filled: list[int] = []
         permanent.draw_next_by(partial(even.draw, filled))
         numbered = enumerate(iter(loader.loader))
         idle_ranks = even.filling_ranks
-        return self._recorded((batch, idle_ranks if filled == [number] else ()) for number, batch in numbered)
+        return self._recorded(
+            (batch, idle_ranks if filled == [number] else ()) for number, batch in numbered
+        )
 
     def _start_or_borrow(self, loader: DistributedLoader) -> Iterator[Any]:
-        """Start an iterator that yields a batch of another rank if this rank has none. Collective."""
+        """Start an iterator that yields a batch of another rank if this rank has none.
+
+        Collective.
+        """
         if not _is_sequential(self._loop):
             return self._start(loader)
         return self._recorded(self._borrow(iter(loader.loader)))
@@ -143,8 +157,13 @@ class Evaluation:
     def _borrow(self, batches: Iterator[Any]) -> Iterator[tuple[Any, tuple[int, ...]]]:
         """Yield batches, each with the ranks that are idle with it. Collective."""
         context = current()
-        # A separate group, because another rank may still be in a step that uses the default group.
-        group = None if context is None else context.new_group(backend="gloo", purpose="small collectives")
+        # A separate group, because another rank may still be in a step that uses the
+        # default group.
+        group = (
+            None
+            if context is None
+            else context.new_group(backend="gloo", purpose="small collectives")
+        )
         ranks = Ranks(self._strategy.global_rank, self._strategy.world_size, group=group)
         own = list(islice(batches, 1))
         has_batch = ranks.gather(bool(own))
@@ -183,22 +202,34 @@ class Evaluation:
 
 
 def _is_sequential(loop: Any) -> bool:
-    """Whether a loop reads its loaders one after another, so that each step has a batch of one loader."""
+    """Whether a loop reads its loaders one after another, so that each step has a batch
+    of one loader.
+    """
     return mode_of(combined_loader_of(loop)) == "sequential"
 
 
 def _may_be_empty(loader: DistributedLoader, batches: tuple[float, ...]) -> bool:
-    """Whether a rank may have no batch of a loader whose data the ranks divide themselves."""
+    """Whether a rank may have no batch of a loader whose data the ranks divide
+    themselves.
+    """
     if len({number == inf for number in batches}) > 1:
-        return False  # without a length, Lightning would read the first batch earlier than other ranks do
+        # without a length, Lightning would read the first batch earlier than other
+        # ranks do
+        return False
     return min(batches) == 0 < max(batches) or index_sampler_of(loader.loader) is None
 
 
 def can_count_once(loader: DataLoader[Any]) -> bool:
     """Whether the last samples of a loader can be read in a separate batch.
 
-    With ``drop_last=True`` the user wants whole batches only, and a class with another ``__iter__`` may
-    not yield one batch for each of its batch sampler. With ``in_order=False`` the batches' order is unknown.
+    With ``drop_last=True`` the user wants whole batches only, and a class with another
+    ``__iter__`` may not yield one batch for each of its batch sampler. With
+    ``in_order=False`` the batches' order is unknown.
     """
-    drops = getattr(index_sampler_of(loader), "drop_last", False) or not getattr(loader, "in_order", True)
-    return not drops and type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
+    drops = getattr(index_sampler_of(loader), "drop_last", False) or not getattr(
+        loader, "in_order", True
+    )
+    return not drops and type(loader).__iter__.__module__.partition(".")[0] in (
+        "torch",
+        "torchdata",
+    )

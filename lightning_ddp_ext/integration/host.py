@@ -1,4 +1,6 @@
-"""Describe what the strategy's collaborators use of a Lightning strategy, so that a type checker sees it."""
+"""Describe what the strategy's collaborators use of a Lightning strategy, so that a
+type checker sees it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Connect the ranks of a strategy: set variables for started ranks, choose the endpoint, and join."""
+"""Connect the ranks of a strategy: set variables for started ranks, choose the
+endpoint, and join.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,12 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR
 
 
 class ConnectionSettings:
-    """Where and how the ranks of a strategy connect; for the arguments see ``DDPExtStrategy``.
+    """Where and how the ranks of a strategy connect; for the arguments see
+    ``DDPExtStrategy``.
 
     Attributes:
-        init_method: the argument or the variable ``DDPX_INIT_METHOD``; ``None``: the cluster environment's address.
+        init_method: the argument or the variable ``DDPX_INIT_METHOD``; ``None``: the
+            cluster environment's address.
     """
 
     def __init__(
@@ -70,26 +74,34 @@ class ConnectionSettings:
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT
         heartbeat = to_timedelta(heartbeat_timeout, field="heartbeat_timeout") or HEARTBEAT_TIMEOUT
         self.timeouts = Timeouts(heartbeat=heartbeat.total_seconds())
-        self._nccl, self._interface = nccl, interface
+        self._nccl = nccl
+        self._interface = interface
 
     def start_variables(self, environment: ClusterEnvironment, num_nodes: int) -> dict[str, str]:
-        """Return the variables that started ranks need to connect, besides the init method.
+        """Return the variables that started ranks need to connect, besides the init
+        method.
 
-        On one node without an address, the kernel chooses a free port, so this process does not have to guess one.
+        On one node without an address, the kernel chooses a free port, so this process
+        does not have to guess one.
         """
         method = self.init_method
         if isinstance(method, File):
             return {}
-        has_address = _is_set_otherwise("main_address", environment) or _is_set_otherwise("main_port", environment)
+        has_address = _is_set_otherwise("main_address", environment) or _is_set_otherwise(
+            "main_port", environment
+        )
         if num_nodes > 1 or isinstance(method, Tcp) or has_address:
             where = method if isinstance(method, Tcp) else _address_in(environment, os.environ)
             return {"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)}
         return {PRIVATE_FILE: temporary_path()}
 
     def join(self, strategy: pl.strategies.DDPStrategy, debugged: RankDebugger | None) -> None:
-        """Connect the ranks, create the process group and log it. Collective: every rank must call it.
+        """Connect the ranks, create the process group and log it.
 
-        If a rank is being debugged, time limits do not apply in practice, and that rank waits for a debugger.
+        Collective: every rank must call it.
+
+        If a rank is being debugged, time limits do not apply in practice, and that rank
+        waits for a debugger.
         """
         if launcher_of(os.environ) in (TORCHRUN, OPEN_MPI):
             watch_parent()  # other launchers stop their ranks themselves
@@ -99,13 +111,18 @@ class ConnectionSettings:
         if session is not None:
             install_excepthook()
             if is_first:
-                size, where = request.world.world_size, request.init_method
-                rank_zero_info(f"process group: {request.backend}, {size} rank{'s' * (size > 1)}, {where}")
+                size = request.world.world_size
+                where = request.init_method
+                rank_zero_info(
+                    f"process group: {request.backend}, {size} rank{'s' * (size > 1)}, {where}"
+                )
         if debugged is not None and debugged.rank == request.world.rank:
             wait_for_debugger(debugged.rank, debugged.port)
 
     def _request(self, strategy: pl.strategies.DDPStrategy) -> Request:
-        started, method, world = started_ranks(), self.init_method, world_of(strategy)
+        started = started_ranks()
+        method = self.init_method
+        world = world_of(strategy)
         return Request(
             world=world,
             init_method=str(method or Env()),
@@ -123,13 +140,17 @@ class ConnectionSettings:
         )
 
     def _endpoint(self, strategy: pl.strategies.DDPStrategy, world: World) -> Endpoint:
-        """Return the init method's endpoint in this process; raise if the method does not determine one."""
-        context, started = current(), started_ranks()
+        """Return the init method's endpoint in this process; raise if the method does
+        not determine one.
+        """
+        context = current()
+        started = started_ranks()
         is_connected = context is not None and len(context.table) > 1
         if is_connected or dist.is_initialized() or world.world_size == 1:
             return FileEndpoint("")  # never used: the ranks are connected, or this is the only one
         environ = {**os.environ, **(started.variables if started is not None else {})}
-        method, environment = self.init_method, strategy.cluster_environment
+        method = self.init_method
+        environment = strategy.cluster_environment
         if isinstance(method, File):
             check_file(method, num_nodes=strategy.num_nodes)
             return FileEndpoint(method.path)
@@ -139,7 +160,10 @@ class ConnectionSettings:
             return FileEndpoint(environ[PRIVATE_FILE], is_local=True)
         assert environment is not None
         where = _address_in(environment, environ)
-        if isinstance(environment, TorchElasticEnvironment) and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if (
+            isinstance(environment, TorchElasticEnvironment)
+            and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        ):
             # torchrun's agent is listening at that address, so rank 0 cannot.
             return StoreEndpoint(where, f"lightning_ddp_ext/{environ['TORCHELASTIC_RUN_ID']}")
         return TcpEndpoint(where, is_local=strategy.num_nodes == 1)
@@ -162,25 +186,32 @@ def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]
 
 
 def temporary_path() -> str:
-    """Return an unused path, and at exit remove the file that killed ranks may have left there."""
+    """Return an unused path, and at exit remove the file that killed ranks may have
+    left there.
+    """
     path = Path(tempfile.gettempdir(), f"lightning_ddp_ext-{secrets.token_hex(16)}")
     atexit.register(path.unlink, missing_ok=True)
     return str(path)
 
 
 def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:
-    """Return the address for ``env://``; raise if the port is missing, since each process would choose its own."""
+    """Return the address for ``env://``; raise if the port is missing, since each
+    process would choose its own.
+    """
     if "MASTER_PORT" not in environ and not _is_set_otherwise("main_port", environment):
         raise RendezvousError(
-            "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment if you start each process "
-            f"yourself (got MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT=None); export both with the same "
-            "values on every rank, or choose init_method='tcp://HOST:PORT' or 'file:///PATH'"
+            "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment if you"
+            f" start each process yourself (got MASTER_ADDR={environ.get('MASTER_ADDR')},"
+            " MASTER_PORT=None); export both with the same values on every rank, or choose"
+            " init_method='tcp://HOST:PORT' or 'file:///PATH'"
         )
     return Tcp(environment.main_address, int(environment.main_port))
 
 
 def _is_set_otherwise(name: str, environment: ClusterEnvironment) -> bool:
-    """Whether the environment overrides ``main_address`` or ``main_port``, which read ``MASTER_...`` by default."""
+    """Whether the environment overrides ``main_address`` or ``main_port``, which read
+    ``MASTER_...`` by default.
+    """
     return getattr(type(environment), name) is not getattr(LightningEnvironment, name)
 
 

@@ -1,4 +1,6 @@
-"""Start this node's ranks with the variables that they need to connect, and wait for them."""
+"""Start this node's ranks with the variables that they need to connect, and wait for
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ from lightning_ddp_ext.rendezvous.process_context import leave
 from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
 from lightning_ddp_ext.supervision.own_command import own_command
-from lightning_ddp_ext.supervision.parent_watch import LAUNCHER_PID, set_rank_variables, watch_launcher
+from lightning_ddp_ext.supervision.parent_watch import (
+    LAUNCHER_PID,
+    set_rank_variables,
+    watch_launcher,
+)
 from lightning_ddp_ext.supervision.rank_processes import (
     ChildScripts,
     RankProcesses,
@@ -56,12 +62,14 @@ _HARMLESS = (TunerExitException, StoppedException)
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Runs the script again for each of this node's other ranks, unless another launcher has started the ranks.
+    """Runs the script again for each of this node's other ranks, unless another
+    launcher has started the ranks.
 
-    A process starts ranks only once; later Trainers in the script use the same ranks. Of the ranks' variables, only
-    ``LOCAL_RANK`` remains in this process's environment, because it tells a stock strategy later in the script that the
-    ranks exist. Unlike Lightning's launcher, this one does not kill the other ranks as soon as one fails, but only
-    those that are still running after a time limit at exit, or after Ctrl-C.
+    A process starts ranks only once; later Trainers in the script use the same ranks.
+    Of the ranks' variables, only ``LOCAL_RANK`` remains in this process's environment,
+    because it tells a stock strategy later in the script that the ranks exist. Unlike
+    Lightning's launcher, this one does not kill the other ranks as soon as one fails,
+    but only those that are still running after a time limit at exit, or after Ctrl-C.
     """
 
     def __init__(
@@ -80,8 +88,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self._deadline = deadline
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
         started = started_ranks()
         if started is not None:
             self.procs = list(started.children)
@@ -89,12 +101,15 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         files = self._files
-        # The handler is the Trainer's calling frame, which runs hooks and teardown after this call.
+        # The handler is the Trainer's calling frame, which runs hooks and teardown
+        # after this call.
         safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._rescue.save}
         is_joint = self.num_processes * self.num_nodes > 1
         with files.count_fit(trainer):
             args = files.resolve_last(args, trainer, is_rank_zero=self._strategy.is_global_zero)
-            return supervised(function, *args, harmless=_HARMLESS, is_joint=is_joint, **safety, **kwargs)
+            return supervised(
+                function, *args, harmless=_HARMLESS, is_joint=is_joint, **safety, **kwargs
+            )
 
     def _start(self, trainer: Any) -> None:
         variables = self._settings.start_variables(self.cluster_environment, self.num_nodes)
@@ -102,7 +117,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._call_children_scripts()
         if self.procs:
             set_rank_variables("0")
-        limit: dict[str, Any] = {} if rank_debugger_of(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
+        limit: dict[str, Any] = (
+            {} if rank_debugger_of(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
+        )
         deadline = self._deadline.total_seconds()
         scripts = ChildScripts(list(self.procs), variables, save_within=deadline, **limit)
         record_started(scripts)
@@ -155,7 +172,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
         self._deadline = deadline
         self._environment = _environment_of(strategy)
         if start_method == "forkserver" and not self._environment.creates_processes_externally:
-            # The server starts now, so that it imports modules while the user's code builds the model and the data.
+            # The server starts now, so that it imports modules while the user's code
+            # builds the model and the data.
             check_missing_main_guard()
             preloaded = ["__main__", "torch.distributed", lightning_name, "lightning_ddp_ext"]
             multiprocessing.set_forkserver_preload(preloaded)
@@ -163,10 +181,13 @@ class ProcessesLauncher(MultiProcessingLauncher):
                 forkserver.ensure_running()
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
         """Start the ranks, wait for them, and give the Trainer rank 0's results.
 
-        Lightning's own method cannot be extended, because it calls nothing between starting the processes and waiting.
+        Lightning's own method cannot be extended, because it calls nothing between
+        starting the processes and waiting.
         """
         self._refuse_second_launch(trainer)
         variables = self._settings.start_variables(self._environment, self._strategy.num_nodes)
@@ -184,14 +205,15 @@ class ProcessesLauncher(MultiProcessingLauncher):
         environment = self._environment
         if environment.creates_processes_externally:
             raise ConfigurationError(
-                f"start_method={self._start_method!r} starts the ranks itself, but this process is already rank "
-                f"{environment.global_rank()} of {environment.world_size()} according to {source_of(environment)}; "
-                "use strategy='ddp_ext' here, or start the script without a launcher"
+                f"start_method={self._start_method!r} starts the ranks itself, but this process is"
+                f" already rank {environment.global_rank()} of {environment.world_size()} according"
+                f" to {source_of(environment)}; use strategy='ddp_ext' here, or start the script"
+                " without a launcher"
             )
         if self._already_fit and trainer is not None and trainer.state.fn == "fit":
             raise NotImplementedError(
-                f"a Trainer with start_method={self._start_method!r} can call fit() only once; create a new Trainer "
-                "and continue with fit(ckpt_path=...)"
+                f"a Trainer with start_method={self._start_method!r} can call fit() only once;"
+                " create a new Trainer and continue with fit(ckpt_path=...)"
             )
         leave()
 
@@ -202,9 +224,11 @@ class ProcessesLauncher(MultiProcessingLauncher):
         else:
             check_bad_cuda_fork()
         os.environ["MASTER_PORT"] = str(self._environment.main_port)
-        # A forked process already has the seeds and torch's flags. Capturing them initialises CUDA in this process,
-        # which Lightning does only for spawn.
-        is_captured = self._start_method == "spawn" or not (self._start_method == "fork" or torch.cuda.is_available())
+        # A forked process already has the seeds and torch's flags. Capturing them
+        # initialises CUDA in this process, which Lightning does only for spawn.
+        is_captured = self._start_method == "spawn" or not (
+            self._start_method == "fork" or torch.cuda.is_available()
+        )
         state = GlobalStateSnapshot.capture() if is_captured else None
         processes = torch.multiprocessing.start_processes(
             self._run_rank,
@@ -217,17 +241,25 @@ class ProcessesLauncher(MultiProcessingLauncher):
         RankProcesses(processes, results.path, self._deadline.total_seconds()).join()
 
     def _run_rank(
-        self, local_rank: int, launcher_pid: int, environ: Any, state: Any, results: Any, trainer: Any, *work: Any
+        self,
+        local_rank: int,
+        launcher_pid: int,
+        environ: Any,
+        state: Any,
+        results: Any,
+        trainer: Any,
+        *work: Any,
     ) -> None:
         """Run a function in a started process."""
-        # A fork server passes on the environment with which it was started, which may be outdated.
+        # A fork server passes on the environment with which it was started, which may
+        # be outdated.
         os.environ.clear()
         os.environ.update(environ)
         watch_launcher(launcher_pid)
         function, args, kwargs = work
         if self._start_method == "forkserver":
-            # Pickled tensors are in shared memory, so the ranks would all train the same parameters. Lightning only
-            # copies them for spawn.
+            # Pickled tensors are in shared memory, so the ranks would all train the
+            # same parameters. Lightning only copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         is_rank_zero = self._environment.node_rank() == local_rank == 0
         args = self._files.resolve_last(args, trainer, is_rank_zero=is_rank_zero)
@@ -235,7 +267,9 @@ class ProcessesLauncher(MultiProcessingLauncher):
         try:
             self._wrapping_function(local_rank, trainer, function, args, kwargs, results, state)
         except RankFailedError as error:
-            print_line(error)  # the launching process prints the traceback of the rank that failed first
+            print_line(
+                error
+            )  # the launching process prints the traceback of the rank that failed first
             raise
         finally:
             leave()
@@ -250,8 +284,8 @@ def _environment_of(strategy: pl.strategies.DDPStrategy) -> ClusterEnvironment:
 class _Results:
     """A file with rank 0's results, which replaces the queue of Lightning's launcher.
 
-    Lightning reads that queue after all processes have exited. The queue is a pipe of 64 KiB, so with about 300 logged
-    metrics, rank 0 would wait forever for a reader.
+    Lightning reads that queue after all processes have exited. The queue is a pipe of
+    64 KiB, so with about 300 logged metrics, rank 0 would wait forever for a reader.
     """
 
     path: str

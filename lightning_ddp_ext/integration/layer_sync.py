@@ -1,4 +1,6 @@
-"""Synchronise layers during training, for ``Trainer(sync_batchnorm=True)`` and for our callback."""
+"""Synchronise layers during training, for ``Trainer(sync_batchnorm=True)`` and for our
+callback.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from .lightning_tree import pl, rank_zero_info, rank_zero_warn
 
 
 class RanksLayerSync(pl.plugins.LayerSync):
-    """Synchronises layers for our callback, and for ``Trainer(sync_batchnorm=True)`` in place of torch's SyncBatchNorm.
+    """Synchronises layers for our callback, and for ``Trainer(sync_batchnorm=True)`` in
+    place of torch's SyncBatchNorm.
 
     Args:
         process_group: as in ``convert_sync_batchnorm``.
@@ -24,20 +27,26 @@ class RanksLayerSync(pl.plugins.LayerSync):
 
     def __init__(self, process_group: Ranks = None, choice: Choice | None = None) -> None:
         check_ranks(process_group)
-        self._ranks, self._choice = process_group, choice or Choice()
+        self._ranks = process_group
+        self._choice = choice or Choice()
         self._converted: Module | None = None
 
     def refuse_alongside(self, other: pl.plugins.LayerSync | None) -> None:
-        """Raise if layers or ranks are selected in addition to the Trainer's own layer synchronisation."""
+        """Raise if layers or ranks are selected in addition to the Trainer's own layer
+        synchronisation.
+        """
         if other is not None and (self._ranks is not None or self._choice != Choice()):
             raise ConfigurationError(
-                "sync_batchnorm=True synchronises all layers across all ranks, but SyncBatchNormConversion "
-                "selects some of them; remove sync_batchnorm=True"
+                "sync_batchnorm=True synchronises all layers across all ranks, but"
+                " SyncBatchNormConversion selects some of them; remove sync_batchnorm=True"
             )
 
     @override
     def apply(self, model: Module) -> Module:
-        """Synchronise the layers and log this. Does nothing with one rank. Collective: every rank must call it."""
+        """Synchronise the layers and log this.
+
+        Does nothing with one rank. Collective: every rank must call it.
+        """
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             group = batchnorm_group() if self._ranks is None else group_of(self._ranks)
             conversion = convert(model, self._choice, group)
@@ -51,7 +60,8 @@ class RanksLayerSync(pl.plugins.LayerSync):
     @override
     def revert(self, model: Module) -> Module:
         """Restore the layers, if they were converted."""
-        converted, self._converted = self._converted, None
+        converted = self._converted
+        self._converted = None
         if converted is not None:
             restore_batchnorm(converted)
         return model

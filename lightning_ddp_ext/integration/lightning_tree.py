@@ -1,7 +1,9 @@
-"""Import Lightning from the tree for which this module was loaded: ``pl`` and ``fabric`` are its packages.
+"""Import Lightning from the tree for which this module was loaded: ``pl`` and
+``fabric`` are its packages.
 
-The tree is ``lightning.pytorch`` or ``pytorch_lightning``; see ``trees``. Lightning's private names are only imported
-here, without the leading underscore; ``compat`` reads private attributes.
+The tree is ``lightning.pytorch`` or ``pytorch_lightning``; see ``trees``. Lightning's
+private names are only imported here, without the leading underscore; ``compat`` reads
+private attributes.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from typing import TYPE_CHECKING
 from lightning_ddp_ext.errors import ConfigurationError
 
 _IS_SECOND = __package__ == "lightning_ddp_ext.pytorch_lightning"
-_OTHER_PACKAGE = "lightning_ddp_ext.integration" if _IS_SECOND else "lightning_ddp_ext.pytorch_lightning"
+_OTHER_PACKAGE = (
+    "lightning_ddp_ext.integration" if _IS_SECOND else "lightning_ddp_ext.pytorch_lightning"
+)
 
 if TYPE_CHECKING or not _IS_SECOND:
     import lightning.fabric as fabric
@@ -27,8 +31,8 @@ lightning_version: str = pl.__version__
 def missing(name: str) -> ImportError:
     """Return the error for a missing Lightning name that this package needs."""
     return ImportError(
-        f"lightning_ddp_ext needs {name}, which {lightning_name} {lightning_version} does not have; "
-        "install a version of Lightning that this release supports (see README.md)"
+        f"lightning_ddp_ext needs {name}, which {lightning_name} {lightning_version} does not have;"
+        " install a version of Lightning that this release supports (see README.md)"
     )
 
 
@@ -40,8 +44,12 @@ def refuse_missing(owner: type, *names: str) -> None:
 
 
 def refuse_other_tree(*objects: object) -> None:
-    """Raise if some of our callbacks or plugins were made for the other tree; the message shows the right import."""
-    own, other = ("pytorch_lightning", "lightning") if _IS_SECOND else ("lightning", "pytorch_lightning")
+    """Raise if some of our callbacks or plugins were made for the other tree; the
+    message shows the right import.
+    """
+    own, other = (
+        ("pytorch_lightning", "lightning") if _IS_SECOND else ("lightning", "pytorch_lightning")
+    )
     for each in objects:
         for base in type(each).__mro__:
             if base.__module__.startswith(f"{_OTHER_PACKAGE}."):
@@ -66,7 +74,9 @@ try:
     check_bad_cuda_fork = fabric.strategies.launchers.multiprocessing._check_bad_cuda_fork
     check_missing_main_guard = fabric.strategies.launchers.multiprocessing._check_missing_main_guard
     is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature
-    disable_module_memory_sharing = fabric.strategies.launchers.multiprocessing._disable_module_memory_sharing
+    disable_module_memory_sharing = (
+        fabric.strategies.launchers.multiprocessing._disable_module_memory_sharing
+    )
     rank_zero_info = pl.utilities.rank_zero.rank_zero_info
     rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn
     set_num_threads_if_needed = fabric.utilities.distributed._set_num_threads_if_needed

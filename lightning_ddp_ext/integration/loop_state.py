@@ -1,14 +1,19 @@
-"""Change the state of Lightning's loops in a checkpoint to one from which Lightning continues correctly.
+"""Change the state of Lightning's loops in a checkpoint to one from which Lightning
+continues correctly.
 
-A checkpoint records the progress of each loop when it was saved: during a batch, after it, or between two epochs.
-Lightning does not continue correctly from all of these: accumulated gradients are lost, a batch that raised an
-exception may be lost, and a run that is resumed twice skips an epoch. So before Lightning reads the state, this module
+A checkpoint records the progress of each loop when it was saved: during a batch, after
+it, or between two epochs. Lightning does not continue correctly from all of these:
+accumulated gradients are lost, a batch that raised an exception may be lost, and a run
+that is resumed twice skips an epoch. So before Lightning reads the state, this module
 changes it, in the form of a dictionary, to one of four:
 
 - "epoch_start": between two epochs; the next epoch begins with its hooks.
-- "batch_end": as saved in ``on_train_batch_end``; training continues with the next batch.
-- "validation": as saved before the first batch of a validation, which runs from its beginning.
-- "epoch_end": unchanged; saved in a validation after an epoch's last batch, so only the epoch's end remains.
+- "batch_end": as saved in ``on_train_batch_end``; training continues with the next
+  batch.
+- "validation": as saved before the first batch of a validation, which runs from its
+  beginning.
+- "epoch_end": unchanged; saved in a validation after an epoch's last batch, so only the
+  epoch's end remains.
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ Stopped = Literal["batch", "validation"]
 
 
 def epoch_of(trainer: Any) -> int:
-    """Return the current or next epoch; with ``max_steps``, ``trainer.current_epoch`` lags behind."""
+    """Return the current or next epoch; with ``max_steps``, ``trainer.current_epoch``
+    lags behind.
+    """
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
@@ -34,7 +41,8 @@ class Restart:
         at: see the module's docstring.
         epoch: the epoch that begins, continues or ends.
         done: the number of batches in this epoch that are done.
-        has_started: at "epoch_start", whether the epoch's start hooks were already called; they are called again.
+        has_started: at "epoch_start", whether the epoch's start hooks were already
+            called; they are called again.
         is_last: whether all batches of the epoch are done.
     """
 
@@ -55,27 +63,39 @@ class Restart:
 
 
 def find_restart(
-    fit_loop: Mapping[str, Any], *, accumulated: int, stopped: Stopped | None = None, has_ended: bool = False
+    fit_loop: Mapping[str, Any],
+    *,
+    accumulated: int,
+    stopped: Stopped | None = None,
+    has_ended: bool = False,
 ) -> Restart:
     """Find the point where training continues from ``FitLoop.state_dict()``.
 
     Args:
         fit_loop: the state.
         accumulated: the number of batches per optimiser step.
-        stopped: where all ranks stopped and saved the state, between batches or during validation; otherwise ``None``.
-        has_ended: whether the last epoch's data was exhausted. Lightning does not flag the last batch if it expected
-            another one: with ``dataloader_iter``, and if a loader without a length ends before the others.
+        stopped: where all ranks stopped and saved the state, between batches or during
+            validation; otherwise ``None``.
+        has_ended: whether the last epoch's data was exhausted. Lightning does not flag
+            the last batch if it expected another one: with ``dataloader_iter``, and if
+            a loader without a length ends before the others.
     """
-    epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
-    done, is_last = batch["current"]["processed"], batch["is_last_batch"]
+    epoch = fit_loop["epoch_progress"]["current"]
+    batch = fit_loop["epoch_loop.batch_progress"]
+    done = batch["current"]["processed"]
+    is_last = batch["is_last_batch"]
     if epoch["started"] == epoch["processed"]:
         if is_last or has_ended or not done:
             return Restart("epoch_start", epoch["processed"])
-        return _after_last_step(epoch["processed"] - 1, done, accumulated)  # ended early by max_steps
+        return _after_last_step(
+            epoch["processed"] - 1, done, accumulated
+        )  # ended early by max_steps
     if is_last and batch["current"]["ready"] == done:
         if batch["current"]["completed"] < done:  # saved in on_train_batch_end
             return Restart("epoch_start", epoch["processed"] + 1)
-        at: Literal["validation", "epoch_end"] = "validation" if stopped == "validation" else "epoch_end"
+        at: Literal["validation", "epoch_end"] = (
+            "validation" if stopped == "validation" else "epoch_end"
+        )
         return Restart(at, epoch["processed"], done, is_last=True)
     if stopped == "validation" and done % accumulated == 0:
         return Restart("validation", epoch["processed"], done)
@@ -83,28 +103,44 @@ def find_restart(
 
 
 def _after_last_step(epoch: int, processed: int, accumulated: int) -> Restart:
-    """Return a restart after the last optimiser step, since checkpoints do not contain accumulated gradients."""
+    """Return a restart after the last optimiser step, since checkpoints do not contain
+    accumulated gradients.
+    """
     done = processed - processed % accumulated
-    return Restart("batch_end", epoch, done) if done else Restart("epoch_start", epoch, has_started=True)
+    return (
+        Restart("batch_end", epoch, done)
+        if done
+        else Restart("epoch_start", epoch, has_started=True)
+    )
 
 
-def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped | None = None) -> dict[str, Any]:
-    """Return a copy of a fit loop's state from which Lightning continues at the given restart."""
+def change_to(
+    fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped | None = None
+) -> dict[str, Any]:
+    """Return a copy of a fit loop's state from which Lightning continues at the given
+    restart.
+    """
     changed = copy.deepcopy(dict(fit_loop))
     if restart.at == "epoch_end":
         return changed
-    epoch, batch = changed["epoch_progress"], changed["epoch_loop.batch_progress"]
-    processed, ready = batch["current"]["processed"], batch["current"]["ready"]
+    epoch = changed["epoch_progress"]
+    batch = changed["epoch_loop.batch_progress"]
+    processed = batch["current"]["processed"]
+    ready = batch["current"]["ready"]
     is_between_epochs = epoch["current"]["started"] == epoch["current"]["processed"]
     is_in_last_batch_end = restart.epoch > epoch["current"]["processed"]
     begun = restart.epoch if restart.at == "epoch_start" else restart.epoch + 1
     _count(epoch, begun=begun, processed=restart.epoch, completed=restart.epoch)
     if restart.at == "validation":
-        _count(changed["epoch_loop.val_loop.batch_progress"], begun=1)  # Lightning then runs it from the beginning
+        _count(
+            changed["epoch_loop.val_loop.batch_progress"], begun=1
+        )  # Lightning then runs it from the beginning
         return changed
     dropped = restart.dropped_of(processed)
     is_after_batch = dropped > 0 or is_between_epochs or ready > processed or stopped == "batch"
-    if restart.at == "batch_end" and is_after_batch:  # already counted, and `_TrainingEpochLoop.reset` adds one
+    if (
+        restart.at == "batch_end" and is_after_batch
+    ):  # already counted, and `_TrainingEpochLoop.reset` adds one
         changed["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if is_in_last_batch_end:
         changed["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
@@ -116,7 +152,12 @@ def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped
 
 
 def _count(
-    progress: dict[str, Any], *, begun: int, processed: int = 0, completed: int = 0, earlier: int | None = None
+    progress: dict[str, Any],
+    *,
+    begun: int,
+    processed: int = 0,
+    completed: int = 0,
+    earlier: int | None = None,
 ) -> None:
     """Set a loop's current counters, and set its totals to these plus ``earlier``."""
     if earlier is None:

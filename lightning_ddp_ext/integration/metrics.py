@@ -1,4 +1,6 @@
-"""Reduce values of ``self.log(..., sync_dist=True)`` across ranks, all values of a step in one collective."""
+"""Reduce values of ``self.log(..., sync_dist=True)`` across ranks, all values of a step
+in one collective.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,12 @@ from .named_calls import report_step
 
 
 class Reduction:
-    """``Strategy.reduce`` as an object; each access to the attribute returns another one.
+    """``Strategy.reduce`` as an object; each access to the attribute returns another
+    one.
 
-    Lightning keeps the object with which a name was first logged and calls it for all values of this name, so the
-    object identifies the name. Other code gets objects that belong to no name.
+    Lightning keeps the object with which a name was first logged and calls it for all
+    values of this name, so the object identifies the name. Other code gets objects that
+    belong to no name.
     """
 
     def __init__(self, values: LoggedValues) -> None:
@@ -49,7 +53,9 @@ class Reduction:
         """Reduce a tensor, and return it; return other objects unchanged. Collective."""
         return self._values.reduce(tensor, group, reduce_op, self)
 
-    def __eq__(self, other: object) -> bool:  # Lightning compares the arguments with which a name is logged
+    def __eq__(
+        self, other: object
+    ) -> bool:  # Lightning compares the arguments with which a name is logged
         return isinstance(other, Reduction) and self._values is other._values
 
     __hash__ = None  # type: ignore[assignment]
@@ -58,13 +64,15 @@ class Reduction:
 class LoggedValues:
     """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
 
-    Values logged in a step are queued, and reduced together at the end of the step or before a call of the strategy
-    that communicates. A read before that reduces the values logged so far, so that no code sees this rank's own value.
-    If only some ranks read, the others join that exchange at their next one. The values of an epoch are reduced
-    together at its end. Everything else is reduced immediately.
+    Values logged in a step are queued, and reduced together at the end of the step or
+    before a call of the strategy that communicates. A read before that reduces the
+    values logged so far, so that no code sees this rank's own value. If only some ranks
+    read, the others join that exchange at their next one. The values of an epoch are
+    reduced together at its end. Everything else is reduced immediately.
 
-    If ranks log different values, all ranks raise. After a training step with values, all ranks also exchange after
-    the next one. In all other cases they first wait for each other, so that a rank without values can be named.
+    If ranks log different values, all ranks raise. After a training step with values,
+    all ranks also exchange after the next one. In all other cases they first wait for
+    each other, so that a rank without values can be named.
     """
 
     def __init__(self, strategy: Host, checkpoints: Checkpoints, evaluation: Evaluation) -> None:
@@ -85,7 +93,10 @@ class LoggedValues:
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
-        """After the block, reduce the values that it logged. Collective if it logged any."""
+        """After the block, reduce the values that it logged.
+
+        Collective if it logged any.
+        """
         if is_training:
             report_step()
         self._is_expected = is_training and self._has_logged and self._strategy.world_size > 1
@@ -161,41 +172,65 @@ class LoggedValues:
         return reduced
 
     def _reduce_epoch(self, logged: Any) -> Tensor:
-        """Reduce a number of an epoch's result together with those of all results that Lightning computes next."""
+        """Reduce a number of an epoch's result together with those of all results that
+        Lightning computes next.
+        """
         if not (self._ahead and self._ahead[0][0] is logged.value):
-            due = [each for each in results_of(self._strategy.current_trainer).values() if self._is_due(each)]
+            due = [
+                each
+                for each in results_of(self._strategy.current_trainer).values()
+                if self._is_due(each)
+            ]
             due = due if due and due[0] is logged else [logged]
-            numbers = [(each, number) for each in due[: PER_MESSAGE // 2] for number in _numbers_of(each)]
+            numbers = [
+                (each, number) for each in due[: PER_MESSAGE // 2] for number in _numbers_of(each)
+            ]
             values = [Value(_name_of(each), each.meta.sync.op, number) for each, number in numbers]
             results = self._reduce(values, is_last=False).results
-            self._ahead = deque((each.value, result) for (each, _), result in zip(numbers, results, strict=False))
+            self._ahead = deque(
+                (each.value, result) for (each, _), result in zip(numbers, results, strict=False)
+            )
         return self._ahead.popleft()[1]
 
     def _is_due(self, result: Any) -> bool:
-        """Whether Lightning will compute this result of the epoch next, and reduce it across all ranks."""
+        """Whether Lightning will compute this result of the epoch next, and reduce it
+        across all ranks.
+        """
         meta = result.meta
         sync = meta.sync
-        is_over = result.has_reset or is_computed(result) or not (result.is_tensor and meta.on_epoch)
+        is_over = (
+            result.has_reset or is_computed(result) or not (result.is_tensor and meta.on_epoch)
+        )
         if is_over or not sync.should or sync.rank_zero_only:
             return False
         return all(self._can_batch(number, sync.group, sync.op) for number in _numbers_of(result))
 
     def _reduce(self, values: list[Value], *, is_last: bool) -> Reduced:
-        """Wait until all ranks reduce logged values, unless that is expected, and reduce them. Collective."""
+        """Wait until all ranks reduce logged values, unless that is expected, and
+        reduce them.
+
+        Collective.
+        """
         session = current_session()
         device = self._strategy.root_device
         group = None
         if session is not None:
             context = session.context
             if not self._is_expected:
-                check = session.survey.check_that_all_answer  # detects a stopped process before the timeout
+                check = (
+                    session.survey.check_that_all_answer
+                )  # detects a stopped process before the timeout
                 what = f"the reduction of {listed(dict.fromkeys(map(str, values)))}"
-                context.barriers.enter(what, call_site(), name="a reduction of logged values", check=check)
+                context.barriers.enter(
+                    what, call_site(), name="a reduction of logged values", check=check
+                )
             if is_gloo(device):  # other code's collectives must not mix with these
                 group = context.new_group(backend="gloo", purpose="logged values")
         wire = torch.device("cpu") if is_gloo(device) else device
         idle_ranks = self._evaluation.idle_ranks
-        reduced = reduce_common(values, is_last=is_last, device=wire, group=group, idle_ranks=idle_ranks)
+        reduced = reduce_common(
+            values, is_last=is_last, device=wire, group=group, idle_ranks=idle_ranks
+        )
         if session is not None:
             session.context.peers.check()  # an aborted collective of NCCL returns arbitrary numbers
         return reduced
@@ -215,5 +250,11 @@ def _name_of(logged: Any) -> str:
 
 
 def _numbers_of(logged: Any) -> list[Tensor]:
-    """Return the numbers of an epoch's result that Lightning reduces, in Lightning's order."""
-    return [logged.value, logged.cumulated_batch_size] if logged.meta.is_mean_reduction else [logged.value]
+    """Return the numbers of an epoch's result that Lightning reduces, in Lightning's
+    order.
+    """
+    return (
+        [logged.value, logged.cumulated_batch_size]
+        if logged.meta.is_mean_reduction
+        else [logged.value]
+    )

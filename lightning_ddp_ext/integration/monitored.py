@@ -1,4 +1,6 @@
-"""Warn if ranks monitor different values, and share rank 0's record of the best checkpoints."""
+"""Warn if ranks monitor different values, and share rank 0's record of the best
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ _RECORD = (
 
 
 class MonitoredValues:
-    """The values that decide on checkpoints, stops and learning rates on a strategy's ranks.
+    """The values that decide on checkpoints, stops and learning rates on a strategy's
+    ranks.
 
-    Each rank decides with its own value. Lightning combines some of these decisions, but learning rates and the record
-    of the best checkpoints may differ between ranks.
+    Each rank decides with its own value. Lightning combines some of these decisions,
+    but learning rates and the record of the best checkpoints may differ between ranks.
     """
 
     def __init__(self, strategy: Host, checkpoints: Checkpoints) -> None:
@@ -44,11 +47,16 @@ class MonitoredValues:
         self._keys = set().union(*by_rank)
 
     def compare(self) -> None:
-        """Warn of each monitored value that differs between ranks, once in a run. Collective if any is monitored."""
+        """Warn of each monitored value that differs between ranks, once in a run.
+
+        Collective if any is monitored.
+        """
         trainer = self._strategy.current_trainer
         if not self._keys or trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        report_call(f"a comparison of the monitored values {listed(sorted(self._keys))}", is_waiting=True)
+        report_call(
+            f"a comparison of the monitored values {listed(sorted(self._keys))}", is_waiting=True
+        )
         metrics = trainer.callback_metrics
         own = {key: float(metrics[key]) for key in self._keys if key in metrics}
         by_rank = ranks_of(self._strategy).gather(own)
@@ -59,7 +67,10 @@ class MonitoredValues:
                 rank_zero_warn(_finding(key, values))
 
     def share_record(self) -> None:
-        """Give the checkpoint callbacks of every rank rank 0's record. Collective if the Trainer has such callbacks."""
+        """Give the checkpoint callbacks of every rank rank 0's record.
+
+        Collective if the Trainer has such callbacks.
+        """
         module = self._strategy.lightning_module
         trainer = None if module is None else self._strategy.current_trainer
         callbacks = [] if trainer is None else trainer.checkpoint_callbacks
@@ -79,7 +90,9 @@ def _keys_of(trainer: Any) -> set[str]:
     kinds = (pl.callbacks.ModelCheckpoint, pl.callbacks.EarlyStopping)
     found = [each.monitor for each in trainer.callbacks if isinstance(each, kinds)]
     found += [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    return {key for key in found if key not in (None, "epoch", "step")}  # a ModelCheckpoint computes the last two
+    return {
+        key for key in found if key not in (None, "epoch", "step")
+    }  # a ModelCheckpoint computes the last two
 
 
 def _record_of(callback: Any) -> dict[str, Any]:
@@ -94,9 +107,11 @@ def _moved(value: Any, device: Any) -> Any:
 
 
 def _is_same(value: float | None, other: float | None) -> bool:
-    """Whether two ranks have the same value, up to rounding; ``None`` means that it is not logged.
+    """Whether two ranks have the same value, up to rounding; ``None`` means that it is
+    not logged.
 
-    >>> _is_same(math.nan, math.nan), _is_same(1.0, None), _is_same(1.0, 1.0 + 1e-9), _is_same(1.0, 1.1)
+    >>> pairs = [(math.nan, math.nan), (1.0, None), (1.0, 1.0 + 1e-9), (1.0, 1.1)]
+    >>> tuple(_is_same(*pair) for pair in pairs)
     (True, False, True, False)
     """
     if value is None or other is None:
@@ -105,9 +120,12 @@ def _is_same(value: float | None, other: float | None) -> bool:
 
 
 def _finding(key: str, values: list[float | None]) -> str:
-    texts = {rank: "not logged" if value is None else f"{value:g}" for rank, value in enumerate(values)}
+    texts = {
+        rank: "not logged" if value is None else f"{value:g}" for rank, value in enumerate(values)
+    }
     by_rank = listed(f"{text} on {ranks_in_words(who)}" for text, who in grouped(texts))
     return (
-        f"the monitored value {key!r} differs between ranks ({by_rank}), so learning rates and decisions about "
-        "checkpoints and early stopping may differ as well; log it on every rank with sync_dist=True"
+        f"the monitored value {key!r} differs between ranks ({by_rank}), so learning rates and"
+        " decisions about checkpoints and early stopping may differ as well; log it on every rank"
+        " with sync_dist=True"
     )

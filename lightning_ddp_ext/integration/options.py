@@ -15,19 +15,28 @@ _SET_BY_LIGHTNING = ("module", "device_ids")
 
 
 def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None:
-    """Raise if the installed DistributedDataParallel does not have one of the arguments.
+    """Raise if the installed DistributedDataParallel does not have one of the
+    arguments.
 
     Raises:
-        ConfigurationError: the error names the most similar argument and those of DistributedDataParallel.
+        ConfigurationError: the error names the most similar argument and those of
+            DistributedDataParallel.
     """
-    options = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in _SET_BY_LIGHTNING]
+    options = [
+        name
+        for name in inspect.signature(DistributedDataParallel).parameters
+        if name not in _SET_BY_LIGHTNING
+    ]
     for name in ddp_kwargs:
         if name not in options:
-            near = difflib.get_close_matches(name, [*inspect.signature(init).parameters, *options], n=1)
+            near = difflib.get_close_matches(
+                name, [*inspect.signature(init).parameters, *options], n=1
+            )
             remedy = f"did you mean {near[0]}?" if near else "remove it."
             raise ConfigurationError(
-                f"DDPExtStrategy has no argument {name!r}; {remedy} Besides its own arguments, it accepts those of "
-                f"DistributedDataParallel in torch {torch.__version__}: {', '.join(options)}"
+                f"DDPExtStrategy has no argument {name!r}; {remedy} Besides its own arguments, it"
+                f" accepts those of DistributedDataParallel in torch {torch.__version__}:"
+                f" {', '.join(options)}"
             )
 
 
@@ -35,4 +44,6 @@ def check_choice(field: str, value: object, *allowed: object) -> None:
     """Raise if the value is not one of ``allowed``, of which the first is the default."""
     if not any(type(value) is type(each) and value == each for each in allowed):
         choices = " or ".join(map(repr, allowed))
-        raise ConfigurationError(f"{field} must be {choices} (got {value!r}); the default is {allowed[0]!r}")
+        raise ConfigurationError(
+            f"{field} must be {choices} (got {value!r}); the default is {allowed[0]!r}"
+        )

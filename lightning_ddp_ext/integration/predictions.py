@@ -20,28 +20,35 @@ from .lightning_tree import pl
 Predicted = list[list[PredictedBatch]]  # by loader
 
 _NO_PREDICTIONS = (
-    "trainer has no predictions; first call trainer.predict with data on every rank, using a strategy that neither "
-    "spawns nor forks its ranks"
+    "trainer has no predictions; first call trainer.predict with data on every rank, using a"
+    " strategy that neither spawns nor forks its ranks"
 )
 
 
 def gather_predictions(trainer: Any) -> Any:
-    """Gather the ranks' predictions after ``trainer.predict``. Collective: every rank must call it.
+    """Gather the ranks' predictions after ``trainer.predict``.
 
-    This works with any strategy, and in a single process. If a sampler repeats samples, the first prediction of each is
-    used. If batches were limited, only the batches that were read are included. Predictions are sent in CPU memory.
+    Collective: every rank must call it.
+
+    This works with any strategy, and in a single process. If a sampler repeats samples,
+    the first prediction of each is used. If batches were limited, only the batches that
+    were read are included. Predictions are sent in CPU memory.
 
     Args:
-        trainer: a Trainer that has finished ``predict`` and keeps its predictions (``return_predictions``).
+        trainer: a Trainer that has finished ``predict`` and keeps its predictions
+            (``return_predictions``).
 
     Returns:
-        On rank 0, the outputs of ``predict_step`` for all samples in the dataset's order: tensors and arrays joined
-        along their first dimension, lists with one item per sample joined, dicts and tuples item by item. With
-        several loaders, a list with one entry per loader, or ``None`` where nothing was read. On other ranks, ``None``.
+        On rank 0, the outputs of ``predict_step`` for all samples in the dataset's
+        order: tensors and arrays joined along their first dimension, lists with one
+        item per sample joined, dicts and tuples item by item. With several loaders, a
+        list with one entry per loader, or ``None`` where nothing was read. On other
+        ranks, ``None``.
 
     Raises:
-        SamplingError: on every rank: predictions are missing, a loader does not record which samples they belong to,
-            they do not have one row per sample, or their structures or shapes differ.
+        SamplingError: on every rank: predictions are missing, a loader does not record
+            which samples they belong to, they do not have one row per sample, or their
+            structures or shapes differ.
 
     Example::
 
@@ -66,7 +73,11 @@ def gather_predictions(trainer: Any) -> Any:
 
 
 def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
-    """Join the predictions of all ranks on rank 0; raise an error of any rank on all ranks. Collective."""
+    """Join the predictions of all ranks on rank 0; raise an error of any rank on all
+    ranks.
+
+    Collective.
+    """
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=group)
     own = ranks.on_every_rank(lambda: pickle.dumps(_predicted_here(trainer)), "gather_predictions")
     found = ranks.to_rank_zero(own)
@@ -76,12 +87,14 @@ def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
 
 def _predicted_here(trainer: Any) -> Predicted:
     """Return the batches that this rank predicted."""
-    loop, iterables = trainer.predict_loop, trainer.predict_dataloaders
+    loop = trainer.predict_loop
+    iterables = trainer.predict_dataloaders
     if iterables is None:
         raise SamplingError(_NO_PREDICTIONS)
     if not loop.return_predictions:
         raise SamplingError(
-            "trainer.predict must keep its predictions (got return_predictions=False); remove that argument"
+            "trainer.predict must keep its predictions (got return_predictions=False); remove that"
+            " argument"
         )
     loaders = pl.utilities.CombinedLoader(iterables, "sequential").flattened
     if loop.skip:  # this rank had no data, and its predictions belong to an earlier call
@@ -92,11 +105,18 @@ def _predicted_here(trainer: Any) -> Predicted:
         seen = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", [])
         if len(seen) < len(of_loader):
             raise SamplingError(
-                f"loader {number} must record the samples of each batch (got {type(loader).__name__}, which does not); "
-                "use a DataLoader with a map-style dataset"
+                f"loader {number} must record the samples of each batch (got"
+                f" {type(loader).__name__}, which does not); use a DataLoader with a map-style"
+                " dataset"
             )
-        # Workers read ahead, so a loader may have read more batches than were predicted.
-        found.append([PredictedBatch(list(samples), each) for samples, each in zip(seen, of_loader, strict=False)])
+        # Workers read ahead, so a loader may have read more batches than were
+        # predicted.
+        found.append(
+            [
+                PredictedBatch(list(samples), each)
+                for samples, each in zip(seen, of_loader, strict=False)
+            ]
+        )
     return found
 
 
@@ -110,7 +130,9 @@ def _join_ranks(ranks: Iterable[Predicted]) -> Any:
         except SamplingError:
             raise
         except Exception as error:
-            raise SamplingError(f"predictions cannot be joined: {type(error).__name__}: {error}; {REMEDY}") from error
+            raise SamplingError(
+                f"predictions cannot be joined: {type(error).__name__}: {error}; {REMEDY}"
+            ) from error
     if all(each is None for each in joined):
         raise SamplingError(_NO_PREDICTIONS)
     return joined if len(joined) > 1 else joined[0]

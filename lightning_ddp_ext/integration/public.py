@@ -1,4 +1,6 @@
-"""Collect the public names for one of the two Lightning trees, and register the strategy's names there."""
+"""Collect the public names for one of the two Lightning trees, and register the
+strategy's names there.
+"""
 
 from .callbacks.hang_watchdog import HangWatchdog
 from .callbacks.rank_consistency import RankConsistency

@@ -23,7 +23,8 @@ from .resume import positions_of, training_generators
 
 
 class Recorder:
-    """Records random states and parameters on each rank, and buffers on one rank of each host.
+    """Records random states and parameters on each rank, and buffers on one rank of
+    each host.
 
     It records nothing before :meth:`start`.
     """
@@ -32,7 +33,9 @@ class Recorder:
         self._strategy = strategy
         self.notes: dict[int, RankNotes] = {}  # by rank, for the ranks on this host
         self.error: str | None = None  # why states are no longer recorded
-        self.has_new_iterator = False  # whether an iterator over training data is new and its start not noted yet
+        self.has_new_iterator = (
+            False  # whether an iterator over training data is new and its start not noted yet
+        )
         self.forward_passes = 0  # number of passes since this batch started
         self.stepped = 0  # optimiser steps before this batch, as Lightning's loggers count them
         self._buffers_at = -1  # the number of batches when the buffers were last noted
@@ -68,7 +71,8 @@ class Recorder:
         self.__dict__ = initial.__dict__
 
     def note(self, moment: Kind) -> None:
-        """Note this rank's random states, buffers that may have changed, and the starts of new iterators.
+        """Note this rank's random states, buffers that may have changed, and the starts
+        of new iterators.
 
         Also record its parameters at the start of an optimiser step.
         """
@@ -90,11 +94,17 @@ class Recorder:
             if self.has_new_iterator:
                 self.has_new_iterator = False
                 positions = positions_of(self._strategy.current_trainer)
-                own.write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
+                own.write(
+                    Kind.LOADERS,
+                    positions[0].epoch,
+                    pickle.dumps([each.starts() for each in positions]),
+                )
 
     @contextmanager
     def _recording(self) -> Iterator[Any]:
-        """Record nothing more after an error: without space, or of a tensor of an unusual kind; training continues."""
+        """Record nothing more after an error: without space, or of a tensor of an
+        unusual kind; training continues.
+        """
         try:
             yield self._own
         except (OSError, RuntimeError) as error:
@@ -108,7 +118,9 @@ class Recorder:
             self.stepped = batches_that_stepped_of(self._loop)
 
     def on_step(self) -> None:
-        """Count a forward pass; raise a ``RankFailedError`` if a rank has failed, before the next collective does."""
+        """Count a forward pass; raise a ``RankFailedError`` if a rank has failed,
+        before the next collective does.
+        """
         self.forward_passes += 1
         self._raise_cause()
 
@@ -118,12 +130,16 @@ class Recorder:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Note this rank's state around a backward pass that averages gradients: on CPU before it, on a GPU after it.
+        """Note this rank's state around a backward pass that averages gradients: on CPU
+        before it, on a GPU after it.
 
-        On a GPU, this first waits for the averages, and raises a ``RankFailedError`` if a rank has failed. Otherwise
-        the optimiser step would be queued behind an all-reduce, and would use partial sums after its abort.
+        On a GPU, this first waits for the averages, and raises a ``RankFailedError`` if
+        a rank has failed. Otherwise the optimiser step would be queued behind an
+        all-reduce, and would use partial sums after its abort.
         """
-        is_noted = self._own is not None and getattr(self._strategy.model, "require_backward_grad_sync", True)
+        is_noted = self._own is not None and getattr(
+            self._strategy.model, "require_backward_grad_sync", True
+        )
         is_on_gpu = is_noted and self._strategy.root_device.type != "cpu"
         # In later calls of its closure, an optimiser may have changed the parameters.
         if is_noted and self.forward_passes <= 1:

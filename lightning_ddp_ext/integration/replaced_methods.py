@@ -1,6 +1,8 @@
-"""Replace methods of single Lightning objects during a run; the strategy's ``teardown`` restores them.
+"""Replace methods of single Lightning objects during a run; the strategy's ``teardown``
+restores them.
 
-Classes and modules are not changed. If the Trainer's profiler measures nothing, a faster one replaces it.
+Classes and modules are not changed. If the Trainer's profiler measures nothing, a
+faster one replaces it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Prepare = Callable[[Any, bool, RunningStage], Any]
 
 
 class IdleProfiler(pl.profilers.PassThroughProfiler):
-    """Lightning's profiler that measures nothing, without the roughly thirty generators that it creates per step.
+    """Lightning's profiler that measures nothing, without the roughly thirty generators
+    that it creates per step.
 
     It shares the state of ``original``.
     """
@@ -37,13 +40,18 @@ class IdleProfiler(pl.profilers.PassThroughProfiler):
 
 
 class Unmeasured(nullcontext[str], ContextDecorator):
-    """A context manager that measures nothing, and that also works as a decorator, like those of a profiler."""
+    """A context manager that measures nothing, and that also works as a decorator, like
+    those of a profiler.
+    """
 
 
 class Replacement:
-    """A method that replaces another one on one object. Copies of the object, also pickled ones, have the original.
+    """A method that replaces another one on one object.
 
-    Worker processes get such a copy, for example with the ``collate_fn`` of a data module, which refers to its Trainer.
+    Copies of the object, also pickled ones, have the original.
+
+    Worker processes get such a copy, for example with the ``collate_fn`` of a data
+    module, which refers to its Trainer.
     """
 
     def __init__(self, owner: object, name: str, method: Callable[..., Any]) -> None:
@@ -71,7 +79,9 @@ class ReplacedMethods:
         self._trainer: Any = None
 
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of one object; raise if the method is missing in the installed Lightning."""
+        """Replace a method of one object; raise if the method is missing in the
+        installed Lightning.
+        """
         refuse_missing(type(owner), name)
         setattr(owner, name, Replacement(owner, name, method))
         self._replaced.append((owner, name))
@@ -81,17 +91,22 @@ class ReplacedMethods:
         while self._replaced:
             owner, name = self._replaced.pop()
             vars(owner).pop(name, None)
-        trainer, self._trainer = self._trainer, None
+        trainer = self._trainer
+        self._trainer = None
         if trainer is not None and type(trainer.profiler) is IdleProfiler:
             trainer.profiler = trainer.profiler.original
 
     def exchange_profiler(self, trainer: Any) -> None:
         """Replace the Trainer's profiler, unless the user has chosen one."""
         if type(trainer.profiler) is pl.profilers.PassThroughProfiler:
-            trainer.profiler, self._trainer = IdleProfiler(trainer.profiler), trainer
+            trainer.profiler = IdleProfiler(trainer.profiler)
+            self._trainer = trainer
 
-    def prepare_loaders(self, trainer: Any, by: Callable[[Prepare, Any, bool, RunningStage], Any]) -> None:
-        """Make Lightning call ``by`` to add samplers to loaders; ``by`` gets Lightning's own method.
+    def prepare_loaders(
+        self, trainer: Any, by: Callable[[Prepare, Any, bool, RunningStage], Any]
+    ) -> None:
+        """Make Lightning call ``by`` to add samplers to loaders; ``by`` gets
+        Lightning's own method.
 
         Lightning chooses the sampler in a private method, without a hook.
         """
@@ -107,13 +122,17 @@ class ReplacedMethods:
         self.replace(connector, "_prepare_dataloader", prepare)
 
     def restore_by(self, trainer: Any, restore: Callable[..., None]) -> None:
-        """Make Lightning call ``restore`` for model and callbacks, with Lightning's own method and its arguments."""
+        """Make Lightning call ``restore`` for model and callbacks, with Lightning's own
+        method and its arguments.
+        """
         connector = private(trainer, "_checkpoint_connector")
         own = _own_method(connector, "_restore_modules_and_callbacks")
         self.replace(connector, "_restore_modules_and_callbacks", partial(restore, own))
 
     def leave_signals_to_us(self, trainer: Any) -> None:
-        """Keep Lightning from making collective calls on a signal and before each batch; our own handlers take over."""
+        """Keep Lightning from making collective calls on a signal and before each
+        batch; our own handlers take over.
+        """
         connector = private(trainer, "_signal_connector")
 
         def register() -> None:
@@ -122,5 +141,9 @@ class ReplacedMethods:
             connector._original_handlers = private(connector, "_get_current_signal_handlers")()
 
         self.replace(connector, "register_signal_handlers", register)
-        if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0
-            self.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda *args: None)
+        if hasattr(
+            trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
+        ):  # not in Lightning 2.5.0
+            self.replace(
+                trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda *args: None
+            )

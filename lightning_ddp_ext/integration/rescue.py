@@ -1,8 +1,10 @@
-"""Save a surviving rank's state after another rank has died, failed or hung, so that training can continue.
+"""Save a surviving rank's state after another rank has died, failed or hung, so that
+training can continue.
 
-Most parameters and the optimiser's state need no copy: with automatic optimisation, an aborted collective raises before
-they change. Random states, buffers and parameters that change before each forward pass are recorded in each step. A
-survivor saves all this in an ordinary checkpoint, unless another saved value may have changed.
+Most parameters and the optimiser's state need no copy: with automatic optimisation, an
+aborted collective raises before they change. Random states, buffers and parameters that
+change before each forward pass are recorded in each step. A survivor saves all this in
+an ordinary checkpoint, unless another saved value may have changed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from .checkpoint_io import RankZeroCheckpointIO
-from .compat import dump_checkpoint, fetcher_of, is_in_closure, is_in_optimizer_step, is_read_in_step, validates_next
+from .compat import (
+    dump_checkpoint,
+    fetcher_of,
+    is_in_closure,
+    is_in_optimizer_step,
+    is_read_in_step,
+    validates_next,
+)
 from .host import Host
 from .lightning_tree import pl, rank_zero_warn
 from .loop_state import Restart, Stopped, find_restart
@@ -38,8 +47,8 @@ from .training_data import TrainingData
 
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVABLE = ("died", "failed", "hung")
-# By a restart's ``at``: the last kind of note whose random state it may use. Otherwise ``EPOCH`` if the epoch's start
-# hooks have run, else ``VALIDATED``.
+# By a restart's ``at``: the last kind of note whose random state it may use. Otherwise
+# ``EPOCH`` if the epoch's start hooks have run, else ``VALIDATED``.
 _LATEST = {"batch_end": Kind.WINDOW, "validation": Kind.BATCH}
 
 
@@ -48,14 +57,18 @@ class Refused(Exception):
 
 
 class Rescue:
-    """Saves the last optimiser step of a strategy after another rank has died, failed or hung.
+    """Saves the last optimiser step of a strategy after another rank has died, failed
+    or hung.
 
     Args:
         strategy: our strategy.
-        name: the name of a file next to the other checkpoints, or a path; ``None`` saves nothing.
-        averages_models: whether the ranks may have different weights between averages of the model.
+        name: the name of a file next to the other checkpoints, or a path; ``None``
+            saves nothing.
+        averages_models: whether the ranks may have different weights between averages
+            of the model.
         files: the strategy's files.
-        stops: the strategy's stop controller, which has the deadline and knows whether weights are swapped.
+        stops: the strategy's stop controller, which has the deadline and knows whether
+            weights are swapped.
         training: the state of the strategy's training data.
         recorder: records the state of each step, which the strategy's hooks ask for.
     """
@@ -79,14 +92,19 @@ class Rescue:
         self._training = training
         self._recorder = recorder
         self._trainer: Any = None  # the Trainer, while its run may be saved
-        self._delays = ExitStack()  # of a forced exit, while another rank's failure leaves a step to save
+        self._delays = (
+            ExitStack()
+        )  # of a forced exit, while another rank's failure leaves a step to save
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what spawned ranks need, without the state of this process."""
         return {**vars(self), "_trainer": None, "_peers": None, "_delays": ExitStack()}
 
     def start(self) -> None:
-        """Start recording states, if the Trainer runs ``fit`` on several ranks. Collective: every rank must call it."""
+        """Start recording states, if the Trainer runs ``fit`` on several ranks.
+
+        Collective: every rank must call it.
+        """
         self.end()
         strategy = self._strategy
         trainer = strategy.current_trainer
@@ -97,7 +115,8 @@ class Rescue:
         self._trainer = trainer
         self._peers = context.peers
         ranks = ranks_of(strategy)
-        # Loggers choose their directories on rank 0, and ranks may have different command lines.
+        # Loggers choose their directories on rank 0, and ranks may have different
+        # command lines.
         files = self._files
         place = str(files.place(self.name, trainer)) if ranks.rank == 0 else ""
         shared = ranks.from_rank_zero((place, secrets.token_hex(8), files.identity))
@@ -116,7 +135,9 @@ class Rescue:
             except (OSError, RuntimeError) as error:
                 self._refusal = f"the ranks cannot record their states ({error})"
         if self._refusal is not None:
-            rank_zero_warn(f"rescue_checkpoint={self.name!r} saves nothing in this run: {self._refusal}")
+            rank_zero_warn(
+                f"rescue_checkpoint={self.name!r} saves nothing in this run: {self._refusal}"
+            )
 
     def _why_never(self) -> str | None:
         if self._averages_models:
@@ -125,7 +146,10 @@ class Rescue:
         if "ZeroRedundancyOptimizer" in kinds:  # by name: importing ZeroRedundancyOptimizer is slow
             return "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
         if locate(self._path).local is None:
-            return f"{self._path} is not a local path, and the ranks need a file system that supports locks"
+            return (
+                f"{self._path} is not a local path, and the ranks need a file system that supports"
+                " locks"
+            )
         if self._training.resume_data == "stock":
             return 'with resume_data="stock", training would not continue with the next step'
         return None
@@ -137,7 +161,9 @@ class Rescue:
         self._recorder.end()
 
     def save(self, exception: BaseException) -> None:
-        """Save the last finished step after another rank has caused an exception, unless another survivor has."""
+        """Save the last finished step after another rank has caused an exception,
+        unless another survivor has.
+        """
         if not self._is_due:
             return
         seconds = self._stops.deadline.total_seconds()
@@ -145,7 +171,10 @@ class Rescue:
             with delaying_forced_end(seconds):
                 line = self._save(exception, seconds)
         except Exception as error:
-            line = f"this rank did not save the last step: {error if isinstance(error, Refused) else reason_of(error)}"
+            line = (
+                "this rank did not save the last step:"
+                f" {error if isinstance(error, Refused) else reason_of(error)}"
+            )
         self.end()
         if line:
             print_in_time(f"[rank {self._strategy.global_rank}] {line}\n")
@@ -154,7 +183,11 @@ class Rescue:
     def _is_due(self) -> bool:
         """Whether another rank has caused a failure after which this rank may save."""
         cause = None if self._trainer is None else self._peers.cause
-        return cause is not None and cause.kind in _SURVIVABLE and cause.rank != self._strategy.global_rank
+        return (
+            cause is not None
+            and cause.kind in _SURVIVABLE
+            and cause.rank != self._strategy.global_rank
+        )
 
     def _save(self, exception: BaseException, seconds: float) -> str:
         refusal = self._refusal or self._recorder.error or self._why_not(exception)
@@ -163,7 +196,8 @@ class Rescue:
         trainer = self._trainer
         loops = copy.deepcopy(trainer.fit_loop.state_dict())
         stopped = self._correct(loops)
-        accumulated, has_ended = trainer.accumulate_grad_batches, fetcher_of(trainer.fit_loop).done
+        accumulated = trainer.accumulate_grad_batches
+        has_ended = fetcher_of(trainer.fit_loop).done
         restart = find_restart(loops, accumulated=accumulated, stopped=stopped, has_ended=has_ended)
         batch = loops["epoch_loop.batch_progress"]
         batches = batch["total"]["processed"] - restart.dropped_of(batch["current"]["processed"])
@@ -186,12 +220,13 @@ class Rescue:
         missing = f"this host has no record of the random states of {ranks_in_words(lost)}"
         unknown = f"; {missing}, so those states are derived from the seed"
         return (
-            f"saved step {trainer.global_step} to {self._path}; resume with trainer.fit(..., ckpt_path='last') "
-            f"or ckpt_path={self._path!r}{unknown if lost else ''}"
+            f"saved step {trainer.global_step} to {self._path}; resume with trainer.fit(...,"
+            f" ckpt_path='last') or ckpt_path={self._path!r}{unknown if lost else ''}"
         )
 
     def _why_not(self, exception: BaseException) -> str | None:
-        trainer, recorder = self._trainer, self._recorder
+        trainer = self._trainer
+        recorder = self._recorder
         if not recorder.parameters.has_finished_step:
             return "no step has finished since the start"
         current = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -203,21 +238,31 @@ class Rescue:
             if is_in_optimizer_step(trainer) and not is_in_closure(exception):
                 return "the next step had started to change the weights"
         elif not self._stops.weights.are(trainer.lightning_module.parameters()):
-            return "the weights changed after the last step, for example because weight averaging swapped them"
+            return (
+                "the weights changed after the last step, for example because weight averaging"
+                " swapped them"
+            )
         return None
 
     def _correct(self, loops: dict[str, Any]) -> Stopped | None:
-        """Change the loops' state to one between two batches or before a due validation; return which, or ``None``."""
-        batch, loop = loops["epoch_loop.batch_progress"], loops["epoch_loop.state_dict"]
-        epoch, counts, total = loops["epoch_progress"]["current"], batch["current"], batch["total"]
-        done, is_last = counts["processed"], batch["is_last_batch"]
+        """Change the loops' state to one between two batches or before a due
+        validation; return which, or ``None``.
+        """
+        batch = loops["epoch_loop.batch_progress"]
+        loop = loops["epoch_loop.state_dict"]
+        epoch = loops["epoch_progress"]["current"]
+        counts = batch["current"]
+        total = batch["total"]
+        done = counts["processed"]
+        is_last = batch["is_last_batch"]
         if counts["ready"] > done or not done:
             return None
         loop["_batches_that_stepped"] = self._recorder.stepped
         if epoch["started"] > epoch["processed"]:
             total["completed"] += done - counts["completed"]
             counts["completed"] = done
-            validates, own_notes = validates_next(self._trainer), self._recorder.notes[self._strategy.global_rank]
+            validates = validates_next(self._trainer)
+            own_notes = self._recorder.notes[self._strategy.global_rank]
             if validates and own_notes.find(total["ready"], Kind.VALIDATED) is None:
                 return "validation"
             if validates and is_last:
@@ -227,7 +272,8 @@ class Rescue:
         return "batch"
 
     def _checkpoint(self, loops: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return the Trainer's checkpoint after the last step, with the given state of the loops.
+        """Return the Trainer's checkpoint after the last step, with the given state of
+        the loops.
 
         First restore what this rank has recorded.
 
@@ -238,31 +284,43 @@ class Rescue:
         checkpoint = dump_checkpoint(self._trainer)
         checkpoint["loops"]["fit_loop"] = loops
         for callback in self._trainer.checkpoint_callbacks:
-            if isinstance(callback, pl.callbacks.ModelCheckpoint) and callback.state_key in checkpoint["callbacks"]:
+            if (
+                isinstance(callback, pl.callbacks.ModelCheckpoint)
+                and callback.state_key in checkpoint["callbacks"]
+            ):
                 forget_missing_files(checkpoint["callbacks"][callback.state_key], callback.mode)
         return checkpoint
 
     def _restore(self, batches: int) -> None:
         recorder = self._recorder
         parameters = recorder.parameters
-        is_step_lost = parameters.is_in_step and self._trainer.lightning_module.automatic_optimization
+        is_step_lost = (
+            parameters.is_in_step and self._trainer.lightning_module.automatic_optimization
+        )
         if is_step_lost and parameters.changes_early and is_read_in_step(self._trainer.fit_loop):
-            raise Refused("parameters may have changed before the step fetched its batch (dataloader_iter)")
+            raise Refused(
+                "parameters may have changed before the step fetched its batch (dataloader_iter)"
+            )
         unknown = parameters.undo(step=is_step_lost)
         if unknown is not None:
-            raise Refused(f"{unknown} may have changed since the last step, and its earlier value is not recorded")
+            raise Refused(
+                f"{unknown} may have changed since the last step, and its earlier value is not"
+                " recorded"
+            )
         fixed = recorder.fixed.find_changed()
         if fixed is not None:
             raise Refused(
-                f"{fixed} has changed since the start, and its value after the last step is not recorded: it is too "
-                "large a buffer, or neither a parameter nor a buffer"
+                f"{fixed} has changed since the start, and its value after the last step is not"
+                " recorded: it is too large a buffer, or neither a parameter nor a buffer"
             )
         noted = recorder.notes[recorder.first].find(batches, Kind.BUFFERS) or b""
         if not recorder.buffers.restore(noted):
             raise Refused("the buffers of this step are not recorded")
 
     def _states_of_ranks(self, restart: Restart, batches: int) -> tuple[list[Any], list[int]]:
-        """Return the state of each rank, and the ranks without notes, whose random states are derived from the seed."""
+        """Return the state of each rank, and the ranks without notes, whose random
+        states are derived from the seed.
+        """
         positions = positions_of(self._trainer) if restart.is_within else []
         if any(position.kind == "state" for position in positions):
             raise Refused("the training loaders have states that only their own ranks can save")
@@ -270,17 +328,26 @@ class Rescue:
         shared = shared_state(own)
         known = {self._strategy.global_rank: without_random_state(own)}
         ranks = range(self._strategy.world_size)
-        states = [self._state_of(rank, restart, batches, known.get(rank, shared)["loaders"]) for rank in ranks]
+        states = [
+            self._state_of(rank, restart, batches, known.get(rank, shared)["loaders"])
+            for rank in ranks
+        ]
         lost = [rank for rank in ranks if states[rank] is None]
         if lost and any(position.is_by_rank for position in positions):
-            raise Refused(f"the order in which rank {lost[0]} reads its samples is not recorded on this host")
+            raise Refused(
+                f"the order in which rank {lost[0]} reads its samples is not recorded on this host"
+            )
         for rank in lost:
             with seeded(mix(self._training.known_seed or 0, rank, restart.epoch, batches)):
                 states[rank] = {**shared, "random": record_random_state()}
         return states, lost
 
-    def _state_of(self, rank: int, restart: Restart, batches: int, loaders: list[Any]) -> dict[str, Any] | None:
-        """Return the state of a rank at a restart, from its notes; ``None`` if no note has it."""
+    def _state_of(
+        self, rank: int, restart: Restart, batches: int, loaders: list[Any]
+    ) -> dict[str, Any] | None:
+        """Return the state of a rank at a restart, from its notes; ``None`` if no note
+        has it.
+        """
         if rank not in self._recorder.notes:
             return None
         notes = self._recorder.notes[rank]
@@ -299,15 +366,25 @@ class Rescue:
 
 
 def forget_missing_files(state: dict[str, Any], mode: str) -> None:
-    """Drop missing files from a ``ModelCheckpoint``'s state, such as those that rank 0 was writing when it died."""
+    """Drop missing files from a ``ModelCheckpoint``'s state, such as those that rank 0
+    was writing when it died.
+    """
 
     def is_missing(path: str) -> bool:
         return Path(path).parent.is_dir() and not Path(path).exists()
 
-    best = {path: score for path, score in state.get("best_k_models", {}).items() if not is_missing(path)}
+    best = {
+        path: score
+        for path, score in state.get("best_k_models", {}).items()
+        if not is_missing(path)
+    }
     if len(best) < len(state.get("best_k_models", {})):
-        state["best_k_models"] = best  # the callback finds the worst file once it has `save_top_k` of them
-        state["best_model_path"] = (min if mode == "min" else max)(best, key=best.__getitem__, default="")
+        state["best_k_models"] = (
+            best  # the callback finds the worst file once it has `save_top_k` of them
+        )
+        state["best_model_path"] = (min if mode == "min" else max)(
+            best, key=best.__getitem__, default=""
+        )
         state["best_model_score"] = best.get(state["best_model_path"])
     for name in ("best_model_path", "last_model_path"):
         if is_missing(state.get(name, "")):

@@ -1,4 +1,6 @@
-"""Continue where a checkpoint was saved: restore random states, find the data, and correct Lightning's counters."""
+"""Continue where a checkpoint was saved: restore random states, find the data, and
+correct Lightning's counters.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def _loaders_of(trainer: Any) -> list[DistributedLoader]:
 
 
 def training_generators(strategy: Host, *, with_loaders: bool = True) -> list[Any]:
-    """Return the non-global generators of this rank's training: those of its CUDA devices and its loaders."""
+    """Return the non-global generators of this rank's training: those of its CUDA
+    devices and its loaders.
+    """
     positions = positions_of(strategy.current_trainer) if with_loaders else []
     devices = [device for device in strategy.rank_devices if device.type == "cuda"]
     on_device = [torch.cuda.default_generators[device.index] for device in devices]
@@ -53,8 +57,13 @@ def training_generators(strategy: Host, *, with_loaders: bool = True) -> list[An
 
 
 def without_random_state(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rank's saved state without what only an uninterrupted save of all ranks can restore."""
-    return {"random": None, "loaders": [{**each, "random": None, "own": None} for each in own["loaders"]]}
+    """Return a rank's saved state without what only an uninterrupted save of all ranks
+    can restore.
+    """
+    return {
+        "random": None,
+        "loaders": [{**each, "random": None, "own": None} for each in own["loaders"]],
+    }
 
 
 def shared_state(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,18 +78,22 @@ def shared_state(own: Mapping[str, Any]) -> dict[str, Any]:
 class Resume:
     """A resume of a Trainer's training; without a checkpoint it changes nothing.
 
-    It changes the checkpoint's loop state to one from which Lightning continues correctly.
+    It changes the checkpoint's loop state to one from which Lightning continues
+    correctly.
 
     Args:
         strategy: our strategy.
-        in_epoch: returns a context manager within which iterators over a loader belong to the current epoch.
+        in_epoch: returns a context manager within which iterators over a loader belong
+            to the current epoch.
         checkpoint: the checkpoint that the Trainer resumes from, if any.
         data: the strategy's ``resume_data``.
 
     Attributes:
         restart: the point where training continues.
-        seed: the seed for the order of samples in the resumed run; ``None`` if the checkpoint has none.
-        done: the number of the epoch's batches that are done, converted to the current number of ranks.
+        seed: the seed for the order of samples in the resumed run; ``None`` if the
+            checkpoint has none.
+        done: the number of the epoch's batches that are done, converted to the current
+            number of ranks.
         has_restored_random: whether random states were already restored.
     """
 
@@ -95,7 +108,9 @@ class Resume:
         self._in_epoch = in_epoch
         self._ranks: Sequence[Mapping[str, Any]] = ()  # the saved state of each rank
         self._found: Sequence[LoaderPosition] = ()  # the positions in the loaders that continue
-        self._from_epoch_start: dict[str, Any] | None = None  # the loops' state if the epoch starts again after all
+        self._from_epoch_start: dict[str, Any] | None = (
+            None  # the loops' state if the epoch starts again after all
+        )
         self._is_strict = data == "strict"
         self._warnings = ExitStack()
         self.restart = _NO_RESTART
@@ -106,18 +121,28 @@ class Resume:
         self.done = self.restart.done
 
     def _load(self, checkpoint: dict[str, Any], data: ResumeData) -> None:
-        section, loops = checkpoint.get(KEY) or {}, checkpoint["loops"]["fit_loop"]
+        section = checkpoint.get(KEY) or {}
+        loops = checkpoint["loops"]["fit_loop"]
         if section.get("version") == VERSION:
-            restart, self.seed, self._ranks = Restart(**section["restart"]), section["seed"], section["ranks"]
+            restart = Restart(**section["restart"])
+            self.seed = section["seed"]
+            self._ranks = section["ranks"]
         else:
-            section, restart = {}, find_restart(loops, accumulated=self._trainer.accumulate_grad_batches)
+            section = {}
+            restart = find_restart(loops, accumulated=self._trainer.accumulate_grad_batches)
         if restart.is_within and not section:
-            rank_zero_warn(f"the checkpoint has no data position in epoch {restart.epoch}, so that epoch starts again")
+            rank_zero_warn(
+                f"the checkpoint has no data position in epoch {restart.epoch}, so that epoch"
+                " starts again"
+            )
             data = "epoch"
         stopped = section.get("stopped")
         if restart.is_within and data == "epoch":
-            restart, self._ranks = _start_again(restart), ()
-        if section or restart.has_started:  # `combined_loader` has rank 0's states, but each rank has its own or none
+            restart = _start_again(restart)
+            self._ranks = ()
+        if (
+            section or restart.has_started
+        ):  # `combined_loader` has rank 0's states, but each rank has its own or none
             loops["state_dict"].pop("combined_loader", None)
         if restart.is_within:
             self._from_epoch_start = change_to(loops, _start_again(restart), stopped=stopped)
@@ -135,7 +160,9 @@ class Resume:
 
     @property
     def _own(self) -> Mapping[str, Any]:
-        """This rank's saved state; on a rank that did not exist in that run, the state that all ranks share."""
+        """This rank's saved state; on a rank that did not exist in that run, the state
+        that all ranks share.
+        """
         rank = self._strategy.global_rank
         return self._ranks[rank] if rank < len(self._ranks) else shared_state(self._ranks[0])
 
@@ -146,12 +173,17 @@ class Resume:
             return
         begins_epoch = self.restart.at == "epoch_start" and not self.restart.has_started
         has_new_loaders = begins_epoch and self._trainer.reload_dataloaders_every_n_epochs > 0
-        restore_random_state(self._own["random"], training_generators(self._strategy, with_loaders=not has_new_loaders))
+        restore_random_state(
+            self._own["random"],
+            training_generators(self._strategy, with_loaders=not has_new_loaders),
+        )
 
     # Lightning's loops.
 
     def on_train_start(self) -> None:
-        """Set the random state and counters with which training continues, before Lightning uses them."""
+        """Set the random state and counters with which training continues, before
+        Lightning uses them.
+        """
         if self.restart is _NO_RESTART:
             return
         self.find_data()
@@ -162,7 +194,9 @@ class Resume:
         if self.restart.at == "epoch_start":
             end_restart(fit_loop)
         if self.restart.is_within:
-            self._warnings.enter_context(_ignoring(".*resuming from a checkpoint that ended before the epoch ended"))
+            self._warnings.enter_context(
+                _ignoring(".*resuming from a checkpoint that ended before the epoch ended")
+            )
             if self.done != self.restart.done:
                 self._set_counters()
         if not (self.restart.at == "epoch_start" and self.has_restored_random):
@@ -173,9 +207,13 @@ class Resume:
         self._warnings.close()
 
     def on_train_batch_start(self) -> None:
-        """Let Lightning's loops continue as usual after the first batch of a resumed epoch was read."""
+        """Let Lightning's loops continue as usual after the first batch of a resumed
+        epoch was read.
+        """
         self.end()
-        if self.restart.is_within:  # otherwise the end of the epoch would skip schedulers that monitor a metric
+        if (
+            self.restart.is_within
+        ):  # otherwise the end of the epoch would skip schedulers that monitor a metric
             end_restart(self._trainer.fit_loop)
 
     def on_validation_end(self) -> None:
@@ -184,7 +222,9 @@ class Resume:
             end_restart(self._trainer.fit_loop)
 
     def _set_counters(self) -> None:
-        """Set the loops' counters to the number of batches that are done, for this number of ranks."""
+        """Set the loops' counters to the number of batches that are done, for this
+        number of ranks.
+        """
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = self.done
         current.completed = self.done - 1 if self.restart.at == "batch_end" else self.done
@@ -196,14 +236,19 @@ class Resume:
     @property
     def is_over(self) -> bool:
         """Whether the epoch has no batches left, possibly because of a new limit."""
-        is_cut = self.restart.at == "batch_end" and self.done >= self._trainer.num_training_batches > 0
+        is_cut = (
+            self.restart.at == "batch_end" and self.done >= self._trainer.num_training_batches > 0
+        )
         return self.restart.is_last or is_cut
 
     def find_data(self) -> None:
-        """Continue in each training loader, or let the epoch start again. Collective the first time.
+        """Continue in each training loader, or let the epoch start again.
+
+        Collective the first time.
 
         Raises:
-            ResumeError: the data differs from the resumed run's; or its order does, with ``resume_data="strict"``.
+            ResumeError: the data differs from the resumed run's; or its order does,
+                with ``resume_data="strict"``.
         """
         positions = positions_of(self._trainer)
         if not self.restart.is_within or (self._found and self._found[0] is positions[0]):
@@ -216,22 +261,28 @@ class Resume:
             different = ranks.on_every_rank(self._continue_loaders, "the resume")
         except ResumeError as error:
             refuse(self._strategy, error)
-        by_rank = {rank: name for rank, name in enumerate(ranks.gather(different)) if name is not None}
+        by_rank = {
+            rank: name for rank, name in enumerate(ranks.gather(different)) if name is not None
+        }
         if by_rank:
             self._start_again(by_rank)
 
     def _check_data(self) -> None:
-        positions, states = positions_of(self._trainer), self._own["loaders"]
+        positions = positions_of(self._trainer)
+        states = self._own["loaders"]
         if len(states) != len(positions):
             raise ResumeError(
-                f"epoch {self.restart.epoch} cannot be resumed in the middle: it began with {len(states)} training "
-                f"loaders, but there are {len(positions)} now; use the same loaders, or {FROM_THE_EPOCHS_START}"
+                f"epoch {self.restart.epoch} cannot be resumed in the middle: it began with"
+                f" {len(states)} training loaders, but there are {len(positions)} now; use the same"
+                f" loaders, or {FROM_THE_EPOCHS_START}"
             )
         for position, state in zip(positions, states, strict=True):
             position.check(state)
 
     def _continue_loaders(self) -> str | None:
-        """Continue in each loader; return the name of the first one that does not draw what the resumed run drew."""
+        """Continue in each loader; return the name of the first one that does not draw
+        what the resumed run drew.
+        """
         found = []
         for loader, state in zip(_loaders_of(self._trainer), self._own["loaders"], strict=True):
             position = loader.position
@@ -245,34 +296,44 @@ class Resume:
         return found[0] if found else None
 
     def _start_again(self, by_rank: Mapping[int, str]) -> None:
-        """Start the epoch again, as stock Lightning does, because loaders do not draw what the resumed run drew."""
+        """Start the epoch again, as stock Lightning does, because loaders do not draw
+        what the resumed run drew.
+        """
         names = " and ".join(dict.fromkeys(by_rank.values()))
         message = (
-            f"epoch {self.restart.epoch} cannot be resumed in the middle: {names} on {ranks_in_words(by_rank)} does "
-            "not yield the samples that it yielded before the checkpoint was saved"
+            f"epoch {self.restart.epoch} cannot be resumed in the middle: {names} on"
+            f" {ranks_in_words(by_rank)} does not yield the samples that it yielded before the"
+            " checkpoint was saved"
         )
         remedy = (
-            "derive its order from the epoch that set_epoch() gets, or draw it from a generator that is an attribute "
-            "of the loader or sampler, and save with trainer.save_checkpoint or ModelCheckpoint"
+            "derive its order from the epoch that set_epoch() gets, or draw it from a generator"
+            " that is an attribute of the loader or sampler, and save with trainer.save_checkpoint"
+            " or ModelCheckpoint"
         )
         if self._is_strict:
             refuse(self._strategy, ResumeError(f"{message}; {remedy}, or {FROM_THE_EPOCHS_START}"))
-        rank_zero_warn(f'{message}, so that epoch starts again; {remedy} (resume_data="strict" raises instead)')
+        rank_zero_warn(
+            f'{message}, so that epoch starts again; {remedy} (resume_data="strict" raises instead)'
+        )
         self.restart = _start_again(self.restart)
         self.done = 0
         self._ranks = ()
 
     def _count_batches(self) -> None:
-        """Compute the number of batches done, up to an optimiser step, and the epoch's end, for this number of ranks.
+        """Compute the number of batches done, up to an optimiser step, and the epoch's
+        end, for this number of ranks.
 
-        Loops assume the same number of batches in all epochs. On a different number of ranks, or with another batch
-        size, the number of done batches therefore changes. Loaders that restarted within the epoch are ignored for the
-        remaining batches, because the longest loader, which ends the epoch, is read only once.
+        Loops assume the same number of batches in all epochs. On a different number of
+        ranks, or with another batch size, the number of done batches therefore changes.
+        Loaders that restarted within the epoch are ignored for the remaining batches,
+        because the longest loader, which ends the epoch, is read only once.
         """
         pairs = list(zip(positions_of(self._trainer), self._own["loaders"], strict=True))
         combine = min if mode_of(combined_loader_of(self._trainer.fit_loop)) == "min_size" else max
         whole = combine(batches_of(position.loader) for position, _ in pairs)
-        left = combine(position.left_after(state["at"]) for position, state in pairs if not state["number"])
+        left = combine(
+            position.left_after(state["at"]) for position, state in pairs if not state["number"]
+        )
         if math.inf not in (whole, left):
             accumulated = self._trainer.accumulate_grad_batches
             self.done = int(whole - left) // accumulated * accumulated
@@ -285,7 +346,9 @@ def _start_again(restart: Restart) -> Restart:
 
 @contextmanager
 def _ignoring(message: str) -> Iterator[None]:
-    """Ignore warnings within the block, without undoing other changes of the filters as ``catch_warnings`` does."""
+    """Ignore warnings within the block, without undoing other changes of the filters as
+    ``catch_warnings`` does.
+    """
     warnings.filterwarnings("ignore", message)
     added = warnings.filters[0]
     try:

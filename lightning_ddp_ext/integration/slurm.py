@@ -10,19 +10,28 @@ _SECONDS_TO_ANSWER = 10.0
 
 
 def job_number() -> str:
-    """Return the job's number, which is the same after a requeue; empty outside of SLURM."""
+    """Return the job's number, which is the same after a requeue; empty outside of
+    SLURM.
+    """
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ.get("SLURM_JOB_ID", "")
+    return (
+        f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ.get("SLURM_JOB_ID", "")
+    )
 
 
 def is_preempted() -> bool:
-    """Whether SLURM stops this job in favour of another one, according to its controller."""
+    """Whether SLURM stops this job in favour of another one, according to its
+    controller.
+    """
     shown = _scontrol("show", "job", job_number())
     return bool(re.search(r"\bPreemptTime=\d", shown.stdout)) and "Requeue=1" in shown.stdout
 
 
 def requeue() -> str:
-    """Requeue this job, and describe the result. SLURM then ends the job's processes, possibly during this call."""
+    """Requeue this job, and describe the result.
+
+    SLURM then ends the job's processes, possibly during this call.
+    """
     done = _scontrol("requeue", job_number())
     if done.returncode > 0:
         return f"SLURM did not requeue job {job_number()} ({done.stderr.strip()}); submit it again"
@@ -32,6 +41,8 @@ def requeue() -> str:
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
     command = ["scontrol", *words]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER, check=False)
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 1, stdout="", stderr=str(error))

@@ -1,4 +1,6 @@
-"""Stop a Trainer on all ranks after the same step, with a checkpoint, when one of them receives a signal."""
+"""Stop a Trainer on all ranks after the same step, with a checkpoint, when one of them
+receives a signal.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,16 @@ _ENDS_FAILED = (signal.SIGTERM, signal.SIGHUP)
 
 
 def default_deadline() -> timedelta:
-    """Return the time for all ranks to exit after a signal, if the user does not limit it."""
+    """Return the time for all ranks to exit after a signal, if the user does not limit
+    it.
+    """
     return _UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE
 
 
 class StoppedException(pl.utilities.exceptions.SIGTERMException):
-    """Raised on all ranks after they have stopped together; the process exits with the signal's usual status."""
+    """Raised on all ranks after they have stopped together; the process exits with the
+    signal's usual status.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(status_of(signum))
@@ -63,10 +69,13 @@ class StopController:
     Attributes:
         run: the Trainer's current run, or its last one.
         weights: whether the module has its training weights.
-        stopped: the stop point at which all ranks are stopping, recorded in the checkpoint; otherwise ``None``.
+        stopped: the stop point at which all ranks are stopping, recorded in the
+            checkpoint; otherwise ``None``.
     """
 
-    def __init__(self, strategy: Host, files: RunFiles, checkpoints: Checkpoints, deadline: timedelta) -> None:
+    def __init__(
+        self, strategy: Host, files: RunFiles, checkpoints: Checkpoints, deadline: timedelta
+    ) -> None:
         self._strategy = strategy
         self._files = files
         self._checkpoints = checkpoints
@@ -75,7 +84,9 @@ class StopController:
         self.run = Run(is_outermost=False)
         self._stopping: GracefulStop | None = None
         self.stopped: Stopped | None = None
-        self._signals = StopSignals(self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None)
+        self._signals = StopSignals(
+            self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None
+        )
         self.weights = TrainingWeights()
 
     # A strategy is pickled for spawned ranks, without the state of this process.
@@ -92,7 +103,9 @@ class StopController:
         self.__init__(**state)  # type: ignore[misc]
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Handle signals for a run of this Trainer; in a process group that we did not create, Lightning does."""
+        """Handle signals for a run of this Trainer; in a process group that we did not
+        create, Lightning does.
+        """
         session = current_session()
         self.stopped = None
         self._trainer = trainer
@@ -103,7 +116,9 @@ class StopController:
         self.weights = TrainingWeights()
         replaced.leave_signals_to_us(trainer)
         if not self.run.is_outermost:
-            return  # the group was set up by hand, or this Trainer runs in a hook of another one, which handles stops
+            # the group was set up by hand, or this Trainer runs in a hook of another
+            # one, which handles stops
+            return
         self.detach()  # an earlier run may not have been torn down
         self._stopping = session.stops
         self._stopping.start(self.deadline, self._acknowledge)
@@ -112,7 +127,9 @@ class StopController:
 
     @property
     def _time_limit_signals(self) -> list[signal.Signals]:
-        """Signals that announce a time limit: SLURM's requeue signal if set, or SIGUSR1 unless the user handles it."""
+        """Signals that announce a time limit: SLURM's requeue signal if set, or SIGUSR1
+        unless the user handles it.
+        """
         requeue_signal = None if self._slurm is None else self._slurm.requeue_signal
         return without_handler(signal.SIGUSR1) if requeue_signal is None else [requeue_signal]
 
@@ -120,7 +137,11 @@ class StopController:
     def _slurm(self) -> SLURMEnvironment | None:
         """The environment with which Lightning requeues jobs, if it does."""
         environment = self._strategy.cluster_environment
-        return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
+        return (
+            environment
+            if isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+            else None
+        )
 
     def detach(self) -> None:
         """Restore the signal handlers after the Trainer's run."""
@@ -136,7 +157,9 @@ class StopController:
             self._pass_on_late_signal(has_failed)
 
     def _pass_on_late_signal(self, has_failed: bool) -> None:
-        """Pass a signal that came after the last stop point to the current handler, unless it has had its effect."""
+        """Pass a signal that came after the last stop point to the current handler,
+        unless it has had its effect.
+        """
         received = self._signals.received
         if received is None or self._signals.has_passed_on:
             return
@@ -149,10 +172,16 @@ class StopController:
             self._stopping.request_stop(signum)
 
     def _acknowledge(self, request: StopRequest) -> None:
-        """Log the signal immediately: a step may take a long time, and users might otherwise press Ctrl-C again."""
+        """Log the signal immediately: a step may take a long time, and users might
+        otherwise press Ctrl-C again.
+        """
         saves = self._files.stop_name is not None or self._requeues(request)
         stop = ", save and stop" if saves else " and stop without saving"
-        again = "; press Ctrl-C again to exit immediately without saving" if request.signum == signal.SIGINT else ""
+        again = (
+            "; press Ctrl-C again to exit immediately without saving"
+            if request.signum == signal.SIGINT
+            else ""
+        )
         rank_zero_info(f"{request}: the ranks will finish the current step{stop}{again}")
 
     # Stop points.
@@ -162,11 +191,17 @@ class StopController:
         self._stop_if_agreed(GracefulStop.at_point, "batch")
 
     def _may_stop(self) -> bool:
-        """Whether a checkpoint would contain the training weights, according to rank 0. Collective."""
+        """Whether a checkpoint would contain the training weights, according to rank 0.
+
+        Collective.
+        """
         trainer = self._trainer
         may_stop = self._strategy.broadcast(self.weights.are(saved_by(trainer.lightning_module)))
         if not may_stop:
-            rank_zero_info("the ranks will finish this validation before they stop: a hook has swapped the weights")
+            rank_zero_info(
+                "the ranks will finish this validation before they stop: a hook has swapped the"
+                " weights"
+            )
         return may_stop
 
     def at_step(self) -> None:
@@ -200,7 +235,9 @@ class StopController:
         self._signals.received = None
         self.stopped = where
         requeues = self._trainer.is_global_zero and self._requeues(request)
-        saved = self._save(is_requeued=requeues) if self.weights.has_trained else "nothing to save yet"
+        saved = (
+            self._save(is_requeued=requeues) if self.weights.has_trained else "nothing to save yet"
+        )
         self._checkpoints.finish()
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
         if requeues:
@@ -213,13 +250,21 @@ class StopController:
     def _where(self) -> str:
         if self._trainer.state.fn != "fit":
             return f"during trainer.{self._trainer.state.fn.value}"
-        return f"after step {self._trainer.global_step}" if self.weights.has_trained else "before the first step"
+        return (
+            f"after step {self._trainer.global_step}"
+            if self.weights.has_trained
+            else "before the first step"
+        )
 
     def _requeues(self, request: StopRequest) -> bool:
-        """Whether the job has to be requeued; if a preempted job exits within its grace time, SLURM does not do it."""
+        """Whether the job has to be requeued; if a preempted job exits within its grace
+        time, SLURM does not do it.
+        """
         if self._slurm is None:
             return False
-        return request.signum in self._time_limit_signals or (request.signum == signal.SIGTERM and is_preempted())
+        return request.signum in self._time_limit_signals or (
+            request.signum == signal.SIGTERM and is_preempted()
+        )
 
     def _save(self, *, is_requeued: bool) -> str:
         files = self._files
@@ -233,7 +278,10 @@ class StopController:
         self._trainer.save_checkpoint(path)
         if is_requeued:
             return f"saved to {path} for the requeued job"
-        remedy = "resume with the same command and trainer.fit(..., ckpt_path='last'), or pass this path as ckpt_path"
+        remedy = (
+            "resume with the same command and trainer.fit(..., ckpt_path='last'), or pass this path"
+            " as ckpt_path"
+        )
         return f"saved to {path}; {remedy}"
 
 

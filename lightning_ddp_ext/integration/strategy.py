@@ -52,59 +52,82 @@ TIMEOUT = timedelta(minutes=30)  # Lightning's default; NCCL's would be 10 minut
 
 
 class DDPExtStrategy(RankDevicesStrategy):
-    """Lightning's ``ddp`` with a choice of init methods; after a failure, every rank exits within a bounded time.
+    """Lightning's ``ddp`` with a choice of init methods; after a failure, every rank
+    exits within a bounded time.
 
     Args:
-        init_method: how the ranks connect: ``"env://"``, ``"tcp://host:29500"``, ``"file:///shared/run42"``, or an
-            :class:`~lightning_ddp_ext.Env`, :class:`~lightning_ddp_ext.Tcp` or :class:`~lightning_ddp_ext.File`.
-            ``None`` uses the variable ``DDPX_INIT_METHOD``, or else the address of Lightning's cluster environment; on
-            one node, the kernel chooses a port.
-        rank: this process's rank, if you start one process per rank by hand; requires ``world_size``. The local rank
-            is ``LOCAL_RANK``, or else ``rank`` modulo the number of devices.
-        world_size: the number of ranks; requires ``rank`` and must equal ``devices * num_nodes``.
+        init_method: how the ranks connect: ``"env://"``, ``"tcp://host:29500"``,
+            ``"file:///shared/run42"``, or an :class:`~lightning_ddp_ext.Env`,
+            :class:`~lightning_ddp_ext.Tcp` or :class:`~lightning_ddp_ext.File`.
+            ``None`` uses the variable ``DDPX_INIT_METHOD``, or else the address of
+            Lightning's cluster environment; on one node, the kernel chooses a port.
+        rank: this process's rank, if you start one process per rank by hand; requires
+            ``world_size``. The local rank is ``LOCAL_RANK``, or else ``rank`` modulo
+            the number of devices.
+        world_size: the number of ranks; requires ``rank`` and must equal ``devices *
+            num_nodes``.
         init_timeout: seconds or ``timedelta`` within which all ranks must connect.
-        heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host or network is considered dead.
-            The exit of a process is detected immediately.
-        timeout: seconds or ``timedelta`` that a collective may take; ``None`` uses the backend's own limit.
-        devices_per_rank: the number of the Trainer's devices that each rank gets. The module must place its parts on
-            ``self.trainer.strategy.rank_devices`` in ``configure_model``; Lightning moves batches to the first of them.
-        start_method: how the other ranks start: ``"popen"`` runs the script again; the other methods start a function.
-        sampler: the order of training samples in loaders to which Lightning adds a sampler: ``"torch"`` for stock
-            Lightning's order, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
-        exact_evaluation: whether logged values and metrics of validation and test count each sample exactly once, in
-            loaders to which Lightning adds a sampler. Samples that stock Lightning repeats have a separate step.
-        uneven_inputs: how an epoch ends if the ranks have different numbers of training batches.
-            ``"stop_at_shortest"`` ends it after the last step for which every rank has a batch. ``None`` raises if the
-            lengths of the loaders differ.
-        resume_data: where training continues in a checkpoint's epoch: ``"exact"`` continues with the next batch and
-            each rank's random states, or repeats the epoch if its order cannot be drawn again; ``"strict"`` raises in
-            that case; ``"epoch"`` repeats the epoch, for data that changed; ``"stock"`` does what Lightning does.
-        stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name,
-            which is placed next to the other checkpoints, or below ``default_root_dir`` if a logger decides where these
-            are; ``None`` saves nothing. ``ckpt_path="last"`` finds the file in the same fit of the same command.
-        rescue_checkpoint: where a survivor saves the last step after another rank has died, failed or hung, such as
-            ``"last-rescued.ckpt"``: a path or file name as for ``stop_checkpoint``; ``None`` saves nothing. The file is
-            removed when a run that found it by ``ckpt_path="last"`` finishes.
-        save_deadline: seconds or ``timedelta`` between a signal or exception and the moment when ranks are killed
-            without saving; ``None``: 25 s under torchrun, which kills ranks after 30 s, and 10 minutes elsewhere.
+        heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host
+            or network is considered dead. The exit of a process is detected
+            immediately.
+        timeout: seconds or ``timedelta`` that a collective may take; ``None`` uses the
+            backend's own limit.
+        devices_per_rank: the number of the Trainer's devices that each rank gets. The
+            module must place its parts on ``self.trainer.strategy.rank_devices`` in
+            ``configure_model``; Lightning moves batches to the first of them.
+        start_method: how the other ranks start: ``"popen"`` runs the script again; the
+            other methods start a function.
+        sampler: the order of training samples in loaders to which Lightning adds a
+            sampler: ``"torch"`` for stock Lightning's order, or ``"scalable"`` for a
+            :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
+        exact_evaluation: whether logged values and metrics of validation and test count
+            each sample exactly once, in loaders to which Lightning adds a sampler.
+            Samples that stock Lightning repeats have a separate step.
+        uneven_inputs: how an epoch ends if the ranks have different numbers of training
+            batches. ``"stop_at_shortest"`` ends it after the last step for which every
+            rank has a batch. ``None`` raises if the lengths of the loaders differ.
+        resume_data: where training continues in a checkpoint's epoch: ``"exact"``
+            continues with the next batch and each rank's random states, or repeats the
+            epoch if its order cannot be drawn again; ``"strict"`` raises in that case;
+            ``"epoch"`` repeats the epoch, for data that changed; ``"stock"`` does what
+            Lightning does.
+        stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of
+            them: a path, or a file name, which is placed next to the other checkpoints,
+            or below ``default_root_dir`` if a logger decides where these are; ``None``
+            saves nothing. ``ckpt_path="last"`` finds the file in the same fit of the
+            same command.
+        rescue_checkpoint: where a survivor saves the last step after another rank has
+            died, failed or hung, such as ``"last-rescued.ckpt"``: a path or file name
+            as for ``stop_checkpoint``; ``None`` saves nothing. The file is removed when
+            a run that found it by ``ckpt_path="last"`` finishes.
+        save_deadline: seconds or ``timedelta`` between a signal or exception and the
+            moment when ranks are killed without saving; ``None``: 25 s under torchrun,
+            which kills ranks after 30 s, and 10 minutes elsewhere.
         nccl: NCCL settings, see :class:`~lightning_ddp_ext.NCCLOptions`.
         interface: the network interface for NCCL and gloo, such as ``"eth1"``.
-        process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses the backend for the device.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses the backend
+            for the device.
         accelerator: the kind of device; set by the Trainer.
         parallel_devices: the devices of this host; set by the Trainer.
-        cluster_environment: a plugin that provides ranks and address; by default, the Trainer detects the launcher.
-        checkpoint_io: writes and reads checkpoints; by default a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`.
+        cluster_environment: a plugin that provides ranks and address; by default, the
+            Trainer detects the launcher.
+        checkpoint_io: writes and reads checkpoints; by default a
+            :class:`~lightning_ddp_ext.RankZeroCheckpointIO`.
         precision_plugin: mixed precision; the Trainer creates it from ``precision=``.
         ddp_comm_state: the state of the comm hook, such as a ``PowerSGDState``.
-        ddp_comm_hook: a function that averages gradients, such as torch's ``fp16_compress_hook``; works on CPU as well.
+        ddp_comm_hook: a function that averages gradients, such as torch's
+            ``fp16_compress_hook``; works on CPU as well.
         ddp_comm_wrapper: wraps the comm hook, such as ``fp16_compress_wrapper``.
-        model_averaging_period: the number of steps between averages of the model with post-local SGD.
-        **ddp_kwargs: arguments of :class:`torch.nn.parallel.DistributedDataParallel`, such as
-            ``find_unused_parameters=True``, ``static_graph=True`` or ``gradient_as_bucket_view=True``.
+        model_averaging_period: the number of steps between averages of the model with
+            post-local SGD.
+        **ddp_kwargs: arguments of :class:`torch.nn.parallel.DistributedDataParallel`,
+            such as ``find_unused_parameters=True``, ``static_graph=True`` or
+            ``gradient_as_bucket_view=True``.
 
     Raises:
-        ConfigurationError: an argument does not exist here or in the installed torch; a value is not allowed; or
-            arguments, environment variables and the Trainer's ``devices`` and ``num_nodes`` contradict each other.
+        ConfigurationError: an argument does not exist here or in the installed torch; a
+            value is not allowed; or arguments, environment variables and the Trainer's
+            ``devices`` and ``num_nodes`` contradict each other.
 
     Example::
 
@@ -147,7 +170,9 @@ class DDPExtStrategy(RankDevicesStrategy):
     ) -> None:
         check_choice("start_method", start_method, *get_args(StartMethod))
         if devices_per_rank < 1:
-            raise ConfigurationError(f"devices_per_rank must be at least 1 (got {devices_per_rank})")
+            raise ConfigurationError(
+                f"devices_per_rank must be at least 1 (got {devices_per_rank})"
+            )
         refuse_unknown(DDPExtStrategy.__init__, ddp_kwargs)
         super().__init__(
             accelerator=accelerator,
@@ -168,7 +193,11 @@ class DDPExtStrategy(RankDevicesStrategy):
         read_world({}, **self._rank_arguments)  # raises if arguments contradict each other
         self.devices_per_rank = devices_per_rank
         self.rendezvous = ConnectionSettings(
-            init_method, init_timeout=init_timeout, heartbeat_timeout=heartbeat_timeout, nccl=nccl, interface=interface
+            init_method,
+            init_timeout=init_timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            nccl=nccl,
+            interface=interface,
         )
         deadline = to_timedelta(save_deadline, field="save_deadline") or default_deadline()
         self.files = RunFiles(stop_checkpoint, rescue_checkpoint)
@@ -207,13 +236,18 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @property
     def world(self) -> World:
-        """This process's place among all ranks; available once the strategy has a Trainer."""
+        """This process's place among all ranks; available once the strategy has a
+        Trainer.
+        """
         return world_of(self)
 
     @override
     def set_world_ranks(self) -> None:
         self.cluster_environment = choose_environment(
-            self.cluster_environment, self._rank_arguments, devices=self.num_processes, num_nodes=self.num_nodes
+            self.cluster_environment,
+            self._rank_arguments,
+            devices=self.num_processes,
+            num_nodes=self.num_nodes,
         )
         super().set_world_ranks()
 
@@ -246,7 +280,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         self._checkpoint_io = io
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None
+    ) -> None:
         self.data.training.save_to(checkpoint, f"saving {os.fspath(filepath)}")
         if os.fspath(filepath) == self.files.stop_path:
             checkpoint[FILE_KEY] = self.files.identity
@@ -258,14 +294,18 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.checkpoints.remove(filepath)
 
     @override
-    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: PathLike, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         is_restore = self.checkpoints.is_restoring(checkpoint_path)
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only=weights_only)
         if is_restore:
             self.data.training.resume_from(checkpoint)
         return checkpoint
 
-    def _restore(self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any) -> None:
+    def _restore(
+        self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any
+    ) -> None:
         self.checkpoints.restore(restore, self.files.chosen(path), *args, **kwargs)
 
     @override
@@ -286,11 +326,15 @@ class DDPExtStrategy(RankDevicesStrategy):
         super().connect(model)
         if trainer_of(model) is not None:  # a user may connect a model without a run
             self.set_world_ranks()  # not yet set in a spawned rank
-            self.data.attach(model.trainer, self._replaced)  # configure_callbacks runs next and may load the data
+            self.data.attach(
+                model.trainer, self._replaced
+            )  # configure_callbacks runs next and may load the data
 
     @override
     def setup_environment(self) -> None:
-        if self.lightning_module is None:  # called by the user to create the process group before a run
+        if (
+            self.lightning_module is None
+        ):  # called by the user to create the process group before a run
             super().setup_environment()
             return
         trainer = self.current_trainer
@@ -389,7 +433,9 @@ class DDPExtStrategy(RankDevicesStrategy):
             return self.averaging.training_step(super().training_step, *args, **kwargs)
 
     @override
-    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         self.metrics.flush()
         with self.recorder.backward(), self.averaging.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -417,7 +463,9 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank's batch does not count in the current evaluation step; hooks can also read this."""
+        """Whether this rank's batch does not count in the current evaluation step;
+        hooks can also read this.
+        """
         return self.data.evaluation.is_idle
 
     @override
@@ -432,15 +480,18 @@ class DDPExtStrategy(RankDevicesStrategy):
         """Wait for all ranks. Collective: every rank must call it, with the same name.
 
         Raises:
-            RankAbsentError: a rank made a different collective call, skipped the barrier, or did not call it within
-                ``timeout``.
+            RankAbsentError: a rank made a different collective call, skipped the
+                barrier, or did not call it within ``timeout``.
         """
-        # After an exception some ranks never call this, so callbacks that save a checkpoint must not wait for them.
+        # After an exception some ranks never call this, so callbacks that save a
+        # checkpoint must not wait for them.
         if self.checkpoints.is_interrupted:
             return
         self.metrics.flush()
         is_past_barrier = report_call(f"barrier {name!r}" if name else "a barrier", is_waiting=True)
-        if not is_past_barrier or self.root_device.type != "cpu":  # also waits for earlier work on the accelerator
+        if (
+            not is_past_barrier or self.root_device.type != "cpu"
+        ):  # also waits for earlier work on the accelerator
             super().barrier(name, *args, **kwargs)
 
     @override
@@ -449,7 +500,9 @@ class DDPExtStrategy(RankDevicesStrategy):
             return obj
         self.metrics.flush()
         is_training = self.lightning_module is not None and self.lightning_module.trainer.training
-        if not (is_training and called_by_lightning()):  # max_time, for example, requires one in every batch
+        if not (
+            is_training and called_by_lightning()
+        ):  # max_time, for example, requires one in every batch
             report_call(f"broadcast from rank {src}")
         return super().broadcast(obj, src)
 
@@ -463,7 +516,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         return super().reduce_boolean_decision(bool(decision) != all, all=False) != all
 
     @override
-    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> torch.Tensor:
         self.metrics.flush()
         return super().all_gather(tensor, group, sync_grads)
 
@@ -474,8 +529,12 @@ class DDPExtStrategy(RankDevicesStrategy):
         return Reduction(self.metrics)
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
-        """Run ``work`` on rank 0, and return its result or raise its error on every rank. Collective.
+        """Run ``work`` on rank 0, and return its result or raise its error on every
+        rank.
 
-        When the Trainer is interrupted, rank 0 works alone and the other ranks get ``None``.
+        Collective.
+
+        When the Trainer is interrupted, rank 0 works alone and the other ranks get
+        ``None``.
         """
         return self.checkpoints.on_rank_zero(work, what)  # type: ignore[no-any-return]

@@ -1,8 +1,9 @@
 """Start the iterators over training data, and save each rank's position in them.
 
-A checkpoint gets one additional section and is otherwise unchanged, so stock ``ddp`` can also resume from it.
-When a checkpoint is loaded, ``resume`` changes the loops' state before Lightning reads it. The loaders' iterators
-start at the saved position later, when their first batch is requested.
+A checkpoint gets one additional section and is otherwise unchanged, so stock ``ddp``
+can also resume from it. When a checkpoint is loaded, ``resume`` changes the loops'
+state before Lightning reads it. The loaders' iterators start at the saved position
+later, when their first batch is requested.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ from .host import Host
 from .lightning_tree import rank_zero_warn
 from .loop_state import Restart, Stopped, epoch_of, find_restart
 from .recorder import Recorder
-from .resume import KEY, VERSION, Resume, ResumeData, positions_of, training_generators, without_random_state
+from .resume import (
+    KEY,
+    VERSION,
+    Resume,
+    ResumeData,
+    positions_of,
+    training_generators,
+    without_random_state,
+)
 from .stopping import StopController
 from .uneven import UnevenInputs
 
@@ -42,7 +51,8 @@ Recorded = Literal["epoch", "step", "validation"]
 
 
 class TrainingData:
-    """The data-related state of training: the seed, the epoch, the resume, and recorded random states.
+    """The data-related state of training: the seed, the epoch, the resume, and recorded
+    random states.
 
     Attributes:
         known_seed: the seed for the order of samples, once it is known.
@@ -68,14 +78,21 @@ class TrainingData:
 
     def attach(self, trainer: Any = None) -> None:
         """Reset the state for a Trainer that has not loaded a checkpoint."""
-        if trainer is None or trainer.state.fn == "fit":  # otherwise a checkpoint still describes the earlier training
+        if (
+            trainer is None or trainer.state.fn == "fit"
+        ):  # otherwise a checkpoint still describes the earlier training
             self.known_seed: int | None = None
-            self._has_ended = False  # whether the last epoch's data was exhausted when training ended
-            self._at_end: tuple[Restart, dict[str, Any]] | None = None  # where it ended, if in the middle of an epoch
+            self._has_ended = (
+                False  # whether the last epoch's data was exhausted when training ended
+            )
+            self._at_end: tuple[Restart, dict[str, Any]] | None = (
+                None  # where it ended, if in the middle of an epoch
+            )
         self.worker_seed: int | None = None
         self.resume = self._new_resume()
         self._resumed_from: Mapping[str, Any] | None = None  # until Lightning's loops are restored
-        # At the start of the last epoch, step and validation: random states, and the batches that each loader gave.
+        # At the start of the last epoch, step and validation: random states, and the
+        # batches that each loader gave.
         self._recorded: dict[Recorded, tuple[list[Any], list[int]]] = {}
         self._epoch_started: Any = None  # the combined iterator of the last epoch
         self._validated_at = math.inf
@@ -84,7 +101,9 @@ class TrainingData:
         return Resume(self._strategy, self.in_epoch)
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
-        """Prepare to resume from the Trainer's checkpoint, and change its loop state accordingly."""
+        """Prepare to resume from the Trainer's checkpoint, and change its loop state
+        accordingly.
+        """
         is_fitting = self._strategy.current_trainer.state.fn == "fit"
         if is_fitting and "loops" in checkpoint and self.resume_data != "stock":
             self.resume = Resume(self._strategy, self.in_epoch, checkpoint, self.resume_data)
@@ -93,7 +112,8 @@ class TrainingData:
     def on_loops_restored(self, checkpoint: Mapping[str, Any]) -> None:
         """Drop the resume if the Trainer's loops were restored from another checkpoint.
 
-        A ``LearningRateFinder`` makes Lightning restore its loops from the finder's own file, and from no other.
+        A ``LearningRateFinder`` makes Lightning restore its loops from the finder's own
+        file, and from no other.
         """
         if is_restored_from(self._strategy.current_trainer, checkpoint):
             if checkpoint is not self._resumed_from:
@@ -102,7 +122,11 @@ class TrainingData:
 
     @property
     def seed(self) -> int:
-        """The seed for the order of samples: that of the resumed run, otherwise rank 0's. Collective the first time."""
+        """The seed for the order of samples: that of the resumed run, otherwise rank
+        0's.
+
+        Collective the first time.
+        """
         if self.known_seed is None:
             own = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
             self.known_seed = own if self.resume.seed is None else self.resume.seed
@@ -110,11 +134,15 @@ class TrainingData:
 
     @property
     def epoch(self) -> int:
-        """The current or next training epoch; correct even before Lightning reads the checkpoint."""
+        """The current or next training epoch; correct even before Lightning reads the
+        checkpoint.
+        """
         return max(epoch_of(self._strategy.current_trainer), self.resume.restart.epoch)
 
     def record_random_state(self, moment: Recorded) -> None:
-        """Record the random state at the start of an epoch, an optimiser step or a validation during training."""
+        """Record the random state at the start of an epoch, an optimiser step or a
+        validation during training.
+        """
         self._recorded[moment] = self._current_state()
 
     def _current_state(self) -> tuple[list[Any], list[int]]:
@@ -127,12 +155,16 @@ class TrainingData:
         self.resume.on_train_start()
 
     def on_validation_end(self) -> None:
-        """Record the time of the validation; if the resume began with it, let the epoch end as usual."""
+        """Record the time of the validation; if the resume began with it, let the epoch
+        end as usual.
+        """
         self._validated_at = time.monotonic()
         self.resume.on_validation_end()
 
     def on_train_end(self) -> None:
-        """Record where training ended, before Lightning resets its loops and an evaluation removes the loaders."""
+        """Record where training ended, before Lightning resets its loops and an
+        evaluation removes the loaders.
+        """
         loop = self._strategy.current_trainer.fit_loop
         self._has_ended = fetcher_of(loop).done
         # Its whole state would include those of loaders, which may be large.
@@ -152,11 +184,14 @@ class TrainingData:
 
     @contextmanager
     def in_epoch(self, loader: DistributedLoader) -> Iterator[None]:
-        """Set the current epoch in a loader, of which an iterator is created within the block."""
+        """Set the current epoch in a loader, of which an iterator is created within the
+        block.
+        """
         epoch = self.epoch
         rank = self._strategy.global_rank
         keeps_workers = start_epoch(loader.loader, epoch, rank=rank, seed=self.worker_seed)
-        # A resumed run may start persistent workers in a later epoch; seeding them then must not draw another number.
+        # A resumed run may start persistent workers in a later epoch; seeding them then
+        # must not draw another number.
         is_later = keeps_workers and (epoch > 0 or loader.position is None)
         with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
             yield
@@ -164,8 +199,8 @@ class TrainingData:
     def start_iterator(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
         """Start an iterator of the fit loop.
 
-        The first one in an epoch also starts the iterators of the other loaders, so that all of them draw random
-        numbers before any batch is read.
+        The first one in an epoch also starts the iterators of the other loaders, so
+        that all of them draw random numbers before any batch is read.
         """
         loop = self._strategy.current_trainer.fit_loop
         combined = combined_iterator_of(loop)
@@ -187,8 +222,11 @@ class TrainingData:
             self.resume = self._new_resume()
         resume = self.resume
         resume.find_data()
-        # If no length is known, Lightning reads the first batch before it starts training and restores the state.
-        if resume.restart.has_started or (resume.restart.at == "epoch_start" and not resume.has_restored_random):
+        # If no length is known, Lightning reads the first batch before it starts
+        # training and restores the state.
+        if resume.restart.has_started or (
+            resume.restart.at == "epoch_start" and not resume.has_restored_random
+        ):
             resume.restore_random_state()
         if not resume.restart.is_within:
             for position in positions_of(self._strategy.current_trainer):
@@ -196,14 +234,21 @@ class TrainingData:
         self.record_random_state("epoch")
         self._recorder.note(Kind.EPOCH)
 
-    def _start_at_position(self, loader: DistributedLoader, *, is_restarted: bool = False) -> Iterator[Any]:
+    def _start_at_position(
+        self, loader: DistributedLoader, *, is_restarted: bool = False
+    ) -> Iterator[Any]:
         if self.resume.is_over:
             return iter(())
         batches = self._uneven.end_together(loader.position.start_iterator(), loader.position)
         self._recorder.has_new_iterator = True
         if loader.position is not positions_of(self._strategy.current_trainer)[0]:
             return batches
-        return _Announced(batches, self._before_batch, partial(_warn_of_early_end, loader), is_restarted=is_restarted)
+        return _Announced(
+            batches,
+            self._before_batch,
+            partial(_warn_of_early_end, loader),
+            is_restarted=is_restarted,
+        )
 
     def _before_batch(self) -> None:
         """Stop if the ranks have agreed to; at a step's start, record the random state."""
@@ -219,7 +264,10 @@ class TrainingData:
     # Saving.
 
     def save_to(self, checkpoint: dict[str, Any], what: str) -> None:
-        """Add all ranks' data positions to a checkpoint in the call ``what``. Collective unless interrupted."""
+        """Add all ranks' data positions to a checkpoint in the call ``what``.
+
+        Collective unless interrupted.
+        """
         if "loops" not in checkpoint:
             return
         trainer = self._strategy.current_trainer
@@ -228,7 +276,9 @@ class TrainingData:
         has_loaders = combined_loader_of(trainer.fit_loop) is not None
         if has_loaders or not (restart.is_within or restart.epoch == 0):
             own = self._own_state(restart, loops)
-        elif self._at_end is not None and self._at_end[0] == restart:  # an evaluation has removed the loaders
+        elif (
+            self._at_end is not None and self._at_end[0] == restart
+        ):  # an evaluation has removed the loaders
             own = self._at_end[1]
         else:
             return
@@ -252,39 +302,56 @@ class TrainingData:
         """Return this rank's random states and positions."""
         positions = positions_of(self._strategy.current_trainer) if restart.is_within else []
         random, given = self._state_of(restart, loops)
-        loaders = [each.state_dict(restart.done, number) for each, number in zip(positions, given, strict=False)]
+        loaders = [
+            each.state_dict(restart.done, number)
+            for each, number in zip(positions, given, strict=False)
+        ]
         return {"random": random, "loaders": loaders}
 
     def section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
-        """Return the section for a checkpoint; ``ranks`` contains the state of each rank."""
+        """Return the section for a checkpoint; ``ranks`` contains the state of each
+        rank.
+        """
         own = {"version": VERSION, "seed": self.known_seed, "restart": vars(restart)}
         return {**own, "stopped": stopped, "ranks": ranks}
 
     def _state_of(self, restart: Restart, loops: Mapping[str, Any]) -> tuple[list[Any], list[int]]:
-        """Return the recorded random states and numbers of batches for a restart, or the current ones."""
+        """Return the recorded random states and numbers of batches for a restart, or
+        the current ones.
+        """
         moment: Recorded | None = None
         if restart.has_started:
             moment = "epoch"
         elif restart.at == "validation":
             moment = "validation"
-        elif restart.at == "batch_end" and restart.done < loops["epoch_loop.batch_progress"]["current"]["processed"]:
+        elif (
+            restart.at == "batch_end"
+            and restart.done < loops["epoch_loop.batch_progress"]["current"]["processed"]
+        ):
             moment = "step"
         recorded = None if moment is None else self._recorded.get(moment)
         return recorded or self._current_state()
 
 
 class _Announced(Iterator[Any]):
-    """The batches of the first loader, each announced once before it is requested, also after the loader's end.
+    """The batches of the first loader, each announced once before it is requested, also
+    after the loader's end.
 
     Args:
         batches: an iterator over the loader.
         on_next: called when a batch is requested.
         on_end: called once, when a batch is requested after the last one.
-        is_restarted: whether the batch that is requested first was announced when an earlier iterator ended.
+        is_restarted: whether the batch that is requested first was announced when an
+            earlier iterator ended.
     """
 
     def __init__(
-        self, batches: Iterator[Any], on_next: Callable[[], None], on_end: Callable[[], None], *, is_restarted: bool
+        self,
+        batches: Iterator[Any],
+        on_next: Callable[[], None],
+        on_end: Callable[[], None],
+        *,
+        is_restarted: bool,
     ) -> None:
         self._batches = batches
         self._on_next = on_next
@@ -305,11 +372,15 @@ class _Announced(Iterator[Any]):
 
 
 def _warn_of_early_end(loader: DistributedLoader) -> None:
-    """Warn if a loader ends before its length: Lightning finds the last batch by the length."""
-    length, position = batches_of(loader), loader.position
+    """Warn if a loader ends before its length: Lightning finds the last batch by the
+    length.
+    """
+    length = batches_of(loader)
+    position = loader.position
     if position.given < length < math.inf:
         rank_zero_warn(
-            f"{position.name} ended after {position.given} batches, but its length is {length:g}, so Lightning did "
-            "not know which batch was the last: validation, learning-rate schedulers and loggers that act at the end "
-            "of an epoch were skipped, as with ddp; let __len__ return the number of samples of this rank, or remove it"
+            f"{position.name} ended after {position.given} batches, but its length is {length:g},"
+            " so Lightning did not know which batch was the last: validation, learning-rate"
+            " schedulers and loggers that act at the end of an epoch were skipped, as with ddp;"
+            " let __len__ return the number of samples of this rank, or remove it"
         )

@@ -1,4 +1,6 @@
-"""Check whether a module has its training weights, or others that a hook swapped in for validation."""
+"""Check whether a module has its training weights, or others that a hook swapped in for
+validation.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from .lightning_tree import pl
 
 
 class TrainingWeights:
-    """The weights of a Trainer's run, as they were before a validation in which hooks may swap them.
+    """The weights of a Trainer's run, as they were before a validation in which hooks
+    may swap them.
 
     Attributes:
         has_trained: whether training has made progress that can be saved.
@@ -24,7 +27,9 @@ class TrainingWeights:
         self._recorded: list[int] | None = None
 
     def on_training_step(self) -> None:
-        """Record that training has made progress, and that the weights are those of training."""
+        """Record that training has made progress, and that the weights are those of
+        training.
+        """
         self.has_trained = True
         self._recorded = None
 
@@ -42,16 +47,26 @@ class TrainingWeights:
 
 
 def saved_by(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the tensors of a module that a checkpoint contains: parameters, then buffers."""
+    """Return the tensors of a module that a checkpoint contains: parameters, then
+    buffers.
+    """
     return [*module.parameters(), *module.buffers()]
 
 
 def _may_swap(trainer: Any) -> bool:
-    """Whether a hook may swap other weights in during validation, as ``EMAWeightAveraging`` does."""
-    callbacks = [each for each in trainer.callbacks if not isinstance(each, pl.callbacks.ProgressBar)]
+    """Whether a hook may swap other weights in during validation, as
+    ``EMAWeightAveraging`` does.
+    """
+    callbacks = [
+        each for each in trainer.callbacks if not isinstance(each, pl.callbacks.ProgressBar)
+    ]
     hooks = ("on_validation_start", "on_validation_epoch_start")
     is_overridden = pl.utilities.model_helpers.is_overridden
-    return any(is_overridden(hook, owner) for owner in (trainer.lightning_module, *callbacks) for hook in hooks)
+    return any(
+        is_overridden(hook, owner)
+        for owner in (trainer.lightning_module, *callbacks)
+        for hook in hooks
+    )
 
 
 def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:

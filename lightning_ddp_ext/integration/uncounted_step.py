@@ -16,22 +16,29 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 @contextmanager
 def uncounted(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
-    """Make ``self.log`` and torchmetrics work on copies within the block, and discard the copies afterwards.
+    """Make ``self.log`` and torchmetrics work on copies within the block, and discard
+    the copies afterwards.
 
-    A key that is logged for the first time is kept with a value that does not affect any reduction, so that this rank
-    takes part in the reductions at the end of the epoch. A value that is not reduced across ranks counts the step.
+    A key that is logged for the first time is kept with a value that does not affect
+    any reduction, so that this rank takes part in the reductions at the end of the
+    epoch. A value that is not reduced across ranks counts the step.
 
-    A metric with a list that torchmetrics gathers item by item counts the step, because this list must have the same
-    number of items on all ranks.
+    A metric with a list that torchmetrics gathers item by item counts the step, because
+    this list must have the same number of items on all ranks.
 
     Args:
         results: Lightning's collection of logged values, by key.
-        module: the module whose metrics are preserved, at any depth; ``results`` has those logged from elsewhere.
+        module: the module whose metrics are preserved, at any depth; ``results`` has
+            those logged from elsewhere.
     """
     before = {id(metric): (metric, dict(vars(metric))) for metric in _metrics(results, module)}
-    logged = {key: dict(vars(result)) for key, result in results.items()}  # values never change in place
+    logged = {
+        key: dict(vars(result)) for key, result in results.items()
+    }  # values never change in place
     for metric, held in before.values():
-        vars(metric).update((name, _copied(value)) for name, value in held.items() if name != "_modules")
+        vars(metric).update(
+            (name, _copied(value)) for name, value in held.items() if name != "_modules"
+        )
     yield
     for metric in _metrics(results, module):
         if id(metric) in before:
@@ -44,15 +51,23 @@ def uncounted(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
 
 
 def _metrics(results: Mapping[str, Any], module: nn.Module) -> list[nn.Module]:
-    """Return the metrics that a step can be taken out of, and metric collections, each once."""
+    """Return the metrics that a step can be taken out of, and metric collections, each
+    once.
+    """
     logged = (result.value for result in results.values() if not result.is_tensor)
     found = (each for root in (module, *logged) for each in root.modules())
-    kept = (each for each in found if isinstance(each, (Metric, MetricCollection)) and not _is_gathered_by_item(each))
+    kept = (
+        each
+        for each in found
+        if isinstance(each, (Metric, MetricCollection)) and not _is_gathered_by_item(each)
+    )
     return list({id(each): each for each in kept}.values())
 
 
 def _is_gathered_by_item(metric: nn.Module) -> bool:
-    """Whether a metric has a list whose items torchmetrics does not join before it gathers them."""
+    """Whether a metric has a list whose items torchmetrics does not join before it
+    gathers them.
+    """
     return isinstance(metric, Metric) and any(
         isinstance(metric._defaults[name], list) and reduction is not dim_zero_cat
         for name, reduction in metric._reductions.items()
@@ -60,7 +75,10 @@ def _is_gathered_by_item(metric: nn.Module) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """Copy state that a metric may change in place. Lists are copied shallowly, since their batches do not change."""
+    """Copy state that a metric may change in place.
+
+    Lists are copied shallowly, since their batches do not change.
+    """
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):  # such as the groups of a collection
@@ -75,13 +93,17 @@ def _restore(metric: nn.Module, before: dict[str, Any]) -> None:
     if isinstance(metric, Metric):
         before.update(_empty_lists(metric, before))
         before.update(_shaped(metric, before))
-        before["_computed"] = metric._computed  # a result to reuse, or none, as on the ranks that count the step
+        before["_computed"] = (
+            metric._computed
+        )  # a result to reuse, or none, as on the ranks that count the step
     vars(metric).clear()
     vars(metric).update(before)
 
 
 def _shaped(metric: Metric, before: dict[str, Any]) -> dict[str, Tensor]:
-    """Return earlier states in the shape that the step has given them, which ranks must have in common."""
+    """Return earlier states in the shape that the step has given them, which ranks must
+    have in common.
+    """
     states = {name: (before[name], getattr(metric, name)) for name in metric._reductions}
     return {
         name: earlier.expand(now.shape).clone()
@@ -91,8 +113,14 @@ def _shaped(metric: Metric, before: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _empty_lists(metric: Metric, before: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """Return an empty tensor for each list that was empty, with the type and shape of the rows that the step added."""
-    lists = [name for name, join in metric._reductions.items() if join is dim_zero_cat and before[name] == []]
+    """Return an empty tensor for each list that was empty, with the type and shape of
+    the rows that the step added.
+    """
+    lists = [
+        name
+        for name, join in metric._reductions.items()
+        if join is dim_zero_cat and before[name] == []
+    ]
     states = {name: getattr(metric, name) for name in lists}
     return {name: [torch.atleast_1d(rows[0])[:0]] for name, rows in states.items() if rows}
 
@@ -100,7 +128,8 @@ def _empty_lists(metric: Metric, before: dict[str, Any]) -> dict[str, list[Tenso
 def _restore_result(result: Any, before: dict[str, Any] | None) -> None:
     """Restore the earlier value; if it is missing or was reset, set a neutral one.
 
-    A value that the ranks do not reduce is this rank's own; user code may have reduced it, and it stays.
+    A value that the ranks do not reduce is this rank's own; user code may have reduced
+    it, and it stays.
     """
     counted = None if before is None or before["has_reset"] else before
     is_joint = result.meta.sync.should and not result.meta.sync.rank_zero_only

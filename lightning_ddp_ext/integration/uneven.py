@@ -1,4 +1,6 @@
-"""End training epochs on all ranks together, and warn if several ranks read the same data."""
+"""End training epochs on all ranks together, and warn if several ranks read the same
+data.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,12 @@ UnevenMode = Literal["stop_at_shortest"]
 class UnevenInputs:
     """Handles different numbers of training batches on the ranks of a strategy.
 
-    With ``"stop_at_shortest"``, each iterator ends after the last batch that every rank has. With ``None``, loaders of
-    different lengths raise an error.
+    With ``"stop_at_shortest"``, each iterator ends after the last batch that every rank
+    has. With ``None``, loaders of different lengths raise an error.
 
     Attributes:
-        are_even: whether all ranks have the same number of batches, and thus make the same calls at the same batch.
+        are_even: whether all ranks have the same number of batches, and thus make the
+            same calls at the same batch.
     """
 
     def __init__(self, strategy: Host, mode: UnevenMode | None) -> None:
@@ -53,49 +56,67 @@ class UnevenInputs:
         return self._mode is not None and dist.is_initialized() and self._strategy.world_size > 1
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
-        """Set a training loader's length if the ranks end together. Collective in that case."""
+        """Set a training loader's length if the ranks end together.
+
+        Collective in that case.
+        """
         self._has_new_loaders = True
         if self._mode is not None and self._strategy.world_size > 1 and not dist.is_initialized():
             raise ConfigurationError(
-                f"uneven_inputs={self._mode!r} needs all ranks when the training data is loaded, but "
-                "configure_callbacks runs before they connect; read estimated_stepping_batches in setup instead"
+                f"uneven_inputs={self._mode!r} needs all ranks when the training data is loaded,"
+                " but configure_callbacks runs before they connect; read"
+                " estimated_stepping_batches in setup instead"
             )
         if not self._end_is_joint:
             return
         lengths = self._by_rank(batches_of(loader))
         if min(lengths) < max(lengths) == math.inf:
             problem = (
-                f"training loader {type(loader.loader).__name__} must have a length on every rank or on none, or "
-                f"training would hang (lengths by rank: {lengths}; inf means no length); define __len__ on every rank"
+                f"training loader {type(loader.loader).__name__} must have a length on every rank"
+                f" or on none, or training would hang (lengths by rank: {lengths}; inf means no"
+                " length); define __len__ on every rank"
             )
             refuse(self._strategy, SamplingError(problem))
         if math.inf not in lengths:
             loader.length = min(lengths)
 
     def end_together(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
-        """Count the batches of a new iterator, and end it on all ranks together if requested."""
+        """Count the batches of a new iterator, and end it on all ranks together if
+        requested.
+        """
         if not self._end_is_joint:
             return position.give(batches)
         position.ahead = AHEAD
         context = current()  # a group for CPU tensors avoids waiting for an accelerator
-        group = None if context is None else context.new_group(backend="gloo", purpose="small collectives")
+        group = (
+            None
+            if context is None
+            else context.new_group(backend="gloo", purpose="small collectives")
+        )
         return position.give(end_together(batches, group, on_last=self._end_epoch))
 
     def _end_epoch(self) -> None:
-        """Make Lightning treat the next batch as the last one if there is a single loader."""
+        """Make Lightning treat the next batch as the last one if there is a single
+        loader.
+        """
         trainer = self._strategy.current_trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
     def report_phase(self) -> None:
-        """Report a step, unless the ranks have different numbers of batches and therefore of steps."""
+        """Report a step, unless the ranks have different numbers of batches and
+        therefore of steps.
+        """
         if self.are_even:
             report_step()
 
     # Once the first batch has been read.
 
     def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
-        """For new loaders, compare the ranks' numbers of batches and first batches. Collective in that case."""
+        """For new loaders, compare the ranks' numbers of batches and first batches.
+
+        Collective in that case.
+        """
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
@@ -103,7 +124,9 @@ class UnevenInputs:
         loaders = [position.loader for position in positions]
         streams = [name_of(loader) for loader in loaders if index_sampler_of(loader) is None]
         own = [position.shared() for position in positions]
-        found = self._by_rank((trainer.num_training_batches, _checksums(batch) if streams else (), own))
+        found = self._by_rank(
+            (trainer.num_training_batches, _checksums(batch) if streams else (), own)
+        )
         lengths, checksums, shared = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         problem = _different_orders(positions, shared)
@@ -114,48 +137,75 @@ class UnevenInputs:
         _warn_of_same_batches(checksums, streams)
 
     def _by_rank(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of all ranks in rank order. Collective: every rank must call it."""
+        """Return the values of all ranks in rank order.
+
+        Collective: every rank must call it.
+        """
         return tuple(ranks_of(self._strategy).gather(value))
 
 
 def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
-    """Describe why ranks cannot train on these numbers of batches; ``None`` if they can, as with few ``max_steps``."""
-    fewest, most_steps = min(lengths), trainer.max_steps
+    """Describe why ranks cannot train on these numbers of batches; ``None`` if they
+    can, as with few ``max_steps``.
+    """
+    fewest = min(lengths)
+    most_steps = trainer.max_steps
     if len(set(lengths)) == 1 or math.inf in lengths:
         return None
-    if most_steps != -1 and trainer.global_step + math.ceil(fewest / trainer.accumulate_grad_batches) >= most_steps:
+    if (
+        most_steps != -1
+        and trainer.global_step + math.ceil(fewest / trainer.accumulate_grad_batches) >= most_steps
+    ):
         return None
-    by_rank = listed(f"{length} on {ranks_in_words(who)}" for length, who in grouped(dict(enumerate(lengths))))
+    by_rank = listed(
+        f"{length} on {ranks_in_words(who)}" for length, who in grouped(dict(enumerate(lengths)))
+    )
     return (
-        f"the ranks have different numbers of training batches ({by_rank}), so some ranks would wait forever after "
-        f"{fewest} batches; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or "
-        "drop_last=True so that every rank gets the same number of batches"
+        f"the ranks have different numbers of training batches ({by_rank}), so some ranks would"
+        f" wait forever after {fewest} batches; pass"
+        " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True so"
+        " that every rank gets the same number of batches"
     )
 
 
-def _different_orders(positions: list[LoaderPosition], by_rank: tuple[list[dict[str, Any]], ...]) -> str | None:
-    """Describe why the ranks cannot share out the samples of a loader; warn if they probably have different ones."""
+def _different_orders(
+    positions: list[LoaderPosition], by_rank: tuple[list[dict[str, Any]], ...]
+) -> str | None:
+    """Describe why the ranks cannot share out the samples of a loader; warn if they
+    probably have different ones.
+    """
     remedy = (
-        "create the same dataset and sampler on every rank (seed random_split, for example), or pass "
-        "Trainer(use_distributed_sampler=False) if each rank has different data"
+        "create the same dataset and sampler on every rank (seed random_split, for example), or"
+        " pass Trainer(use_distributed_sampler=False) if each rank has different data"
     )
-    reasons = {"order": "the list that {} draws differs", "data": "the tensors or lists in the dataset differ"}
+    reasons = {
+        "order": "the list that {} draws differs",
+        "data": "the tensors or lists in the dataset differ",
+    }
     for position, *shared in zip(positions, *by_rank, strict=False):
         what = f"the samples of {type(getattr(position.loader, 'dataset', None)).__name__}"
-        for key in [key for key in shared[0] if any(each.get(key) != shared[0][key] for each in shared)]:
+        for key in [
+            key for key in shared[0] if any(each.get(key) != shared[0][key] for each in shared)
+        ]:
             if key not in reasons:
-                values = listed(f"{each.get(key)} on rank {rank}" for rank, each in enumerate(shared))
-                return f"the ranks cannot share out {what}, because the {key} differs ({values}); {remedy}"
+                values = listed(
+                    f"{each.get(key)} on rank {rank}" for rank, each in enumerate(shared)
+                )
+                return (
+                    f"the ranks cannot share out {what}, because the {key} differs ({values});"
+                    f" {remedy}"
+                )
             reason = reasons[key].format(position.name)
             rank_zero_warn(
-                f"the ranks share out {what}, but {reason} between the ranks, so some samples are probably never read; "
-                f"{remedy}"
+                f"the ranks share out {what}, but {reason} between the ranks, so some samples are"
+                f" probably never read; {remedy}"
             )
     return None
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:
-    """Return the checksums of the tensors in a batch, which may be nested mappings, lists and tuples.
+    """Return the checksums of the tensors in a batch, which may be nested mappings,
+    lists and tuples.
 
     >>> _checksums({"x": [torch.ones(2)]}) == _checksums((torch.ones(2), "text", torch.zeros(0)))
     True
@@ -163,7 +213,13 @@ def _checksums(batch: Any) -> tuple[int, ...]:
     if isinstance(batch, Tensor):
         is_dense = batch.layout == torch.strided and not batch.is_nested
         return (int(checksum(batch)),) if is_dense and batch.numel() else ()
-    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    items = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, (list, tuple))
+        else ()
+    )
     return tuple(each for item in items for each in _checksums(item))
 
 
@@ -173,8 +229,9 @@ def _warn_of_same_batches(checksums: tuple[tuple[int, ...], ...], names: list[st
         if not one or len(ranks) == 1:
             continue
         rank_zero_warn(
-            f"the first training batch is the same on {ranks_in_words(ranks)}: {' and '.join(names) or 'the data'} "
-            f"is probably not split among the ranks, so each sample is trained on {len(ranks)} times per epoch; in "
-            "__iter__, yield only the samples of this rank (call torch.distributed.get_rank() in the main process) "
-            "and of this worker (call torch.utils.data.get_worker_info())"
+            f"the first training batch is the same on {ranks_in_words(ranks)}:"
+            f" {' and '.join(names) or 'the data'} is probably not split among the ranks, so each"
+            f" sample is trained on {len(ranks)} times per epoch; in __iter__, yield only the"
+            " samples of this rank (call torch.distributed.get_rank() in the main process) and of"
+            " this worker (call torch.utils.data.get_worker_info())"
         )

@@ -1,6 +1,8 @@
-"""The strategy and callbacks for ``pytorch_lightning``, even if ``lightning_ddp_ext`` has those for ``lightning``.
+"""The strategy and callbacks for ``pytorch_lightning``, even if ``lightning_ddp_ext``
+has those for ``lightning``.
 
-The modules of this package are the files of ``integration``, loaded for the other tree; see ``trees``.
+The modules of this package are the files of ``integration``, loaded for the other tree;
+see ``trees``.
 """
 
 from pathlib import Path

@@ -1,1 +1,3 @@
-"""Reduce values over the ranks: scalars without waiting for them, and other tensors without a barrier."""
+"""Reduce values over the ranks: scalars without waiting for them, and other tensors
+without a barrier.
+"""

@@ -1,4 +1,6 @@
-"""Reduce a tensor over the ranks that are not idle, without the barrier of Lightning's own reduction."""
+"""Reduce a tensor over the ranks that are not idle, without the barrier of Lightning's
+own reduction.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from lightning_ddp_ext.ranks import is_gloo
 def all_reduce(
     tensor: Tensor, group: Any = None, reduce_op: Any = "mean", *, idle_ranks: Collection[int] = ()
 ) -> Tensor:
-    """Reduce a tensor in place and return it; a mean of integers is a new tensor of floats.
+    """Reduce a tensor in place and return it; a mean of integers is a new tensor of
+    floats.
 
     Collective: every rank of the group must call it, including idle ones.
 
@@ -25,19 +28,24 @@ def all_reduce(
         tensor: this rank's values.
         group: the ranks; ``None`` for all.
         reduce_op: a ``ReduceOp`` or its name; "mean" is the same as "avg".
-        idle_ranks: global ranks whose values do not count, unless the whole group is idle.
+        idle_ranks: global ranks whose values do not count, unless the whole group is
+            idle.
     """
     group = dist.group.WORLD if group is None else group
     name = reduce_op.upper() if isinstance(reduce_op, str) else ""
     op = getattr(ReduceOp, "AVG" if name == "MEAN" else name) if name else reduce_op
     ranks = set(dist.get_process_group_ranks(group))
     idle = ranks.intersection(idle_ranks) if not ranks.issubset(idle_ranks) else set()
-    is_mean_of_integers = op == ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex())
+    is_mean_of_integers = op == ReduceOp.AVG and not (
+        tensor.is_floating_point() or tensor.is_complex()
+    )
     if is_mean_of_integers:
         tensor = tensor.to(torch.int64, copy=True)
     if dist.get_rank() in idle:
         _neutralise(tensor, op)
-    if op == ReduceOp.AVG and (idle or is_mean_of_integers or is_gloo(tensor.device, group)):  # gloo has no AVG
+    if op == ReduceOp.AVG and (
+        idle or is_mean_of_integers or is_gloo(tensor.device, group)
+    ):  # gloo has no AVG
         dist.all_reduce(tensor, op=ReduceOp.SUM, group=group)
         count = len(ranks) - len(idle)
         return tensor / count if is_mean_of_integers else tensor.div_(count)

@@ -1,7 +1,9 @@
-"""Reduce many scalars over the ranks in one all-gather; each rank computes the results itself.
+"""Reduce many scalars over the ranks in one all-gather; each rank computes the results
+itself.
 
-All messages have the same length, since a process would otherwise abort, and contain a digest of each
-value's name, op and dtype, so ranks can detect that they logged different values.
+All messages have the same length, since a process would otherwise abort, and contain a
+digest of each value's name, op and dtype, so ranks can detect that they logged
+different values.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ DTYPES = (torch.float32, torch.float64, torch.int64)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows.mean(0),
     "sum": lambda rows: rows.sum(0),
-    "min": lambda rows: rows.amin(0),  # keeps a NaN of any rank; gloo's result would depend on the order
+    "min": lambda rows: rows.amin(
+        0
+    ),  # keeps a NaN of any rank; gloo's result would depend on the order
     "max": lambda rows: rows.amax(0),
 }
 
@@ -69,27 +73,32 @@ def reduce_common(
     group: dist.ProcessGroup | None = None,
     idle_ranks: Collection[int] = (),
 ) -> Reduced:
-    """Reduce the first values, as many as all ranks have; the results are bit-identical on every rank.
+    """Reduce the first values, as many as all ranks have; the results are bit-identical
+    on every rank.
 
     Collective: every rank must call it, including a rank that has no values.
 
     Args:
-        values: up to ``PER_MESSAGE`` values, in the same order on every rank; some ranks may have more.
+        values: up to ``PER_MESSAGE`` values, in the same order on every rank; some
+            ranks may have more.
         is_last: whether this rank has no further values.
         device: the device for messages, from which the group can send.
         group: the ranks; ``None`` for the default group.
         idle_ranks: ranks whose values do not count.
 
     Raises:
-        DivergenceError: values at the same position differ in name, op or dtype, or a rank whose values
-            are its last has fewer than another one; raised on every rank.
+        DivergenceError: values at the same position differ in name, op or dtype, or a
+            rank whose values are its last has fewer than another one; raised on every
+            rank.
     """
     sent = torch.zeros(2, 1 + PER_MESSAGE, dtype=torch.float64, device=device)
     sent[0, 0] = float(is_last)
     if values:
         sent[0, 1 : 1 + len(values)] = sent.new_tensor([_digest(value) for value in values])
         sent[1, 1 : 1 + len(values)] = torch.stack([value.tensor.to(sent) for value in values])
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    )  # its name before torch 2.13
     received = sent.new_empty(dist.get_world_size(group) * sent.numel())
     gather(received, sent.flatten(), group=group)
     headers, rows = received.view(-1, *sent.shape).unbind(1)
@@ -101,7 +110,9 @@ def reduce_common(
     if is_short or bool((digests[:, :common] != digests[0, :common]).any()):
         raise _mismatch(values, group)
     results = _results(values[:common], rows[:, 1:], idle_ranks)
-    return Reduced(results, bool(are_last.all()), bool((counts == common).all()) and not are_last.any())
+    return Reduced(
+        results, bool(are_last.all()), bool((counts == common).all()) and not are_last.any()
+    )
 
 
 def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int]) -> list[Tensor]:
@@ -109,28 +120,40 @@ def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int])
     if idle_ranks:
         rows = rows[[rank for rank in range(len(rows)) if rank not in idle_ranks]]
     by_op = {op: OPS[op](rows) for op in {value.op for value in values}}
-    return [by_op[value.op][column].to(value.tensor.device, _dtype_of(value)) for column, value in enumerate(values)]
+    return [
+        by_op[value.op][column].to(value.tensor.device, _dtype_of(value))
+        for column, value in enumerate(values)
+    ]
 
 
 def _dtype_of(value: Value) -> torch.dtype:
-    """Return the dtype of a result: the value's dtype, but float for a mean of integers, as in ``all_reduce``."""
+    """Return the dtype of a result: the value's dtype, but float for a mean of
+    integers, as in ``all_reduce``.
+    """
     is_float = value.op == "mean" and not value.tensor.is_floating_point()
     return torch.get_default_dtype() if is_float else value.tensor.dtype
 
 
 def _digest(value: Value) -> int:
-    """Return a positive number that differs between values that must not be reduced together."""
+    """Return a positive number that differs between values that must not be reduced
+    together.
+    """
     return 1 + zlib.crc32(f"{value} {value.tensor.dtype}".encode())
 
 
 class PendingTensor(Tensor):
-    """A view of a tensor that is not reduced yet. It is an ordinary tensor from its first use on."""
+    """A view of a tensor that is not reduced yet.
+
+    It is an ordinary tensor from its first use on.
+    """
 
     reduce_now: Callable[[], object]
 
     @staticmethod
     def of(tensor: Tensor, reduce_now: Callable[[], object]) -> PendingTensor:
-        """Return a view of a tensor; before any use, ``reduce_now`` must fill it and call :meth:`settle`."""
+        """Return a view of a tensor; before any use, ``reduce_now`` must fill it and
+        call :meth:`settle`.
+        """
         pending = tensor.as_subclass(PendingTensor)
         pending.reduce_now = reduce_now
         return pending
@@ -153,16 +176,20 @@ def _mismatch(values: Sequence[Value], group: dist.ProcessGroup | None) -> Diver
     """Return an error that describes how the ranks differ. Collective."""
     by_rank: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(by_rank, tuple(map(str, values)), group=group)
-    with suppress(RuntimeError):  # this rank raises the error even if another one has closed its group
+    with suppress(
+        RuntimeError
+    ):  # this rank raises the error even if another one has closed its group
         dist.barrier(group)
     usual, _ = Counter(by_rank).most_common(1)[0]
     usual_ranks = [rank for rank, names in enumerate(by_rank) if names == usual]
-    deviations = {rank: _deviation(names, usual) for rank, names in enumerate(by_rank) if names != usual}
+    deviations = {
+        rank: _deviation(names, usual) for rank, names in enumerate(by_rank) if names != usual
+    }
     return DivergenceError(
-        "ranks logged different values with sync_dist=True: "
-        f"{listed(f'{ranks_in_words(who)} {deviation}' for deviation, who in grouped(deviations))} (compared with "
-        f"{ranks_in_words(usual_ranks)}); every rank must log the same names in the same "
-        "order, so log them outside of code that only some ranks run, or omit sync_dist"
+        "ranks logged different values with sync_dist=True:"
+        f" {listed(f'{ranks_in_words(who)} {deviation}' for deviation, who in grouped(deviations))}"
+        f" (compared with {ranks_in_words(usual_ranks)}); every rank must log the same names in the"
+        " same order, so log them outside of code that only some ranks run, or omit sync_dist"
     )
 
 

@@ -1,8 +1,10 @@
-"""The control channel: one TCP connection from each rank to rank 0, for messages by topic.
+"""The control channel: one TCP connection from each rank to rank 0, for messages by
+topic.
 
-A closed connection reveals a dead rank, whatever state Python, the store or a collective is in.
-An asyncio event loop on a daemon thread serves the connections. Callbacks on that thread must not
-wait for messages, since the thread itself would have to deliver them.
+A closed connection reveals a dead rank, whatever state Python, the store or a
+collective is in. An asyncio event loop on a daemon thread serves the connections.
+Callbacks on that thread must not wait for messages, since the thread itself would have
+to deliver them.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ _LEAVING = "leaving"
 
 
 class Channel:
-    """The connections of this process: rank 0 is connected to every other rank, and every other rank to rank 0.
+    """The connections of this process: rank 0 is connected to every other rank, and
+    every other rank to rank 0.
 
     Attributes:
-        ended: the ranks whose connections closed, with the reasons; a reason is empty if the rank left in order.
+        ended: the ranks whose connections closed, with the reasons; a reason is empty
+            if the rank left in order.
         arrived: notified after each message and each closed connection; any thread may
             hold its lock briefly.
     """
@@ -68,7 +72,9 @@ class Channel:
         self.call(self._open(connected, rank))
 
     def accept(self, listener: socket.socket, admit: Admit) -> None:
-        """Accept connections on ``listener``; ``admit`` receives a connection's messages until it is adopted."""
+        """Accept connections on ``listener``; ``admit`` receives a connection's
+        messages until it is adopted.
+        """
         listener.setblocking(False)
         self._listening.enter_context(listener)
         self._admit = admit
@@ -76,20 +82,28 @@ class Channel:
         asyncio.run_coroutine_threadsafe(self._accept(listener), self._loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the serving thread, and return its result; for other threads."""
+        """Run a coroutine on the serving thread, and return its result; for other
+        threads.
+        """
         self._start()
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # Callable from any thread.
 
     def send(self, topic: str, body: Message, ranks: Collection[int] | None = None) -> None:
-        """Send a message to rank 0, or from rank 0 to ``ranks`` (by default all others).
+        """Send a message to rank 0, or from rank 0 to ``ranks`` (by default all
+        others).
 
         All ranks receive messages in the same order. Never waits or raises.
         """
         line = encode(topic, body)
         if len(line) > MAX_MESSAGE:  # the receiver would close the connection
-            _logger.error("a message on %r was not sent: it has %d bytes (limit: %d)", topic, len(line), MAX_MESSAGE)
+            _logger.error(
+                "a message on %r was not sent: it has %d bytes (limit: %d)",
+                topic,
+                len(line),
+                MAX_MESSAGE,
+            )
             return
         if self._thread is None or self._is_closing:
             return
@@ -101,7 +115,9 @@ class Channel:
                 self._loop.call_soon_threadsafe(self._flush)
 
     def listen(self, topic: str, listener: Listener) -> None:
-        """Pass a topic's messages to ``listener`` on the serving thread, earlier ones immediately on this thread."""
+        """Pass a topic's messages to ``listener`` on the serving thread, earlier ones
+        immediately on this thread.
+        """
         with self.arrived:  # no later message is delivered meanwhile
             for body in self._unclaimed.pop(topic, []):
                 listener(body)
@@ -128,11 +144,15 @@ class Channel:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller runs on the serving thread, so it must not wait for messages."""
+        """Whether the caller runs on the serving thread, so it must not wait for
+        messages.
+        """
         return threading.current_thread() is self._thread
 
     def close(self, *, in_order: bool = True) -> None:
-        """Send all pending messages and close the connections; unless ``in_order``, this rank then counts as dead."""
+        """Send all pending messages and close the connections; unless ``in_order``,
+        this rank then counts as dead.
+        """
         if self._is_closing:
             return
         if in_order:
@@ -147,10 +167,11 @@ class Channel:
         self._listeners.clear()
 
     def close_inherited_sockets(self) -> None:
-        """Close a forked child's copies, so that other ranks notice the death of its parent.
+        """Close a forked child's copies, so that other ranks notice the death of its
+        parent.
 
-        The loop must not close them, since it would also remove the parent's sockets from
-        the selector, which both processes share.
+        The loop must not close them, since it would also remove the parent's sockets
+        from the selector, which both processes share.
         """
         self._is_closing = True
         for connection in self._connections:
@@ -198,7 +219,8 @@ class Channel:
         self._listening.close()
 
     async def _accept(self, listener: socket.socket) -> None:
-        # Without descriptors, asyncio's own server calls accept a thousand times in each attempt.
+        # Without descriptors, asyncio's own server calls accept a thousand times in
+        # each attempt.
         has_warned = False
         while True:
             try:
@@ -206,7 +228,10 @@ class Channel:
                 await self._open(connected)
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE) and not has_warned:
-                    _logger.warning("rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)")
+                    _logger.warning(
+                        "rank 0 has no file descriptors left for more ranks; raise the limit"
+                        " (ulimit -n)"
+                    )
                     has_warned = True
                 await asyncio.sleep(_PAUSE_AFTER_ERROR)
 
@@ -245,7 +270,9 @@ class Channel:
         try:
             listener(body)
         except Exception:
-            _logger.exception("the control channel continues after an error in a listener for %r", topic)
+            _logger.exception(
+                "the control channel continues after an error in a listener for %r", topic
+            )
 
     def _handle_lost(self, connection: Connection) -> None:
         self._connections.discard(connection)

@@ -1,4 +1,6 @@
-"""Run rank 0's part of the handshake: wait for every rank, and accept or refuse all of them together."""
+"""Run rank 0's part of the handshake: wait for every rank, and accept or refuse all of
+them together.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,15 @@ class Coordinator:
         RendezvousError: this process cannot listen, or another process is rank 0.
     """
 
-    def __init__(self, request: Request, hello: Hello, channel: Channel, deadline: Deadline) -> None:
-        self._hello, self._channel, self._deadline, self._endpoint = hello, channel, deadline, request.endpoint
-        self._timeouts, self._launch_failure = request.timeouts, request.launch_failure
+    def __init__(
+        self, request: Request, hello: Hello, channel: Channel, deadline: Deadline
+    ) -> None:
+        self._hello = hello
+        self._channel = channel
+        self._deadline = deadline
+        self._endpoint = request.endpoint
+        self._timeouts = request.timeouts
+        self._launch_failure = request.launch_failure
         self._where = hello.init_method
         if self._where == "env://" and isinstance(self._endpoint, TcpEndpoint):
             self._where = f"{self._endpoint.where} ({self._where})"
@@ -51,7 +59,8 @@ class Coordinator:
         self._table: tuple[RankInfo, ...] = ()
         self._error: RendezvousError | None = None
         self._refused: set[int] = set()
-        self._addresses, self._route = own_addresses(), ""
+        self._addresses = own_addresses()
+        self._route = ""
         _raise_limit_of_descriptors(hello.world_size)
         listener, self._address = self._listen()
         with OpenedSockets() as self._store_sockets:
@@ -66,11 +75,14 @@ class Coordinator:
 
         Raises:
             MissingRanksError: some ranks did not connect in time.
-            RendezvousError: two processes claim one rank, settings or versions differ, or a rank exited or gave up.
+            RendezvousError: two processes claim one rank, settings or versions differ,
+                or a rank exited or gave up.
         """
         withdraw = partial(self._endpoint.withdraw, self._address)
         try:
-            while not self._channel.wait_for(self._is_decided, min(_POLL, self._deadline.remaining)):
+            while not self._channel.wait_for(
+                self._is_decided, min(_POLL, self._deadline.remaining)
+            ):
                 self._check_conditions()
             if self._error is not None:
                 raise self._error
@@ -82,7 +94,9 @@ class Coordinator:
             raise
         if self._endpoint.is_local:  # so that a later kill cannot leave the address behind
             withdraw()
-        return Connections(self._channel, self._table, self._store, self._store_sockets, self._route, withdraw)
+        return Connections(
+            self._channel, self._table, self._store, self._store_sockets, self._route, withdraw
+        )
 
     def _is_decided(self) -> bool:
         return bool(self._table) or self._error is not None
@@ -128,7 +142,9 @@ class Coordinator:
     # On the channel's thread, even after the start.
 
     def _admit(self, connection: Connection, topic: str, body: Message) -> None:
-        with suppress(KeyError, TypeError, ValueError):  # the sender is not a rank; it may stay connected
+        with suppress(
+            KeyError, TypeError, ValueError
+        ):  # the sender is not a rank; it may stay connected
             if topic == "hello" and body["nonce"] != self._address.nonce:
                 _reply(connection, {"retry": "another run is answering there"})
             elif topic == "hello":
@@ -152,7 +168,9 @@ class Coordinator:
             return
         for name, version in self._hello.versions.items():
             if hello.versions[name] != version:
-                versions = f"{self._hello.info} has {name} {version}, {info} has {hello.versions[name]}"
+                versions = (
+                    f"{self._hello.info} has {name} {version}, {info} has {hello.versions[name]}"
+                )
                 _logger.warning("%s; install the same version on every rank", versions)
         self._present[info.rank] = info
         hosts = [host_of(connection.socket.getsockname()), *self._addresses]
@@ -163,7 +181,9 @@ class Coordinator:
         _reply(connection, {"accepted": [self._store.port, list(map(without_scope, hosts))]})
         if len(self._present) == self._hello.world_size:
             self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
-            self._channel.send("handshake", {"welcome": list(map(astuple, self._table)), "route": self._route})
+            self._channel.send(
+                "handshake", {"welcome": list(map(astuple, self._table)), "route": self._route}
+            )
 
     def _objection_to(self, hello: Hello) -> RendezvousError | None:
         if self._error is not None:
@@ -178,7 +198,9 @@ class Coordinator:
 
     def _handle_exit(self, rank: int, reason: str) -> None:
         if not self._is_decided():
-            ended = f"exited before all ranks had connected ({reason or 'it left'}); look at its output"
+            ended = (
+                f"exited before all ranks had connected ({reason or 'it left'}); look at its output"
+            )
             self._refuse(RendezvousError(f"{self._present[rank]} {ended}"))
 
     def _handle_message(self, body: Message) -> None:
@@ -198,7 +220,9 @@ class Coordinator:
                 self._channel.arrived.notify_all()
 
     def _stay(self) -> None:
-        """Keep listening for some seconds, so that late ranks learn why the start failed."""
+        """Keep listening for some seconds, so that late ranks learn why the start
+        failed.
+        """
         late = set(range(1, self._hello.world_size)) - self._present.keys()
         self._channel.wait_for(lambda: late <= self._refused, self._timeouts.after_refusal)
 
@@ -208,9 +232,10 @@ class Coordinator:
         if missing:  # otherwise the last rank has just connected
             present = listed(known[rank] for rank in sorted(known))
             sentence = (
-                f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to {self._where} "
-                f"within {self._deadline.seconds:g} s (init_timeout); present: {present}; check that every rank is "
-                "running and can reach rank 0, or raise init_timeout"
+                f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to"
+                f" {self._where} within {self._deadline.seconds:g} s (init_timeout); present:"
+                f" {present}; check that every rank is running and can reach rank 0, or raise"
+                " init_timeout"
             )
             obstacle = self._endpoint.obstacle() if len(known) == 1 else None
             self._refuse(obstacle or MissingRanksError(sentence, missing=tuple(missing)))
@@ -221,48 +246,63 @@ def _reply(connection: Connection, body: Message) -> None:
 
 
 def _raise_limit_of_descriptors(ranks: int) -> None:
-    """Raise the limit of open files to 512, plus 16 for each rank: for the channel, the store and the groups.
+    """Raise the limit of open files to 512, plus 16 for each rank: for the channel, the
+    store and the groups.
 
-    The maximum would be too high: it may be 2 ** 30 in containers, and some programs close every possible descriptor.
+    The maximum would be too high: it may be 2 ** 30 in containers, and some programs
+    close every possible descriptor.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 512 + 16 * ranks
     with suppress(ValueError, OSError):
         if 0 <= soft < needed:  # -1: no limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard) if hard >= 0 else needed, hard))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (min(needed, hard) if hard >= 0 else needed, hard)
+            )
 
 
 def _duplicate(one: RankInfo, other: RankInfo) -> RendezvousError:
     first, second = sorted([one, other], key=lambda info: (info.host, info.pid))
     return RendezvousError(
-        f"two processes claim rank {one.rank}: pid {first.pid} on host {first.host} and pid {second.pid} on host "
-        f"{second.host}; set a different RANK (or rank=) for each process"
+        f"two processes claim rank {one.rank}: pid {first.pid} on host {first.host} and pid"
+        f" {second.pid} on host {second.host}; set a different RANK (or rank=) for each process"
     )
 
 
 def _other_run(where: str, own: Hello, other: Hello) -> RendezvousError:
     return RendezvousError(
-        f"rank 0 at {where} belongs to another run ({own.run}) than {other.info} ({other.run}); give each "
-        "run its own MASTER_PORT or init_method"
+        f"rank 0 at {where} belongs to another run ({own.run}) than {other.info} ({other.run});"
+        " give each run its own MASTER_PORT or init_method"
     )
 
 
 def _too_late(hello: Hello, table: tuple[RankInfo, ...]) -> RendezvousError:
     return RendezvousError(
-        f"another run of {len(table)} ranks is active at {hello.init_method} with {table[0]}, and {hello.info} of "
-        f"{hello.world_size} cannot join it; stop that run, or choose another init_method for this one"
+        f"another run of {len(table)} ranks is active at {hello.init_method} with {table[0]}, and"
+        f" {hello.info} of {hello.world_size} cannot join it; stop that run, or choose another"
+        " init_method for this one"
     )
 
 
 def _host_store(bound_to: str) -> TCPStore:
-    """Open the server of a store. It starts a thread, so the process should not fork afterwards.
+    """Open the server of a store.
+
+    It starts a thread, so the process should not fork afterwards.
 
     Args:
-        bound_to: the address of rank 0's control listener: a loopback address, or that of all interfaces.
+        bound_to: the address of rank 0's control listener: a loopback address, or that
+            of all interfaces.
     """
     listener = listen(bound_to, 0)
     port = int(listener.getsockname()[1])
-    host = "127.0.0.1" if bound_to in ("::", "0.0.0.0") else bound_to  # a host may have IPv6 without ::1
+    host = (
+        "127.0.0.1" if bound_to in ("::", "0.0.0.0") else bound_to
+    )  # a host may have IPv6 without ::1
     return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=STORE_OPERATION, master_listen_fd=listener.detach()
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=STORE_OPERATION,
+        master_listen_fd=listener.detach(),
     )

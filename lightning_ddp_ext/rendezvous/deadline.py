@@ -37,11 +37,15 @@ class Deadline:
         return self.remaining == 0.0
 
     def as_timedelta(self) -> timedelta:
-        """Return the remaining time, at least one second, since stores and groups count in whole seconds."""
+        """Return the remaining time, at least one second, since stores and groups count
+        in whole seconds.
+        """
         return timedelta(seconds=max(1.0, self.remaining))
 
     def ticks(self) -> Iterator[None]:
-        """Yield until the deadline, with growing pauses and jitter, so that ranks do not retry in lockstep."""
+        """Yield until the deadline, with growing pauses and jitter, so that ranks do
+        not retry in lockstep.
+        """
         pause = _FIRST_PAUSE
         while not self.expired:
             yield
@@ -49,14 +53,17 @@ class Deadline:
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def bound(self, work: Callable[[], T], *, check: Callable[[], None] = lambda: None) -> T:
-        """Call ``work`` in a thread and return its result: timeouts of calls into C++ are imprecise or missing.
+        """Call ``work`` in a thread and return its result: timeouts of calls into C++
+        are imprecise or missing.
 
         Args:
             work: the function to call.
-            check: called repeatedly while waiting; it may raise if waiting is pointless.
+            check: called repeatedly while waiting; it may raise if waiting is
+                pointless.
 
         Raises:
-            TimeoutError: ``work`` is still running some time after the deadline; its thread is abandoned.
+            TimeoutError: ``work`` is still running some time after the deadline; its
+                thread is abandoned.
         """
         outcome: Future[T] = Future()
 
@@ -72,5 +79,7 @@ class Deadline:
             thread.join(min(_CHECK_EVERY, limit.remaining))
             check()
         if not outcome.done():
-            raise TimeoutError(f"still running {_EXCEEDS_BY:g} s after a deadline of {self.seconds:g} s")
+            raise TimeoutError(
+                f"still running {_EXCEEDS_BY:g} s after a deadline of {self.seconds:g} s"
+            )
         return outcome.result()

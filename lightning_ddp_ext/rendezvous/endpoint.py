@@ -1,12 +1,13 @@
 """Find rank 0's control listener.
 
-===================  ==================================================================================================
+===================  ==============================================================
 ``TcpEndpoint``      rank 0 listens at a host and port that every rank is given
-``FileEndpoint``     rank 0 listens on a port that the kernel chooses, and writes its address into a file
-``StoreEndpoint``    as above, but rank 0 writes its address under a key in the store of a launcher such as torchrun
-===================  ==================================================================================================
+``FileEndpoint``     rank 0 writes its address, with a free port, into a file
+``StoreEndpoint``    as above, but to the store of a launcher such as torchrun
+===================  ==============================================================
 
-An address left behind in a file by an earlier run is harmless: rank 0 of another run refuses the nonce in it.
+An address left behind in a file by an earlier run is harmless: rank 0 of another run
+refuses the nonce in it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ STORE_OPERATION = timedelta(seconds=10)
 class Address:
     """The address of rank 0's listener: ``port`` at any of ``hosts``.
 
-    A published address also has a nonce, and the network, host name and process id of its publisher.
+    A published address also has a nonce, and the network, host name and process id of
+    its publisher.
     """
 
     hosts: tuple[str, ...]
@@ -54,21 +56,31 @@ class Address:
 
     def candidates(self, network: str) -> list[str]:
         """Return the hosts in the order in which a process in ``network`` tries them."""
-        return list(dict.fromkeys(["127.0.0.1", *self.hosts] if self.network == network else self.hosts))
+        return list(
+            dict.fromkeys(["127.0.0.1", *self.hosts] if self.network == network else self.hosts)
+        )
 
 
 class Endpoint:
-    """The base class of the ways to find rank 0. By default, rank 0 listens on a port that the kernel chooses."""
+    """The base class of the ways to find rank 0.
+
+    By default, rank 0 listens on a port that the kernel chooses.
+    """
 
     is_local = False
     """Whether all ranks are on this host, so rank 0 need not listen beyond loopback."""
 
     def listen(self) -> tuple[socket.socket, Address]:
-        """Return a listening socket and its address on rank 0, or raise ``RendezvousError``."""
+        """Return a listening socket and its address on rank 0, or raise
+        ``RendezvousError``.
+        """
         listener = listen("127.0.0.1" if self.is_local else "", 0)
         hosts = ("127.0.0.1",) if self.is_local else tuple(own_addresses())
-        port, nonce = listener.getsockname()[1], secrets.token_hex(16)
-        return listener, Address(hosts, port, nonce, network_identity(), socket.gethostname(), os.getpid())
+        port = listener.getsockname()[1]
+        nonce = secrets.token_hex(16)
+        return listener, Address(
+            hosts, port, nonce, network_identity(), socket.gethostname(), os.getpid()
+        )
 
     def publish(self, address: Address) -> None:
         """Publish the address; called on rank 0."""
@@ -78,15 +90,21 @@ class Endpoint:
         raise NotImplementedError
 
     def withdraw(self, address: Address) -> None:
-        """Remove the published address, unless another process published it; called on rank 0."""
+        """Remove the published address, unless another process published it; called on
+        rank 0.
+        """
 
     def obstacle(self) -> RendezvousError | None:
-        """Return the reason why other ranks cannot find rank 0, if this host can detect one."""
+        """Return the reason why other ranks cannot find rank 0, if this host can detect
+        one.
+        """
 
 
 @dataclass(frozen=True)
 class TcpEndpoint(Endpoint):
-    """Rank 0 listens at ``where``, on all interfaces unless ``is_local`` is set and ``where`` is a loopback address."""
+    """Rank 0 listens at ``where``, on all interfaces unless ``is_local`` is set and
+    ``where`` is a loopback address.
+    """
 
     where: Tcp
     is_local: bool = True
@@ -94,17 +112,20 @@ class TcpEndpoint(Endpoint):
     @override
     def listen(self) -> tuple[socket.socket, Address]:
         try:
-            # Some Kubernetes operators give rank 0 a loopback address, and other ranks the address of its host.
+            # Some Kubernetes operators give rank 0 a loopback address, and other ranks
+            # the address of its host.
             listener = listen(self.where.host if self.is_local else "", self.where.port)
         except OSError as error:
             raise RendezvousError(
-                f"init_method '{self.where}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot bind port "
-                f"{self.where.port}: {os.strerror(error.errno or 0)}; stop the program that uses the port, or choose "
-                "another port"
+                f"init_method '{self.where}': rank 0 on {socket.gethostname()} (pid {os.getpid()})"
+                f" cannot bind port {self.where.port}: {os.strerror(error.errno or 0)}; stop the"
+                " program that uses the port, or choose another port"
             ) from None
         obstacle = self.obstacle()
         if obstacle is not None:
-            _logger.warning("%s (rank 0 is waiting, since the name may still become resolvable)", obstacle)
+            _logger.warning(
+                "%s (rank 0 is waiting, since the name may still become resolvable)", obstacle
+            )
         return listener, self.look_up(Deadline(0.0))
 
     @override
@@ -113,8 +134,9 @@ class TcpEndpoint(Endpoint):
             socket.getaddrinfo(self.where.host, self.where.port)
         except socket.gaierror as error:
             return RendezvousError(
-                f"init_method '{self.where}': host {self.where.host!r} does not resolve on {socket.gethostname()} "
-                f"({error.strerror}); use the address of rank 0's host, or a name that every host can resolve"
+                f"init_method '{self.where}': host {self.where.host!r} does not resolve on"
+                f" {socket.gethostname()} ({error.strerror}); use the address of rank 0's host, or"
+                " a name that every host can resolve"
             )
         return None
 
@@ -136,14 +158,19 @@ class FileEndpoint(Endpoint):
             with open(self.path, "rb") as file:
                 content = file.read(_LONGEST_ADDRESS)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: on NFS, a file replaced while being read
+            if error.errno in (
+                errno.ENOENT,
+                errno.ESTALE,
+            ):  # ESTALE: on NFS, a file replaced while being read
                 return None
-            raise RendezvousError(f"init_method 'file://{self.path}': {error.strerror}; use another file") from None
+            raise RendezvousError(
+                f"init_method 'file://{self.path}': {error.strerror}; use another file"
+            ) from None
         address = _address_in(content)
         if content and address is None:
             raise RendezvousError(
-                f"init_method 'file://{self.path}': the file does not contain the address of a rank 0 (it "
-                f"begins with {content[:13]!r}); choose a file that does not exist yet"
+                f"init_method 'file://{self.path}': the file does not contain the address of a rank"
+                f" 0 (it begins with {content[:13]!r}); choose a file that does not exist yet"
             )
         return address
 
@@ -158,7 +185,8 @@ class FileEndpoint(Endpoint):
         """Write the file atomically, readable by this user only.
 
         Raises:
-            RendezvousError: the file cannot be written, for example because the disk is full.
+            RendezvousError: the file cannot be written, for example because the disk is
+                full.
         """
         temporary = f"{self.path}.{secrets.token_hex(4)}"
         try:
@@ -167,8 +195,9 @@ class FileEndpoint(Endpoint):
             os.replace(temporary, self.path)
         except OSError as error:
             raise RendezvousError(
-                f"init_method 'file://{self.path}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot write "
-                f"its address there: {error.strerror}; create the directory, free disk space, or choose another file"
+                f"init_method 'file://{self.path}': rank 0 on {socket.gethostname()} (pid"
+                f" {os.getpid()}) cannot write its address there: {error.strerror}; create the"
+                " directory, free disk space, or choose another file"
             ) from None
         finally:
             with suppress(OSError):
@@ -177,7 +206,9 @@ class FileEndpoint(Endpoint):
 
 @dataclass
 class StoreEndpoint(Endpoint):
-    """Rank 0 writes its address to a launcher's store at ``where``, under a ``key`` derived from the run id."""
+    """Rank 0 writes its address to a launcher's store at ``where``, under a ``key``
+    derived from the run id.
+    """
 
     where: Tcp
     key: str
@@ -211,11 +242,13 @@ def _address_in(content: bytes) -> Address | None:
         return None
 
 
-def connect_store(host: str, port: int, deadline: Deadline, check: Callable[[], None] = lambda: None) -> TCPStore:
+def connect_store(
+    host: str, port: int, deadline: Deadline, check: Callable[[], None] = lambda: None
+) -> TCPStore:
     """Open a client of the store at ``host`` and ``port``.
 
-    The constructor of a client may ignore its timeout, for example if the server does not reply. It therefore runs in a
-    thread, and ``check`` may raise in the meantime.
+    The constructor of a client may ignore its timeout, for example if the server does
+    not reply. It therefore runs in a thread, and ``check`` may raise in the meantime.
 
     Raises:
         RendezvousError: the store could not be opened before the deadline.
@@ -228,7 +261,8 @@ def connect_store(host: str, port: int, deadline: Deadline, check: Callable[[], 
     except Exception as error:
         reason = str(error).partition("\n")[0][:200]
         raise RendezvousError(
-            f"the store at {host}:{port} cannot be used ({reason}); look at the output of the process that hosts it"
+            f"the store at {host}:{port} cannot be used ({reason}); look at the output of the"
+            " process that hosts it"
         ) from None
     store.set_timeout(STORE_OPERATION)
     return store

@@ -1,4 +1,6 @@
-"""Run the handshake on every rank except rank 0: find rank 0, send a hello, and wait for the reply."""
+"""Run the handshake on every rank except rank 0: find rank 0, send a hello, and wait
+for the reply.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,16 @@ from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
 @dataclass(frozen=True)
 class Connections:
-    """The results of the handshake; the connections stay open until this process leaves the group.
+    """The results of the handshake; the connections stay open until this process leaves
+    the group.
 
     Attributes:
         channel: the channel to rank 0, or on rank 0 to all other ranks.
         table: all ranks, in order.
         store: rank 0's store.
         store_sockets: the sockets of the connection to the store.
-        route: the address at which ranks on other hosts can reach this host; empty if all ranks are on this host.
+        route: the address at which ranks on other hosts can reach this host; empty if
+            all ranks are on this host.
         withdraw: removes the published address; for rank 0, or after its death.
     """
 
@@ -50,9 +54,15 @@ class Connections:
 class Handshake:
     """Connects this rank to rank 0."""
 
-    def __init__(self, request: Request, hello: Hello, channel: Channel, deadline: Deadline) -> None:
-        self._hello, self._channel, self._deadline, self._endpoint = hello, channel, deadline, request.endpoint
-        self._timeouts, self._launch_failure = request.timeouts, request.launch_failure
+    def __init__(
+        self, request: Request, hello: Hello, channel: Channel, deadline: Deadline
+    ) -> None:
+        self._hello = hello
+        self._channel = channel
+        self._deadline = deadline
+        self._endpoint = request.endpoint
+        self._timeouts = request.timeouts
+        self._launch_failure = request.launch_failure
         self._answers: Message = {}
         self._obstacle: OSError | str = "not tried"
         self._published: Address | None = None
@@ -62,7 +72,8 @@ class Handshake:
         """Connect to rank 0, and wait until all ranks are connected.
 
         Raises:
-            RendezvousError: rank 0 was not found, refused the start, or can no longer be reached.
+            RendezvousError: rank 0 was not found, refused the start, or can no longer
+                be reached.
             RankDiedError: rank 0 died after all ranks had connected.
         """
         self._channel.listen("handshake", self._answers.update)
@@ -73,9 +84,13 @@ class Handshake:
             table = self._await_welcome()
         except BaseException as error:
             if "welcome" in self._answers:
-                self._channel.send("event", asdict(event_of("failed", self._hello.info, reason_of(error))))
+                self._channel.send(
+                    "event", asdict(event_of("failed", self._hello.info, reason_of(error)))
+                )
             elif "refused" not in self._answers:
-                self._channel.send("handshake", {"gave_up": str(gave_up_error(self._hello.info, error))})
+                self._channel.send(
+                    "handshake", {"gave_up": str(gave_up_error(self._hello.info, error))}
+                )
             raise
         route = self._own_address
         if self._hello.info.network == table[0].network:
@@ -94,7 +109,10 @@ class Handshake:
             self._published = address = self._endpoint.look_up(self._deadline)
             if address is None:
                 self._obstacle = "rank 0 has not published its address there"
-            elif any(self._is_rank_zero_at(host, address) for host in address.candidates(self._hello.info.network)):
+            elif any(
+                self._is_rank_zero_at(host, address)
+                for host in address.candidates(self._hello.info.network)
+            ):
                 return
         raise self._not_found()
 
@@ -111,7 +129,8 @@ class Handshake:
         self._channel.connect(0, connected)
         self._answers.clear()
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
-        # Rank 0 may be busy, so only a closed connection, the deadline or a changed address ends this wait.
+        # Rank 0 may be busy, so only a closed connection, the deadline or a changed
+        # address ends this wait.
         while not self._wait_for("accepted", min(self._timeouts.connect, self._deadline.remaining)):
             if self._deadline.expired or self._endpoint.look_up(self._deadline) != address:
                 break
@@ -126,7 +145,8 @@ class Handshake:
         seconds = max(0.1, min(self._timeouts.connect, self._deadline.remaining))
         connected = socket.create_connection((host, port), timeout=seconds)
         if connected.getsockname() == connected.getpeername():
-            # No process listens, and the kernel chose the same port for this side. A reset frees it for rank 0.
+            # No process listens, and the kernel chose the same port for this side. A
+            # reset frees it for rank 0.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connected.close()
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
@@ -138,8 +158,8 @@ class Handshake:
             return "another program is answering there"
         if closed == MALFORMED:
             raise RendezvousError(
-                f"a program other than rank 0 is listening at {self._where}; choose a port that no other "
-                "program uses, or correct the address of rank 0's host"
+                f"a program other than rank 0 is listening at {self._where}; choose a port that no"
+                " other program uses, or correct the address of rank 0's host"
             )
         if "retry" in self._answers:
             return str(self._answers["retry"])
@@ -148,7 +168,8 @@ class Handshake:
         return "it closed the connection without replying"
 
     def _not_found(self) -> RendezvousError:
-        found, obstacle = self._obstacle, self._endpoint.obstacle()
+        found = self._obstacle
+        obstacle = self._endpoint.obstacle()
         if obstacle is not None:
             return obstacle
         if isinstance(self._endpoint, TcpEndpoint):
@@ -160,16 +181,22 @@ class Handshake:
         if isinstance(found, OSError):
             found = "timed out" if isinstance(found, TimeoutError) else str(found.strerror or found)
         if self._published is not None and self._published.pid:
-            found = f"{found}; pid {self._published.pid} on host {self._published.host} published its address there"
+            found = (
+                f"{found}; pid {self._published.pid} on host {self._published.host} published its"
+                " address there"
+            )
         return RendezvousError(
-            f"{self._hello.info} did not find rank 0 at {where} within {self._deadline.seconds:g} s ({found}); "
-            f"check that rank 0 is running, {remedy}, and that no firewall blocks the connection"
+            f"{self._hello.info} did not find rank 0 at {where} within {self._deadline.seconds:g} s"
+            f" ({found}); check that rank 0 is running, {remedy}, and that no firewall blocks the"
+            " connection"
         )
 
     # Waiting for the other ranks.
 
     def _open_store(self) -> TCPStore:
-        """Open the store before the welcome: after it, hundreds of ranks would connect to the store simultaneously."""
+        """Open the store before the welcome: after it, hundreds of ranks would connect
+        to the store simultaneously.
+        """
         port, hosts = self._answers["accepted"]
         try:
             if without_scope(self._host) != hosts[0]:
@@ -180,7 +207,9 @@ class Handshake:
             raise
 
     def _find_store(self, hosts: list[str], port: int) -> None:
-        """Find rank 0's host behind a service or a tunnel that may forward only the port of rank 0's listener."""
+        """Find rank 0's host behind a service or a tunnel that may forward only the
+        port of rank 0's listener.
+        """
         for _ in self._deadline.ticks():
             self._raise_if_over()
             for host in hosts:
@@ -189,8 +218,9 @@ class Handshake:
                     self._own_address = host_of(connected.getsockname())
                     return
         raise RendezvousError(
-            f"{self._hello.info} reached rank 0 at {self._where}, but not its store at port {port} of {listed(hosts)}; "
-            "allow connections between all hosts on every port, which collectives also need"
+            f"{self._hello.info} reached rank 0 at {self._where}, but not its store at port {port}"
+            f" of {listed(hosts)}; allow connections between all hosts on every port, which"
+            " collectives also need"
         )
 
     def _await_welcome(self) -> tuple[RankInfo, ...]:
@@ -216,11 +246,14 @@ class Handshake:
 
     def _lost(self, what: str) -> RendezvousError:
         return RendezvousError(
-            f"rank 0 at {self._where} {what} after accepting {self._hello.info}; look at rank 0's output"
+            f"rank 0 at {self._where} {what} after accepting {self._hello.info}; look at rank 0's"
+            " output"
         )
 
     def _wait_for(self, answer: str, seconds: float) -> bool:
-        """Return whether this answer or a refusal arrives, or the connection closes, within ``seconds``."""
+        """Return whether this answer or a refusal arrives, or the connection closes,
+        within ``seconds``.
+        """
         ends = {answer, "refused", "retry"}
 
         def is_over() -> bool:
@@ -233,7 +266,9 @@ class Handshake:
 
 
 def gave_up_error(info: RankInfo, error: BaseException) -> RendezvousError:
-    """Return the error for the ranks that are waiting for this one, when ``error`` ends its handshake."""
+    """Return the error for the ranks that are waiting for this one, when ``error`` ends
+    its handshake.
+    """
     if isinstance(error, RendezvousError):
         return error
     return RendezvousError(f"{info} gave up before all ranks had connected: {reason_of(error)}")

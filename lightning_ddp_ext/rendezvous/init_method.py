@@ -1,13 +1,13 @@
 """Parse the URLs of init methods, which define how the ranks find each other.
 
-======================================  ===============================================================================
+======================================  ==========================================================
 URL                                     value
-======================================  ===============================================================================
-``env://``                              ``Env()``: the address that the launcher set in the environment
+======================================  ==========================================================
+``env://``                              ``Env()``: the launcher's address, from the environment
 ``tcp://10.0.0.1:29500``                ``Tcp("10.0.0.1", 29500)``: rank 0 listens there
 ``tcp://[::1]:29500``                   ``Tcp("::1", 29500)``
 ``file:///shared/run42``                ``File("/shared/run42")``: a file that rank 0 creates
-======================================  ===============================================================================
+======================================  ==========================================================
 
 Paths are not percent-decoded, as in torch.
 """
@@ -44,7 +44,8 @@ class Tcp:
     """Rank 0 listens at ``host:port``. An IPv6 address has no brackets here.
 
     Raises:
-        ConfigurationError: the host is empty or malformed, or the port is not an integer in 1..65535.
+        ConfigurationError: the host is empty or malformed, or the port is not an
+            integer in 1..65535.
 
     >>> str(Tcp("::1", 29500))
     'tcp://[::1]:29500'
@@ -57,12 +58,17 @@ class Tcp:
         subject = f"Tcp({self.host!r}, {self.port!r})"
         if not isinstance(self.host, str) or not re.fullmatch(f"{_NAME}|{_IPV6}", self.host):
             raise ConfigurationError(
-                f"{subject} needs a bare host name or address (got {self.host!r}); write Tcp('10.0.0.1', 29500)"
+                f"{subject} needs a bare host name or address (got {self.host!r}); write"
+                " Tcp('10.0.0.1', 29500)"
             )
         _check_port(self.port, subject, f"write Tcp({self.host!r}, 29500)")
 
     def __str__(self) -> str:
-        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+        return (
+            f"tcp://[{self.host}]:{self.port}"
+            if ":" in self.host
+            else f"tcp://{self.host}:{self.port}"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class File:
     """All ranks open the file at an absolute ``path``.
 
     Raises:
-        ConfigurationError: the path is empty or relative, contains a query, or ends with a slash.
+        ConfigurationError: the path is empty or relative, contains a query, or ends
+            with a slash.
     """
 
     path: str
@@ -86,7 +93,8 @@ InitMethod: TypeAlias = Env | Tcp | File
 
 
 def choose(argument: str | InitMethod | None, environ: Mapping[str, str]) -> InitMethod | None:
-    """Return the init method of the argument or of ``DDPX_INIT_METHOD``; ``None`` if neither is set.
+    """Return the init method of the argument or of ``DDPX_INIT_METHOD``; ``None`` if
+    neither is set.
 
     Raises:
         ConfigurationError: one of them is malformed, or they differ.
@@ -98,16 +106,19 @@ def choose(argument: str | InitMethod | None, environ: Mapping[str, str]) -> Ini
     ordered = parse(environ.get(VARIABLE) or None, field=VARIABLE)
     if given is not None and ordered is not None and str(given) != str(ordered):
         raise ConfigurationError(
-            f"init_method must agree with {VARIABLE} (got '{given}' and '{ordered}'); remove one of them"
+            f"init_method must agree with {VARIABLE} (got '{given}' and '{ordered}'); remove one of"
+            " them"
         )
     return ordered if given is None else given
 
 
 def parse(value: str | InitMethod | None, *, field: str = "init_method") -> InitMethod | None:
-    """Return the init method of a URL; ``None`` and init methods are returned unchanged.
+    """Return the init method of a URL; ``None`` and init methods are returned
+    unchanged.
 
     Raises:
-        ConfigurationError: ``value`` is malformed or has another type; the message calls it ``field``.
+        ConfigurationError: ``value`` is malformed or has another type; the message
+            calls it ``field``.
 
     >>> parse("file:///shared/run42")
     File(path='/shared/run42')
@@ -126,38 +137,45 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
         remedy = f"file://{value}" if value.startswith("/") else FORMS
         raise ConfigurationError(f"{subject} needs a scheme (got none); write {remedy}")
     if scheme not in ("env", "tcp", "file"):
-        raise ConfigurationError(f"{subject} has an unknown scheme (got '{scheme}://'); write {FORMS}")
+        raise ConfigurationError(
+            f"{subject} has an unknown scheme (got '{scheme}://'); write {FORMS}"
+        )
     if scheme == "tcp":
         return _parse_tcp(rest, subject)
     if scheme == "file":
         _check_path(rest, subject)
         return File(rest)
     if rest:
-        raise ConfigurationError(f"{subject} takes nothing after env:// (got {rest!r}); write env://")
+        raise ConfigurationError(
+            f"{subject} takes nothing after env:// (got {rest!r}); write env://"
+        )
     return Env()
 
 
 def check_file(method: File, *, num_nodes: int) -> None:
-    """Raise if the file cannot be created, or is not visible to all nodes; must be called before opening the file.
+    """Raise if the file cannot be created, or is not visible to all nodes; must be
+    called before opening the file.
 
     Raises:
-        ConfigurationError: the directory is missing, not writable, or local to each of several nodes, or the path is
-            not a regular file that this user can read and write.
+        ConfigurationError: the directory is missing, not writable, or local to each of
+            several nodes, or the path is not a regular file that this user can read and
+            write.
     """
     path, directory = method.path, os.path.dirname(method.path)
     if num_nodes > 1:
         _check_shared(method, os.path.realpath(directory), num_nodes)
     if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigurationError(
-            f"init_method '{method}' needs an existing directory that this user can write to (got {directory!r});"
-            f" create it (mkdir -p {directory}), make it writable (chmod u+wx {directory}), or use another path"
+            f"init_method '{method}' needs an existing directory that this user can write to (got"
+            f" {directory!r}); create it (mkdir -p {directory}), make it writable (chmod u+wx"
+            f" {directory}), or use another path"
         )
     is_there = os.path.exists(path)  # checked first, since rank 0 may publish its address meanwhile
     is_usable = os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK)
     if is_there and not is_usable:
         raise ConfigurationError(
-            f"init_method '{method}' needs a new file, or a regular file that this user can read and write "
-            f"(got {path!r}); remove it, or use another path"
+            f"init_method '{method}' needs a new file, or a regular file that this user can read"
+            f" and write (got {path!r}); remove it, or use another path"
         )
 
 
@@ -165,14 +183,17 @@ def _parse_tcp(rest: str, subject: str) -> Tcp:
     address = re.fullmatch(rf"(?:\[({_IPV6})\]|({_NAME}))(?::([^:/]*))?/?", rest)
     if address is None:
         raise ConfigurationError(
-            f"{subject} must be tcp://HOST:PORT, with brackets around an IPv6 address (got {rest!r} after tcp://);"
-            " write tcp://10.0.0.1:29500 or tcp://[::1]:29500"
+            f"{subject} must be tcp://HOST:PORT, with brackets around an IPv6 address (got {rest!r}"
+            " after tcp://); write tcp://10.0.0.1:29500 or tcp://[::1]:29500"
         )
-    host, port = address[1] or address[2], address[3]
+    host = address[1] or address[2]
+    port = address[3]
     remedy = f"write {Tcp(host, 29500)}"
     if not port:
         raise ConfigurationError(f"{subject} needs a port (got none); {remedy}")
-    return Tcp(host, _check_port(int(port) if re.fullmatch("[0-9]{1,9}", port) else port, subject, remedy))
+    return Tcp(
+        host, _check_port(int(port) if re.fullmatch("[0-9]{1,9}", port) else port, subject, remedy)
+    )
 
 
 def _check_port(port: object, subject: str, remedy: str) -> int:
@@ -185,7 +206,8 @@ def _check_path(path: object, subject: str) -> None:
     if isinstance(path, str) and re.fullmatch(r"/[^?\0]*[^?\0/]", path):
         return
     raise ConfigurationError(
-        f"{subject} needs the absolute path of a file, without '?' or NUL (got {path!r}); write file:///shared/run42"
+        f"{subject} needs the absolute path of a file, without '?' or NUL (got {path!r}); write"
+        " file:///shared/run42"
     )
 
 
@@ -194,6 +216,7 @@ def _check_shared(method: File, directory: str, num_nodes: int) -> None:
         root = os.path.realpath(local)
         if os.path.commonpath([root, directory]) == root:
             raise ConfigurationError(
-                f"init_method '{method}' needs a directory that all {num_nodes} nodes share (got {directory!r}, and"
-                f" {local} is local to each node); use a path on a shared file system, or tcp://host:29500"
+                f"init_method '{method}' needs a directory that all {num_nodes} nodes share (got"
+                f" {directory!r}, and {local} is local to each node); use a path on a shared file"
+                " system, or tcp://host:29500"
             )

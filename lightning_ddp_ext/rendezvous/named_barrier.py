@@ -1,12 +1,15 @@
-"""Make ranks wait for each other in calls that all of them must make, and name a rank that misses one.
+"""Make ranks wait for each other in calls that all of them must make, and name a rank
+that misses one.
 
-A barrier does not use a collective. Each rank reports the start of a call to rank 0 over the channel, and rank 0 opens
-the barrier for all ranks after the last report. A rank that is elsewhere, even in another collective, is therefore
-named, and does not mix up the data of two calls.
+A barrier does not use a collective. Each rank reports the start of a call to rank 0
+over the channel, and rank 0 opens the barrier for all ranks after the last report. A
+rank that is elsewhere, even in another collective, is therefore named, and does not mix
+up the data of two calls.
 
-A call has an ordinal, and the number of steps that its rank started before it. In a correct program, all ranks make the
-same calls in the same order, between the same steps. A rank will never make a call if its own call with this ordinal
-has another name, or if it has started more steps and made fewer calls.
+A call has an ordinal, and the number of steps that its rank started before it. In a
+correct program, all ranks make the same calls in the same order, between the same
+steps. A rank will never make a call if its own call with this ordinal has another name,
+or if it has started more steps and made fewer calls.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ _MAKE_IT = (
     "make this call on every rank; if the ranks have different numbers of batches, use "
     "DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
-_BE_IN_TIME = "use HangWatchdog to find its current activity, or pass a longer timeout to the strategy"
+_BE_IN_TIME = (
+    "use HangWatchdog to find its current activity, or pass a longer timeout to the strategy"
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,9 @@ class Call:
 
 
 class NamedBarriers:
-    """This rank's part in all barriers, and on rank 0 the record of all ranks' calls. Each message takes O(1).
+    """This rank's part in all barriers, and on rank 0 the record of all ranks' calls.
+
+    Each message takes O(1).
 
     Args:
         peers: the other ranks.
@@ -74,21 +81,29 @@ class NamedBarriers:
         self.awaited: Call | None = None
         self.reset_counts()
         self._remote = RemoteCalls(
-            peers, "barrier", record=self._record, open=self._open_barrier, overdue=self._report_overdue
+            peers,
+            "barrier",
+            record=self._record,
+            open=self._open_barrier,
+            overdue=self._report_overdue,
         )
 
     def reset_counts(self) -> None:
-        """Reset the counts of calls and steps; only on all ranks together, while none of them is in a call."""
+        """Reset the counts of calls and steps; only on all ranks together, while none
+        of them is in a call.
+        """
         self._steps = self.made = self._open = 0
         self._waiting.clear()
 
     def advance(self) -> None:
         """Advance this rank's step counter, so that a skipped call can be detected.
 
-        Every rank must call it at the same points, such as the beginning of a training step.
+        Every rank must call it at the same points, such as the beginning of a training
+        step.
 
         Raises:
-            RankAbsentError: another rank is waiting in a call that this rank should already have made.
+            RankAbsentError: another rank is waiting in a call that this rank should
+                already have made.
         """
         self._steps += 1
         call = self._missed()
@@ -96,20 +111,27 @@ class NamedBarriers:
             raise self._report_absence(call, [self._peers.rank]).to_error()
 
     def _missed(self) -> Call | None:
-        """Return a call in which another rank is waiting and which this rank has skipped, if any."""
+        """Return a call in which another rank is waiting and which this rank has
+        skipped, if any.
+        """
         waiting = self._waiting.get(self.made + 1, [])
         earliest = min(waiting, key=lambda call: call.steps, default=None)
         return earliest if earliest is not None and self._steps > earliest.steps else None
 
     def start_call(self, what: str, where: str = "", *, name: str = "") -> Call:
-        """Report that this rank starts a call that every rank must make; :meth:`wait` is for calls that do not wait.
+        """Report that this rank starts a call that every rank must make; :meth:`wait`
+        is for calls that do not wait.
 
         Args:
             what: the call, as messages show it.
             where: file and line in the user's code, if known.
             name: the name that must be the same on every rank; by default ``what``.
         """
-        what, where, name = what[:_LONGEST_TEXT], where[:_LONGEST_TEXT], (name or what)[:_LONGEST_TEXT]
+        what, where, name = (
+            what[:_LONGEST_TEXT],
+            where[:_LONGEST_TEXT],
+            (name or what)[:_LONGEST_TEXT],
+        )
         with self._peers.arrived:
             self.made += 1
             call = Call(self._peers.rank, self.made, self._steps, name, what, where)
@@ -128,16 +150,20 @@ class NamedBarriers:
         """Report a call with :meth:`start_call` and :meth:`wait` for it. Collective."""
         self.wait(self.start_call(what, where, name=name), check=check, is_patient=is_patient)
 
-    def wait(self, call: Call, *, check: Callable[[], None] = lambda: None, is_patient: bool = False) -> None:
+    def wait(
+        self, call: Call, *, check: Callable[[], None] = lambda: None, is_patient: bool = False
+    ) -> None:
         """Wait until every rank has started this call. Collective.
 
         Args:
             call: the result of :meth:`start_call`.
             check: called after each collective timeout; it may raise a better error.
-            is_patient: whether to continue waiting after that; otherwise ranks that have not started it are absent.
+            is_patient: whether to continue waiting after that; otherwise ranks that
+                have not started it are absent.
 
         Raises:
-            RankAbsentError: a rank skipped this call, started another one, or did not start it in time.
+            RankAbsentError: a rank skipped this call, started another one, or did not
+                start it in time.
             RankFailedError: a rank failed, died or left; it may be a subclass.
         """
         self.awaited = call
@@ -150,14 +176,18 @@ class NamedBarriers:
             self.awaited = None
 
     def _end_wait(self, call: Call) -> None:
-        """Have rank 0 name the absent ranks; if rank 0 does not answer, rank 0 is absent."""
+        """Have rank 0 name the absent ranks; if rank 0 does not answer, rank 0 is
+        absent.
+        """
         replies = self._remote.call([0], "overdue", asdict(call))
         self._peers.wait_for(lambda: bool(replies), self._peers.timeouts.answer)
         if not self._is_open(call, 0.0):
             raise self._report_absence(call, [0], "did not answer", _BE_IN_TIME).to_error()
 
     def _is_open(self, call: Call, seconds: float) -> bool:
-        """Return whether all ranks start the call within ``seconds``; raise if one of them cannot."""
+        """Return whether all ranks start the call within ``seconds``; raise if one of
+        them cannot.
+        """
         if self._peers.wait_for(lambda: self._open >= call.number, seconds):
             return True
         event = self._peers.cause_or_departure
@@ -168,7 +198,10 @@ class NamedBarriers:
     # Called by other ranks.
 
     def _record(self, values: dict[str, Any]) -> None:
-        """Record a call, and report it if this rank skipped it. Rank 0 opens the barrier, or names a differing rank."""
+        """Record a call, and report it if this rank skipped it.
+
+        Rank 0 opens the barrier, or names a differing rank.
+        """
         call = Call(**values)
         calls = self._waiting.setdefault(call.number, [])
         calls.append(call)
@@ -194,7 +227,11 @@ class NamedBarriers:
         return True
 
     def _report_absence(
-        self, call: Call, absent: list[int], finding: str = "continued without it", remedy: str = _MAKE_IT
+        self,
+        call: Call,
+        absent: list[int],
+        finding: str = "continued without it",
+        remedy: str = _MAKE_IT,
     ) -> PeerEvent:
         infos = [self._peers.table[rank] for rank in absent]
         sentence = f"rank {call.rank} began {call}, but {listed(infos)} {finding}; {remedy}"

@@ -1,4 +1,6 @@
-"""Define NCCL's settings as typed fields, and translate them into environment variables of NCCL and gloo."""
+"""Define NCCL's settings as typed fields, and translate them into environment variables
+of NCCL and gloo.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,24 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 Level = Literal["LOC", "NVL", "PIX", "PXB", "PHB", "SYS"]
 
-_OF_NCCL, _OF_GLOO = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
+_OF_NCCL = "NCCL_SOCKET_IFNAME"
+_OF_GLOO = "GLOO_SOCKET_IFNAME"
 INTERFACE_VARIABLES = (_OF_NCCL, _OF_GLOO)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NCCLOptions:
-    """Settings of NCCL. Each field sets the variable of the same name: ``p2p_level`` sets ``NCCL_P2P_LEVEL``.
+    """Settings of NCCL.
 
-    ``None`` leaves the choice to NCCL. The variables are set in the environment of each rank while its process group is
-    open. Other backends ignore them.
+    Each field sets the variable of the same name: ``p2p_level`` sets
+    ``NCCL_P2P_LEVEL``.
+
+    ``None`` leaves the choice to NCCL. The variables are set in the environment of each
+    rank while its process group is open. Other backends ignore them.
 
     Raises:
-        ConfigurationError: a value has the wrong type, or is not one of the choices that its field lists.
+        ConfigurationError: a value has the wrong type, or is not one of the choices
+            that its field lists.
 
     Example::
 
@@ -31,23 +38,32 @@ class NCCLOptions:
     debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
     """The log level of NCCL."""
     p2p_disable: bool | None = None
-    """Whether GPUs of one host exchange data through host memory rather than directly."""
+    """Whether GPUs of one host exchange data through host memory rather than directly.
+    """
     p2p_level: Level | None = None
-    """The largest distance at which GPUs access each other's memory: ``"NVL"`` is NVLink, ``"SYS"`` any distance."""
+    """The largest distance at which GPUs access each other's memory: ``"NVL"`` is
+    NVLink, ``"SYS"`` any distance.
+    """
     ib_disable: bool | None = None
     """Whether hosts exchange data over TCP even if they have InfiniBand or RoCE."""
     ib_hca: str | None = None
-    """InfiniBand adapters, ``"mlx5_0:1,mlx5_1:1"``; a leading ``"^"`` excludes them, ``"="`` matches exact names."""
+    """InfiniBand adapters, ``"mlx5_0:1,mlx5_1:1"``; a leading ``"^"`` excludes them,
+    ``"="`` matches exact names.
+    """
     net_gdr_level: Level | None = None
     """The largest distance at which network adapters access the memory of GPUs."""
     socket_nthreads: int | None = None
     """CPU threads for each TCP connection, 1 to 16."""
     nsocks_perthread: int | None = None
-    """Sockets for each of these threads; the product with ``socket_nthreads`` is at most 64."""
+    """Sockets for each of these threads; the product with ``socket_nthreads`` is at
+    most 64.
+    """
     buffsize: int | None = None
     """Bytes of each buffer between two GPUs; NCCL's default is 4 MiB."""
     min_nchannels: int | None = None
-    """The minimum number of channels that a collective uses; each occupies one thread block of the GPU."""
+    """The minimum number of channels that a collective uses; each occupies one thread
+    block of the GPU.
+    """
     max_nchannels: int | None = None
     """The maximum number of channels that a collective uses."""
     algo: str | None = None
@@ -66,11 +82,15 @@ def _check(field: str, value: object, kind: Any) -> None:
     if value is None or (value in choices if choices else type(value) is expected):
         return
     rule = f"one of {', '.join(choices)}" if choices else f"of type {expected.__name__}"
-    raise ConfigurationError(f"NCCLOptions.{field} must be {rule} (got {value!r}); omit it to use NCCL's default")
+    raise ConfigurationError(
+        f"NCCLOptions.{field} must be {rule} (got {value!r}); omit it to use NCCL's default"
+    )
 
 
 def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str, str]:
-    """Return the environment variables for these settings, and those that set the network interface."""
+    """Return the environment variables for these settings, and those that set the
+    network interface.
+    """
     settings = asdict(options) if options is not None else {}
     variables = {
         f"NCCL_{field.upper()}": str(int(value)) if isinstance(value, bool) else str(value)
@@ -79,5 +99,7 @@ def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str
     }
     if interface is None:
         return variables
-    exact = interface if interface.startswith(("=", "^")) else f"={interface}"  # NCCL takes a name for a prefix
+    exact = (
+        interface if interface.startswith(("=", "^")) else f"={interface}"
+    )  # NCCL takes a name for a prefix
     return {**variables, _OF_NCCL: exact, _OF_GLOO: interface.removeprefix("=")}

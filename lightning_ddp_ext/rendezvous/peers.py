@@ -1,7 +1,8 @@
 """Report the death, failure or departure of a rank to all others, and react to it.
 
-Rank 0 decides which event was first, and sends it to all ranks. Each rank then aborts pending collectives, which
-unblocks its main thread with an error. If nothing unblocks that thread, the process exits.
+Rank 0 decides which event was first, and sends it to all ranks. Each rank then aborts
+pending collectives, which unblocks its main thread with an error. If nothing unblocks
+that thread, the process exits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _LONGEST_TEXT = 1 << 15
 
 @dataclass(frozen=True)
 class PeerEvent:
-    """The event that a rank died, failed, left, hung, or did not make a call that other ranks made."""
+    """The event that a rank died, failed, left, hung, or did not make a call that other
+    ranks made.
+    """
 
     kind: Kind
     rank: int
@@ -35,7 +38,9 @@ class PeerEvent:
     traceback_text: str = ""
 
     def to_error(self) -> RankFailedError:
-        """Return the exception that other ranks raise because of this event; its traceback, if any, is the cause."""
+        """Return the exception that other ranks raise because of this event; its
+        traceback, if any, is the cause.
+        """
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         died = (
             f"{who} died: {self.reason}; every rank stops. Look for the reason in its own output, "
@@ -52,7 +57,13 @@ class PeerEvent:
             "absent": (RankAbsentError, self.reason),
             "hung": (RankHungError, f"{self.reason}; every rank stops"),
         }[self.kind]
-        error = kind(sentence, rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)
+        error = kind(
+            sentence,
+            rank=self.rank,
+            host=self.host,
+            pid=self.pid,
+            traceback_text=self.traceback_text,
+        )
         error.__cause__ = RemoteTraceback(self.traceback_text) if self.traceback_text else None
         return error
 
@@ -60,7 +71,12 @@ class PeerEvent:
 def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str = "") -> PeerEvent:
     """Return the event of a rank in the table, short enough for one message."""
     return PeerEvent(
-        kind, info.rank, info.host, info.pid, reason[:_LONGEST_TEXT], shortened(traceback_text, _LONGEST_TEXT)
+        kind,
+        info.rank,
+        info.host,
+        info.pid,
+        reason[:_LONGEST_TEXT],
+        shortened(traceback_text, _LONGEST_TEXT),
     )
 
 
@@ -80,8 +96,8 @@ class Peers:
         channel: the channel to rank 0, or on rank 0 to all other ranks.
         timeouts: the timeouts of the control channel.
         arrived: the channel's condition, which is also notified at each event.
-        cause: the first event after which the ranks cannot continue together: a death, a failure (even this rank's
-            own), a hang, or a missed call.
+        cause: the first event after which the ranks cannot continue together: a death,
+            a failure (even this rank's own), a hang, or a missed call.
         has_raised: whether the main thread has raised an error because of the cause.
     """
 
@@ -125,18 +141,23 @@ class Peers:
         return self.cause_or_departure
 
     def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until the condition holds or an event arrives; return whether the condition holds.
+        """Wait until the condition holds or an event arrives; return whether the
+        condition holds.
 
         Args:
             condition: checked after each message.
             seconds: the longest wait; ``None`` for no limit.
         """
         with self.arrived:
-            self.arrived.wait_for(lambda: condition() or self.cause_or_departure is not None, seconds)
+            self.arrived.wait_for(
+                lambda: condition() or self.cause_or_departure is not None, seconds
+            )
             return condition()
 
     def report(self, event: PeerEvent) -> PeerEvent:
-        """Report to all ranks, including this one, why they cannot continue; return the first event, which all use."""
+        """Report to all ranks, including this one, why they cannot continue; return the
+        first event, which all use.
+        """
         if self.rank != 0:
             self.channel.send("event", asdict(event))
             if self.channel.is_current_thread:
@@ -146,7 +167,9 @@ class Peers:
         return self._record(event)
 
     def record_raised(self) -> None:
-        """Record that the main thread is raising because of the event, so the process need not be forced to exit."""
+        """Record that the main thread is raising because of the event, so the process
+        need not be forced to exit.
+        """
         with self.arrived:
             self.has_raised = True
             self.arrived.notify_all()
@@ -179,12 +202,20 @@ class Peers:
         return self.cause or event
 
     def _end_later(self, event: PeerEvent) -> None:
-        """Exit after some time if nothing unblocks the main thread, without clean-up, which could also block."""
-        error, seconds = event.to_error(), self.timeouts.grace[event.kind]
+        """Exit after some time if nothing unblocks the main thread, without clean-up,
+        which could also block.
+        """
+        error = event.to_error()
+        seconds = self.timeouts.grace[event.kind]
         sentence = f"[rank {self.rank}] {type(error).__name__}: {error}"
         with self.arrived:
-            # Outside of a run the process continues. Since Python 3.12, no thread can start during shutdown.
+            # Outside of a run the process continues. Since Python 3.12, no thread can
+            # start during shutdown.
             if not self.has_raised and is_in_joint_run():
                 self._forced_exit.start(
-                    seconds, 1, lambda: sentence, is_void=lambda: not is_in_joint_run(), after_saves=seconds
+                    seconds,
+                    1,
+                    lambda: sentence,
+                    is_void=lambda: not is_in_joint_run(),
+                    after_saves=seconds,
                 )

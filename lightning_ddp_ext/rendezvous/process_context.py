@@ -1,8 +1,9 @@
-"""Connect this process to the other ranks with :func:`join`; all its Trainers share the connections until exit.
+"""Connect this process to the other ranks with :func:`join`; all its Trainers share the
+connections until exit.
 
-To turn a request into a process group, :func:`join` calls ``Coordinator.connect`` on rank 0 and
-``Handshake.connect`` on every other rank, which both return the ``Connections``, and then
-``ProcessGroups.form_default``.
+To turn a request into a process group, :func:`join` calls ``Coordinator.connect`` on
+rank 0 and ``Handshake.connect`` on every other rank, which both return the
+``Connections``, and then ``ProcessGroups.form_default``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Reuse(Enum):
 
 
 class ProcessContext:
-    """The channel, the store and the process groups that this process shares with the other ranks.
+    """The channel, the store and the process groups that this process shares with the
+    other ranks.
 
     Args:
         request: the request of the first Trainer.
@@ -67,7 +69,11 @@ class ProcessContext:
         self._connections = connections
         self.groups = ProcessGroups(request, connections)
         self.peers = Peers(
-            request.world.rank, connections.table, connections.channel, request.timeouts, self.groups.abort
+            request.world.rank,
+            connections.table,
+            connections.channel,
+            request.timeouts,
+            self.groups.abort,
         )
         self.barriers = NamedBarriers(self.peers, lambda: self.groups.timeout)
 
@@ -82,17 +88,21 @@ class ProcessContext:
     def new_group(
         self, ranks: Sequence[int] | None = None, *, backend: str | None = None, purpose: str = ""
     ) -> dist.ProcessGroup:
-        """Return a group of some ranks that closes with the default group. The first call is collective over all ranks.
+        """Return a group of some ranks that closes with the default group.
+
+        The first call is collective over all ranks.
 
         Args:
-            ranks: its members, by default all ranks; other ranks get a group that they cannot use.
+            ranks: its members, by default all ranks; other ranks get a group that they
+                cannot use.
             backend: as in ``torch.distributed.new_group``.
             purpose: calls with the same arguments return the same group.
         """
         members = list(range(self.world.world_size) if ranks is None else ranks)
         key = (*members, backend, purpose)
         if key not in self.groups.others:
-            # Without the barrier, a rank would wait in the store for one that failed or is elsewhere.
+            # Without the barrier, a rank would wait in the store for one that failed or
+            # is elsewhere.
             self.barriers.enter(f"forming a group{' for ' if purpose else ''}{purpose}")
             with self._forming():
                 self.groups.form(key, members, backend)
@@ -108,26 +118,30 @@ class ProcessContext:
     # Further Trainers.
 
     def adapted(self, request: Request) -> Request:
-        """Return another Trainer's request, with the init method of the existing connections.
+        """Return another Trainer's request, with the init method of the existing
+        connections.
 
         Raises:
             GroupInUseError: the request has another rank, world size or init method.
-            RankFailedError: a rank died, or a rank failed and this rank has not raised the error yet.
+            RankFailedError: a rank died, or a rank failed and this rank has not raised
+                the error yet.
         """
         if len(self.table) == 1:
             return request
-        world, first = request.world, self.groups.request
+        world = request.world
+        first = self.groups.request
         if (world.rank, world.world_size) != (self.world.rank, self.world.world_size):
             raise GroupInUseError(
-                f"this process is already rank {self.world.rank} of {self.world.world_size}, but this Trainer needs it "
-                f"to be rank {world.rank} of {world.world_size}; use the same devices and "
-                "num_nodes for every Trainer of a script, or call torch.distributed.destroy_process_group() before a "
-                "Trainer with one device"
+                f"this process is already rank {self.world.rank} of {self.world.world_size}, but"
+                f" this Trainer needs it to be rank {world.rank} of {world.world_size}; use the"
+                " same devices and num_nodes for every Trainer of a script, or call"
+                " torch.distributed.destroy_process_group() before a Trainer with one device"
             )
         if request.is_explicit and request.init_method != first.init_method:
             raise GroupInUseError(
-                f"this process's group was formed with init_method {first.init_method!r}, but this Trainer "
-                f"requests {request.init_method!r}; use the same init_method for every Trainer of a script"
+                f"this process's group was formed with init_method {first.init_method!r}, but this"
+                f" Trainer requests {request.init_method!r}; use the same init_method for every"
+                " Trainer of a script"
             )
         cause = self.peers.cause
         if cause is not None and (cause.kind == "died" or not self.peers.has_raised):
@@ -146,20 +160,28 @@ class ProcessContext:
 
     @property
     def has_arbitrary_values(self) -> bool:
-        """Whether collectives may have returned arbitrary values, after another rank failed and NCCL was aborted."""
+        """Whether collectives may have returned arbitrary values, after another rank
+        failed and NCCL was aborted.
+        """
         cause = self.peers.cause
         return self.groups.has_aborted_nccl and cause is not None and cause.rank != self.world.rank
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
-        """Report to the other ranks why this one cannot continue, and unblock them. Never raises or waits long."""
+        """Report to the other ranks why this one cannot continue, and unblock them.
+
+        Never raises or waits long.
+        """
         self.peers.record_raised()
         mine = self.table[self.world.rank]
         self.peers.report(event_of("failed", mine, reason_of(exception), traceback_text))
         self.close_group()
 
     def close_group(self) -> None:
-        """Abort this rank's part in all groups, which unblocks ranks that are waiting for it in a collective."""
-        # A traceback's frames may keep the group's C++ objects alive, so destroying the group might close nothing.
+        """Abort this rank's part in all groups, which unblocks ranks that are waiting
+        for it in a collective.
+        """
+        # A traceback's frames may keep the group's C++ objects alive, so destroying the
+        # group might close nothing.
         self.groups.abort()
         self.groups.close(is_broken=True)
         self.peers.record_raised()
@@ -172,7 +194,9 @@ class ProcessContext:
         finally:
             self.groups.release()
             cause = self.peers.cause
-            if self.world.is_rank_zero or (cause is not None and (cause.kind, cause.rank) == ("died", 0)):
+            if self.world.is_rank_zero or (
+                cause is not None and (cause.kind, cause.rank) == ("died", 0)
+            ):
                 self._connections.withdraw()
             self._connections.channel.close()
             self.peers.record_raised()
@@ -185,22 +209,29 @@ _of_parent: list[ProcessContext] = []
 
 
 def current() -> ProcessContext | None:
-    """Return this process's context; ``None`` before :func:`join` and after :func:`leave`."""
+    """Return this process's context; ``None`` before :func:`join` and after
+    :func:`leave`.
+    """
     return _contexts[-1] if _contexts else None
 
 
 def join(request: Request) -> ProcessContext | None:
-    """Connect to the other ranks and form the process group. Collective: every rank must call it.
+    """Connect to the other ranks and form the process group.
 
-    A process connects once, and later calls reuse the connections: a request with another backend or other variables
-    forms a new group, another timeout is set, and any other difference raises. A process that was the only rank may
-    join other ranks later. After a failure that all ranks survived, they leave and connect again.
+    Collective: every rank must call it.
+
+    A process connects once, and later calls reuse the connections: a request with
+    another backend or other variables forms a new group, another timeout is set, and
+    any other difference raises. A process that was the only rank may join other ranks
+    later. After a failure that all ranks survived, they leave and connect again.
 
     Returns:
-        The context; ``None`` if other code opened the default process group, which is then used.
+        The context; ``None`` if other code opened the default process group, which is
+        then used.
 
     Raises:
-        ConfigurationError: the environment has a different value for a variable of the request.
+        ConfigurationError: the environment has a different value for a variable of the
+            request.
         RendezvousError: the ranks did not connect within ``init_timeout``.
         GroupInUseError: this process already has a group that does not match.
         RankFailedError: a rank died or failed, earlier or during this call.
@@ -215,8 +246,8 @@ def join(request: Request) -> ProcessContext | None:
         if reuse is Reuse.CONNECTIONS:
             if former.groups.uses_nccl and request.variables != former.groups.request.variables:
                 _logger.warning(
-                    "this Trainer sets other variables of NCCL than an earlier one, but NCCL reads most of them only "
-                    "once in a process; run it in a separate script"
+                    "this Trainer sets other variables of NCCL than an earlier one, but NCCL reads"
+                    " most of them only once in a process; run it in a separate script"
                 )
             former.groups.close(is_broken=False)
             former.form_group(request, Deadline(request.init_timeout.total_seconds()))
@@ -242,32 +273,41 @@ def join(request: Request) -> ProcessContext | None:
 def _reusable(world_size: int) -> ProcessContext | None:
     """Return the context that a Trainer for a number of ranks can use, if any.
 
-    A script may destroy the group after a fit, to test each sample once on one device: the connections then stay open
-    for the next fit, while a rank works alone.
+    A script may destroy the group after a fit, to test each sample once on one device:
+    the connections then stay open for the next fit, while a rank works alone.
     """
     if len(_contexts) > 1 and world_size > 1:
         _contexts.pop().close()
     context = current()
-    is_alone = context is not None and world_size == 1 < len(context.table) and not dist.is_initialized()
+    is_alone = (
+        context is not None and world_size == 1 < len(context.table) and not dist.is_initialized()
+    )
     return None if is_alone else context
 
 
 def connect(request: Request, deadline: Deadline) -> Connections:
     """Connect to the other ranks. Collective."""
     use_device(request.device)
-    world, channel = request.world, Channel(request.timeouts.heartbeat)
-    hello = Hello(RankInfo(world.rank), world.world_size, request.init_method, request.versions, request.run)
+    world = request.world
+    channel = Channel(request.timeouts.heartbeat)
+    hello = Hello(
+        RankInfo(world.rank), world.world_size, request.init_method, request.versions, request.run
+    )
     if world.world_size == 1:
         return Connections(channel, (hello.info,), HashStore())
     try:
-        return (Coordinator if world.is_rank_zero else Handshake)(request, hello, channel, deadline).connect()
+        return (Coordinator if world.is_rank_zero else Handshake)(
+            request, hello, channel, deadline
+        ).connect()
     except BaseException:
         channel.close(in_order=False)
         raise
 
 
 def _cause_of_broken_start(context: ProcessContext, error: BaseException) -> BaseException:
-    """Return the error of the rank that prevented the group, or report and return this rank's own error."""
+    """Return the error of the rank that prevented the group, or report and return this
+    rank's own error.
+    """
     is_own = isinstance(error, DDPExtError)
     event = context.peers.wait(0.0 if is_own else context.peers.timeouts.first_cause)
     if event is None:
@@ -281,7 +321,8 @@ def _cause_of_broken_start(context: ProcessContext, error: BaseException) -> Bas
 def leave() -> None:
     """Close the groups, the channel and the store; every process does so at exit.
 
-    A strategy's ``teardown`` must not call this function: hooks and a second ``fit`` still need the group.
+    A strategy's ``teardown`` must not call this function: hooks and a second ``fit``
+    still need the group.
     """
     while _contexts:
         _contexts.pop().close()
@@ -301,9 +342,10 @@ def _adopt_foreign_group(request: Request) -> None:
     mine = (dist.get_rank(), dist.get_world_size())
     if request.is_explicit or mine != (request.world.rank, request.world.world_size):
         raise GroupInUseError(
-            f"a process group that lightning_ddp_ext did not open is in use (rank {mine[0]} of {mine[1]}), but this "
-            f"Trainer needs rank {request.world.rank} of {request.world.world_size} with init_method "
-            f"{request.init_method}; call torch.distributed.destroy_process_group() before fit, or omit init_method"
+            f"a process group that lightning_ddp_ext did not open is in use (rank {mine[0]} of"
+            f" {mine[1]}), but this Trainer needs rank {request.world.rank} of"
+            f" {request.world.world_size} with init_method {request.init_method}; call"
+            " torch.distributed.destroy_process_group() before fit, or omit init_method"
         )
     _logger.warning(
         "using a process group that other code opened: init_timeout and timeout have no effect, "

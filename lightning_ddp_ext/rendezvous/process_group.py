@@ -24,12 +24,15 @@ from lightning_ddp_ext.threads import start_thread
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _ONLY_NCCL = ("nccl", "cuda:nccl")
 # torch's default timeouts for collectives.
-_OF_NCCL, _OF_OTHERS = timedelta(minutes=10), timedelta(minutes=30)
-# torch's watchdog thread would otherwise end the process at an error of CUDA, before the main thread can report it.
+_OF_NCCL = timedelta(minutes=10)
+_OF_OTHERS = timedelta(minutes=30)
+# torch's watchdog thread would otherwise end the process at an error of CUDA, before
+# the main thread can report it.
 _NCCL_DEFAULTS = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 _ABORTED_WITHIN = 5.0  # seconds
-# After a timeout, torch's NCCL watchdog terminates the process from C++, so the rank that waited would count as
-# dead. At our timeout a survey names the missing rank; torch's timeout is later and only a fallback.
+# After a timeout, torch's NCCL watchdog terminates the process from C++, so the rank
+# that waited would count as dead. At our timeout a survey names the missing rank;
+# torch's timeout is later and only a fallback.
 _AFTER_OURS = timedelta(minutes=1)
 
 
@@ -53,14 +56,17 @@ class ProcessGroups:
 
     Args:
         request: the settings of the first default group.
-        connections: the results of the handshake, with the store in which groups are formed.
+        connections: the results of the handshake, with the store in which groups are
+            formed.
 
     Attributes:
         request: the settings of the current default group.
         others: all groups except the default one, by key.
-        has_aborted_nccl: whether NCCL was aborted. Kernels that waited for other ranks then returned partial sums, and
-            work that was queued behind them, such as an optimiser step, used these.
-        is_abort_stuck: whether the last abort of NCCL has not returned in time; this process then cannot exit normally.
+        has_aborted_nccl: whether NCCL was aborted. Kernels that waited for other ranks
+            then returned partial sums, and work that was queued behind them, such as an
+            optimiser step, used these.
+        is_abort_stuck: whether the last abort of NCCL has not returned in time; this
+            process then cannot exit normally.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
@@ -73,9 +79,11 @@ class ProcessGroups:
         self._is_forming = False
         self._formed = 0
         self._variables: dict[str, str] = {}
-        # Dropping the last reference to a group waits for gloo's threads, which may wait for the GIL. A reference from
-        # Python releases the GIL meanwhile, but DDP's does not, so those in this list must outlive the model's:
-        # https://github.com/pytorch/pytorch/issues/56297. Without the list, 2 of 69 failing runs hung in teardown.
+        # Dropping the last reference to a group waits for gloo's threads, which may
+        # wait for the GIL. A reference from Python releases the GIL meanwhile, but
+        # DDP's does not, so those in this list must outlive the model's:
+        # https://github.com/pytorch/pytorch/issues/56297. Without the list, 2 of 69
+        # failing runs hung in teardown.
         self._kept: list[object] = []
         self._sockets: list[OpenedSockets] = []
 
@@ -98,11 +106,16 @@ class ProcessGroups:
         check_variables(request.variables)
         self.request = request
         variables = {**_NCCL_DEFAULTS, **request.variables} if self.uses_nccl else request.variables
-        self._variables = {name: value for name, value in variables.items() if name not in os.environ}
+        self._variables = {
+            name: value for name, value in variables.items() if name not in os.environ
+        }
         os.environ.update(self._variables)
 
     def form_default(self, request: Request, deadline: Deadline) -> None:
-        """Form the default group, and check that it works. Collective; within :meth:`forming`."""
+        """Form the default group, and check that it works.
+
+        Collective; within :meth:`forming`.
+        """
         self._formed += 1
         dist.init_process_group(
             request.backend,
@@ -110,7 +123,8 @@ class ProcessGroups:
             rank=request.world.rank,
             world_size=request.world.world_size,
             timeout=deadline.as_timedelta(),
-            # With it, torch splits this group to form one of some ranks, which gloo cannot.
+            # With it, torch splits this group to form one of some ranks, which gloo
+            # cannot.
             device_id=request.device if self.uses_nccl and request.device.type == "cuda" else None,
         )
         self._kept.append(dist.group.WORLD)
@@ -120,8 +134,13 @@ class ProcessGroups:
         self._set_timeout()
 
     def form(self, key: object, ranks: list[int], backend: str | None) -> None:
-        """Form a group of some ranks. Collective over all ranks; within :meth:`forming`."""
-        group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=self.request.init_timeout)
+        """Form a group of some ranks.
+
+        Collective over all ranks; within :meth:`forming`.
+        """
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, backend=backend, timeout=self.request.init_timeout
+        )
         self._set_timeout(group)
         self.others[key] = group
 
@@ -132,15 +151,20 @@ class ProcessGroups:
             self._set_timeout(group)
 
     def _set_timeout(self, group: dist.ProcessGroup | None = None) -> None:
-        if not isinstance(group, dist.ProcessGroup | None):  # torch's placeholder for a group without this rank
+        if not isinstance(
+            group, dist.ProcessGroup | None
+        ):  # torch's placeholder for a group without this rank
             return
         timeout = self.timeout + (_AFTER_OURS if self.uses_nccl else timedelta())
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """Record the sockets that the block opens, and have gloo use the network that connects the hosts."""
-        # By default, gloo uses the network of the address that the host's name resolves to.
+        """Record the sockets that the block opens, and have gloo use the network that
+        connects the hosts.
+        """
+        # By default, gloo uses the network of the address that the host's name resolves
+        # to.
         route = self._connections.route
         interface = interface_of(route) if route and _INTERFACE not in os.environ else None
         if interface is not None:
@@ -156,7 +180,8 @@ class ProcessGroups:
                 del os.environ[_INTERFACE]
 
     def abort(self) -> None:
-        """Unblock threads that wait for other ranks: those in a collective or store get an error.
+        """Unblock threads that wait for other ranks: those in a collective or store get
+        an error.
 
         A collective of NCCL returns arbitrary values instead.
         """
@@ -168,11 +193,15 @@ class ProcessGroups:
 
     @property
     def _is_formed_by_nccl(self) -> bool:
-        """Whether the first sockets are NCCL's; other ranks would see a remote error before NCCL is aborted there."""
+        """Whether the first sockets are NCCL's; other ranks would see a remote error
+        before NCCL is aborted there.
+        """
         return self.request.backend in _ONLY_NCCL and not self._is_forming
 
     def abort_nccl(self) -> bool:
-        """Abort NCCL's groups, and return whether any existed; destroying them would wait for their kernels."""
+        """Abort NCCL's groups, and return whether any existed; destroying them would
+        wait for their kernels.
+        """
         if not self.uses_nccl or not (dist.is_initialized() or self.has_aborted_nccl):
             return False
         self.has_aborted_nccl = True  # set before any wait for the device returns
@@ -184,7 +213,10 @@ class ProcessGroups:
 
     def _abort_all(self) -> None:
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-        with self._aborting, suppress(Exception):  # the channel's thread aborts while the main thread closes
+        with (
+            self._aborting,
+            suppress(Exception),
+        ):  # the channel's thread aborts while the main thread closes
             abort()
 
     def close(self, *, is_broken: bool) -> None:
@@ -194,8 +226,9 @@ class ProcessGroups:
             is_broken: whether other ranks may have abandoned a collective.
         """
         if dist.is_initialized() and dist.group.WORLD in self._kept:
-            # Objects that refer to the group must be freed before it, and its parts together with it. Otherwise gloo's
-            # threads outlive their owner and abort the process at exit: in 9 of 50 processes without gc.collect().
+            # Objects that refer to the group must be freed before it, and its parts
+            # together with it. Otherwise gloo's threads outlive their owner and abort
+            # the process at exit: in 9 of 50 processes without gc.collect().
             gc.collect()
             if not (is_broken and self.abort_nccl()):
                 dist.destroy_process_group()

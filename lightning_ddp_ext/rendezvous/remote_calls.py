@@ -1,6 +1,8 @@
-"""Call functions over the control channel: rank 0 calls them on any rank, every other rank only on rank 0.
+"""Call functions over the control channel: rank 0 calls them on any rank, every other
+rank only on rank 0.
 
-Barriers, stops and surveys use these calls. A call never waits; the caller may wait for replies.
+Barriers, stops and surveys use these calls. A call never waits; the caller may wait for
+replies.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from lightning_ddp_ext.rendezvous.wire import Message
 
 
 class Replies(dict[int, Any]):
-    """The results of a call that have arrived, by rank; a result of ``None`` is not sent."""
+    """The results of a call that have arrived, by rank; a result of ``None`` is not
+    sent.
+    """
 
 
 class RemoteCalls:
     """The functions of one topic that ranks call on each other.
 
-    They run one at a time, on the channel's thread, or on the caller's thread if a rank calls itself. They hold
-    ``peers.arrived``, which is notified afterwards, and must not wait. Arguments and results are JSON.
+    They run one at a time, on the channel's thread, or on the caller's thread if a rank
+    calls itself. They hold ``peers.arrived``, which is notified afterwards, and must
+    not wait. Arguments and results are JSON.
 
     Args:
         peers: the other ranks.
@@ -40,8 +45,11 @@ class RemoteCalls:
         peers.channel.listen(topic, self._handle_message)
 
     def call(self, ranks: Collection[int], function: str, *arguments: Any) -> Replies:
-        """Call a function on ``ranks``, which are ``[0]`` unless this is rank 0; return the replies as they arrive."""
-        replies, number = Replies(), next(self._numbers)
+        """Call a function on ``ranks``, which are ``[0]`` unless this is rank 0; return
+        the replies as they arrive.
+        """
+        replies = Replies()
+        number = next(self._numbers)
         self._awaited[number] = replies
         message = {"call": function, "arguments": arguments, "number": number}
         self._peers.channel.send(self._topic, message, ranks)
@@ -50,7 +58,8 @@ class RemoteCalls:
         return replies
 
     def _handle_message(self, message: Message) -> None:
-        sender, number = message["from"], message["number"]
+        sender = message["from"]
+        number = message["number"]
         if "call" not in message:
             self._record(self._awaited.get(number), sender, message["result"])
             return

@@ -1,4 +1,6 @@
-"""Describe what a Trainer requests, and the process of each rank; find settings that differ between ranks."""
+"""Describe what a Trainer requests, and the process of each rank; find settings that
+differ between ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,19 @@ class Timeouts:
     """Durations of the control channel, in seconds.
 
     Attributes:
-        heartbeat: the silence after which the ranks of a host count as dead; a closed connection counts immediately.
+        heartbeat: the silence after which the ranks of a host count as dead; a closed
+            connection counts immediately.
         connect: the limit of one attempt to connect to rank 0.
-        answer: how long a live process may take to reply, since its threads may wait for the GIL.
-        after_refusal: how long rank 0 keeps listening, so that late ranks learn why the start failed.
-        first_cause: how long a rank waits for the cause that explains a broken connection.
-        deadlock: how long a rank waits in a call before rank 0 compares the calls of all ranks.
-        grace: how long the main thread may take to raise before its process is forced to exit, by kind of event.
+        answer: how long a live process may take to reply, since its threads may wait
+            for the GIL.
+        after_refusal: how long rank 0 keeps listening, so that late ranks learn why the
+            start failed.
+        first_cause: how long a rank waits for the cause that explains a broken
+            connection.
+        deadlock: how long a rank waits in a call before rank 0 compares the calls of
+            all ranks.
+        grace: how long the main thread may take to raise before its process is forced
+            to exit, by kind of event.
     """
 
     heartbeat: float = 30.0
@@ -37,8 +45,11 @@ class Timeouts:
     after_refusal: float = 3.0
     first_cause: float = 2.0
     deadlock: float = 10.0
-    # A busy rank notices a failure at its next collective, and may then save a checkpoint.
-    grace: dict[str, float] = field(default_factory=lambda: {"died": 3.0, "failed": 30.0, "absent": 30.0, "hung": 5.0})
+    # A busy rank notices a failure at its next collective, and may then save a
+    # checkpoint.
+    grace: dict[str, float] = field(
+        default_factory=lambda: {"died": 3.0, "failed": 30.0, "absent": 30.0, "hung": 5.0}
+    )
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,8 @@ class Request:
         is_explicit: whether the user chose the init method.
         variables: environment variables to set while the process group is open.
         versions: the versions of packages, which must be the same on all ranks.
-        run: the launcher's name for this run, which must be the same on all ranks; empty if it has none.
+        run: the launcher's name for this run, which must be the same on all ranks;
+            empty if it has none.
         launch_failure: returns a sentence if a rank exited and cannot connect.
         timeouts: the timeouts of the control channel.
     """
@@ -78,7 +90,10 @@ class Request:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The process of a rank. ``network`` is the same for processes that can reach each other by loopback."""
+    """The process of a rank.
+
+    ``network`` is the same for processes that can reach each other by loopback.
+    """
 
     rank: int
     host: str = field(default_factory=socket.gethostname)
@@ -93,7 +108,8 @@ class RankInfo:
 class Hello:
     """The description that a rank sends when it connects.
 
-    ``versions`` maps a package to its version; ``run`` is the launcher's name for the run.
+    ``versions`` maps a package to its version; ``run`` is the launcher's name for the
+    run.
     """
 
     info: RankInfo
@@ -104,31 +120,47 @@ class Hello:
 
     @staticmethod
     def of(values: dict[str, Any]) -> Hello:
-        """Parse a hello from JSON; raise ``KeyError``, ``TypeError`` or ``ValueError`` if it is malformed."""
-        info, world_size = RankInfo(**values["info"]), int(values["world_size"])
+        """Parse a hello from JSON; raise ``KeyError``, ``TypeError`` or ``ValueError``
+        if it is malformed.
+        """
+        info = RankInfo(**values["info"])
+        world_size = int(values["world_size"])
         if type(info.rank) is not int or not 0 <= info.rank < world_size:
             raise ValueError(f"rank {info.rank!r} of {world_size}")
-        return Hello(info, world_size, str(values["init_method"]), dict(values["versions"]), str(values["run"]))
+        return Hello(
+            info,
+            world_size,
+            str(values["init_method"]),
+            dict(values["versions"]),
+            str(values["run"]),
+        )
 
     def settings(self) -> dict[str, str]:
-        """Return the settings that must be the same on all ranks, by their names in messages."""
+        """Return the settings that must be the same on all ranks, by their names in
+        messages.
+        """
         found = {"world_size": str(self.world_size), "init_method": self.init_method}
         found |= {f"the version of {name}": version for name, version in self.versions.items()}
-        loose = "the version of torchmetrics"  # a difference in the patch number only causes a warning
+        loose = (  # a difference in the patch number only causes a warning
+            "the version of torchmetrics"
+        )
         if loose in found:
             found[loose] = ".".join(found[loose].split(".")[:2])
         return found
 
 
 def difference_between(first: Hello, second: Hello) -> str | None:
-    """Describe the first setting that wrongly differs between two ranks; ``None`` if all match."""
+    """Describe the first setting that wrongly differs between two ranks; ``None`` if
+    all match.
+    """
     low, high = sorted([first, second], key=lambda hello: hello.info.rank)
     for name in {**low.settings(), **high.settings()}:
         one, other = (hello.settings().get(name, "none") for hello in (low, high))
-        # Ranks may use different names for rank 0's host; since both ranks reached it, it is the same host.
+        # Ranks may use different names for rank 0's host; since both ranks reached it,
+        # it is the same host.
         if re.sub(r"^tcp://.*:", "tcp://", one) != re.sub(r"^tcp://.*:", "tcp://", other):
             return (
-                f"{name} must be the same on all ranks: {low.info} has {one}, {high.info} has {other}; "
-                "start every rank with the same settings and the same installation"
+                f"{name} must be the same on all ranks: {low.info} has {one}, {high.info} has"
+                f" {other}; start every rank with the same settings and the same installation"
             )
     return None

@@ -1,4 +1,6 @@
-"""Track the runs of this process: whether a Trainer's call is under way, and whether an exception ended it."""
+"""Track the runs of this process: whether a Trainer's call is under way, and whether an
+exception ended it.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,16 @@ from dataclasses import dataclass
 
 @dataclass
 class Run:
-    """A call of a Trainer, such as ``fit``, on this process; its strategy keeps it until the next call.
+    """A call of a Trainer, such as ``fit``, on this process; its strategy keeps it
+    until the next call.
 
     Attributes:
-        is_outermost: whether no other run was under way at its start; a Trainer may run inside another Trainer's hook.
+        is_outermost: whether no other run was under way at its start; a Trainer may run
+            inside another Trainer's hook.
         is_joint: whether all ranks make this run.
-        has_failed: whether an exception ended it, which the Trainer may still be handling. A rank without an exception
-            may then wait in a collective call that this rank never makes.
+        has_failed: whether an exception ended it, which the Trainer may still be
+            handling. A rank without an exception may then wait in a collective call
+            that this rank never makes.
     """
 
     is_outermost: bool
@@ -29,10 +34,11 @@ _joint_runs = 0
 
 @contextmanager
 def start_run(*, is_joint: bool = True) -> Iterator[Run]:
-    """Mark the block as a run: another rank's death then ends this process if its main thread stays blocked.
+    """Mark the block as a run: another rank's death then ends this process if its main
+    thread stays blocked.
 
-    Outside of runs, such as in the user's code after ``fit``, a death is only recorded, and signals do not stop ranks.
-    The same applies to a run of this rank alone.
+    Outside of runs, such as in the user's code after ``fit``, a death is only recorded,
+    and signals do not stop ranks. The same applies to a run of this rank alone.
     """
     global _joint_runs
     run = Run(is_outermost=not _under_way, is_joint=is_joint)
@@ -50,7 +56,9 @@ def current_run() -> Run | None:
 
 
 def is_in_joint_run() -> bool:
-    """Whether the innermost run that is under way in the main thread is one of all ranks."""
+    """Whether the innermost run that is under way in the main thread is one of all
+    ranks.
+    """
     run = current_run()
     return run is not None and run.is_joint
 

@@ -12,7 +12,9 @@ _OPEN_FILES = "/proc/self/fd"
 
 
 class OpenedSockets:
-    """The sockets that C++ code opens in this process during a ``with`` block; they can be aborted at any time."""
+    """The sockets that C++ code opens in this process during a ``with`` block; they can
+    be aborted at any time.
+    """
 
     def __init__(self) -> None:
         self._before = _sockets_of_this_process()
@@ -27,9 +29,10 @@ class OpenedSockets:
     def abort(self) -> None:
         """Shut down these connections; threads that wait on one get an error.
 
-        This unblocks threads in a gloo collective or a store; torch's ``abort`` and ``destroy_process_group`` do not if
-        another thread calls them. Listening sockets stay open, as do descriptors that were closed and have been reused:
-        these have another inode.
+        This unblocks threads in a gloo collective or a store; torch's ``abort`` and
+        ``destroy_process_group`` do not if another thread calls them. Listening sockets
+        stay open, as do descriptors that were closed and have been reused: these have
+        another inode.
         """
         opened = self._opened_so_far() if self._opened is None else self._opened
         for descriptor, identity in opened.items():
@@ -37,7 +40,11 @@ class OpenedSockets:
                 _end_connection(descriptor)
 
     def _opened_so_far(self) -> dict[int, str]:
-        return {fd: identity for fd, identity in _sockets_of_this_process().items() if self._before.get(fd) != identity}
+        return {
+            fd: identity
+            for fd, identity in _sockets_of_this_process().items()
+            if self._before.get(fd) != identity
+        }
 
 
 def _sockets_of_this_process() -> dict[int, str]:
@@ -57,7 +64,8 @@ def _end_connection(descriptor: int) -> None:
         is_blocking = os.get_blocking(descriptor)
         with socket.socket(fileno=os.dup(descriptor)) as duplicate:
             os.set_blocking(descriptor, is_blocking)  # socket.setdefaulttimeout changes it
-            duplicate.getpeername()  # raises for a listening socket: shutting it down would abort gloo's process
+            # raises for a listening socket: shutting it down would abort gloo's process
+            duplicate.getpeername()
             duplicate.shutdown(socket.SHUT_RDWR)
 
 
@@ -65,9 +73,11 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a TCP socket that listens at a port.
 
     Args:
-        host: the name or address by which others reach it. For ``localhost`` or a loopback address, the socket only
-            accepts connections from this host. For any other host, or an empty one, it listens on all interfaces: an
-            address may belong to a router in front of this host, and a host's own name often resolves to 127.0.1.1.
+        host: the name or address by which others reach it. For ``localhost`` or a
+            loopback address, the socket only accepts connections from this host. For
+            any other host, or an empty one, it listens on all interfaces: an address
+            may belong to a router in front of this host, and a host's own name often
+            resolves to 127.0.1.1.
 
     Raises:
         OSError: the port cannot be bound.
@@ -75,7 +85,9 @@ def listen(host: str, port: int) -> socket.socket:
     is_dual = not is_loopback(host) and socket.has_dualstack_ipv6()
     place = host if is_loopback(host) else "::" if is_dual else "0.0.0.0"
     family, *_, address = socket.getaddrinfo(place, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=1024, dualstack_ipv6=is_dual)
+    listener = socket.create_server(
+        address[:2], family=family, backlog=1024, dualstack_ipv6=is_dual
+    )
     listener.setblocking(True)  # regardless of socket.setdefaulttimeout
     return listener
 
@@ -100,14 +112,17 @@ def without_scope(host: str) -> str:
 
 
 def own_addresses() -> list[str]:
-    """Return the numeric addresses of this host: first those that other hosts can reach, and IPv4 before IPv6."""
+    """Return the numeric addresses of this host: first those that other hosts can
+    reach, and IPv4 before IPv6.
+    """
     families = (socket.AF_INET, socket.AF_INET6)
     found = [
         entry.address
         for family in families
         for entries in _interfaces().values()
         for entry in entries
-        if entry.family == family and "%" not in entry.address  # a scope such as %eth0 means nothing elsewhere
+        if entry.family == family
+        and "%" not in entry.address  # a scope such as %eth0 means nothing elsewhere
     ]
     return sorted(found, key=is_loopback)
 
@@ -127,8 +142,11 @@ def _interfaces() -> dict[str, Any]:
 
 
 def network_identity() -> str:
-    """Return a string that is the same for two processes if they can reach each other by loopback, and only then."""
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    """Return a string that is the same for two processes if they can reach each other
+    by loopback, and only then.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/net")
     try:
         return f"{boot.read_text().strip()} {namespace.readlink()}"
     except OSError:  # a sandbox may have neither

@@ -27,7 +27,8 @@ Message = dict[str, Any]
 class Connection(asyncio.Protocol):
     """A connection to a peer; only for the event loop's thread.
 
-    Until ``rank`` is set, the peer is not trusted, and its messages may only be as long as a hello.
+    Until ``rank`` is set, the peer is not trusted, and its messages may only be as long
+    as a hello.
 
     Args:
         connected: the socket, which the connection closes.
@@ -137,7 +138,8 @@ def decode(line: bytes) -> tuple[str, Message] | None:
 
 
 async def exchange(host: str, port: int, topic: str, body: Message) -> Message | None:
-    """Connect, send one message, and return the body of the reply; ``None`` if it is malformed.
+    """Connect, send one message, and return the body of the reply; ``None`` if it is
+    malformed.
 
     Raises:
         OSError: the connection failed.
@@ -154,7 +156,9 @@ async def exchange(host: str, port: int, topic: str, body: Message) -> Message |
 
 
 def _keep_alive(connected: socket.socket, heartbeat: float) -> None:
-    """Disable delays, and have the kernel close the connection after ``heartbeat`` seconds of silence."""
+    """Disable delays, and have the kernel close the connection after ``heartbeat``
+    seconds of silence.
+    """
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(1, round(heartbeat / 6))

@@ -12,7 +12,8 @@ from types import FrameType
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
-# Packages between the call and the user's code, whose lines do not help users find a mistake.
+# Packages between the call and the user's code, whose lines do not help users find a
+# mistake.
 _LIBRARIES = {
     "lightning",
     "lightning_ddp_ext",
@@ -26,7 +27,9 @@ _BETWEEN = sys.stdlib_module_names | _LIBRARIES
 
 
 def call_site() -> str:
-    """Return file and line of the innermost call in the user's code; empty if not found."""
+    """Return file and line of the innermost call in the user's code; empty if not
+    found.
+    """
     return call_site_of(sys._getframe(1))
 
 
@@ -36,7 +39,9 @@ def called_by_lightning() -> bool:
 
 
 def call_site_of(frame: FrameType | None) -> str:
-    """Return file and line of the innermost call in the user's code, starting at ``frame``; empty if not found."""
+    """Return file and line of the innermost call in the user's code, starting at
+    ``frame``; empty if not found.
+    """
     while frame is not None and not is_users(frame):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -48,7 +53,9 @@ def is_users(frame: FrameType) -> bool:
 
 
 def call_site_in(lines: Iterable[tuple[str, int]]) -> str:
-    """Return the first file and line in the user's code of a recorded stack; empty if not found."""
+    """Return the first file and line in the user's code of a recorded stack; empty if
+    not found.
+    """
     found = (f"{file}:{line}" for file, line in lines if not _is_between(file))
     return next(found, "")
 
@@ -63,7 +70,9 @@ def _is_between(file: str) -> bool:
 
 
 def is_main_thread_in(call: FrameType) -> bool:
-    """Whether a call on the main thread is still running; must be called on another thread."""
+    """Whether a call on the main thread is still running; must be called on another
+    thread.
+    """
     frame = main_frame()
     while frame is not None and frame is not call:
         frame = frame.f_back

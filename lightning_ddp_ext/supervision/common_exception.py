@@ -1,14 +1,16 @@
-"""Determine whether every rank raised an exception; if so, all may continue, as no rank is waiting for another.
+"""Determine whether every rank raised an exception; if so, all may continue, as no rank
+is waiting for another.
 
 Rank 0 collects the ranks that raise. Its state decides what each of them does:
 
-===========  ======================================================  ==================================
-State        Condition on rank 0                                     A rank that raises
-===========  ======================================================  ==================================
-collecting   some ranks have raised                                  waits; the first one requests checks
-common       all ranks have raised                                   keeps the groups and announces nothing
-not common   another rank waits in three checks, or raises too late  announces its exception
-===========  ======================================================  ==================================
+==========  ===================================  ======================================
+State       Condition on rank 0                  A rank that raises
+==========  ===================================  ======================================
+collecting  some ranks have raised               waits; the first one requests checks
+common      all ranks have raised                keeps the groups and announces nothing
+own         another rank waits in three checks,  announces its exception
+            or raises too late
+==========  ===================================  ======================================
 
 After a decision, rank 0 starts again without any rank.
 """
@@ -24,7 +26,9 @@ from lightning_ddp_ext.supervision.call_site import main_frame
 from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
 
 _SECONDS_BETWEEN = 0.1
-_CHECKS = 3  # a rank must be found waiting in this many checks, since it may just be returning from a collective
+# a rank must be found waiting in this many checks, since it may just be returning from
+# a collective
+_CHECKS = 3
 
 
 @dataclass
@@ -62,7 +66,11 @@ class CommonException:
         )
 
     def is_common(self) -> bool:
-        """Whether every rank is raising; ``False`` if one is waiting for others, or is late. For the main thread."""
+        """Whether every rank is raising; ``False`` if one is waiting for others, or is
+        late.
+
+        For the main thread.
+        """
         self._is_raising = True
         self._is_common = None
         self._remote.call([0], "record", self._peers.rank)
@@ -82,12 +90,16 @@ class CommonException:
             self._decide(is_common=True)
 
     def _check(self, rank: int) -> None:
-        """Check whether a rank is waiting for the others or is late; only for the first rank that raised."""
+        """Check whether a rank is waiting for the others or is late; only for the first
+        rank that raised.
+        """
         state = self._collecting
         if state.raised[:1] != [rank]:
             return
         state.checks += 1
-        state.waiting = Counter({each: state.waiting[each] + 1 for each, waits in state.replies.items() if waits})
+        state.waiting = Counter(
+            {each: state.waiting[each] + 1 for each, waits in state.replies.items() if waits}
+        )
         if state.checks > self._most_checks or _CHECKS in state.waiting.values():
             self._decide(is_common=False)
         else:

@@ -1,7 +1,9 @@
-"""Find a deadlock in the reports of ranks that wait: ranks made different calls, so none of them can continue.
+"""Find a deadlock in the reports of ranks that wait: ranks made different calls, so
+none of them can continue.
 
-A rank waits for another one that has not made its call. It can never make it if it is itself waiting in a call that
-only ranks of such a circle have not made, or if it has left the Trainer's run.
+A rank waits for another one that has not made its call. It can never make it if it is
+itself waiting in a call that only ranks of such a circle have not made, or if it has
+left the Trainer's run.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ _COMPUTING = 0.01  # seconds of processor time between two surveys; a thread tha
 _REMEDIES = {
     "property": "read properties that broadcast, such as trainer.log_dir, on every rank",
     "logged values": "log the same values in the same number of steps on every rank",
-    "metric": "compute the metric on every rank, and let every rank run the same number of evaluation steps",
+    "metric": (
+        "compute the metric on every rank, and let every rank run the same number of evaluation"
+        " steps"
+    ),
     "backward": (
-        "let every rank run as many backward passes: if a batch has no targets, return a loss that depends on the "
-        "model, such as 0 * output.sum(), and use the same callbacks and accumulate_grad_batches on every rank"
+        "let every rank run as many backward passes: if a batch has no targets, return a loss that"
+        " depends on the model, such as 0 * output.sum(), and use the same callbacks and"
+        " accumulate_grad_batches on every rank"
     ),
     "": "make sure that every rank makes the same calls in the same order",
 }
@@ -43,14 +49,26 @@ class Deadlock:
     @property
     def event(self) -> PeerEvent:
         """The event that all ranks raise."""
-        by_rank: dict[object, str] = {report.who: self.calls[report.who.rank] for report in self.reports}
+        by_rank: dict[object, str] = {
+            report.who: self.calls[report.who.rank] for report in self.reports
+        }
         odd = grouped(by_rank)[0][1][0]
-        remedy = next(remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes or not purpose)
+        remedy = next(
+            remedy
+            for purpose, remedy in _REMEDIES.items()
+            if purpose in self.purposes or not purpose
+        )
         places = activities_in_words(by_rank, "is in")
-        return event_of("absent", odd, f"ranks are waiting for each other in different calls: {places}; {remedy}")
+        return event_of(
+            "absent",
+            odd,
+            f"ranks are waiting for each other in different calls: {places}; {remedy}",
+        )
 
     def persists_in(self, later: Deadlock | None) -> bool:
-        """Whether a later survey found the same ranks in the same calls, and none of them was computing."""
+        """Whether a later survey found the same ranks in the same calls, and none of
+        them was computing.
+        """
         if later is None or self.calls != later.calls:
             return False
         pairs = zip(self.reports, later.reports, strict=True)
@@ -64,7 +82,9 @@ def deadlock_in(reports: Sequence[Report]) -> Deadlock | None:
 
 
 def mismatch_in(reports: Sequence[Report]) -> Deadlock | None:
-    """Return the ranks that entered different collectives with the same number, while one of them waits in it."""
+    """Return the ranks that entered different collectives with the same number, while
+    one of them waits in it.
+    """
     for flight, number in chain.from_iterable(report.pending for report in reports):
         others = [(each, each.flight(flight.group)) for each in reports]
         inside = [(each, other) for each, other in others if other and str(number) in other.recent]
@@ -74,7 +94,8 @@ def mismatch_in(reports: Sequence[Report]) -> Deadlock | None:
 
 
 def _differ(one: Flight, other: Flight, number: int) -> bool:
-    mine, its = one.collective(number), other.collective(number)
+    mine = one.collective(number)
+    its = other.collective(number)
     is_of_same_size = mine.elements == its.elements or mine.name not in _OF_SAME_SIZE
     return mine.name != its.name or not is_of_same_size
 
@@ -97,7 +118,9 @@ def _circle_in(reports: Sequence[Report]) -> Deadlock | None:
         stuck = left
     if not stuck:
         return None
-    purposes = [flight.collective(number).purpose for report in stuck for flight, number in report.pending]
+    purposes = [
+        flight.collective(number).purpose for report in stuck for flight, number in report.pending
+    ]
     return Deadlock(stuck, {report.who.rank: _call_of(report) for report in stuck}, purposes)
 
 
@@ -110,13 +133,20 @@ def _is_missed(report: Report, stuck: Sequence[Report]) -> bool:
 
 
 def _is_waiting_for(report: Report, other: Report) -> bool:
-    """Whether a rank waits in a call that another one has not made, and that it cannot make in another run."""
-    if not report.is_blocked or not (other.is_blocked or (report.is_in_run and other.run >= report.run)):
+    """Whether a rank waits in a call that another one has not made, and that it cannot
+    make in another run.
+    """
+    if not report.is_blocked or not (
+        other.is_blocked or (report.is_in_run and other.run >= report.run)
+    ):
         return False
     if report.awaited is not None:
         return other.calls < report.awaited.number
     its_rank = other.who.rank
-    return any(flight.is_awaited(number, its_rank, other.flight(flight.group)) for flight, number in report.pending)
+    return any(
+        flight.is_awaited(number, its_rank, other.flight(flight.group))
+        for flight, number in report.pending
+    )
 
 
 def _call_of(report: Report) -> str:

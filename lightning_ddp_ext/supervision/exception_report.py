@@ -1,4 +1,6 @@
-"""Print a rank's exception: with its traceback, or as one line if another rank caused it."""
+"""Print a rank's exception: with its traceback, or as one line if another rank caused
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ _behind: Hook | None = None  # the hook that ours replaced and calls
 
 
 def install_excepthook() -> None:
-    """Put our ``sys.excepthook`` in front of the current one; must be called after each group is formed.
+    """Put our ``sys.excepthook`` in front of the current one; must be called after each
+    group is formed.
 
-    When a group is formed, torch installs a hook that delays output; ours then moves in front of it. A hook that the
-    user has put in front of ours since the first call stays there.
+    When a group is formed, torch installs a hook that delays output; ours then moves in
+    front of it. A hook that the user has put in front of ours since the first call
+    stays there.
     """
     global _behind
     hook = sys.excepthook
-    calls_ours = any(cell.cell_contents is _excepthook for cell in getattr(hook, "__closure__", None) or ())
+    calls_ours = any(
+        cell.cell_contents is _excepthook for cell in getattr(hook, "__closure__", None) or ()
+    )
     if _behind is None:
         _behind = hook
         sys.excepthook = _excepthook
@@ -39,7 +45,9 @@ def install_excepthook() -> None:
         sys.excepthook = _excepthook
 
 
-def _excepthook(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
+def _excepthook(
+    kind: type[BaseException], exception: BaseException, trace: TracebackType | None
+) -> None:
     session = current_session()
     print_as_before = _behind or sys.__excepthook__
     if session is None or isinstance(exception, RendezvousError):
@@ -47,7 +55,8 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
         return
     context = session.context
     if not context.peers.has_raised:
-        # An exception outside of Trainer calls also ends this rank, for which other ranks may be waiting.
+        # An exception outside of Trainer calls also ends this rank, for which other
+        # ranks may be waiting.
         explanation: BaseException = explain(exception)
         if explanation is not exception:
             explanation.__cause__ = exception
@@ -55,7 +64,11 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
     cause = context.peers.cause
     if isinstance(exception, RankFailedError):
         print_line(exception)
-    elif cause is not None and cause.rank != context.world.rank and cause.reason == reason_of(exception):
+    elif (
+        cause is not None
+        and cause.rank != context.world.rank
+        and cause.reason == reason_of(exception)
+    ):
         print_line(exception, " (another rank prints the traceback)")
     else:
         _write_for_torchrun(exception)
@@ -66,10 +79,13 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
 
 
 def _write_for_torchrun(exception: BaseException) -> None:
-    """Write the file from which torchrun reports the cause, unless ``@record`` has written it."""
+    """Write the file from which torchrun reports the cause, unless ``@record`` has
+    written it.
+    """
     message = {
         "message": reason_of(exception),
-        # HACK: a second early, since torchrun compares whole seconds and blames the lowest of ranks with equal times.
+        # HACK: a second early, since torchrun compares whole seconds and blames the
+        # lowest of ranks with equal times.
         "extraInfo": {
             "py_callstack": "".join(traceback.format_exception(exception)),
             "timestamp": str(int(time.time()) - 1),
@@ -80,7 +96,9 @@ def _write_for_torchrun(exception: BaseException) -> None:
 
 
 def print_line(exception: BaseException, remark: str = "") -> None:
-    """Print the type and the first line of an exception on one line, after this rank's number."""
+    """Print the type and the first line of an exception on one line, after this rank's
+    number.
+    """
     context = current()
     who = "" if context is None else f"[rank {context.world.rank}] "
     line = reason_of(exception).partition("\n")[0]

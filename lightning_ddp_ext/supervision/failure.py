@@ -1,4 +1,6 @@
-"""Determine whether an exception is this rank's own failure, or a consequence of another rank's failure."""
+"""Determine whether an exception is this rank's own failure, or a consequence of
+another rank's failure.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +48,19 @@ def supervised(
     is_joint: bool = True,
     **kwargs: Any,
 ) -> T:
-    """Call ``function``; if it raises, report this to the other ranks, or find the rank that caused it.
+    """Call ``function``; if it raises, report this to the other ranks, or find the rank
+    that caused it.
 
-    Every rank runs its part of a job through this function. A rank's own exception is raised unchanged; it is also
-    announced, unless every rank raises one. An exception that only follows from another rank's exit is replaced by an
-    error that names that rank. ``harmless`` exceptions, which all ranks raise as a signal to their caller, pass
-    unchanged. ``rescue`` is called with an exception that another rank caused, before this rank's groups are closed.
-    ``is_joint`` is false for a job of this rank alone.
+    Every rank runs its part of a job through this function. A rank's own exception is
+    raised unchanged; it is also announced, unless every rank raises one. An exception
+    that only follows from another rank's exit is replaced by an error that names that
+    rank. ``harmless`` exceptions, which all ranks raise as a signal to their caller,
+    pass unchanged. ``rescue`` is called with an exception that another rank caused,
+    before this rank's groups are closed. ``is_joint`` is false for a job of this rank
+    alone.
 
-    After an exception the process must exit in time, unless the call with the frame ``handler`` returns first.
+    After an exception the process must exit in time, unless the call with the frame
+    ``handler`` returns first.
 
     Raises:
         RankFailedError: another rank failed, died or left.
@@ -69,7 +75,9 @@ def supervised(
             explanation = explain(exception, rescue, is_caught=True)
             session = current_session()
             if session is not None and run.is_outermost and session.stops.is_active:
-                session.stops.limit_exit(is_void=lambda: handler is not None and not is_main_thread_in(handler))
+                session.stops.limit_exit(
+                    is_void=lambda: handler is not None and not is_main_thread_in(handler)
+                )
             if explanation is exception:
                 raise
             raise explanation from explanation.__cause__
@@ -86,10 +94,14 @@ class Origin(Enum):
     OWN = "it is this rank's own failure"
 
 
-def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False) -> Any:
-    """Announce the exception to the other ranks and return it, or return the error of the rank that caused it.
+def explain(
+    exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False
+) -> Any:
+    """Announce the exception to the other ranks and return it, or return the error of
+    the rank that caused it.
 
-    If the caller may catch it and every rank raises, it is not announced, so the groups stay intact.
+    If the caller may catch it and every rank raises, it is not announced, so the groups
+    stay intact.
     """
     session = current_session()
     if session is None or isinstance(exception, RendezvousError):
@@ -109,14 +121,16 @@ def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *
 
 
 def _origin_of(
-    exception: BaseException,
-    session: Session,
-    is_caught: bool,
+    exception: BaseException, session: Session, is_caught: bool
 ) -> tuple[Origin, PeerEvent | None]:
-    """Return the origin and, if another rank broke a collective, that rank's event; this may take some seconds."""
+    """Return the origin and, if another rank broke a collective, that rank's event;
+    this may take some seconds.
+    """
     if isinstance(exception, RankFailedError):
         return Origin.NAMED, None
-    if isinstance(exception, _ERRORS_OF_DEVICE):  # torch's watchdog may end this process at any time
+    if isinstance(
+        exception, _ERRORS_OF_DEVICE
+    ):  # torch's watchdog may end this process at any time
         return Origin.OWN, None
     peers = session.context.peers
     is_aborted = peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
@@ -135,12 +149,11 @@ def _origin_of(
 
 
 def _replacement(
-    exception: BaseException,
-    event: PeerEvent,
-    context: ProcessContext,
-    rescue: Rescue,
+    exception: BaseException, event: PeerEvent, context: ProcessContext, rescue: Rescue
 ) -> BaseException:
-    """Return the error that names the rank that broke a collective, after closing this rank's groups."""
+    """Return the error that names the rank that broke a collective, after closing this
+    rank's groups.
+    """
     rescue(exception)  # the groups are already aborted; closing them takes longer
     context.close_group()
     error = event.to_error()
@@ -151,43 +164,60 @@ def _replacement(
 
 def _print_replaced(exception: BaseException, context: ProcessContext) -> None:
     text = "".join(traceback.format_exception(exception))
-    print_in_time(f"[rank {context.world.rank}] this exception probably follows from another rank's failure:\n{text}")
+    print_in_time(
+        f"[rank {context.world.rank}] this exception probably follows from another rank's"
+        f" failure:\n{text}"
+    )
 
 
 def may_be_echo(exception: BaseException) -> bool:
-    """Whether ``exception`` or one of its causes was raised in a collective or store, judging by the place.
+    """Whether ``exception`` or one of its causes was raised in a collective or store,
+    judging by the place.
 
-    Ctrl-C reaches all ranks, perhaps while this one handles another rank's exit, so it counts as this rank's own.
+    Ctrl-C reaches all ranks, perhaps while this one handles another rank's exit, so it
+    counts as this rank's own.
     """
-    return not isinstance(exception, KeyboardInterrupt) and any(map(_is_broken_collective, chain_of(exception)))
+    return not isinstance(exception, KeyboardInterrupt) and any(
+        map(_is_broken_collective, chain_of(exception))
+    )
 
 
 def _is_broken_collective(exception: BaseException) -> bool:
-    """Whether a backend raised the exception or, after another rank's failure, torch because the group is closed."""
+    """Whether a backend raised the exception or, after another rank's failure, torch
+    because the group is closed.
+    """
     context = current()
     is_aborted = context is not None and context.peers.cause is not None
     return _is_in_collective(exception) and (is_aborted or _may_be_of_backend(exception))
 
 
 def _is_raised_for_user(exception: BaseException) -> bool:
-    """Whether a backend may have raised the exception in user code that waits for a collective."""
+    """Whether a backend may have raised the exception in user code that waits for a
+    collective.
+    """
     trace = _innermost(exception)
     return trace is not None and is_users(trace.tb_frame) and _may_be_of_backend(exception)
 
 
 def _may_be_of_backend(exception: BaseException) -> bool:
-    """Whether a backend may have raised the exception: it raises from C++, and only these types."""
+    """Whether a backend may have raised the exception: it raises from C++, and only
+    these types.
+    """
     is_of_backend = type(exception) is RuntimeError or isinstance(exception, dist.DistError)
     return is_of_backend and not _is_raised_in_python(exception)
 
 
 def _is_in_collective(exception: BaseException) -> bool:
-    """Whether the innermost frame is in code that waits for other ranks, such as a backward pass within a run."""
+    """Whether the innermost frame is in code that waits for other ranks, such as a
+    backward pass within a run.
+    """
     trace = _innermost(exception)
     if trace is None or isinstance(exception, DDPExtError):
         return False
     module = str(trace.tb_frame.f_globals.get("__name__"))
-    return f"{module}.".startswith(_COLLECTIVE) or (module == _BACKWARD and current_run() is not None)
+    return f"{module}.".startswith(_COLLECTIVE) or (
+        module == _BACKWARD and current_run() is not None
+    )
 
 
 def _is_raised_in_python(exception: BaseException) -> bool:

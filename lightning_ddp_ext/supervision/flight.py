@@ -1,7 +1,9 @@
-"""Read from torch's Flight Recorders which collectives this rank entered, and which of them are finished.
+"""Read from torch's Flight Recorders which collectives this rank entered, and which of
+them are finished.
 
-torch keeps the latest collectives of all NCCL groups in one ring buffer, and those of other groups in another. An
-environment variable enables both; torch reads it at the first collective of a process.
+torch keeps the latest collectives of all NCCL groups in one ring buffer, and those of
+other groups in another. An environment variable enables both; torch reads it at the
+first collective of a process.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from lightning_ddp_ext.threads import start_thread
 
 _SIZE = "2000"  # torch's default, in versions that have one
 _VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-# Collectives to keep for each group: ranks that wait for each other are only a few apart.
+# Collectives to keep for each group: ranks that wait for each other are only a few
+# apart.
 _RECENT = 32
 _DEFAULT_GROUP = "default_pg"
-# The recorder of gloo and other backends, and that of NCCL, which builds without CUDA lack.
+# The recorder of gloo and other backends, and that of NCCL, which builds without CUDA
+# lack.
 _RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 _DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must reply to a survey
-# Functions on the stack of a collective that reveal its purpose: a part of the file's path, and the name, if any.
+# Functions on the stack of a collective that reveal its purpose: a part of the file's
+# path, and the name, if any.
 _PURPOSES = (
     ("", "log_dir", "property"),
     ("/lightning_ddp_ext/reductions/", "", "logged values"),
@@ -57,7 +62,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class Flight:
-    """The progress of a rank in a process group; its collectives are numbered from 1, in the same way on all ranks."""
+    """The progress of a rank in a process group; its collectives are numbered from 1,
+    in the same way on all ranks.
+    """
 
     group: str
     """The key of the group, the same on all ranks."""
@@ -66,13 +73,16 @@ class Flight:
     entered: int
     """The number of the last collective that this rank entered."""
     pending: int | None = None
-    """The number of the first collective that this rank has entered and not finished."""
+    """The number of the first collective that this rank has entered and not finished.
+    """
     recent: dict[str, Collective] = field(default_factory=dict)
     """The latest collectives, by number."""
     members: list[int] = field(default_factory=list)
     """The ranks of the group, if known."""
     seconds: float = 0.0
-    """The time since it entered the first collective that is not finished, otherwise the last one."""
+    """The time since it entered the first collective that is not finished, otherwise
+    the last one.
+    """
     limit: float = math.inf
     """The timeout of that collective, in seconds."""
 
@@ -83,7 +93,9 @@ class Flight:
         return cls(**{**values, "recent": recent})
 
     def is_awaited(self, number: int, rank: int, its: Flight | None) -> bool:
-        """Whether a rank is a member of this group, and has not entered a collective, given its progress."""
+        """Whether a rank is a member of this group, and has not entered a collective,
+        given its progress.
+        """
         is_member = its is not None or not self.label or rank in self.members
         return is_member and (its is None or its.entered < number)
 
@@ -100,7 +112,8 @@ class Flight:
 
 
 def enable() -> dict[str, str]:
-    """Have torch record the collectives of groups formed from now on, unless the user has set a size.
+    """Have torch record the collectives of groups formed from now on, unless the user
+    has set a size.
 
     Returns:
         The variables that were set.
@@ -127,13 +140,17 @@ def unfinished() -> list[str]:
 
 
 def flights() -> list[Flight]:
-    """Return this rank's progress in each process group, as far as torch records it and replies in time."""
+    """Return this rank's progress in each process group, as far as torch records it and
+    replies in time.
+    """
     found: dict[str, list[Flight]] = {}
     for recorder in _RECORDERS:
         # NCCL's recorder queries CUDA for the state of events, which may block.
         if not any(thread.name == recorder for thread in threading.enumerate()):
             start_thread(recorder, _read, recorder, found).join(_DUMPED_WITHIN)
-    return list({flight.group: flight for recorder in list(found) for flight in found[recorder]}.values())
+    return list(
+        {flight.group: flight for recorder in list(found) for flight in found[recorder]}.values()
+    )
 
 
 def _read(recorder: str, found: dict[str, list[Flight]]) -> None:
@@ -142,7 +159,9 @@ def _read(recorder: str, found: dict[str, list[Flight]]) -> None:
 
 
 def _dump(recorder: str, has_collectives: bool) -> Any:
-    """Return the contents of a recorder, with or without the collectives and their Python stacks."""
+    """Return the contents of a recorder, with or without the collectives and their
+    Python stacks.
+    """
     dump = getattr(torch._C._distributed_c10d, recorder)
     return pickle.loads(dump(has_collectives, has_collectives, False))
 
@@ -153,10 +172,12 @@ def _members() -> dict[str, list[int]]:
 
 
 def flights_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> list[Flight]:
-    """Return the progress in each group from a recorder's trace, whose entries are in order.
+    """Return the progress in each group from a recorder's trace, whose entries are in
+    order.
 
-    >>> entry = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce", "input_sizes": [[4]]}
-    >>> entries = [{**entry, "collective_seq_id": n, "retired": n < 2, "state": "scheduled"} for n in (1, 2, 3)]
+    >>> entry = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce"}
+    >>> entry |= {"input_sizes": [[4]], "state": "scheduled"}
+    >>> entries = [{**entry, "collective_seq_id": n, "retired": n < 2} for n in (1, 2, 3)]
     >>> (flight,) = flights_in({"entries": entries}, {"0": [0, 1]})
     >>> flight.entered, flight.pending, flight.describe(2), flight.members
     (3, 2, 'all_reduce #2 [[4]]', [0, 1])
@@ -164,7 +185,9 @@ def flights_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> li
     by_group: dict[str, dict[int, Mapping[str, Any]]] = {}
     for entry in trace.get("entries", []):
         if not entry.get("is_p2p"):
-            backend = str(entry.get("profiling_name", "")).partition(":")[0]  # a group may have several backends
+            backend = str(entry.get("profiling_name", "")).partition(":")[
+                0
+            ]  # a group may have several backends
             known = by_group.setdefault(f"{backend}:{entry['process_group'][0]}", {})
             number = int(entry["collective_seq_id"])
             same = known.get(number)
@@ -175,7 +198,9 @@ def flights_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> li
     return [_flight(group, entries, members) for group, entries in by_group.items()]
 
 
-def _flight(group: str, entries: Mapping[int, Mapping[str, Any]], members: Mapping[str, list[int]]) -> Flight:
+def _flight(
+    group: str, entries: Mapping[int, Mapping[str, Any]], members: Mapping[str, list[int]]
+) -> Flight:
     name = group.partition(":")[2]
     label = str(entries[max(entries)]["process_group"][1])
     pending = [number for number, entry in entries.items() if not _is_finished(entry)]

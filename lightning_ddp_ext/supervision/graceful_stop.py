@@ -1,12 +1,15 @@
 """Stop all ranks at the same point of the program after one of them received a signal.
 
-Every rank passes the same stop points in the same order: the end of each training step, each step of an evaluation, and
-the end of training. Each rank counts those that it has passed. A rank that receives a signal sends a request to rank 0
-over the control channel, and rank 0 pauses all ranks: each main thread waits at its next stop point, and each channel
-thread replies with the rank's count. The ranks thus agree on the first stop point that none of them has passed.
+Every rank passes the same stop points in the same order: the end of each training step,
+each step of an evaluation, and the end of training. Each rank counts those that it has
+passed. A rank that receives a signal sends a request to rank 0 over the control
+channel, and rank 0 pauses all ranks: each main thread waits at its next stop point, and
+each channel thread replies with the rank's count. The ranks thus agree on the first
+stop point that none of them has passed.
 
-Only the channel threads reply, so ranks that are in a collective at that time always complete it. Until a signal
-arrives, a stop point costs one addition and one check of a bool.
+Only the channel threads reply, so ranks that are in a collective at that time always
+complete it. Until a signal arrives, a stop point costs one addition and one check of a
+bool.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ _AFTER_SAVES = 3.0  # seconds from a finished save to the exit, after the deadli
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A request to stop: the signal, the rank that received it, and the ordinal of the ranks' current ``job``."""
+    """A request to stop: the signal, the rank that received it, and the ordinal of the
+    ranks' current ``job``.
+    """
 
     signum: int
     rank: int
@@ -42,14 +47,17 @@ class StopRequest:
 
 
 Acknowledge = Callable[[StopRequest], object]
-# The numbers of stop points that a rank has passed, of evaluation steps started since, and of steps in that evaluation.
+# The numbers of stop points that a rank has passed, of evaluation steps started since,
+# and of steps in that evaluation.
 Position = tuple[int, int, int]
 
 
 def next_common(positions: Sequence[Position]) -> tuple[int, int]:
-    """Return the first stop point that no rank has passed yet and that every rank will reach.
+    """Return the first stop point that no rank has passed yet and that every rank will
+    reach.
 
-    If the evaluation is shorter on some rank, this is the next point outside of evaluation steps.
+    If the evaluation is shorter on some rank, this is the next point outside of
+    evaluation steps.
 
     >>> next_common([(4, 17, 100), (4, 18, 99)])
     (4, 19)
@@ -59,7 +67,10 @@ def next_common(positions: Sequence[Position]) -> tuple[int, int]:
     (5, 1)
     """
     points, steps, _ = max(positions)
-    shortest = min((of_steps for passed, _, of_steps in positions if passed == points and of_steps), default=steps + 1)
+    shortest = min(
+        (of_steps for passed, _, of_steps in positions if passed == points and of_steps),
+        default=steps + 1,
+    )
     return (points, steps + 1) if steps < shortest else (points + 1, 0)
 
 
@@ -68,7 +79,8 @@ def _ignore(request: StopRequest) -> None:
 
 
 class GracefulStop:
-    """This rank's part in stopping together; one per process, since counts continue across Trainers.
+    """This rank's part in stopping together; one per process, since counts continue
+    across Trainers.
 
     Args:
         context: the connections to the other ranks.
@@ -95,26 +107,39 @@ class GracefulStop:
         self._forced_exit = ForcedExit("ddpx-stop-deadline")
         self._everyone = range(len(context.table))
         self._remote = RemoteCalls(
-            context.peers, "stop", handle_request=self._handle_request, pause=self._pause, set_target=self._set_target
+            context.peers,
+            "stop",
+            handle_request=self._handle_request,
+            pause=self._pause,
+            set_target=self._set_target,
         )
 
     def request_stop(self, signum: int) -> None:
-        """Have all ranks stop; for any thread, but not for a signal handler. Further requests have no effect."""
+        """Have all ranks stop; for any thread, but not for a signal handler.
+
+        Further requests have no effect.
+        """
         request = StopRequest(signum, self._rank, self._context.table[self._rank].host, self._job)
         self._limit_stop(request)
         self._remote.call([0], "handle_request", asdict(request))
 
     def start(self, deadline: timedelta, acknowledge: Acknowledge | None = None) -> None:
-        """Handle requests from now on, since the ranks have begun a job that has stop points.
+        """Handle requests from now on, since the ranks have begun a job that has stop
+        points.
 
         Args:
-            deadline: the time from the first signal or an exception until ranks that are still running must exit.
+            deadline: the time from the first signal or an exception until ranks that
+                are still running must exit.
             acknowledge: called on rank 0 with the first request, in a thread.
         """
         self._forced_exit.lift()  # a run whose ``on_exception`` raised has skipped teardown
         with self._peers.arrived:
             self._job += 1
-            self._position = (self._job << 32, 0, 0)  # after an exception, the ranks' counts may differ
+            self._position = (
+                self._job << 32,
+                0,
+                0,
+            )  # after an exception, the ranks' counts may differ
             self.is_active = True
             self._seconds = deadline.total_seconds()
             self._acknowledge = acknowledge or _ignore
@@ -123,21 +148,28 @@ class GracefulStop:
                 self._start_agreement(self._request)
 
     def end(self) -> None:
-        """Ignore requests from now on, since the ranks have stopped or passed the last stop point."""
+        """Ignore requests from now on, since the ranks have stopped or passed the last
+        stop point.
+        """
         with self._peers.arrived:
             self.is_active = False
             self._acknowledge = _ignore  # this object outlives the Trainer
             if self._request is None or self._is_over(self._request.job):
-                self._request, self._target, self._is_pausing = None, None, False
+                self._request = None
+                self._target = None
+                self._is_pausing = False
         self._forced_exit.lift()
 
     # Stop points, in the main thread.
 
     def at_point(self) -> StopRequest | None:
-        """Return the request if all ranks stop here. Every rank must call it at the same points.
+        """Return the request if all ranks stop here.
+
+        Every rank must call it at the same points.
 
         Raises:
-            RankFailedError: a rank died or failed, which takes precedence over a request; it may be a subclass.
+            RankFailedError: a rank died or failed, which takes precedence over a
+                request; it may be a subclass.
         """
         self._position = (self._position[0] + 1, 0, 0)
         return self._decide() if self._is_pausing else None
@@ -145,12 +177,15 @@ class GracefulStop:
     def at_step(
         self, count_steps: Callable[[], int], may_stop: Callable[[], bool] = lambda: True
     ) -> StopRequest | None:
-        """Return the request if all ranks stop here; called before each step of an evaluation.
+        """Return the request if all ranks stop here; called before each step of an
+        evaluation.
 
         Args:
-            count_steps: returns this rank's number of evaluation steps, or 1 if unknown; called in the first step.
-            may_stop: called where all ranks would stop, with the same result on each. If it returns False, they stop at
-                the next point outside of evaluation steps.
+            count_steps: returns this rank's number of evaluation steps, or 1 if
+                unknown; called in the first step.
+            may_stop: called where all ranks would stop, with the same result on each.
+                If it returns False, they stop at the next point outside of evaluation
+                steps.
         """
         points, steps, of_steps = self._position
         self._position = (points, steps + 1, of_steps if steps else count_steps())
@@ -159,14 +194,19 @@ class GracefulStop:
     def at_last_point(self) -> StopRequest | None:
         """Return the request if all ranks stop at their last stop point. Collective.
 
-        A rank sends its request before it enters the barrier, so all ranks pause before the barrier opens. A rank that
-        is still in slow callbacks may be late, as long as it replies.
+        A rank sends its request before it enters the barrier, so all ranks pause before
+        the barrier opens. A rank that is still in slow callbacks may be late, as long
+        as it replies.
         """
-        self._context.barriers.enter("the final stop check", check=self._check_that_all_answer, is_patient=True)
+        self._context.barriers.enter(
+            "the final stop check", check=self._check_that_all_answer, is_patient=True
+        )
         return self.at_point()
 
     def _decide(self, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
-        """Wait until the ranks have agreed where to stop; return the request if they stop here."""
+        """Wait until the ranks have agreed where to stop; return the request if they
+        stop here.
+        """
         if self._is_agreed_on() and not may_stop():
             self._target = (self._position[0] + 1, 0)
         with self._peers.arrived:
@@ -187,11 +227,15 @@ class GracefulStop:
     # The agreement, in other threads.
 
     def _is_over(self, job: int) -> bool:
-        """Whether this rank has finished that job; a late message must not stop the next job."""
+        """Whether this rank has finished that job; a late message must not stop the
+        next job.
+        """
         return job < self._job or (job == self._job and not self.is_active)
 
     def _handle_request(self, values: dict[str, Any]) -> None:
-        """Handle a request on rank 0: after the first one, pause all ranks as soon as rank 0 has started that job."""
+        """Handle a request on rank 0: after the first one, pause all ranks as soon as
+        rank 0 has started that job.
+        """
         request = StopRequest(**values)
         if self._request is None and not self._is_over(request.job):
             self._request = request
@@ -199,7 +243,9 @@ class GracefulStop:
                 self._start_agreement(request)
 
     def _start_agreement(self, request: StopRequest) -> None:
-        """Pause all ranks before another barrier opens, and wait for their replies in a thread; on rank 0."""
+        """Pause all ranks before another barrier opens, and wait for their replies in a
+        thread; on rank 0.
+        """
         if self._rank == 0:
             self._replies = self._remote.call(self._everyone, "pause", asdict(request))
             start_thread("ddpx-stop", self._agree, request)
@@ -214,7 +260,9 @@ class GracefulStop:
     def _pause(self, values: dict[str, Any]) -> Position:
         request = StopRequest(**values)
         if not self._is_over(request.job):
-            self._request, self._is_pausing, self._target = request, True, None
+            self._request = request
+            self._is_pausing = True
+            self._target = None
             self._limit_stop(request)
         return self._position  # read after the flag is set; the main thread uses the opposite order
 
@@ -225,7 +273,9 @@ class GracefulStop:
     # The deadline.
 
     def limit_exit(self, *, is_void: Callable[[], bool] = lambda: False) -> None:
-        """Have a rank that has raised exit in time, even if hooks or teardown block; :meth:`end` lifts the limit."""
+        """Have a rank that has raised exit in time, even if hooks or teardown block;
+        :meth:`end` lifts the limit.
+        """
         if self._seconds:  # otherwise no Trainer has run
             finding = "the process raised an exception and has not exited"
             self._start_limit(1, finding, is_void=is_void, after_saves=_AFTER_SAVES)
@@ -237,12 +287,16 @@ class GracefulStop:
     def _start_limit(self, status: int, finding: str, **options: Any) -> None:
         def sentence() -> str:
             is_agreeing = self._rank == 0 and self._is_pausing
-            silent = [info for info in self._context.table if is_agreeing and info.rank not in self._replies]
+            silent = [
+                info
+                for info in self._context.table
+                if is_agreeing and info.rank not in self._replies
+            ]
             who = f", and {listed(silent)} did not answer" if silent else ""
             return (
-                f"[rank {self._rank}] {finding} within {self._seconds:g} s (save_deadline){who}, so rank {self._rank} "
-                f"exits at {call_site_of(main_frame())}; earlier checkpoints are intact. Pass a longer save_deadline "
-                "if the ranks only need more time"
+                f"[rank {self._rank}] {finding} within {self._seconds:g} s (save_deadline){who}, so"
+                f" rank {self._rank} exits at {call_site_of(main_frame())}; earlier checkpoints are"
+                " intact. Pass a longer save_deadline if the ranks only need more time"
             )
 
         self._forced_exit.start(self._seconds, status, sentence, **options)

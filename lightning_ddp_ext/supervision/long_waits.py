@@ -1,4 +1,6 @@
-"""Watch for calls in which this rank waits for a long time, and have rank 0 compare the calls of all ranks."""
+"""Watch for calls in which this rank waits for a long time, and have rank 0 compare the
+calls of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,21 @@ class LongWaits:
             time.sleep(min(limit, self._context.groups.timeout.total_seconds()) / _LOOKS)
 
     def _is_overdue(self, seconds: float) -> bool:
-        """Whether NCCL has waited for its timeout, or for a rank that left; unlike gloo, it does not raise then."""
+        """Whether NCCL has waited for its timeout, or for a rank that left; unlike
+        gloo, it does not raise then.
+        """
         has_departure = self._peers.cause_or_departure is not None
-        limit = self._peers.timeouts.answer if has_departure else self._context.groups.timeout.total_seconds()
+        limit = (
+            self._peers.timeouts.answer
+            if has_departure
+            else self._context.groups.timeout.total_seconds()
+        )
         return self._context.groups.uses_nccl and bool(unfinished()) and seconds >= limit
 
     def _end_overdue_collective(self) -> None:
         left = self._peers.cause_or_departure
         event = self._survey.request("collective", self._survey.waited)
         if left is not None and event is left:  # NCCL keeps no connection that closes with the rank
-            self._peers.report(event_of("absent", self._peers.table[left.rank], str(left.to_error())))
+            self._peers.report(
+                event_of("absent", self._peers.table[left.rank], str(left.to_error()))
+            )

@@ -8,12 +8,15 @@ import sys
 from contextlib import suppress
 from typing import NamedTuple
 
-# An option of the interpreter: flags, and perhaps one with a value, which may be the next word.
+# An option of the interpreter: flags, and perhaps one with a value, which may be the
+# next word.
 _OPTION = re.compile(r"-[abd-ln-zA-VYZ?]*(?P<last>[cmWX]?)(?P<value>.*)")
 
 
 class Command(NamedTuple):
-    """A command, and the directory in which it was started; ``None`` if that directory is unknown."""
+    """A command, and the directory in which it was started; ``None`` if that directory
+    is unknown.
+    """
 
     words: list[str]
     directory: str | None
@@ -25,14 +28,18 @@ def _current_directory() -> str | None:
     return None
 
 
-_directory = _current_directory()  # a script usually imports this package before it changes the directory
+_directory = (
+    _current_directory()
+)  # a script usually imports this package before it changes the directory
 
 
 def own_command() -> Command | None:
-    """Return the command of this process, with the interpreter's options and all arguments.
+    """Return the command of this process, with the interpreter's options and all
+    arguments.
 
-    The script may have changed ``sys.argv`` and the directory. Return ``None`` if the command does not name the running
-    program, because a debugger or another tool runs it, or if Python would stay interactive after it.
+    The script may have changed ``sys.argv`` and the directory. Return ``None`` if the
+    command does not name the running program, because a debugger or another tool runs
+    it, or if Python would stay interactive after it.
     """
     module, program = _program_of(sys.orig_argv)
     main = sys.modules["__main__"]
@@ -43,7 +50,10 @@ def own_command() -> Command | None:
     if module:
         name = main.__spec__.name if main.__spec__ is not None else ""
         return Command(words, _directory) if name.removesuffix(".__main__") == module else None
-    for path in (file, os.path.dirname(file)):  # Python also runs the ``__main__.py`` of a directory
+    for path in (
+        file,
+        os.path.dirname(file),
+    ):  # Python also runs the ``__main__.py`` of a directory
         if path == program:
             return Command(words, _directory)
         if path.endswith(os.sep + program):
@@ -52,10 +62,13 @@ def own_command() -> Command | None:
 
 
 def _program_of(words: list[str]) -> tuple[str, str]:
-    """Return the module that Python's ``-m`` names, or the script; an empty string stands for the other one.
+    """Return the module that Python's ``-m`` names, or the script; an empty string
+    stands for the other one.
 
-    >>> _program_of(["python", "-X", "dev", "-Wignore", "train.py", "-m", "x"]), _program_of(["python", "-Om", "pkg"])
-    (('', 'train.py'), ('pkg', ''))
+    >>> _program_of(["python", "-X", "dev", "-Wignore", "train.py", "-m", "x"])
+    ('', 'train.py')
+    >>> _program_of(["python", "-Om", "pkg"])
+    ('pkg', '')
     >>> _program_of(["python", "-c", "print()"])
     ('', '')
     """

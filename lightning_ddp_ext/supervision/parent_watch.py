@@ -14,15 +14,19 @@ from lightning_ddp_ext.at_exit import exit_now, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.threads import start_thread
 
-# The variable with the id of the process that started a rank, for ranks that this package starts.
+# The variable with the id of the process that started a rank, for ranks that this
+# package starts.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
-# The variable with the id of the rank for which the variables below were set: programs that it starts inherit them.
+# The variable with the id of the rank for which the variables below were set: programs
+# that it starts inherit them.
 _RANK_PID = "DDPX_RANK_PID"
 _OF_RANK = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The variable with the file to which rank 0 writes its address, if this package chose the file.
+# The variable with the file to which rank 0 writes its address, if this package chose
+# the file.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
-# Seconds until the exit, also after a save; longer than after a rank's death, since the launcher may be a rank.
+# Seconds until the exit, also after a save; longer than after a rank's death, since the
+# launcher may be a rank.
 _GRACE = 3.2
 _LOOK_EVERY = 0.25
 _PR_SET_PDEATHSIG = 1  # from prctl.h
@@ -41,7 +45,8 @@ os.register_at_fork(after_in_child=_record_parent)
 
 
 def watch_launcher(pid: int) -> None:
-    """Exit some seconds after process ``pid`` exits, or after this call if it is not running.
+    """Exit some seconds after process ``pid`` exits, or after this call if it is not
+    running.
 
     A second call for the same process does nothing.
     """
@@ -56,12 +61,15 @@ def _watch(pid: int, wait_for_exit: Callable[[], None]) -> None:
 
 
 def _refuse_parent_death_signal() -> None:
-    """Undo torch's request for SIGINT at the parent's death: one may arrive for each thread, and two prevent a save."""
+    """Undo torch's request for SIGINT at the parent's death: one may arrive for each
+    thread, and two prevent a save.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def watch_own_launcher() -> None:
-    """Exit soon after the process that started this rank exits; do nothing if the environment does not name it.
+    """Exit soon after the process that started this rank exits; do nothing if the
+    environment does not name it.
 
     A program that a rank has started is not that rank, and may start ranks itself.
     """
@@ -76,23 +84,29 @@ def watch_own_launcher() -> None:
 
 
 def set_rank_variables(local_rank: str) -> None:
-    """Set this process's local rank, and record that it is not that of the programs that this process starts."""
+    """Set this process's local rank, and record that it is not that of the programs
+    that this process starts.
+    """
     os.environ["LOCAL_RANK"] = local_rank
     os.environ[_RANK_PID] = str(os.getpid())
 
 
 def watch_parent() -> None:
-    """Exit soon after the parent process exits, for launchers that the environment does not name.
+    """Exit soon after the parent process exits, for launchers that the environment does
+    not name.
 
-    Parent 0 is outside of this container. Process 1 has either adopted this orphan or is the first process of a
-    container, which ends with it. In doubt, this process continues.
+    Parent 0 is outside of this container. Process 1 has either adopted this orphan or
+    is the first process of a container, which ends with it. In doubt, this process
+    continues.
     """
     if _parent > 1:
         _watch(_parent, _wait_for_adoption)
 
 
 def _wait_for_adoption() -> None:
-    """Wait until this process gets another parent because its own exited; ``/proc`` may not show that one."""
+    """Wait until this process gets another parent because its own exited; ``/proc`` may
+    not show that one.
+    """
     while os.getppid() == _parent:
         time.sleep(_LOOK_EVERY)
 

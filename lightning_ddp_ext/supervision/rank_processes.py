@@ -1,4 +1,6 @@
-"""Wait for the ranks that this process started, find the first that failed, and stop the other ranks."""
+"""Wait for the ranks that this process started, find the first that failed, and stop
+the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,33 @@ from typing import Any
 
 from lightning_ddp_ext.at_exit import set_exit_status
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals, status_of, without_handler
+from lightning_ddp_ext.supervision.signals import (
+    STOP_STATUSES,
+    StopSignals,
+    status_of,
+    without_handler,
+)
 
-# Seconds in which the other ranks may exit after the first failure, before those that are not saving are stopped.
+# Seconds in which the other ranks may exit after the first failure, before those that
+# are not saving are stopped.
 _END_WITHIN = 5.0
 _NOTICE_AFTER = 10.0
-# After sys.exit(1), this process seems to have succeeded, so a stuck child must not block its exit for longer.
+# After sys.exit(1), this process seems to have succeeded, so a stuck child must not
+# block its exit for longer.
 _AT_MOST = 600.0
 
 
 @dataclass(frozen=True)
 class ChildScripts:
-    """The other ranks of this node, which local rank 0 started by running its script again.
+    """The other ranks of this node, which local rank 0 started by running its script
+    again.
 
     Args:
         children: their processes, in the order of their local ranks, which start at 1.
         variables: the environment variables that they need to connect.
         at_most: the seconds that this process waits for them at exit.
-        save_within: the seconds after an exception until children that are still saving are killed.
+        save_within: the seconds after an exception until children that are still saving
+            are killed.
         notice_after: the seconds of waiting after which a notice is printed.
     """
 
@@ -45,27 +56,33 @@ class ChildScripts:
     notice_after: float = _NOTICE_AFTER
 
     def failure(self) -> str | None:
-        """Describe a child that has exited while this process is waiting for it; ``None`` if all are running."""
+        """Describe a child that has exited while this process is waiting for it;
+        ``None`` if all are running.
+        """
         for local_rank, child in enumerate(self.children, start=1):
             status = child.poll()
             if status is not None:
                 return (
-                    f"local rank {local_rank} (host {socket.gethostname()}, pid {child.pid}) {_in_words(status)} "
-                    "before all ranks had connected; look at its output"
+                    f"local rank {local_rank} (host {socket.gethostname()}, pid {child.pid})"
+                    f" {_in_words(status)} before all ranks had connected; look at its output"
                 )
         return None
 
     def join_at_exit(self) -> None:
-        """Wait for the children, and have this process exit with the status of one that failed."""
+        """Wait for the children, and have this process exit with the status of one that
+        failed.
+        """
         status = self.join_or_kill()
         if status != 0:
             set_exit_status(status)
 
     def join_or_kill(self) -> int:
-        """Wait for the children for a limited time, which is shorter after an exception.
+        """Wait for the children for a limited time, which is shorter after an
+        exception.
 
         Returns:
-            The status of the first child that failed, as shells write it; 0 after an exception, which has set another.
+            The status of the first child that failed, as shells write it; 0 after an
+            exception, which has set another.
         """
         failed = _has_raised()
         with suppress(KeyboardInterrupt):
@@ -76,8 +93,8 @@ class ChildScripts:
                 self._alive_after(self.save_within)
             elif alive:
                 sys.stderr.write(
-                    f"this script has finished; waiting for {', '.join(alive)} to exit, for at most "
-                    f"{self.at_most:.0f} s (Ctrl-C kills them now)\n"
+                    f"this script has finished; waiting for {', '.join(alive)} to exit, for at most"
+                    f" {self.at_most:.0f} s (Ctrl-C kills them now)\n"
                 )
                 self._alive_after(self.at_most)
         for child in self.children:
@@ -86,14 +103,18 @@ class ChildScripts:
         return 0 if failed else self._status_of_failure()
 
     def _status_of_failure(self) -> int:
-        """Return the status of the first child that failed, and name it unless a signal stopped all ranks."""
+        """Return the status of the first child that failed, and name it unless a signal
+        stopped all ranks.
+        """
         for local_rank, child in enumerate(self.children, start=1):
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_END_WITHIN)  # one that was killed may still be in the kernel
             status = -signal.SIGKILL if child.returncode is None else child.returncode
             if status != 0:
                 if status not in STOP_STATUSES:
-                    sys.stderr.write(f"local rank {local_rank} (pid {child.pid}) {_in_words(status)}\n")
+                    sys.stderr.write(
+                        f"local rank {local_rank} (pid {child.pid}) {_in_words(status)}\n"
+                    )
                 return status if status > 0 else status_of(-status)
         return 0
 
@@ -130,14 +151,16 @@ def record_started(started: ChildScripts) -> None:
 
 
 class RankProcesses:
-    """The ranks of this node, as processes that run a function; joining them raises the first failure.
+    """The ranks of this node, as processes that run a function; joining them raises the
+    first failure.
 
     The other ranks get some time to print why they exit.
 
     Args:
         context: torch's object for the started processes.
         results_file: the file that local rank 0 writes if it succeeds.
-        stop_within: the seconds in which the ranks must stop together after a signal, or save after a failure.
+        stop_within: the seconds in which the ranks must stop together after a signal,
+            or save after a failure.
     """
 
     def __init__(self, context: Any, results_file: str, stop_within: float) -> None:
@@ -151,7 +174,8 @@ class RankProcesses:
 
         Raises:
             SystemExit: a signal stopped all processes.
-            Exception: the exception of the first process that failed; a ``RankFailedError`` if it left none.
+            Exception: the exception of the first process that failed; a
+                ``RankFailedError`` if it left none.
         """
         signals = StopSignals(self._pass_on)
         signals.install(signal.SIGTERM, *without_handler(signal.SIGHUP, signal.SIGUSR1))
@@ -160,7 +184,9 @@ class RankProcesses:
             self._wait_for_an_end()
             if self._failed():
                 late = self._end_the_rest(self._stop_within if self._stopped_by() else _END_WITHIN)
-        except BaseException:  # Ctrl-C reaches all processes in a terminal, but only this one in a notebook
+        except (
+            BaseException
+        ):  # Ctrl-C reaches all processes in a terminal, but only this one in a notebook
             self._end_the_rest(_END_WITHIN / 2)
             raise
         finally:
@@ -172,8 +198,13 @@ class RankProcesses:
         if failed:
             self._raise(min(failed, key=self._order_of_blame))
         if not os.path.exists(self._results_file):
-            what = "exited with status 0 before it finished its work; look for sys.exit() or an interrupt"
-            raise self._error(RankFailedError, 0, what)  # Lightning would wait forever for the results
+            what = (
+                "exited with status 0 before it finished its work; look for sys.exit() or an"
+                " interrupt"
+            )
+            raise self._error(
+                RankFailedError, 0, what
+            )  # Lightning would wait forever for the results
         return True
 
     def _wait_for_an_end(self) -> None:
@@ -184,15 +215,21 @@ class RankProcesses:
                 running.pop(sentinel).join()
 
     def _end_the_rest(self, seconds: float) -> list[int]:
-        """Wait, then send SIGTERM to processes that are still running, and return their numbers.
+        """Wait, then send SIGTERM to processes that are still running, and return their
+        numbers.
 
-        Those that are not saving then exit. After another wait, the remaining ones are killed.
+        Those that are not saving then exit. After another wait, the remaining ones are
+        killed.
         """
         try:
             self._join_within(seconds)
-            late = [index for index, process in enumerate(self.processes) if process.exitcode is None]
+            late = [
+                index for index, process in enumerate(self.processes) if process.exitcode is None
+            ]
             for index in late:
-                os.kill(self.processes[index].pid, signal.SIGTERM)  # a second SIGINT would interrupt a save
+                os.kill(
+                    self.processes[index].pid, signal.SIGTERM
+                )  # a second SIGINT would interrupt a save
             self._join_within(self._stop_within)
         finally:
             for process in self.processes:
@@ -214,16 +251,26 @@ class RankProcesses:
                 return
 
     def _stopped_by(self) -> int | None:
-        """Return the common status of ranks that a signal stopped; ``None`` if one exited for another reason."""
+        """Return the common status of ranks that a signal stopped; ``None`` if one
+        exited for another reason.
+        """
         statuses = {self.processes[index].exitcode for index in self._failed()}
         is_stop = len(statuses) == 1 and statuses <= STOP_STATUSES
-        return statuses.pop() if is_stop and not any(map(self._error_file, self._failed())) else None
+        return (
+            statuses.pop() if is_stop and not any(map(self._error_file, self._failed())) else None
+        )
 
     def _failed(self) -> list[int]:
-        return [index for index, process in enumerate(self.processes) if process.exitcode not in (None, 0)]
+        return [
+            index
+            for index, process in enumerate(self.processes)
+            if process.exitcode not in (None, 0)
+        ]
 
     def _order_of_blame(self, index: int) -> tuple[int, float]:
-        """Return a sort key: kills, own exceptions by time, exits without a report, failures due to other ranks."""
+        """Return a sort key: kills, own exceptions by time, exits without a report,
+        failures due to other ranks.
+        """
         path = self._error_file(index)
         if path is None:  # no report: the process was killed, called sys.exit(), or was stuck
             return (0 if self.processes[index].exitcode < 0 else 2), 0.0
@@ -233,10 +280,12 @@ class RankProcesses:
         return (3 if is_bystander else 1), os.stat(path).st_mtime
 
     def _error_file(self, index: int) -> str | None:
-        """Return torch's file with a process's traceback; ``None`` if the process wrote none.
+        """Return torch's file with a process's traceback; ``None`` if the process wrote
+        none.
 
-        Its name in the directory for temporary files is known to other users. One who takes it could have this process
-        unpickle any code, so the file has to be this user's.
+        Its name in the directory for temporary files is known to other users. One who
+        takes it could have this process unpickle any code, so the file has to be this
+        user's.
         """
         path = str(self._context.error_files[index])
         with suppress(FileNotFoundError):
@@ -255,8 +304,11 @@ class RankProcesses:
         self._context.join()
 
     def _error(self, kind: type[RankFailedError], index: int, what: str) -> RankFailedError:
-        host, pid = socket.gethostname(), self.processes[index].pid
-        return kind(f"local rank {index} (host {host}, pid {pid}) {what}", rank=index, host=host, pid=pid)
+        host = socket.gethostname()
+        pid = self.processes[index].pid
+        return kind(
+            f"local rank {index} (host {host}, pid {pid}) {what}", rank=index, host=host, pid=pid
+        )
 
 
 def _in_words(status: int) -> str:

@@ -24,16 +24,20 @@ class Report:
     place: str = ""
     """File and line in the user's code."""
     is_waiting: bool = False
-    """Whether its main thread is waiting for other ranks, in a collective or elsewhere."""
+    """Whether its main thread is waiting for other ranks, in a collective or elsewhere.
+    """
     is_outside: bool = False
-    """Whether it has left the watched code, so it may no longer need the other ranks."""
+    """Whether it has left the watched code, so it may no longer need the other ranks.
+    """
     progress: str = ""
     """Its progress: epoch, step, batch."""
     flights: list[Flight] = field(default_factory=list)
     """Its collectives, as far as torch records them."""
     stacks: str = ""
     is_blocked: bool = False
-    """Whether its main thread cannot continue before other ranks make the calls that it waits in."""
+    """Whether its main thread cannot continue before other ranks make the calls that it
+    waits in.
+    """
     cpu_seconds: float = 0.0
     """The processor time of its main thread."""
     calls: int = 0
@@ -59,7 +63,9 @@ class Report:
 
     @property
     def pending(self) -> list[tuple[Flight, int]]:
-        """The first collective of each group that it has entered and not finished, by its number."""
+        """The first collective of each group that it has entered and not finished, by
+        its number.
+        """
         return [(flight, flight.pending) for flight in self.flights if flight.pending is not None]
 
     def flight(self, group: str) -> Flight | None:
@@ -71,7 +77,9 @@ class Report:
         """Restore a report from the result of ``dataclasses.asdict``."""
         flights = [Flight.of(flight) for flight in values["flights"]]
         awaited = values["awaited"] and Call(**values["awaited"])
-        return cls(**{**values, "who": RankInfo(**values["who"]), "flights": flights, "awaited": awaited})
+        return cls(
+            **{**values, "who": RankInfo(**values["who"]), "flights": flights, "awaited": awaited}
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Build what answers the other ranks' messages once the ranks are connected, and find it."""
+"""Build what answers the other ranks' messages once the ranks are connected, and find
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from lightning_ddp_ext.supervision.survey import Survey
 
 
 class Session:
-    """This rank's part in what the connected ranks do together; it lasts as long as its context.
+    """This rank's part in what the connected ranks do together; it lasts as long as its
+    context.
 
     Messages that arrive before it is built are kept for it.
 
@@ -33,7 +36,10 @@ class Session:
 
 
 def start_session(request: Request) -> Session | None:
-    """Connect the ranks with :func:`join`, and return the session of the connections. Collective."""
+    """Connect the ranks with :func:`join`, and return the session of the connections.
+
+    Collective.
+    """
     context = join(request)
     if context is not None and context.session is None:
         context.session = Session(context)

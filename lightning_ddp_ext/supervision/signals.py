@@ -22,26 +22,31 @@ _PRINTS_CAUSE_WITHIN = 6.0
 class StopSignals:
     """Handlers for signals, in front of the existing ones.
 
-    Python calls a handler in the main thread after that thread returns from C code, but a thread that waits there for a
-    missing rank never returns. So a second thread also receives each signal: Python's C handler immediately writes the
-    signal's number to a descriptor, which that thread reads.
+    Python calls a handler in the main thread after that thread returns from C code, but
+    a thread that waits there for a missing rank never returns. So a second thread also
+    receives each signal: Python's C handler immediately writes the signal's number to a
+    descriptor, which that thread reads.
 
-    A user's handler is called after ours. Python's own handler for Ctrl-C would raise in the middle of a step, so it is
-    called only after a second Ctrl-C.
+    A user's handler is called after ours. Python's own handler for Ctrl-C would raise
+    in the middle of a step, so it is called only after a second Ctrl-C.
 
     Args:
         on_signal: called with the signal's number, in the second thread.
-        is_over: returns whether the earlier handlers should take over; called in the main thread.
+        is_over: returns whether the earlier handlers should take over; called in the
+            main thread.
 
     Attributes:
         received: the last signal that the main thread received.
         has_passed_on: whether an earlier handler was called.
     """
 
-    def __init__(self, on_signal: Callable[[int], None], is_over: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, on_signal: Callable[[int], None], is_over: Callable[[], bool] = lambda: False
+    ) -> None:
         self.received: int | None = None
         self.has_passed_on = False
-        self._on_signal, self._is_over = on_signal, is_over
+        self._on_signal = on_signal
+        self._is_over = is_over
         self._before: dict[int, Any] = {}
         self._is_interrupted = False
         self._writer: socket.socket | None = None
@@ -49,30 +54,40 @@ class StopSignals:
         self._former_descriptor = -1
 
     def install(self, *signals: signal.Signals) -> None:
-        """Install handlers for these signals, except ignored ones; do nothing outside of the main thread."""
-        self.received, self.has_passed_on, self._is_interrupted = None, False, False
+        """Install handlers for these signals, except ignored ones; do nothing outside
+        of the main thread.
+        """
+        self.received = None
+        self.has_passed_on = False
+        self._is_interrupted = False
         if threading.current_thread() is not threading.main_thread():
             return
         reader, self._writer = socket.socketpair()
         reader.setblocking(True)  # regardless of socket.setdefaulttimeout
         self._writer.setblocking(False)
-        self._former_descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._former_descriptor = signal.set_wakeup_fd(
+            self._writer.fileno(), warn_on_full_buffer=False
+        )
         for each in signals:
             if signal.getsignal(each) is not signal.SIG_IGN:
                 before = signal.signal(each, self._handle)
                 self._before[each] = signal.SIG_DFL if isinstance(before, _Deferral) else before
         taken = frozenset(self._before)
-        self._listener = threading.Thread(target=self._listen, args=[reader, taken], name="ddpx-signals", daemon=True)
+        self._listener = threading.Thread(
+            target=self._listen, args=[reader, taken], name="ddpx-signals", daemon=True
+        )
         self._listener.start()
         _installed.add(self)
 
     def restore(self, *, defers_sigterm: bool = False) -> None:
         """Restore the earlier handlers, except where ours has been replaced since.
 
-        With ``defers_sigterm``, SIGTERM then ends this process some seconds later, if it had no handler: launchers send
-        it to the other ranks as soon as one rank dies or fails, before they can print the cause.
+        With ``defers_sigterm``, SIGTERM then ends this process some seconds later, if
+        it had no handler: launchers send it to the other ranks as soon as one rank dies
+        or fails, before they can print the cause.
         """
-        writer, listener = self._writer, self._listener
+        writer = self._writer
+        listener = self._listener
         if writer is None or listener is None:
             return
         self._restore(writer, defers_sigterm=defers_sigterm)
@@ -86,7 +101,8 @@ class StopSignals:
             each, handler = self._before.popitem()
             if defers_sigterm and each == signal.SIGTERM and handler is signal.SIG_DFL:
                 handler = _Deferral()  # without a moment in which SIGTERM kills
-            # After a KeyboardInterrupt, Lightning ignores SIGINT; early in a run, it may not undo this.
+            # After a KeyboardInterrupt, Lightning ignores SIGINT; early in a run, it
+            # may not undo this.
             if signal.getsignal(each) in (self._handle, signal.SIG_IGN) and handler is not None:
                 signal.signal(each, handler)
         current = signal.set_wakeup_fd(self._former_descriptor)
@@ -105,7 +121,9 @@ class StopSignals:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         before = self._before.get(signum)
-        if before is not None and self._is_over():  # teardown was skipped, as an ``on_exception`` raised
+        if (
+            before is not None and self._is_over()
+        ):  # teardown was skipped, as an ``on_exception`` raised
             signal.signal(signum, before)
             signal.raise_signal(signum)
             return
@@ -122,7 +140,9 @@ _installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
 
 def _drop_in_child() -> None:
-    """Drop the handlers in a forked child, such as a loader worker: signals to it are not for its parent."""
+    """Drop the handlers in a forked child, such as a loader worker: signals to it are
+    not for its parent.
+    """
     for signals in list(_installed):
         if signals._writer is not None:
             signals._restore(signals._writer)
@@ -134,7 +154,9 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def has_handler(signum: signal.Signals) -> bool:
-    """Whether a signal is ignored or has a handler: a Python function, or C code such as ``faulthandler``'s."""
+    """Whether a signal is ignored or has a handler: a Python function, or C code such
+    as ``faulthandler``'s.
+    """
     if signal.getsignal(signum) is not signal.SIG_DFL:
         return True
     # Python does not report handlers in C, but the kernel lists them.
@@ -144,12 +166,15 @@ def has_handler(signum: signal.Signals) -> bool:
 
 
 def without_handler(*signals: signal.Signals) -> list[signal.Signals]:
-    """Return those of the signals that would end this process: neither handled nor ignored, as by ``nohup``."""
+    """Return those of the signals that would end this process: neither handled nor
+    ignored, as by ``nohup``.
+    """
     return [each for each in signals if not has_handler(each)]
 
 
 class _Deferral:
-    """A handler that gives this process time to print the cause, and then exits with the status of SIGTERM.
+    """A handler that gives this process time to print the cause, and then exits with
+    the status of SIGTERM.
 
     Its thread starts in advance, since a handler that starts a thread may deadlock.
     """
@@ -157,7 +182,9 @@ class _Deferral:
     def __init__(self) -> None:
         self._is_requested = self._is_over = False
         status = status_of(signal.SIGTERM)
-        ForcedExit("ddpx-sigterm").start(_PRINTS_CAUSE_WITHIN, status, lambda: "", is_void=self._is_void)
+        ForcedExit("ddpx-sigterm").start(
+            _PRINTS_CAUSE_WITHIN, status, lambda: "", is_void=self._is_void
+        )
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         self._is_requested = True  # set before the check; the thread uses the opposite order
@@ -171,7 +198,8 @@ class _Deferral:
 
 
 def status_of(signum: int) -> int:
-    """Return the exit status of a process that stopped because of a signal, as shells and schedulers write it.
+    """Return the exit status of a process that stopped because of a signal, as shells
+    and schedulers write it.
 
     >>> status_of(signal.SIGTERM)
     143

@@ -1,12 +1,16 @@
-"""Collect a report from every rank when a rank waits for a long time, or a watchdog has detected no progress.
+"""Collect a report from every rank when a rank waits for a long time, or a watchdog has
+detected no progress.
 
-Rank 0 requests the reports in a thread, on behalf of any rank. Each rank replies from the channel's thread, even if its
-main thread is blocked. There are surveys of four kinds:
+Rank 0 requests the reports in a thread, on behalf of any rank. Each rank replies from
+the channel's thread, even if its main thread is blocked. There are surveys of four
+kinds:
 
-- ``"deadlock"``: a rank has waited in a call for some seconds. Only a deadlock that is certain is reported, after a
-  second survey has found it unchanged. Ranks that work are asked only whether they wait.
-- ``"collective"``: a collective has timed out. A rank that does not reply is named, otherwise one that is not waiting
-  for the others. The latter may just be returning from the same collective, so rank 0 first sends a second request.
+- ``"deadlock"``: a rank has waited in a call for some seconds. Only a deadlock that is
+  certain is reported, after a second survey has found it unchanged. Ranks that work are
+  asked only whether they wait.
+- ``"collective"``: a collective has timed out. A rank that does not reply is named,
+  otherwise one that is not waiting for the others. The latter may just be returning
+  from the same collective, so rank 0 first sends a second request.
 - ``"silence"``: only a rank that does not reply is named.
 - ``"hang"``: a watchdog has detected no progress.
 """
@@ -38,24 +42,36 @@ from lightning_ddp_ext.threads import start_thread
 
 Kind = Literal["deadlock", "collective", "silence", "hang"]
 
-# Seconds within which all ranks return from a collective once one has, so rank 0 waits this long before asking again.
+# Seconds within which all ranks return from a collective once one has, so rank 0 waits
+# this long before asking again.
 _FOLLOWS_WITHIN = 1.0
-_GLANCED_WITHIN = 1.0  # seconds; a rank that does not reply is not part of a deadlock, and must not delay other surveys
-_NEARLY = 0.9  # a rank may have entered the last of several collectives a little later than the one that timed out
-_REMEDY = "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to the strategy"
+# seconds; a rank that does not reply is not part of a deadlock, and must not delay
+# other surveys
+_GLANCED_WITHIN = 1.0
+# a rank may have entered the last of several collectives a little later than the one
+# that timed out
+_NEARLY = 0.9
+_REMEDY = (
+    "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to"
+    " the strategy"
+)
 
 
 class Survey:
-    """This rank's part in surveys. Every rank must create its instance before any rank sends a request.
+    """This rank's part in surveys.
+
+    Every rank must create its instance before any rank sends a request.
 
     Attributes:
         describe: returns this rank's report.
-        publish: called with the findings of a watchdog's survey, on the rank that collected them; returns whether all
-            ranks stop.
+        publish: called with the findings of a watchdog's survey, on the rank that
+            collected them; returns whether all ranks stop.
     """
 
     def __init__(self, context: ProcessContext) -> None:
-        self.describe: Callable[[], Report] = lambda: report_of(self._mine, doing="user code", is_outside=True)
+        self.describe: Callable[[], Report] = lambda: report_of(
+            self._mine, doing="user code", is_outside=True
+        )
         self.publish: Callable[[Findings], bool] = lambda findings: True
         self._context = context
         self._peers = context.peers
@@ -64,7 +80,9 @@ class Survey:
         self._mine = context.table[self._rank]
         self._seconds = context.peers.timeouts.answer
         self._has_broken_collective = False
-        self._glances: dict[int, Any] = {}  # the ranks' replies before the last survey that found no deadlock
+        self._glances: dict[
+            int, Any
+        ] = {}  # the ranks' replies before the last survey that found no deadlock
         self._over: set[Kind] = set()
         self._requested: set[Kind] = set()
         self._one_at_a_time = threading.Lock()
@@ -81,7 +99,9 @@ class Survey:
     # For any thread except the channel's; most of these calls take several seconds.
 
     def cause_of_broken_collective(self) -> PeerEvent | None:
-        """Return the event that broke a collective or store, the same on all ranks; ``None`` if no rank caused it."""
+        """Return the event that broke a collective or store, the same on all ranks;
+        ``None`` if no rank caused it.
+        """
         self._has_broken_collective = True
         has_timed_out = self._has_timed_out(flights())
         event = None if has_timed_out else self._peers.wait(self._peers.timeouts.first_cause)
@@ -92,7 +112,8 @@ class Survey:
         return event
 
     def check_that_all_answer(self) -> None:
-        """Raise if a rank does not reply; a rank that replies may take as long as it needs.
+        """Raise if a rank does not reply; a rank that replies may take as long as it
+        needs.
 
         Raises:
             RankHungError: a rank does not reply.
@@ -107,7 +128,8 @@ class Survey:
         self.request("hang", "")
 
     def request(self, kind: Kind, wait: str) -> PeerEvent | None:
-        """Have rank 0 make a survey, and return the event that it, or something else, found meanwhile.
+        """Have rank 0 make a survey, and return the event that it, or something else,
+        found meanwhile.
 
         Args:
             kind: the kind of survey.
@@ -131,7 +153,9 @@ class Survey:
         return unfinished() + ([] if call is None else [f"call {call.number}"])
 
     def _has_timed_out(self, found: Collection[Flight]) -> bool:
-        """Whether a collective of this rank took as long as its timeout, as far as torch records collectives."""
+        """Whether a collective of this rank took as long as its timeout, as far as
+        torch records collectives.
+        """
         limit = self._context.groups.timeout.total_seconds()
         return not found or any(each.seconds >= _NEARLY * min(limit, each.limit) for each in found)
 
@@ -151,7 +175,9 @@ class Survey:
             report,
             is_waiting=report.is_waiting or self._has_broken_collective,
             is_blocked=self._is_blocked(),
-            cpu_seconds=0.0 if self._context.groups.uses_nccl else _cpu_seconds(),  # CUDA may poll while it waits
+            cpu_seconds=(
+                0.0 if self._context.groups.uses_nccl else _cpu_seconds()
+            ),  # CUDA may poll while it waits
             calls=barriers.made,
             awaited=barriers.awaited,
             run=joint_runs(),
@@ -180,7 +206,8 @@ class Survey:
 
     def _report_deadlock(self) -> None:
         glances = self._replies("glance", self._everyone, min(_GLANCED_WITHIN, self._seconds))
-        # A reply contains the calls in which the rank waits, and two bools. Working ranks need not be disturbed.
+        # A reply contains the calls in which the rank waits, and two bools. Working
+        # ranks need not be disturbed.
         ranks = [rank for rank, (*waits, _, is_in_run) in glances.items() if waits or not is_in_run]
         if len(ranks) < 2 or glances == self._glances:
             return
@@ -224,7 +251,9 @@ class Survey:
         for silence in findings.silences:
             if kind == "hang" and is_stopped(silence.who, seen_from=self._mine):
                 with suppress(OSError):
-                    os.kill(silence.who.pid, signal.SIGCONT)  # it then receives the event and exits as well
+                    os.kill(
+                        silence.who.pid, signal.SIGCONT
+                    )  # it then receives the event and exits as well
 
     def _silence(self, rank: int) -> Silence:
         who = self._peers.table[rank]
@@ -255,8 +284,11 @@ def _cpu_seconds() -> float:
 
 
 def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
-    """Return the event for the rank that the others are waiting for; ``None`` if it is not found."""
-    silences, elsewhere = findings.silences, findings.elsewhere
+    """Return the event for the rank that the others are waiting for; ``None`` if it is
+    not found.
+    """
+    silences = findings.silences
+    elsewhere = findings.elsewhere
     if silences:
         return event_of("hung", silences[0].who, f"{listed(silences, separator='; ')}; {wait}")
     if kind == "silence":
@@ -266,7 +298,10 @@ def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
         return mismatch.event
     if not elsewhere or not any(report.has_timed_out for report in findings.reports):
         return None
-    places = listed((f"{each.who} is in {each.place or 'library code'}" for each in elsewhere), separator=" and ")
+    places = listed(
+        (f"{each.who} is in {each.place or 'library code'}" for each in elsewhere),
+        separator=" and ",
+    )
     return event_of("absent", elsewhere[0].who, f"{wait}, but {places}; {_REMEDY}")
 
 

@@ -1,4 +1,6 @@
-"""Detect that this rank is making no progress, and find the rank for which the others are waiting."""
+"""Detect that this rank is making no progress, and find the rank for which the others
+are waiting.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,22 @@ _OVERSLEPT = 1.0
 
 
 class Watchdog:
-    """A daemon thread that sleeps until this rank has made no progress for ``timeout`` seconds.
+    """A daemon thread that sleeps until this rank has made no progress for ``timeout``
+    seconds.
 
     Args:
         who: this process.
-        survey: requests reports from the other ranks; if ``None``, this rank only reports on itself.
+        survey: requests reports from the other ranks; if ``None``, this rank only
+            reports on itself.
         timeout: the timeout in seconds.
         on_hang: whether all ranks stop after a diagnosis.
         directory: the directory in which diagnoses are written.
-        describe: returns the main thread's activity and progress, given its innermost frame.
+        describe: returns the main thread's activity and progress, given its innermost
+            frame.
 
     Attributes:
-        moved_at: the ``time.monotonic()`` of the last progress; set by the code that is watched.
+        moved_at: the ``time.monotonic()`` of the last progress; set by the code that is
+            watched.
     """
 
     def __init__(
@@ -65,7 +71,8 @@ class Watchdog:
     def start(self) -> None:
         """Start watching."""
         if self._survey is not None:
-            self._survey.describe, self._survey.publish = self._report, self._publish
+            self._survey.describe = self._report
+            self._survey.publish = self._publish
         self._thread.start()
 
     def stop(self) -> None:
@@ -79,7 +86,9 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._is_stopping.wait(self._seconds_left()):
             late = -self._seconds_left()
-            if late > _OVERSLEPT:  # the process was stopped and continued, so it gets another timeout
+            if (
+                late > _OVERSLEPT
+            ):  # the process was stopped and continued, so it gets another timeout
                 self._reported_at = time.monotonic()
             elif late >= 0:
                 self._diagnose()
@@ -101,22 +110,35 @@ class Watchdog:
         now = datetime.now()
         path = self._directory / f"hang-{now:%Y%m%d-%H%M%S}-rank{self._who.rank}.txt"
         text = f"{now:%Y-%m-%d %H:%M:%S} {diagnosis.reason}\n\n{findings}\n"
-        outcome = "every rank stops" if self._on_hang == "abort" else "the ranks continue (on_hang='continue')"
-        # The file system may be the cause of the hang, and must not block the diagnosis.
+        outcome = (
+            "every rank stops"
+            if self._on_hang == "abort"
+            else "the ranks continue (on_hang='continue')"
+        )
+        # The file system may be the cause of the hang, and must not block the
+        # diagnosis.
         written = start_thread("ddpx-watchdog-file", _write, path, text)
         print_in_time(
-            f"[rank {self._who.rank}] no progress for {self._timeout:g} s: {diagnosis.reason}; {outcome}. "
-            f"Stacks: {path}\n"
+            f"[rank {self._who.rank}] no progress for {self._timeout:g} s: {diagnosis.reason};"
+            f" {outcome}. Stacks: {path}\n"
         )
         written.join(2.0)
         return self._on_hang == "abort"
 
     def _report(self) -> Report:
-        self._reported_at = time.monotonic()  # a survey is running; the next one may follow after another timeout
+        self._reported_at = (
+            time.monotonic()
+        )  # a survey is running; the next one may follow after another timeout
         doing, progress = self._describe(main_frame())
-        idle, is_outside = time.monotonic() - self.moved_at, self._is_stopping.is_set()
+        idle = time.monotonic() - self.moved_at
+        is_outside = self._is_stopping.is_set()
         is_still = is_outside or idle >= self._timeout
-        facts: dict[str, Any] = {"doing": doing, "progress": progress, "is_outside": is_outside, "stacks": all_stacks()}
+        facts: dict[str, Any] = {
+            "doing": doing,
+            "progress": progress,
+            "is_outside": is_outside,
+            "stacks": all_stacks(),
+        }
         return report_of(self._who, idle=idle, is_still=is_still, **facts)
 
 

@@ -1,4 +1,6 @@
-"""Conversion changes the layers that were meant, in nothing but their statistics, and is undone exactly."""
+"""Conversion changes the layers that were meant, in nothing but their statistics, and
+is undone exactly.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,14 @@ class Derived(nn.BatchNorm2d):
 class Block(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 1), layer
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.norm = layer
 
 
 def network() -> nn.Module:
     """Return layers stem.1, body.0.norm, body.1.norm and head."""
-    stem, body = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), [Block(nn.BatchNorm2d(3)), Block(Derived(3))]
+    stem = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    body = [Block(nn.BatchNorm2d(3)), Block(Derived(3))]
     return nn.ModuleDict({"stem": stem, "body": nn.Sequential(*body), "head": nn.BatchNorm1d(3)})
 
 
@@ -61,9 +65,19 @@ def synchronised(model: nn.Module) -> list[str]:
 def facts(model: nn.Module) -> list[Any]:
     """Return the state that a conversion must not change, objects by their identity."""
     return [
-        (name, id(module), type(module), module.training, list(vars(module)), list(type(module).__mro__))
+        (
+            name,
+            id(module),
+            type(module),
+            module.training,
+            list(vars(module)),
+            list(type(module).__mro__),
+        )
         for name, module in model.named_modules(remove_duplicate=False)
-    ] + [(name, id(tensor), tensor.requires_grad) for name, tensor in model.state_dict(keep_vars=True).items()]
+    ] + [
+        (name, id(tensor), tensor.requires_grad)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,19 +91,30 @@ def facts(model: nn.Module) -> list[Any]:
         ({"include": []}, []),
         ({"include": Block, "exclude": Derived}, ["body.0.norm"]),
         ({"exclude": {"body", nn.Sequential}}, ["head"]),
-        ({"exclude": "stem.*", "predicate": lambda _, layer: type(layer) is not Derived}, ["body.0.norm", "head"]),
+        (
+            {"exclude": "stem.*", "predicate": lambda _, layer: type(layer) is not Derived},
+            ["body.0.norm", "head"],
+        ),
     ],
 )
 def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]) -> None:
-    """Names, patterns, classes and a predicate choose layers, by themselves or by a module that they are in."""
+    """Names, patterns, classes and a predicate choose layers, by themselves or by a
+    module that they are in.
+    """
     assert synchronised(convert_sync_batchnorm(network(), **arguments)) == names
 
 
 @pytest.mark.parametrize(
     ("selection", "told"),
     [
-        ({"include": ["stem", "backbone.*"]}, r"^include='backbone\.\*' matches no BatchNorm layer; choose among stem"),
-        ({"exclude": ["stem", nn.Linear]}, r"^exclude=Linear matches no .* head, or modules that contain them\n"),
+        (
+            {"include": ["stem", "backbone.*"]},
+            r"^include='backbone\.\*' matches no BatchNorm layer; choose among stem",
+        ),
+        (
+            {"exclude": ["stem", nn.Linear]},
+            r"^exclude=Linear matches no .* head, or modules that contain them\n",
+        ),
         ({"exclude": nn.Conv2d(3, 3, 1)}, r"^exclude takes patterns of layer names and classes"),
         ({"include": [["stem"]]}, r"^include takes patterns of layer names and classes"),
     ],
@@ -105,8 +130,16 @@ def test_a_selection_of_nothing_is_an_error(selection: dict[str, Any], told: str
 
 
 def test_layers_that_were_not_meant_are_not_touched() -> None:
-    """Other norms, and what the user wrote as a synchronised layer, are neither converted nor restored."""
-    others = [nn.InstanceNorm2d(3), nn.LazyInstanceNorm2d(), nn.GroupNorm(1, 3), nn.SyncBatchNorm(3), SyncBatchNorm(3)]
+    """Other norms, and what the user wrote as a synchronised layer, are neither
+    converted nor restored.
+    """
+    others = [
+        nn.InstanceNorm2d(3),
+        nn.LazyInstanceNorm2d(),
+        nn.GroupNorm(1, 3),
+        nn.SyncBatchNorm(3),
+        SyncBatchNorm(3),
+    ]
     model = nn.Sequential(*others)
     before = facts(model)
     assert facts(restore_batchnorm(convert_sync_batchnorm(model, exclude=SyncBatchNorm))) == before
@@ -115,9 +148,11 @@ def test_layers_that_were_not_meant_are_not_touched() -> None:
 
 def every_kind() -> nn.ModuleList:
     """Return layers that differ from each other in one property each."""
-    half_frozen, with_attributes = nn.BatchNorm2d(3, momentum=None), nn.BatchNorm2d(3)
+    half_frozen = nn.BatchNorm2d(3, momentum=None)
+    with_attributes = nn.BatchNorm2d(3)
     half_frozen.weight.requires_grad_(False)
-    with_attributes.note, with_attributes.extra = "mine", nn.Parameter(torch.ones(2))
+    with_attributes.note = "mine"
+    with_attributes.extra = nn.Parameter(torch.ones(2))
     hooked = nn.BatchNorm2d(3)
     hooked.register_full_backward_hook(lambda _, gradients, __: None)
     meta = nn.BatchNorm2d(3, track_running_stats=False, device="meta")
@@ -126,7 +161,9 @@ def every_kind() -> nn.ModuleList:
 
 
 def test_restoring_leaves_nothing_behind() -> None:
-    """Types, objects, modes, attributes and the order of the state dict are those of before, for each kind of layer."""
+    """Types, objects, modes, attributes and the order of the state dict are those of
+    before, for each kind of layer.
+    """
     model = every_kind()
     before = facts(model)
     convert_sync_batchnorm(convert_sync_batchnorm(model, include="*"), include="*")
@@ -135,7 +172,9 @@ def test_restoring_leaves_nothing_behind() -> None:
     assert facts(restore_batchnorm(model)) == before
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
+)
 def test_copies_are_converted_and_can_be_restored(copied: Callable[[Any], Any]) -> None:
     """A copy computes what the layer does, and becomes plain again."""
     layer = convert_sync_batchnorm(Scaled(3), include="*")
@@ -169,25 +208,36 @@ def warnings_of(model: nn.Module, **choice: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         convert_sync_batchnorm(model, **choice)
-    assert all(warning.category is UserWarning and warning.filename == __file__ for warning in caught)
+    assert all(
+        warning.category is UserWarning and warning.filename == __file__ for warning in caught
+    )
     return [str(warning.message) for warning in caught]
 
 
 def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
-    """These layers are unchanged; the warning has their names, classes and reasons, and the arguments that avoid it."""
+    """These layers are unchanged; the warning has their names, classes and reasons, and
+    the arguments that avoid it.
+    """
     layers = [
         (Scaled(3), "0 (Scaled) overrides forward; "),
         (Mixed(3), "1 (Mixed) overrides forward; "),
         (replaced(), "2 (BatchNorm2d) had its forward replaced on the object; "),
-        (parametrised(), "3 (ParametrizedBatchNorm2d) is parametrised (remove the parametrisation first); "),
-        (nn.LazyBatchNorm2d(), "4 (LazyBatchNorm2d) is lazy (run a first batch before the conversion). To convert a "),
+        (
+            parametrised(),
+            "3 (ParametrizedBatchNorm2d) is parametrised (remove the parametrisation first); ",
+        ),
+        (
+            nn.LazyBatchNorm2d(),
+            "4 (LazyBatchNorm2d) is lazy (run a first batch before the conversion). To convert a ",
+        ),
     ]
     model = nn.ModuleList([*(layer for layer, _ in layers), nn.BatchNorm2d(3)])
     types = [type(layer) for layer in model]
     (message,) = warnings_of(model)
     assert [told for _, told in layers if told not in message] == []
     assert message.endswith(
-        "include= or predicate= of SyncBatchNormConversion; to leave a layer out without this warning, use exclude="
+        "include= or predicate= of SyncBatchNormConversion; to leave a layer out without this"
+        " warning, use exclude="
     )
     assert [isinstance(layer, SyncBatchNorm) for layer in model] == [False] * 5 + [True]
     assert [type(layer) for layer in restore_batchnorm(model)] == types
@@ -195,7 +245,9 @@ def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
     assert "the module (Scaled) overrides forward" in warnings_of(Scaled(3))[0]
 
 
-@pytest.mark.parametrize("choice", [{"include": "*"}, {"include": nn.BatchNorm2d}, {"predicate": lambda *_: True}])
+@pytest.mark.parametrize(
+    "choice", [{"include": "*"}, {"include": nn.BatchNorm2d}, {"predicate": lambda *_: True}]
+)
 def test_a_chosen_layer_runs_its_own_forward(choice: dict[str, Any]) -> None:
     """Its further inputs and a mixin's forward work; it is converted without a warning."""
     plain = nn.BatchNorm2d(3)

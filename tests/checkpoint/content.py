@@ -1,4 +1,6 @@
-"""Make checkpoints with tensors of each kind, compare them, and damage their files as a faulty disk does."""
+"""Make checkpoints with tensors of each kind, compare them, and damage their files as a
+faulty disk does.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ MAPPED = 5 << 20  # numbers; a file with this many is large enough to be mapped
 
 def numbers(*shape: int, start: float = 0.0) -> Tensor:
     """Different numbers."""
-    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).reshape(
+        shape
+    )
 
 
 class Tagged(Tensor):
@@ -51,7 +55,9 @@ def kinds() -> dict[str, Tensor]:
             "strided": numbers(100, 80)[::2, 1::3],
             "expanded": numbers(5000).expand(3, 5000),
             "coo": large.to_sparse(),
-            "uncoalesced": torch.sparse_coo_tensor(torch.zeros(1, 5000, dtype=torch.long), numbers(5000), (9,)),
+            "uncoalesced": torch.sparse_coo_tensor(
+                torch.zeros(1, 5000, dtype=torch.long), numbers(5000), (9,)
+            ),
             "csr": large.to_sparse_csr(),
             "bsc": large.to_sparse_bsc((10, 10)),
             "parameter": nn.Parameter(numbers(5000)),
@@ -61,22 +67,29 @@ def kinds() -> dict[str, Tensor]:
 
 
 def unusual() -> dict[str, Any]:
-    """Return tensors that need ``weights_only=False`` or have a history, and objects with tensors."""
+    """Return tensors that need ``weights_only=False`` or have a history, and objects
+    with tensors.
+    """
     leaf = numbers(100, 80).requires_grad_()
     tagged = numbers(5000)
     tagged.other = numbers(6000)  # type: ignore[attr-defined]
     module = nn.Sequential(nn.BatchNorm1d(5000))
     module.register_buffer("scratch", numbers(5000), persistent=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantisation is deprecated, and strided nested tensors are in beta
-        scales, zeros = torch.linspace(0.1, 1, 100).double(), torch.zeros(100, dtype=torch.long)
+        warnings.simplefilter(
+            "ignore"
+        )  # quantisation is deprecated, and strided nested tensors are in beta
+        scales = torch.linspace(0.1, 1, 100).double()
+        zeros = torch.zeros(100, dtype=torch.long)
         return {
             "attribute": tagged,
             "subclass": numbers(5000).as_subclass(Tagged),
             "subclass with a history": (leaf * 2).as_subclass(Tagged),
             "with a history": leaf * 2,
             "nested": torch.nested.nested_tensor([numbers(5000), numbers(4000)]),
-            "jagged": torch.nested.nested_tensor([numbers(5000), numbers(4000)], layout=torch.jagged),
+            "jagged": torch.nested.nested_tensor(
+                [numbers(5000), numbers(4000)], layout=torch.jagged
+            ),
             "quantized": torch.quantize_per_tensor(numbers(80, 100), 40.0, 3, torch.quint8),
             "per channel": torch.quantize_per_channel(leaf.detach(), scales, zeros, 0, torch.qint8),
             "module": module,
@@ -84,9 +97,13 @@ def unusual() -> dict[str, Any]:
 
 
 def facts(value: Any) -> Any:
-    """Return a value that is equal for checkpoints that are equal to the last bit, with types, layouts and views."""
+    """Return a value that is equal for checkpoints that are equal to the last bit, with
+    types, layouts and views.
+    """
     if isinstance(value, Tensor):
-        return type(value), [facts(part) for part in value.unbind()] if value.is_nested else _of_tensor(value)
+        return type(value), (
+            [facts(part) for part in value.unbind()] if value.is_nested else _of_tensor(value)
+        )
     if isinstance(value, dict):
         return type(value), [(key, facts(each)) for key, each in value.items()]
     if isinstance(value, (list, tuple)):
@@ -98,22 +115,39 @@ def facts(value: Any) -> Any:
 
 def _of_tensor(tensor: Tensor) -> tuple[Any, ...]:
     is_strided = tensor.layout == torch.strided
-    found = (tensor.dtype, tensor.layout, tensor.shape, tensor.stride() if is_strided else tensor._nnz())
-    found += (tensor.is_conj(), tensor.is_neg(), tensor.requires_grad, tensor.device.type, facts(vars(tensor)))
+    found = (
+        tensor.dtype,
+        tensor.layout,
+        tensor.shape,
+        tensor.stride() if is_strided else tensor._nnz(),
+    )
+    found += (
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.requires_grad,
+        tensor.device.type,
+        facts(vars(tensor)),
+    )
     if tensor.device.type == "meta":
         return found
-    dense = tensor.dequantize() if tensor.is_quantized else tensor if is_strided else tensor.to_dense()
+    dense = (
+        tensor.dequantize() if tensor.is_quantized else tensor if is_strided else tensor.to_dense()
+    )
     plain = dense.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
     return (*found, bytes(plain.contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two checkpoints are equal, without the megabytes that a failed comparison of ``facts`` would print."""
+    """Whether two checkpoints are equal, without the megabytes that a failed comparison
+    of ``facts`` would print.
+    """
     return bool(facts(left) == facts(right))
 
 
 def restored(path: Path, mode: Mode = "auto", *, map_weights: bool = False, **options: Any) -> Any:
-    """Return the checkpoint as a single rank restores it; ``broadcast`` maps a file of any size."""
+    """Return the checkpoint as a single rank restores it; ``broadcast`` maps a file of
+    any size.
+    """
     return restore(locate(path), Ranks(), LoadOptions(mode, **options), map_weights=map_weights)[0]
 
 
@@ -131,7 +165,8 @@ def saved(path: Path, content: Any, **options: Any) -> Archive:
 def flip(path: Path, record: str) -> Path:
     """Change one bit in the middle of a record."""
     reader = torch._C.PyTorchFileReader(str(path))
-    begin, size = reader.get_record_offset(record), len(reader.get_record(record))
+    begin = reader.get_record_offset(record)
+    size = len(reader.get_record(record))
     with path.open("r+b") as file:
         file.seek(begin + size // 2)
         byte = file.read(1)[0]

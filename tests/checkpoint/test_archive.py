@@ -1,4 +1,6 @@
-"""The records of a checkpoint file are known to the byte, and whatever has happened to one of them is noticed."""
+"""The records of a checkpoint file are known to the byte, and whatever has happened to
+one of them is noticed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ import torch
 
 from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.load import Mode
-from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+from lightning_ddp_ext.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+)
 from tests.checkpoint.content import numbers, restored, same, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -45,15 +51,21 @@ def outcome(path: Path, mode: Mode = "auto") -> Any:
 
 @pytest.mark.parametrize("mode", ["auto", "broadcast"])
 def test_no_changed_byte_gives_other_content(mode: Mode, path: Path) -> None:
-    """For any changed byte of the file, the content is still as written, or our error is raised."""
-    copy, content, chance = path.with_name("any.ckpt"), path.read_bytes(), random.Random(1)
+    """For any changed byte of the file, the content is still as written, or our error
+    is raised.
+    """
+    copy = path.with_name("any.ckpt")
+    content = path.read_bytes()
+    chance = random.Random(1)
     refused = 0
     for position in range(2 * (mode == "auto"), len(content), 4):
         changed = bytearray(content)
         changed[position] ^= chance.choice([0xFF, 1 << chance.randrange(8)])
         copy.write_bytes(changed)
         result = outcome(copy, mode)
-        assert isinstance(result, DamagedCheckpointError) or same(result, small()), f"byte {position}"
+        assert isinstance(result, DamagedCheckpointError) or same(result, small()), (
+            f"byte {position}"
+        )
         refused += isinstance(result, DamagedCheckpointError)
     assert refused > sum(record.file_size for record in Archive.open(path).records) / 2
 
@@ -69,7 +81,9 @@ def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
 
 
 def test_a_file_that_changes_under_way_is_named(tmp_path: Path) -> None:
-    """A file that is cut off, emptied or removed after it was opened raises an error of ours, without SIGBUS."""
+    """A file that is cut off, emptied or removed after it was opened raises an error of
+    ours, without SIGBUS.
+    """
     file = tmp_path / "it.ckpt"
     archive = saved(file, small())
     for size in (100, 0):

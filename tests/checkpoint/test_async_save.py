@@ -1,4 +1,6 @@
-"""Saves in the background copy one moment, keep their order, bound their memory, and report their errors once."""
+"""Saves in the background copy one moment, keep their order, bound their memory, and
+report their errors once.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
 
 class Disk:
-    """Where a Saver writes; holds one path until it is let go, and fails for others. Leaves no thread behind."""
+    """Where a Saver writes; holds one path until it is let go, and fails for others.
+
+    Leaves no thread behind.
+    """
 
     def __init__(self, held: str = "", failing: tuple[str, ...] = ()) -> None:
         self.events: list[str] = []
         self.contents: dict[str, Any] = {}
         self.held = held
         self.failing = failing
-        self.reached, self.let_go = threading.Event(), threading.Event()
+        self.reached = threading.Event()
+        self.let_go = threading.Event()
         self.saver = Saver()
 
     def __enter__(self) -> Disk:
@@ -42,10 +48,14 @@ class Disk:
     def __exit__(self, *_: object) -> None:
         self.let_go.set()
         self.saver.join()
-        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ddpx")]
+        assert not [
+            thread.name for thread in threading.enumerate() if thread.name.startswith("ddpx")
+        ]
 
     def save(self, path: str, x: Any = None) -> None:
-        self.saver.save_later(path, {"x": numbers(1) if x is None else x}, lambda content: self.write(content, path))
+        self.saver.save_later(
+            path, {"x": numbers(1) if x is None else x}, lambda content: self.write(content, path)
+        )
 
     def write(self, checkpoint: Any, path: str) -> None:
         if path == self.held:
@@ -58,15 +68,23 @@ class Disk:
         self.events.append(f"wrote {path}")
 
     def remove(self, path: str) -> None:
-        self.saver.follow_up(path, lambda: self.events.append(f"removed {path}"), later=True, postpone=True)
+        self.saver.follow_up(
+            path, lambda: self.events.append(f"removed {path}"), later=True, postpone=True
+        )
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=8))
 def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> None:
-    """Jobs run in the order of the calls; removals wait for a save that succeeds; the first error is raised."""
-    failing = tuple(str(number) for number, (is_save, fails) in enumerate(calls) if is_save and fails)
-    expected, postponed, has_failed = list[str](), list[str](), False
+    """Jobs run in the order of the calls; removals wait for a save that succeeds; the
+    first error is raised.
+    """
+    failing = tuple(
+        str(number) for number, (is_save, fails) in enumerate(calls) if is_save and fails
+    )
+    expected = list[str]()
+    postponed = list[str]()
+    has_failed = False
     with Disk(failing=failing) as it:
         for number, (is_save, fails) in enumerate(calls):
             if is_save:
@@ -87,7 +105,9 @@ def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> 
 
 
 def test_a_checkpoint_that_outlived_a_failed_save_is_not_removed_once_it_is_saved_again() -> None:
-    """A removal that waits for a save that succeeds is dropped if the save writes the same path."""
+    """A removal that waits for a save that succeeds is dropped if the save writes the
+    same path.
+    """
     with Disk(failing=("next",)) as it:
         it.save("next")
         it.remove("last")
@@ -98,7 +118,9 @@ def test_a_checkpoint_that_outlived_a_failed_save_is_not_removed_once_it_is_save
 
 
 def test_training_continues_with_one_snapshot_at_a_time() -> None:
-    """A save returns before the write finishes; the next one waits for that, and then takes its copy."""
+    """A save returns before the write finishes; the next one waits for that, and then
+    takes its copy.
+    """
     x = numbers(5)
     with Disk(held="first") as it:
         it.save("first", x)
@@ -125,24 +147,34 @@ def save_and_exit(rank: int, world_size: int) -> None:
 
 
 def fork(rank: int, world_size: int) -> None:
-    process = multiprocessing.get_context("fork").Process(target=save_and_exit, args=(rank, world_size))
+    process = multiprocessing.get_context("fork").Process(
+        target=save_and_exit, args=(rank, world_size)
+    )
     process.start()
     process.join()
 
 
 @pytest.mark.parametrize("work", [save_and_exit, fork])
 def test_an_error_that_is_not_raised_is_logged(work: Callable[[int, int], None]) -> None:
-    """The process logs it at its end, after it has waited for the save, also if multiprocessing forked it."""
+    """The process logs it at its end, after it has waited for the save, also if
+    multiprocessing forked it.
+    """
     assert output_of_all(launch_ranks(work, 1)).count("no room") == 1
 
 
 def inside(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner) | st.tuples(inner, inner)
+    return (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2), inner)
+        | st.tuples(inner, inner)
+    )
 
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Any:
-    """Nested content with tensors, some of which are the same object, and some views of the same memory."""
+    """Nested content with tensors, some of which are the same object, and some views of
+    the same memory.
+    """
     bases = [numbers(length) for length in draw(st.lists(st.integers(0, 20), max_size=4))]
     views = [base[draw(st.integers(0, len(base))) :] for base in bases]
     leaves = st.none() | st.integers() | st.text(max_size=3)
@@ -154,13 +186,24 @@ def checkpoints(draw: st.DrawFn) -> Any:
 def tensors_of(content: Any) -> list[Tensor]:
     if isinstance(content, Tensor):
         return [content]
-    parts = content.values() if isinstance(content, dict) else content if isinstance(content, (list, tuple)) else ()
+    parts = (
+        content.values()
+        if isinstance(content, dict)
+        else content
+        if isinstance(content, (list, tuple))
+        else ()
+    )
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 def sharing(content: Any) -> list[tuple[bool, int | None]]:
-    """For each pair of tensors: whether they are one object, and how far apart they are in one memory, if they are."""
-    return [(one is other, distance(one, other)) for one, other in itertools.combinations(tensors_of(content), 2)]
+    """For each pair of tensors: whether they are one object, and how far apart they are
+    in one memory, if they are.
+    """
+    return [
+        (one is other, distance(one, other))
+        for one, other in itertools.combinations(tensors_of(content), 2)
+    ]
 
 
 def distance(one: Tensor, other: Tensor) -> int | None:
@@ -171,10 +214,13 @@ def distance(one: Tensor, other: Tensor) -> int | None:
 @settings(max_examples=20, deadline=None)
 @given(checkpoints(), checkpoints())
 def test_a_snapshot_is_a_copy_of_its_moment(first: Any, second: Any) -> None:
-    """The copy is equal for any checkpoint and any earlier buffer, and tensors that shared memory still do."""
+    """The copy is equal for any checkpoint and any earlier buffer, and tensors that
+    shared memory still do.
+    """
     buffer = Buffer()
     for content in (first, second):
-        expected, taken = copy.deepcopy(content), buffer.snapshot(content)
+        expected = copy.deepcopy(content)
+        taken = buffer.snapshot(content)
         for tensor in tensors_of(content):
             tensor.fill_(-1)
         if isinstance(content, (list, dict)):
@@ -185,13 +231,17 @@ def test_a_snapshot_is_a_copy_of_its_moment(first: Any, second: Any) -> None:
 
 
 def test_every_kind_of_tensor_is_taken() -> None:
-    """The snapshot accepts what a save in the foreground accepts, and torch saves it exactly like the original."""
-    original, expected = kinds() | unusual(), kinds() | unusual()
+    """The snapshot accepts what a save in the foreground accepts, and torch saves it
+    exactly like the original.
+    """
+    original = kinds() | unusual()
+    expected = kinds() | unusual()
     taken = Buffer().snapshot(original)
     for name, tensor in kinds().items():
         if tensor.layout == torch.strided and name != "expanded":
             original[name].detach().zero_()
-    found, wanted = as_saved(taken()), as_saved(expected)
+    found = as_saved(taken())
+    wanted = as_saved(expected)
     assert [name for name in wanted if not same(found[name], wanted[name])] == []
 
 
@@ -203,12 +253,16 @@ def as_saved(content: Any) -> Any:
 
 
 def test_the_buffer_is_used_again() -> None:
-    """New memory is allocated only for a snapshot that is larger than all before; views share one piece of it."""
-    buffer, sizes = Buffer(), list[int]()
+    """New memory is allocated only for a snapshot that is larger than all before; views
+    share one piece of it.
+    """
+    buffer = Buffer()
+    sizes = list[int]()
     for length in (1000, 1000, 10, 999, 2000, 1000, 0):
         base = numbers(length)
         content = {"a": base, "again": base, "part": base[length // 2 :], "b": numbers(length // 2)}
         assert same(buffer.snapshot(content)(), content)
         sizes.append(buffer.size)
-    small, large = aligned(4000) + aligned(2000), aligned(8000) + aligned(4000)
+    small = aligned(4000) + aligned(2000)
+    large = aligned(8000) + aligned(4000)
     assert sizes == [small] * 4 + [large] * 3

@@ -1,4 +1,6 @@
-"""A checkpoint is read as torch reads it, to the chosen devices, into own memory, under the model's names."""
+"""A checkpoint is read as torch reads it, to the chosen devices, into own memory, under
+the model's names.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,17 @@ from lightning_ddp_ext.checkpoint.load import Mode, placement
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.structure import entry_of
 from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
-from tests.checkpoint.content import MAPPED, flip, kinds, mapped, numbers, restored, same, saved, unusual
+from tests.checkpoint.content import (
+    MAPPED,
+    flip,
+    kinds,
+    mapped,
+    numbers,
+    restored,
+    same,
+    saved,
+    unusual,
+)
 from tests.harness.environment import skip_because
 from tests.harness.ranks import run_ranks
 
@@ -31,7 +43,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
 @pytest.mark.parametrize("mode", ["map", "broadcast"])
 def test_all_but_weights_is_read_into_memory_of_the_process(mode: Mode, tmp_path: Path) -> None:
-    """Tensors of every kind, also within modules, objects and other tensors, are torch's and outlive the file."""
+    """Tensors of every kind, also within modules, objects and other tensors, are
+    torch's and outlive the file.
+    """
     path = tmp_path / "it.ckpt"
     content = {"state_dict": {"weight": numbers(MAPPED)}, **kinds(), **unusual()}
     torch.save(content, path)
@@ -45,11 +59,16 @@ def test_all_but_weights_is_read_into_memory_of_the_process(mode: Mode, tmp_path
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_path: Path) -> None:
-    """Tensors that are copied into a model take no memory; those kept elsewhere, or as extra state, have their own."""
-    path, weight = tmp_path / "it.ckpt", numbers(MAPPED)
+    """Tensors that are copied into a model take no memory; those kept elsewhere, or as
+    extra state, have their own.
+    """
+    path = tmp_path / "it.ckpt"
+    weight = numbers(MAPPED)
     weights = {"a": weight, "part": weight[100:], "small": numbers(3)}
     extra = {"one._extra_state": weight[:5000], "other._extra_state": {"inner": weight[:5000]}}
-    content = weights.copy() if is_plain else {"state_dict": {**weights, **extra}, "kept": weight[5:]}
+    content = (
+        weights.copy() if is_plain else {"state_dict": {**weights, **extra}, "kept": weight[5:]}
+    )
     saved(path, content)
     value = restored(path, map_weights=True)
     assert mapped(path)
@@ -87,12 +106,18 @@ def test_invalid_locations_are_refused(map_location: Any, says: str) -> None:
         ({"cuda:0": "meta"}, "cuda:0", "meta"),
         ({torch.device("cuda:0"): META}, "cuda:0", "meta"),
         ({"cuda:0": "meta"}, "cpu", "cpu"),
-        (lambda storage, location: torch.UntypedStorage(storage.nbytes(), device="meta"), "cpu", "meta"),
+        (
+            lambda storage, location: torch.UntypedStorage(storage.nbytes(), device="meta"),
+            "cpu",
+            "meta",
+        ),
         (lambda storage, location: None, "cpu", "cpu"),
     ],
 )
 def test_memory_is_on_the_chosen_device(map_location: Any, location: str, device: str) -> None:
-    """The device depends on the one that it was saved from; memory that stays in place is not copied."""
+    """The device depends on the one that it was saved from; memory that stays in place
+    is not copied.
+    """
     storage = numbers(3).untyped_storage()
     placed = placement(map_location)(storage, location)
     assert placed.device.type == device
@@ -104,7 +129,9 @@ def test_a_checkpoint_io_reads_to_its_own_device_or_to_the_callers(tmp_path: Pat
     checkpoint_io = RankZeroCheckpointIO("meta")
     checkpoint_io.save_checkpoint({"x": numbers(3)}, tmp_path / "it.ckpt")
     assert checkpoint_io.load_checkpoint(tmp_path / "it.ckpt")["x"].device == META
-    assert checkpoint_io.load_checkpoint(tmp_path / "it.ckpt", map_location="cpu")["x"].tolist() == [0, 1, 2]
+    assert checkpoint_io.load_checkpoint(tmp_path / "it.ckpt", map_location="cpu")[
+        "x"
+    ].tolist() == [0, 1, 2]
 
 
 class Raises:
@@ -130,18 +157,26 @@ BOTH = pytest.mark.parametrize("mode", ["map", "broadcast"])
 
 @BOTH
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_class_that_raises_does_not_make_a_file_damaged(mode: Mode, verify: bool, tmp_path: Path) -> None:
-    """The message has the class's error; if bytes are also wrong, it names those instead."""
-    path, options = tmp_path / "it.ckpt", {"weights_only": False, "verify": verify}
+def test_a_class_that_raises_does_not_make_a_file_damaged(
+    mode: Mode, verify: bool, tmp_path: Path
+) -> None:
+    """The message has the class's error; if bytes are also wrong, it names those
+    instead.
+    """
+    path = tmp_path / "it.ckpt"
+    options = {"weights_only": False, "verify": verify}
     torch.save({"it": Raises()}, path)
-    assert "ValueError: field is of an older version; make sure that" in refused(path, mode, **options)
+    assert "ValueError: field is of an older version; make sure that" in refused(
+        path, mode, **options
+    )
     with pytest.raises(DamagedCheckpointError, match=r"data\.pkl does not match"):
         restored(flip(path, "data.pkl"), mode, **options)
 
 
 def test_a_file_of_another_user_is_not_called_damaged(tmp_path: Path) -> None:
     """The error names the user who must be allowed to read it."""
-    path, user = tmp_path / "it.ckpt", os.geteuid()
+    path = tmp_path / "it.ckpt"
+    user = os.geteuid()
     saved(path, kinds())
     path.chmod(0)
     try:
@@ -150,7 +185,9 @@ def test_a_file_of_another_user_is_not_called_damaged(tmp_path: Path) -> None:
     except PermissionError:
         skip_because("root has no capability to become another user")
     try:
-        assert f"Permission denied; let the user with ID {os.geteuid()} read it" in refused(path, "map")
+        assert f"Permission denied; let the user with ID {os.geteuid()} read it" in refused(
+            path, "map"
+        )
     finally:
         os.seteuid(user)
 
@@ -174,9 +211,12 @@ NAMES = st.lists(PARTS, min_size=1, max_size=5).map("".join)
 
 @given(st.lists(NAMES, unique=True, max_size=8), st.lists(NAMES, unique=True, max_size=8))
 def test_no_name_is_taken_twice_or_from_the_model(in_file: list[str], in_model: list[str]) -> None:
-    """Only names that the model lacks are mapped, to names that the file lacks, each the same but for prefixes."""
+    """Only names that the model lacks are mapped, to names that the file lacks, each
+    the same but for prefixes.
+    """
     found = names_in_model(in_file, in_model)
-    left_over, missing = set(in_file) - set(in_model), set(in_model) - set(in_file)
+    left_over = set(in_file) - set(in_model)
+    missing = set(in_model) - set(in_file)
     assert set(found) <= left_over
     assert set(found.values()) <= missing
     assert len(set(found.values())) == len(found)
@@ -193,15 +233,20 @@ class Versioned(nn.Linear):
 
     _version = 2
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, *args: Any
+    ) -> None:
         if metadata.get("version", 1) < 2:
             state_dict[prefix + "weight"] = -state_dict[prefix + "weight"]
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)
 
 
 def test_the_versions_of_modules_survive_a_change_of_names() -> None:
-    """A layer that converts the state of an earlier version gets its own version as that of the file."""
-    model, other = nn.Sequential(Versioned(2, 2)), nn.Sequential(Versioned(2, 2))
+    """A layer that converts the state of an earlier version gets its own version as
+    that of the file.
+    """
+    model = nn.Sequential(Versioned(2, 2))
+    other = nn.Sequential(Versioned(2, 2))
     saved = nn.Sequential(OrderedDict(module=model)).state_dict()
     other.load_state_dict(renamed(saved, names_in_model(saved, model.state_dict())))
     assert torch.equal(other[0].weight, model[0].weight)
@@ -215,9 +260,15 @@ class Malicious:
 
 
 def test_an_entry_is_read_without_running_code(tmp_path: Path) -> None:
-    """Also from a file of objects whose classes refuse arguments or lie in other objects; a missing entry is None."""
-    path, entry = tmp_path / "it.ckpt", {"fit": 2, "words": ["a", None], "object": Malicious()}
-    torch.save({**kinds(), **unusual(), "harmful": Malicious(), "entry": entry, "set": {1}, "path": path}, path)
+    """Also from a file of objects whose classes refuse arguments or lie in other
+    objects; a missing entry is None.
+    """
+    path = tmp_path / "it.ckpt"
+    entry = {"fit": 2, "words": ["a", None], "object": Malicious()}
+    torch.save(
+        {**kinds(), **unusual(), "harmful": Malicious(), "entry": entry, "set": {1}, "path": path},
+        path,
+    )
     found = entry_of(locate(path), "entry")
     del found["object"]
     assert found == {"fit": 2, "words": ["a", None]}

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from lightning_ddp_ext.checkpoint import rank_notes
-from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes, lock_of, open_notes, save_if_furthest
+from lightning_ddp_ext.checkpoint.rank_notes import (
+    Kind,
+    RankNotes,
+    lock_of,
+    open_notes,
+    save_if_furthest,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -22,22 +28,35 @@ def notes() -> RankNotes:
 
 
 @pytest.mark.parametrize("cut", [1, 8, 20, 24, 28, 29, 999])
-def test_the_newest_notes_are_read_without_one_that_was_cut_short(cut: int, notes: RankNotes) -> None:
+def test_the_newest_notes_are_read_without_one_that_was_cut_short(
+    cut: int, notes: RankNotes
+) -> None:
     """A kill leaves the beginning of the new note and the end of the old one."""
     for batches in range(8):
         notes.write(Kind.BUFFERS, batches, b"old", b"er")
         notes.write(Kind.WINDOW, batches, b"other")
-    file, begin = notes._descriptor, 4 * Kind.BUFFERS * rank_notes._SLOT
+    file = notes._descriptor
+    begin = 4 * Kind.BUFFERS * rank_notes._SLOT
     older = os.pread(file, 37, begin)
     notes.write(Kind.BUFFERS, 9, b"new", b"er")
     os.pwrite(file, older[cut:], begin + cut)
     newest = b"newer" if cut == 999 else None
-    assert [notes.find(batches, Kind.BUFFERS) for batches in (9, 7, 5, 4)] == [newest, b"older", b"older", None]
+    assert [notes.find(batches, Kind.BUFFERS) for batches in (9, 7, 5, 4)] == [
+        newest,
+        b"older",
+        b"older",
+        None,
+    ]
 
 
 def test_the_newest_note_after_the_same_batches_is_found(notes: RankNotes) -> None:
     """Of the kinds that are sought, the last note counts."""
-    for kind, content in ((Kind.BATCH, b"a"), (Kind.EPOCH, b"b"), (Kind.BATCH, b"c"), (Kind.WINDOW, b"d")):
+    for kind, content in (
+        (Kind.BATCH, b"a"),
+        (Kind.EPOCH, b"b"),
+        (Kind.BATCH, b"c"),
+        (Kind.WINDOW, b"d"),
+    ):
         notes.write(kind, 3, content)
     notes.write(Kind.BATCH, 4, b"e")
     assert notes.find(3, *range(Kind.EPOCH + 1)) == b"c"
@@ -47,11 +66,17 @@ def test_the_newest_note_after_the_same_batches_is_found(notes: RankNotes) -> No
 def test_a_full_disk_is_an_error(notes: RankNotes, disk: Path) -> None:
     """The error is raised by the write that finds no space."""
     with pytest.raises(OSError, match="No space left on device"):
-        RankNotes(os.open(disk / "notes", os.O_RDWR | os.O_CREAT)).write(Kind.BUFFERS, 1, bytes(5 << 20))
+        RankNotes(os.open(disk / "notes", os.O_RDWR | os.O_CREAT)).write(
+            Kind.BUFFERS, 1, bytes(5 << 20)
+        )
 
 
-def test_no_file_is_left_and_ranks_that_cannot_note_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notes are in shared memory, else in the temporary directory, and the files have no name."""
+def test_no_file_is_left_and_ranks_that_cannot_note_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Notes are in shared memory, else in the temporary directory, and the files have
+    no name.
+    """
     monkeypatch.setattr(rank_notes, "_MEMORY", str(tmp_path / "missing"))  # as in a chroot
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     open_notes(lambda value: [value], 0)
@@ -61,7 +86,9 @@ def test_no_file_is_left_and_ranks_that_cannot_note_are_named(tmp_path: Path, mo
         open_notes(lambda value: [value], 0)
 
 
-def test_no_file_is_left_if_another_rank_dies_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_is_left_if_another_rank_dies_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file is removed although the exchange with the other ranks raises."""
     monkeypatch.setattr(rank_notes, "_MEMORY", str(tmp_path))
     with pytest.raises(ZeroDivisionError):
@@ -71,7 +98,8 @@ def test_no_file_is_left_if_another_rank_dies_meanwhile(tmp_path: Path, monkeypa
 
 def test_the_rank_that_is_further_saves(tmp_path: Path) -> None:
     """A rank with fewer batches, or with as many, leaves the file of its run as it is."""
-    path, saves = str(tmp_path / "it.ckpt"), []
+    path = str(tmp_path / "it.ckpt")
+    saves = []
     for run, batches, rank in (("a", 4, 1), ("a", 4, 2), ("a", 3, 3), ("a", 5, 4), ("b", 1, 5)):
         save_if_furthest(path, run, batches, lambda rank=rank: saves.append(rank), 1)
     assert saves == [1, 4, 5]
@@ -98,12 +126,17 @@ def fill(path: Path) -> None:
             pass
 
 
-def test_a_failed_save_leaves_it_to_the_next_one_and_a_held_lock_is_not_waited_for_without_end(tmp_path: Path) -> None:
-    """The lock is free after an error, and a rank waits for another one up to ``save_deadline``."""
+def test_a_failed_save_leaves_it_to_the_next_one_and_a_held_lock_is_not_waited_for_without_end(
+    tmp_path: Path,
+) -> None:
+    """The lock is free after an error, and a rank waits for another one up to
+    ``save_deadline``.
+    """
     path = str(tmp_path / "it.ckpt")
     with pytest.raises(ZeroDivisionError):
         save_if_furthest(path, "a", 4, lambda: 1 / 0, 1)
-    is_held, may_end = threading.Event(), threading.Event()
+    is_held = threading.Event()
+    may_end = threading.Event()
 
     def hold() -> None:
         is_held.set()

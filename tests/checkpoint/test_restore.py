@@ -1,4 +1,6 @@
-"""Every rank gets the checkpoint, however it sees the file, or every rank raises the same error."""
+"""Every rank gets the checkpoint, however it sees the file, or every rank raises the
+same error.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ Paths = list[Path]  # by rank; the last one is that of all further ranks
 
 
 def outcome(expected: Any, paths: Paths | list[str], mode: Mode = "auto", **options: Any) -> str:
-    """Return how this rank reads the ``expected`` content; or "other content", or the error's type and text."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    place, ranks = locate(paths[min(rank, len(paths) - 1)]), Ranks(rank, world_size)
+    """Return how this rank reads the ``expected`` content; or "other content", or the
+    error's type and text.
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    place = locate(paths[min(rank, len(paths) - 1)])
+    ranks = Ranks(rank, world_size)
     failed = ""
     try:
         content, how, _ = restore(place, ranks, LoadOptions(mode, **options))
@@ -41,19 +47,29 @@ def outcome(expected: Any, paths: Paths | list[str], mode: Mode = "auto", **opti
 
 
 def see_different_files(kind: Kind, directory: Path, files: Path) -> list[str]:
-    path, old = files / "it.ckpt", files / "old.ckpt"
-    missing, other, copied = ([path, files / name] for name in ("no.ckpt", "other.ckpt", "copy.ckpt"))
+    path = files / "it.ckpt"
+    old = files / "old.ckpt"
+    missing, other, copied = (
+        [path, files / name] for name in ("no.ckpt", "other.ckpt", "copy.ckpt")
+    )
     return [
         *(outcome(kinds(), [path], mode) for mode in MODES),
         *(outcome(kinds(), paths) for paths in (missing, other, copied)),
         *(outcome(kinds()["float"], [old], mode) for mode in MODES),
         outcome(kinds()["float"].to("meta"), [old], map_location="meta"),
-        outcome(kinds()["float"].to("meta"), [files / "no-device.ckpt"], "broadcast", map_location={"cpu": "meta"}),
+        outcome(
+            kinds()["float"].to("meta"),
+            [files / "no-device.ckpt"],
+            "broadcast",
+            map_location={"cpu": "meta"},
+        ),
     ]
 
 
 def test_every_rank_gets_the_checkpoint(tmp_path: Path) -> None:
-    """The file is mapped or sent; a rank without it, or with a different one, receives rank 0's; a copy also serves."""
+    """The file is mapped or sent; a rank without it, or with a different one, receives
+    rank 0's; a copy also serves.
+    """
     saved(tmp_path / "it.ckpt", kinds())
     shutil.copy(tmp_path / "it.ckpt", tmp_path / "copy.ckpt")
     saved(tmp_path / "other.ckpt", kinds() | {"float": kinds()["float"] + 1})  # of the same size
@@ -62,7 +78,11 @@ def test_every_rank_gets_the_checkpoint(tmp_path: Path) -> None:
     asked = "sent from rank 0 to all ranks (as requested)"
     for found in on_ranks("stock", see_different_files, tmp_path, tmp_path, world_size=3):
         assert found[:3] == [MAPPED, MAPPED, asked]
-        assert [found[3].startswith(SENT), found[4].startswith(SENT), found[5]] == [True, True, MAPPED]
+        assert [found[3].startswith(SENT), found[4].startswith(SENT), found[5]] == [
+            True,
+            True,
+            MAPPED,
+        ]
         assert found[6:] == [MAPPED, MAPPED, asked, MAPPED, asked]
 
 
@@ -70,7 +90,9 @@ NOWHERE = {"cpu": "cuda:77"} | {f"cuda:{number}": "cpu" for number in range(200)
 
 
 def use_files_that_differ(kind: Kind, directory: Path, files: Path) -> list[str]:
-    """Each rank has its own directory with the file; the files of ranks 0 and 1 have different faults."""
+    """Each rank has its own directory with the file; the files of ranks 0 and 1 have
+    different faults.
+    """
     content = {"a": numbers(6000)}
     whole, other, missing = (files / name for name in ("whole.ckpt", "other.ckpt", "no.ckpt"))
     return [
@@ -81,7 +103,9 @@ def use_files_that_differ(kind: Kind, directory: Path, files: Path) -> list[str]
 
 
 def test_all_ranks_raise_the_error_in_a_bad_file(tmp_path: Path) -> None:
-    """All raise rank 0's error; with ``restore="map"`` also that of a rank without the file, or with another one."""
+    """All raise rank 0's error; with ``restore="map"`` also that of a rank without the
+    file, or with another one.
+    """
     saved(tmp_path / "whole.ckpt", {"a": numbers(6000)})
     saved(tmp_path / "other.ckpt", numbers(5))
     one, other = on_ranks("stock", use_files_that_differ, tmp_path, tmp_path)
@@ -91,7 +115,9 @@ def test_all_ranks_raise_the_error_in_a_bad_file(tmp_path: Path) -> None:
     assert one[3].startswith("CheckpointNotFoundError: rank 1 (host ")
     assert one[3].endswith("pass the path of a file; or use restore='auto'")
     assert "differs from rank 0's file" in one[4]
-    assert ["cannot place a tensor saved from cpu: RuntimeError: " in text for text in one[5:]] == [True] * 3
+    assert ["cannot place a tensor saved from cpu: RuntimeError: " in text for text in one[5:]] == [
+        True
+    ] * 3
 
 
 LARGE = 17 << 20  # numbers
@@ -101,13 +127,17 @@ def receive(kind: Kind, directory: Path, path: Path) -> tuple[bool, list[float]]
     """Whether the large tensor has arrived, and what the generator then draws."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     content, *_ = restore(locate(path), ranks, LoadOptions("broadcast", weights_only=False))
-    return same(content["large"], numbers(LARGE)), torch.rand(2, generator=content["generator"]).tolist()
+    return (
+        same(content["large"], numbers(LARGE)),
+        torch.rand(2, generator=content["generator"]).tolist(),
+    )
 
 
 @pytest.mark.nightly
 def test_a_file_that_is_sent_in_pieces_arrives(tmp_path: Path) -> None:
     """All content arrives, also objects beside tensors, such as a generator."""
-    path, generator = tmp_path / "it.ckpt", torch.Generator().manual_seed(7)
+    path = tmp_path / "it.ckpt"
+    generator = torch.Generator().manual_seed(7)
     saved(path, {"large": numbers(LARGE), "generator": generator})
     drawn = torch.rand(2, generator=generator).tolist()
     assert on_ranks("stock", receive, tmp_path, path) == [(True, drawn)] * 2
@@ -117,7 +147,9 @@ URL = "memory://bucket/it.ckpt"
 
 
 def from_memory(kind: Kind, directory: Path) -> list[str]:
-    """Each rank has its own object store in memory; first only rank 0's has the file, then all, then it fails."""
+    """Each rank has its own object store in memory; first only rank 0's has the file,
+    then all, then it fails.
+    """
     modes: tuple[Mode, ...] = ("auto", "broadcast")
     found = [outcome(kinds(), [URL], mode) for mode in modes]
     if dist.get_rank() == 0:
@@ -135,13 +167,23 @@ def hang_up(*_: Any, **__: Any) -> Any:
 
 
 def test_an_object_store_is_read(tmp_path: Path) -> None:
-    """Rank 0 reads it, or each rank with ``map``; all ranks raise if the object is missing or the store fails."""
+    """Rank 0 reads it, or each rank with ``map``; all ranks raise if the object is
+    missing or the store fails.
+    """
     one, other = on_ranks("stock", from_memory, tmp_path)
     assert one == other
-    assert one[:2] == [f"CheckpointNotFoundError: checkpoint {URL} does not exist; pass the path of a file"] * 2
+    assert (
+        one[:2]
+        == [f"CheckpointNotFoundError: checkpoint {URL} does not exist; pass the path of a file"]
+        * 2
+    )
     assert one[2].startswith(SENT)
     assert one[4] == MAPPED
     assert (
         one[5:]
-        == [f"CheckpointError: checkpoint {URL} cannot be fetched: ConnectionResetError: the store has hung up"] * 3
+        == [
+            f"CheckpointError: checkpoint {URL} cannot be fetched: ConnectionResetError: the store"
+            " has hung up"
+        ]
+        * 3
     )

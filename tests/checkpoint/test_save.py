@@ -1,4 +1,6 @@
-"""A checkpoint is written to a path or URL whole, or the error names a remedy and an existing file is untouched."""
+"""A checkpoint is written to a path or URL whole, or the error names a remedy and an
+existing file is untouched.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,19 @@ from tests.checkpoint.content import kinds, same, without_checksums
 
 
 @pytest.fixture(params=["relative", "file", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Return a new path in a missing directory: on the disk, and in an object store in memory."""
+def url(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Return a new path in a missing directory: on the disk, and in an object store in
+    memory.
+    """
     monkeypatch.chdir(tmp_path)
     store = MemoryFileSystem()
-    urls = {"relative": "a/it.ckpt", "file": f"file://{tmp_path}/a/it.ckpt", "memory": "memory://bucket/a/it.ckpt"}
+    urls = {
+        "relative": "a/it.ckpt",
+        "file": f"file://{tmp_path}/a/it.ckpt",
+        "memory": "memory://bucket/a/it.ckpt",
+    }
     yield urls[request.param]
     store.store.clear()
     store.pseudo_dirs[:] = [""]
@@ -46,9 +56,15 @@ def test_all_kinds_are_restored(url: str) -> None:
     assert same(loaded(url), kinds())
 
 
-def test_a_new_file_is_whole_and_has_its_own_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It follows the umask and replaces a symbolic link, also where the system writes a few bytes at a time."""
-    path, other, write_all = tmp_path / "it.ckpt", tmp_path / "other", os.write
+def test_a_new_file_is_whole_and_has_its_own_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It follows the umask and replaces a symbolic link, also where the system writes a
+    few bytes at a time.
+    """
+    path = tmp_path / "it.ckpt"
+    other = tmp_path / "other"
+    write_all = os.write
     other.write_bytes(b"other")
     path.symlink_to("other")
     monkeypatch.setattr(os, "write", lambda descriptor, view: write_all(descriptor, view[:999]))
@@ -58,18 +74,26 @@ def test_a_new_file_is_whole_and_has_its_own_mode(tmp_path: Path, monkeypatch: p
     finally:
         os.umask(umask)
     assert same(loaded(str(path)), kinds())
-    assert (path.is_symlink(), stat.S_IMODE(path.stat().st_mode), other.read_bytes()) == (False, 0o600, b"other")
+    assert (path.is_symlink(), stat.S_IMODE(path.stat().st_mode), other.read_bytes()) == (
+        False,
+        0o600,
+        b"other",
+    )
 
 
 def test_checksums_are_recorded_with_any_setting_of_torch(tmp_path: Path) -> None:
-    """The user's setting still applies to the user's own files, and is unchanged afterwards."""
+    """The user's setting still applies to the user's own files, and is unchanged
+    afterwards.
+    """
     with without_checksums():
         write(kinds(), tmp_path / "it.ckpt")
         assert not get_crc32_options()
     assert Archive.open(tmp_path / "it.ckpt").has_checksums
 
 
-def test_an_upload_that_breaks_off_leaves_the_old_object(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_breaks_off_leaves_the_old_object(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error has the store's reason and the URL; the next save succeeds."""
 
     def fail_halfway(checkpoint: Any, file: Any) -> None:
@@ -79,16 +103,22 @@ def test_an_upload_that_breaks_off_leaves_the_old_object(url: str, monkeypatch: 
     write({"old": 1}, url)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", fail_halfway)
-        with pytest.raises(CheckpointSaveError, match="Connection reset by peer; check the file system") as caught:
+        with pytest.raises(
+            CheckpointSaveError, match="Connection reset by peer; check the file system"
+        ) as caught:
             write({"new": 2}, url)
     assert caught.value.path == url
-    assert ("is left untouched depends on the store" in str(caught.value)) == url.startswith("memory")
+    assert ("is left untouched depends on the store" in str(caught.value)) == url.startswith(
+        "memory"
+    )
     assert loaded(url) == {"old": 1}
     write({"new": 2}, url)
     assert loaded(url) == {"new": 2}
 
 
-def test_a_new_file_that_may_not_last_is_not_called_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_file_that_may_not_last_is_not_called_untouched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The new file is in place if only its directory could not be forced to the disk."""
     errors = iter([None, OSError(errno.EIO, "because")])
 
@@ -97,12 +127,17 @@ def test_a_new_file_that_may_not_last_is_not_called_untouched(tmp_path: Path, mo
             raise error
 
     monkeypatch.setattr(os, "fsync", fail_for_the_directory)
-    with pytest.raises(CheckpointSaveError, match=r"because; .*; the new file is complete and in place, but a power"):
+    with pytest.raises(
+        CheckpointSaveError,
+        match=r"because; .*; the new file is complete and in place, but a power",
+    ):
         write(kinds(), tmp_path / "it.ckpt")
     assert same(loaded(f"{tmp_path}/it.ckpt"), kinds())
 
 
-def test_ctrl_c_in_the_middle_of_a_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_the_middle_of_a_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And nothing else in the directory."""
     write({"old": 1}, tmp_path / "it.ckpt")
     monkeypatch.setattr(os, "fsync", lambda _: signal.raise_signal(signal.SIGINT))
@@ -122,7 +157,9 @@ def test_ctrl_c_in_the_middle_of_a_write_leaves_the_old_file(tmp_path: Path, mon
     ],
 )
 def test_paths_that_cannot_be_written_to(tmp_path: Path, path: str, number: int, says: str) -> None:
-    """A directory at the path, a file in its way, a name that is too long: each is named, and nothing is left."""
+    """A directory at the path, a file in its way, a name that is too long: each is
+    named, and nothing is left.
+    """
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointSaveError, match=says) as caught:
@@ -135,15 +172,22 @@ def test_paths_that_cannot_be_written_to(tmp_path: Path, path: str, number: int,
 def test_a_disk_that_refuses_is_named(disk: Path, tmp_path: Path) -> None:
     """Errors of read-only file systems and other users' directories have a remedy."""
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    with pytest.raises(CheckpointSaveError, match="Read-only file system; its file system is mounted read-only"):
+    with pytest.raises(
+        CheckpointSaveError, match="Read-only file system; its file system is mounted read-only"
+    ):
         write({}, disk / "it.ckpt")
     path = tmp_path / "it.ckpt"
     write({}, path)
     os.seteuid(65534)
     try:
-        with pytest.raises(CheckpointSaveError, match="Permission denied; let user nobody write to"):
+        with pytest.raises(
+            CheckpointSaveError, match="Permission denied; let user nobody write to"
+        ):
             write({}, path)
-        with pytest.raises(CheckpointError, match=r"cannot remove checkpoint .*it.ckpt: Permission denied; let user"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"cannot remove checkpoint .*it.ckpt: Permission denied; let user",
+        ):
             remove(path)
     finally:
         os.seteuid(os.getuid())

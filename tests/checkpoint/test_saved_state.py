@@ -76,7 +76,10 @@ def test_a_change_of_other_saved_values_is_found() -> None:
 
     assert found(lambda: module.weight.data.add_(1), lambda: None) is None
     assert found(lambda: buffers.tensors()[0].add_(1), lambda: None) is None
-    assert found(lambda: module.get_buffer("mask 4").data.add_(1), lambda: module.get_buffer("mask 4").zero_())
+    assert found(
+        lambda: module.get_buffer("mask 4").data.add_(1),
+        lambda: module.get_buffer("mask 4").zero_(),
+    )
     assert found(lambda: set_late(torch.zeros(1)), lambda: set_late(None)) == "late"
     assert found(lambda: count(1), lambda: count(-1)) == "_extra_state"
     module.graph.mul_(2)
@@ -114,7 +117,9 @@ def step(saved: SavedParameters, module: Pair) -> None:
 def test_a_parameter_that_begins_to_change_late_is_unknown_at_first_and_restored_later(
     pair: Pair, saved: SavedParameters
 ) -> None:
-    """Contents are compared only now and then, but a change is found before anything is saved."""
+    """Contents are compared only now and then, but a change is found before anything is
+    saved.
+    """
     for _ in range(3):
         step(saved, pair)
     is_known = False
@@ -142,7 +147,9 @@ def test_a_parameter_that_changed_in_the_first_step_that_was_compared_is_unknown
     assert saved.undo(step=False) is None
 
 
-def test_parameters_may_be_frozen_and_replaced_between_epochs_only(pair: Pair, saved: SavedParameters) -> None:
+def test_parameters_may_be_frozen_and_replaced_between_epochs_only(
+    pair: Pair, saved: SavedParameters
+) -> None:
     """A new epoch notes the parameters anew; within one a replaced parameter is named."""
     step(saved, pair)
     pair.trained.requires_grad_(False)

@@ -18,24 +18,35 @@ COMMAND = "from lightning_ddp_ext.cli import main\n\nif __name__ == '__main__':\
 
 @pytest.mark.nightly
 def test_as_a_module(tmp_path: Path) -> None:
-    """`python -m lightning_ddp_ext` does what the installed command does, with its status."""
+    """`python -m lightning_ddp_ext` does what the installed command does, with its
+    status.
+    """
     [point] = metadata.entry_points(group="console_scripts", name="lightning-ddp-ext")
     assert point.load() is main
     torch.save({"x": torch.ones(9)}, tmp_path / "it.ckpt")
     path = flip(tmp_path / "it.ckpt", "data/0")
-    completed = run_script(path, "--json", launcher=("python", "-m", "lightning_ddp_ext", "checkpoint", "verify"))
+    completed = run_script(
+        path, "--json", launcher=("python", "-m", "lightning_ddp_ext", "checkpoint", "verify")
+    )
     assert completed.exit_code == 1
     assert json.loads(completed.output)["damaged"] == ["data/0"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2], ids=["alone", "as ranks"])
 def test_ranks_connect_reduce_save_verify_and_restore(world_size: int, tmp_path: Path) -> None:
-    """Two ranks, started by the command itself or by a launcher; only rank 0 prints, and only its verdict."""
+    """Two ranks, started by the command itself or by a launcher; only rank 0 prints,
+    and only its verdict.
+    """
     command = tmp_path / "command.py"
     command.write_text(COMMAND)
     output = run_on_ranks(command, "test", cwd=tmp_path, world_size=world_size)
-    # On a busy machine the launching process waits for the other rank and prints that; torch warns if lo has no name.
-    ours = [line for line in output.splitlines() if "; waiting" not in line and not line.startswith("[W")]
+    # On a busy machine the launching process waits for the other rank and prints that;
+    # torch warns if lo has no name.
+    ours = [
+        line
+        for line in output.splitlines()
+        if "; waiting" not in line and not line.startswith("[W")
+    ]
     parts = [line.partition(" s  ")[2] for line in ours]
     expected = ["connected and trained", "reduced", "saved", "verified", "restored"]
     assert parts == [*expected, "all tests passed (ranks: 2, nodes: 1)"], output
@@ -46,17 +57,24 @@ REFUSED = [
     ("--devices 0", "devices=0"),
     ("--devices -3", "should be an int > 0"),
     ("--init-method foo", "init_method 'foo' needs a scheme (got none); write env://, "),
-    ("--init-method tcp://host", "init_method 'tcp://host' needs a port (got none); write tcp://host:29500"),
+    (
+        "--init-method tcp://host",
+        "init_method 'tcp://host' needs a port (got none); write tcp://host:29500",
+    ),
     ("--accelerator foo", "invalid accelerator name: `accelerator='foo'`"),
     pytest.param("--accelerator gpu", "No supported gpu backend found", marks=NO_GPU),
 ]
 
 
 @pytest.mark.parametrize(("options", "reason"), REFUSED)
-def test_an_option_that_cannot_be_used_is_an_error_in_one_line(options: str, reason: str, tmp_path: Path) -> None:
+def test_an_option_that_cannot_be_used_is_an_error_in_one_line(
+    options: str, reason: str, tmp_path: Path
+) -> None:
     """The status is that of wrong usage, and no traceback is printed."""
     command = tmp_path / "command.py"
     command.write_text(COMMAND)
-    [line] = run_on_ranks(command, "test", *options.split(), cwd=tmp_path, world_size=1, returncode=2).splitlines()
+    [line] = run_on_ranks(
+        command, "test", *options.split(), cwd=tmp_path, world_size=1, returncode=2
+    ).splitlines()
     assert line.startswith("lightning-ddp-ext test: error: ")
     assert reason in line

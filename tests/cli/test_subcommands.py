@@ -35,20 +35,32 @@ class Ended:
 
 def run(*arguments: str | Path) -> Ended:
     """`lightning-ddp-ext arguments`."""
-    stdout, stderr = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as ended:
+    stdout = io.StringIO()
+    stderr = io.StringIO()
+    with (
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+        pytest.raises(SystemExit) as ended,
+    ):
         main([str(argument) for argument in arguments])
     return Ended(ended.value.code, stdout.getvalue(), stderr.getvalue())
 
 
 def save(path: Path, **entries: Any) -> Path:
-    """Save a checkpoint like Lightning's: 3 epochs, 120 steps, a linear layer with its optimiser, and ``entries``."""
+    """Save a checkpoint like Lightning's: 3 epochs, 120 steps, a linear layer with its
+    optimiser, and ``entries``.
+    """
     content = {
         "pytorch-lightning_version": "2.6.6",
         "epoch": 3,
         "global_step": 120,
-        "state_dict": {"out.weight": torch.arange(6000.0).reshape(60, 100), "out.bias": torch.zeros(60)},
-        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(60, 100), "step": torch.tensor(120.0)}}}],
+        "state_dict": {
+            "out.weight": torch.arange(6000.0).reshape(60, 100),
+            "out.bias": torch.zeros(60),
+        },
+        "optimizer_states": [
+            {"state": {0: {"exp_avg": torch.ones(60, 100), "step": torch.tensor(120.0)}}}
+        ],
     }
     torch.save({**content, **entries}, path)
     return path
@@ -60,18 +72,30 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_files_are_verified(path: Path, tmp_path: Path) -> None:
-    """Each file gets a sentence that names damaged records; the worst file sets the status; no code of a file runs."""
-    good, bad, unknown = save(path), save(tmp_path / "bad.ckpt", it=WouldRun(tmp_path / "ran")), tmp_path / "u.ckpt"
+    """Each file gets a sentence that names damaged records; the worst file sets the
+    status; no code of a file runs.
+    """
+    good = save(path)
+    bad = save(tmp_path / "bad.ckpt", it=WouldRun(tmp_path / "ran"))
+    unknown = tmp_path / "u.ckpt"
     flip(flip(bad, "data/1"), "data.pkl")
     with without_checksums():
         save(unknown)
     ended = run("checkpoint", "verify", good, bad, unknown)
     assert ended.status == 1
     assert f"{good} is intact: " in ended.stdout
-    assert f"checkpoint {bad} is damaged: data.pkl, data/1 do not match the recorded CRC-32" in ended.stderr
+    assert (
+        f"checkpoint {bad} is damaged: data.pkl, data/1 do not match the recorded CRC-32"
+        in ended.stderr
+    )
     assert f"{unknown} lacks checksums for some or all records, so not all damage" in ended.stdout
-    assert [run("checkpoint", "verify", *files).status for files in ([good], [good, unknown])] == [0, 3]
-    documents = json.loads(run("checkpoint", "verify", "--json", good, bad, unknown).stdout)["files"]
+    assert [run("checkpoint", "verify", *files).status for files in ([good], [good, unknown])] == [
+        0,
+        3,
+    ]
+    documents = json.loads(run("checkpoint", "verify", "--json", good, bad, unknown).stdout)[
+        "files"
+    ]
     assert [each["whole"] for each in documents] == [True, False, None]
     assert [each["damaged"] for each in documents] == [[], ["data.pkl", "data/1"], []]
     assert not (tmp_path / "ran").exists()
@@ -103,7 +127,12 @@ def whole(path: Path) -> None:
         ("verify", lambda path: os.truncate(path, 9000), "it.ckpt", "was probably truncated"),
         ("verify", archive, "it.ckpt", "is not a checkpoint: it is a zip archive without data.pkl"),
         ("verify", os.unlink, "it.ckpt", "it.ckpt does not exist"),
-        ("clean", whole, "missing", "cannot clean missing: No such file or directory; pass the local directory"),
+        (
+            "clean",
+            whole,
+            "missing",
+            "cannot clean missing: No such file or directory; pass the local directory",
+        ),
         ("clean", whole, "it.ckpt", "cannot clean it.ckpt: Not a directory"),
     ],
 )
@@ -127,8 +156,14 @@ def test_unreadable_files_get_one_sentence(
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/proc/self/mem", "could not be read, but may be intact: Input/output error; check its file system"),
-        ("nosuch://bucket/it.ckpt", "'nosuch://bucket/it.ckpt' needs a library that is not installed"),
+        (
+            "/proc/self/mem",
+            "could not be read, but may be intact: Input/output error; check its file system",
+        ),
+        (
+            "nosuch://bucket/it.ckpt",
+            "'nosuch://bucket/it.ckpt' needs a library that is not installed",
+        ),
     ],
 )
 def test_an_unreadable_file_has_another_status(path: str, says: str) -> None:
@@ -147,10 +182,15 @@ def leftover(tmp_path: Path) -> Path:
 
 
 def test_leftovers_are_listed_and_removed_on_request(leftover: Path) -> None:
-    """The list has path and size; files with similar names stay, and links are not followed."""
+    """The list has path and size; files with similar names stay, and links are not
+    followed.
+    """
     names = (".ddpx-ab12.link", ".ddpx-aaaaaaaaaaaaaaaa.partial", ".ddpx-bbbbbbbbbbbbbbbb.partial")
     link, trap, directory = map(leftover.with_name, names)
-    others = [leftover.with_name(name) for name in ("it.ckpt", ".ddpx-notes.partial", f"{leftover.name}.ckpt")]
+    others = [
+        leftover.with_name(name)
+        for name in ("it.ckpt", ".ddpx-notes.partial", f"{leftover.name}.ckpt")
+    ]
     directory.mkdir()
     for other in others:
         other.touch()
@@ -161,25 +201,45 @@ def test_leftovers_are_listed_and_removed_on_request(leftover: Path) -> None:
         os.utime(path, (two_hours_ago, two_hours_ago), follow_symlinks=False)
     ended = run("checkpoint", "clean", leftover.parent)
     assert (ended.status, ended.stderr) == (0, "")
-    assert f"{leftover} (2.0 KiB) was left behind by a killed save; pass --yes to remove it\n" in ended.stdout
+    assert (
+        f"{leftover} (2.0 KiB) was left behind by a killed save; pass --yes to remove it\n"
+        in ended.stdout
+    )
     assert str(link) in ended.stdout
     assert leftover.exists()
-    assert f"{leftover} (2.0 KiB) was removed\n" in run("checkpoint", "clean", leftover.parent, "--yes").stdout
+    assert (
+        f"{leftover} (2.0 KiB) was removed\n"
+        in run("checkpoint", "clean", leftover.parent, "--yes").stdout
+    )
     assert sorted(leftover.parent.iterdir()) == sorted([directory, trap, *others])
 
 
 def test_what_may_still_be_written_is_left_alone(leftover: Path) -> None:
-    """This covers a file of the last hour, which another host may be writing, and one that this host is writing."""
+    """This covers a file of the last hour, which another host may be writing, and one
+    that this host is writing.
+    """
     with atomic_write(leftover.with_name("it.ckpt")):
         ended = run("checkpoint", "clean", leftover.parent, "--yes")
-        assert (ended.status, ended.stdout.count(" was written less than an hour ago, so it is kept\n")) == (0, 2)
-        assert f"{leftover} (2.0 KiB) was written less than an hour ago, so it is kept\n" in ended.stdout
+        assert (
+            ended.status,
+            ended.stdout.count(" was written less than an hour ago, so it is kept\n"),
+        ) == (0, 2)
+        assert (
+            f"{leftover} (2.0 KiB) was written less than an hour ago, so it is kept\n"
+            in ended.stdout
+        )
     assert leftover.with_name("it.ckpt").exists()
     leftover.unlink()
     assert run("checkpoint", "clean", leftover.parent).stdout.startswith("nothing to clean in ")
 
 
-LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
+LAUNCHED = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "r",
+}
 
 
 def test_help_and_version() -> None:
@@ -190,7 +250,9 @@ def test_help_and_version() -> None:
 
 
 def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It prints text or one document; contradictory variables are an error with the message of a run."""
+    """It prints text or one document; contradictory variables are an error with the
+    message of a run.
+    """
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     found = json.loads(run("env", "--json").stdout)

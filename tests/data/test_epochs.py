@@ -1,4 +1,6 @@
-"""Which objects below a loader get the epoch, and what a DataLoader's workers see of it."""
+"""Which objects below a loader get the epoch, and what a DataLoader's workers see of
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from lightning_ddp_ext.data.epochs import set_epoch, start_epoch
 class Taker(Dataset[int]):
     """A dataset and sampler that records its epochs; may hold anything.
 
-    Each looks the same to the search, whether it is a dataset, a sampler or a loader of one's own.
+    Each looks the same to the search, whether it is a dataset, a sampler or a loader of
+    one's own.
     """
 
     def __init__(self, held: object = None) -> None:
@@ -78,18 +81,29 @@ class Answering(Dataset[int]):
 
 
 def test_other_objects_get_no_epoch() -> None:
-    """Modules, Trainers and objects inside them get none, nor do objects that only claim to have such a method."""
+    """Modules, Trainers and objects inside them get none, nor do objects that only
+    claim to have such a method.
+    """
     beyond = Taker()
-    trainer, data, module = Trainer(barebones=True), LightningDataModule(), Module()
+    trainer = Trainer(barebones=True)
+    data = LightningDataModule()
+    module = Module()
     trainer.held = data.held = module.held = beyond
     others = [module, trainer, data, Module]
-    for loaders in (DataLoader(Wrapper(others)), others, module, [DataLoader(Anything()), DataLoader(Answering())]):
+    for loaders in (
+        DataLoader(Wrapper(others)),
+        others,
+        module,
+        [DataLoader(Anything()), DataLoader(Answering())],
+    ):
         set_epoch(loaders, 0)
     assert beyond.log == []
 
 
 def test_data_is_not_walked_through() -> None:
-    """The search skips nearly all of a list of a million values, and of a large object graph in a dataset."""
+    """The search skips nearly all of a list of a million values, and of a large object
+    graph in a dataset.
+    """
     numbers = CountingList([0] * 1_000_000)
     records = CountingList({"image": [index], "box": (1, 2)} for index in range(100_000))
     lists = CountingList([numbers] * 1000)
@@ -119,9 +133,17 @@ def draws() -> tuple[float, float, float]:
 
 
 def read(make: Callable[[], Any], *, persistent: bool = True, **options: Any) -> list[list[Any]]:
-    """Read two epochs with a worker, as a Trainer would, and return the samples of each."""
-    options = {"multiprocessing_context": "fork", "persistent_workers": persistent, "collate_fn": list, **options}
-    loader, samples = DataLoader(Mapped(make), num_workers=1, **options), []
+    """Read two epochs with a worker, as a Trainer would, and return the samples of
+    each.
+    """
+    options = {
+        "multiprocessing_context": "fork",
+        "persistent_workers": persistent,
+        "collate_fn": list,
+        **options,
+    }
+    loader = DataLoader(Mapped(make), num_workers=1, **options)
+    samples = []
     for epoch in range(2):
         start_epoch(loader, epoch, rank=0, seed=3 if make is draws else None)
         samples.append([sample for batch in loader for sample in batch])
@@ -129,13 +151,18 @@ def read(make: Callable[[], Any], *, persistent: bool = True, **options: Any) ->
 
 
 def test_the_users_own_start_runs_first() -> None:
-    """A worker_init_fn of the user's still runs, in every epoch, and before the generators are seeded."""
+    """A worker_init_fn of the user's still runs, in every epoch, and before the
+    generators are seeded.
+    """
 
     def start(worker: int) -> None:
         random.seed(worker)
         os.environ["STARTED"] = "yes"
 
-    assert read(lambda: os.environ["STARTED"], worker_init_fn=start, persistent=False) == [["yes"] * 8] * 2
+    assert (
+        read(lambda: os.environ["STARTED"], worker_init_fn=start, persistent=False)
+        == [["yes"] * 8] * 2
+    )
     assert read(draws, worker_init_fn=start, persistent=False) == read(draws)
 
 

@@ -1,6 +1,8 @@
-"""Samplers deal out one order, whatever the number of ranks, and continue wherever they were stopped.
+"""Samplers deal out one order, whatever the number of ranks, and continue wherever they
+were stopped.
 
-The shuffle behind them is a bijection of any length, and as uniform as tests of a fixed seed can see.
+The shuffle behind them is a bijection of any length, and as uniform as tests of a fixed
+seed can see.
 """
 
 from __future__ import annotations
@@ -51,10 +53,13 @@ def in_turn(parts: list[list[Any]]) -> list[Any]:
 
 
 def p_of(counts: Any, expected: Any = None) -> float:
-    """Return the probability of counts at least as far from the expected ones, by default equal (Pearson's test)."""
+    """Return the probability of counts at least as far from the expected ones, by
+    default equal (Pearson's test).
+    """
     observed = np.asarray(counts, dtype=np.float64).ravel()
     means = np.full_like(observed, observed.mean()) if expected is None else np.asarray(expected)
-    statistic, freedom = ((observed - means) ** 2 / means).sum(), len(observed) - 1
+    statistic = ((observed - means) ** 2 / means).sum()
+    freedom = len(observed) - 1
     return float(torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(statistic / 2)))
 
 
@@ -74,22 +79,37 @@ def test_a_sampler_is_the_same_whatever_its_dataset_holds() -> None:
 
 
 def scalable(length: int, **options: Any) -> Make:
-    return lambda world_size, rank: ScalableDistributedSampler(range(length), world_size, rank, **options)
+    return lambda world_size, rank: ScalableDistributedSampler(
+        range(length), world_size, rank, **options
+    )
 
 
 class Epochs(Sampler[int]):
-    """Draws numbers with every generator there is, its own one among them, and yields its epoch first."""
+    """Draws numbers with every generator there is, its own one among them, and yields
+    its epoch first.
+    """
 
     def __init__(self, length: int, promised: int | None = None, *, seed: int = 0) -> None:
-        self.length, self.promised, self.epoch = length, promised, 0
+        self.length = length
+        self.promised = promised
+        self.epoch = 0
         self.torch = self.again = torch.Generator().manual_seed(seed)
-        self.numpy, self.old = np.random.default_rng(seed), np.random.RandomState(seed)
+        self.numpy = np.random.default_rng(seed)
+        self.old = np.random.RandomState(seed)
         self.python = random.Random(seed)
 
     def draw(self) -> int:
         """Yield numbers of both generators."""
-        drawn = torch.randint(7, (), generator=self.torch), torch.randint(7, (), generator=self.again)
-        return int(sum(drawn)) + self.numpy.integers(7) + self.old.randint(7) + self.python.randrange(7)
+        drawn = (
+            torch.randint(7, (), generator=self.torch),
+            torch.randint(7, (), generator=self.again),
+        )
+        return (
+            int(sum(drawn))
+            + self.numpy.integers(7)
+            + self.old.randint(7)
+            + self.python.randrange(7)
+        )
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -101,12 +121,19 @@ class Epochs(Sampler[int]):
         yield self.epoch
         assert self.torch is self.again
         for _ in range(self.length - 1):
-            yield self.draw() + int(torch.randint(7, ())) + int(np.random.randint(7)) + random.randrange(7)
+            yield (
+                self.draw()
+                + int(torch.randint(7, ()))
+                + int(np.random.randint(7))
+                + random.randrange(7)
+            )
 
 
 KINDS: dict[str, Any] = {
     "scalable": lambda n, w, r, **options: ScalableDistributedSampler(range(n), w, r, **options),
-    "in order": lambda n, w, r, **options: ScalableDistributedSampler(range(n), w, r, shuffle=False, **options),
+    "in order": lambda n, w, r, **options: ScalableDistributedSampler(
+        range(n), w, r, shuffle=False, **options
+    ),
     "shared": lambda n, w, r, **options: SharedSampler(Epochs(n, seed=r), w, r, **options),
     "batches": lambda n, w, r, **options: DistributedBatchSamplerWrapper(
         BatchSampler(Epochs(n, seed=r), 3, False), w, r, **options
@@ -115,23 +142,38 @@ KINDS: dict[str, Any] = {
 
 
 @law
-@given(kind=st.sampled_from([*KINDS]), length=st.integers(1, 60), ranks=st.integers(1, 9), epoch=st.integers(0, 3))
-def test_the_order_does_not_depend_on_the_number_of_ranks(kind: str, length: int, ranks: int, epoch: int) -> None:
-    """The ranks' items in turn are the order of one process; "pad" appends the first items, "drop" omits the last."""
+@given(
+    kind=st.sampled_from([*KINDS]),
+    length=st.integers(1, 60),
+    ranks=st.integers(1, 9),
+    epoch=st.integers(0, 3),
+)
+def test_the_order_does_not_depend_on_the_number_of_ranks(
+    kind: str, length: int, ranks: int, epoch: int
+) -> None:
+    """The ranks' items in turn are the order of one process; "pad" appends the first
+    items, "drop" omits the last.
+    """
 
     def shares(world_size: int, uneven: str) -> list[list[Any]]:
-        return dealt(lambda w, r: KINDS[kind](length, w, r, seed=3, uneven=uneven), world_size, epoch)
+        return dealt(
+            lambda w, r: KINDS[kind](length, w, r, seed=3, uneven=uneven), world_size, epoch
+        )
 
     [one] = shares(1, "exact")
     exact, padded, dropped = (shares(ranks, uneven) for uneven in ("exact", "pad", "drop"))
     assert in_turn(exact) == one
     assert len(exact[0]) - len(exact[-1]) <= 1
-    assert in_turn(padded) == [one[number % len(one)] for number in range(-(-len(one) // ranks) * ranks)]
+    assert in_turn(padded) == [
+        one[number % len(one)] for number in range(-(-len(one) // ranks) * ranks)
+    ]
     assert in_turn(dropped) == one[: len(one) // ranks * ranks]
 
 
 def with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int) -> list[Any]:
-    """Return all samples if each pair of ranks and items is read in turn, and ``last`` ranks read the rest."""
+    """Return all samples if each pair of ranks and items is read in turn, and ``last``
+    ranks read the rest.
+    """
     read: list[Any] = []
     position = 0
     for world_size, consumed in [*stops, (last, None)]:
@@ -139,7 +181,9 @@ def with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int) 
         for sampler in samplers:
             sampler.resume_at(epoch, position)
             read += islice(sampler, consumed)
-        (position,) = {sampler.shard(position).position_after(consumed or 0) for sampler in samplers}
+        (position,) = {
+            sampler.shard(position).position_after(consumed or 0) for sampler in samplers
+        }
     return read
 
 
@@ -155,14 +199,17 @@ def with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int) 
 def test_other_numbers_of_ranks_read_the_rest(
     kind: str, length: int, stops: list[tuple[int, int]], last: int, epoch: int, uneven: str
 ) -> None:
-    """Each item is read once; "pad" repeats, and "drop" leaves out at the end, less than a round of the most ranks."""
+    """Each item is read once; "pad" repeats, and "drop" leaves out at the end, less
+    than a round of the most ranks.
+    """
 
     def make(world_size: int, rank: int) -> Any:
         return KINDS[kind](length, world_size, rank, seed=2, uneven=uneven)
 
     [order] = dealt(make, 1, epoch)
     read = with_stops(make, stops, last, epoch)
-    counted, most_ranks = Counter(map(str, read)), max([last, *(world_size for world_size, _ in stops)])
+    counted = Counter(map(str, read))
+    most_ranks = max([last, *(world_size for world_size, _ in stops)])
     if uneven == "drop":
         assert counted == Counter(map(str, order[: len(read)]))
         assert len(read) > len(order) - most_ranks
@@ -172,10 +219,13 @@ def test_other_numbers_of_ranks_read_the_rest(
 
 
 @pytest.mark.parametrize(
-    ("length", "digest"), [(1000, "0df14c22ea6ace32"), (70_001, "0dbb2761ad438328"), (2**62, "58228eda3b538ecb")]
+    ("length", "digest"),
+    [(1000, "0df14c22ea6ace32"), (70_001, "0dbb2761ad438328"), (2**62, "58228eda3b538ecb")],
 )
 def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
-    """A seed and an epoch give the same indices in every version, so checkpoints continue in their order."""
+    """A seed and an epoch give the same indices in every version, so checkpoints
+    continue in their order.
+    """
     sampler = ScalableDistributedSampler(range(length), 3, 1, seed=7)
     sampler.set_epoch(5)
     indices = list(islice(sampler, 40_000))
@@ -184,21 +234,35 @@ def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "in order"])
 def test_another_seed_or_epoch_makes_another_order(kind: str) -> None:
-    """This holds for every sampler that shuffles, draws, or divides items among the ranks."""
+    """This holds for every sampler that shuffles, draws, or divides items among the
+    ranks.
+    """
     seeds_and_epochs = ((1, 0), (2, 0), (1, 1), (1, 2))
-    orders = [dealt(lambda w, r, s=seed: KINDS[kind](50, w, r, seed=s), 1, epoch) for seed, epoch in seeds_and_epochs]
-    assert len({str(order[0][1:]) for order in orders}) == len(orders)  # the first one may tell the epoch
+    orders = [
+        dealt(lambda w, r, s=seed: KINDS[kind](50, w, r, seed=s), 1, epoch)
+        for seed, epoch in seeds_and_epochs
+    ]
+    assert len({str(order[0][1:]) for order in orders}) == len(
+        orders
+    )  # the first one may tell the epoch
 
 
 def test_the_exact_sampler_deals_each_sample_once_in_the_datasets_order() -> None:
-    """Some ranks get one more, some none; an empty dataset is not an error, as with torch's own sampler."""
+    """Some ranks get one more, some none; an empty dataset is not an error, as with
+    torch's own sampler.
+    """
     for length, shares in ((5, [[0, 3], [1, 4], [2]]), (2, [[0], [1], []]), (0, [[], [], []])):
-        assert dealt(lambda w, r, length=length: ExactDistributedSampler(range(length), w, r), 3) == shares
+        assert (
+            dealt(lambda w, r, length=length: ExactDistributedSampler(range(length), w, r), 3)
+            == shares
+        )
     assert dealt(lambda w, r: ScalableDistributedSampler([], w, r), 3) == [[], [], []]
 
 
 def test_huge_orders_need_no_memory_and_end_where_they_should() -> None:
-    """Orders too long for a list take less than a MiB, repeat no index, and do not round near 2**62."""
+    """Orders too long for a list take less than a MiB, repeat no index, and do not
+    round near 2**62.
+    """
     length = 2**62 - 3
     sampler = ScalableDistributedSampler(range(length), 1000, 7)
     assert len(set(islice(sampler, 40_000))) == 40_000
@@ -213,7 +277,9 @@ def test_huge_orders_need_no_memory_and_end_where_they_should() -> None:
     for uneven, left in (("pad", 6), ("drop", 5), ("exact", 5)):
         sampler = scalable(length, shuffle=False, uneven=uneven)(1000, 7)
         sampler.resume_at(0, length - 5001)
-        assert [*iter(sampler)] == [(length - 5001 + 7 + number * 1000) % length for number in range(left)]
+        assert [*iter(sampler)] == [
+            (length - 5001 + 7 + number * 1000) % length for number in range(left)
+        ]
 
 
 @pytest.mark.parametrize("taken", [1, 256, 257, 33_000])
@@ -226,7 +292,9 @@ def test_an_order_continues_at_any_position(taken: int) -> None:
 
 
 def test_a_position_belongs_to_its_epoch() -> None:
-    """Setting the same epoch keeps the position; another epoch starts at its beginning, even an earlier one."""
+    """Setting the same epoch keeps the position; another epoch starts at its beginning,
+    even an earlier one.
+    """
     sampler = scalable(100)(1, 0)
     [whole] = dealt(scalable(100), 1, 5)
     sampler.resume_at(5, 40)
@@ -240,7 +308,9 @@ def test_a_position_belongs_to_its_epoch() -> None:
 
 
 def test_an_iterator_keeps_the_epoch_that_its_first_index_was_drawn_in() -> None:
-    """An iterator follows the epoch that is set before its first item; a later epoch does not affect it."""
+    """An iterator follows the epoch that is set before its first item; a later epoch
+    does not affect it.
+    """
     sampler = scalable(2000)(1, 0)
     iterator = iter(sampler)
     sampler.set_epoch(3)
@@ -264,11 +334,23 @@ def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: ScalableDistributedSampler(iter([1])), r"dataset must have a length \(got list_iterator"),
+        (
+            lambda: ScalableDistributedSampler(iter([1])),
+            r"dataset must have a length \(got list_iterator",
+        ),
         (lambda: SharedSampler(iter([])), r"sampler must have a length \(got list_iterator"),
-        (lambda: DistributedBatchSamplerWrapper(iter([])), r"batch_sampler must have a length \(got list_iterator"),
-        (lambda: one_sample(2, 2), r"rank must be at least 0 and less than num_replicas=2 \(got 2\)"),
-        (lambda: one_sample(2, -1), r"rank must be at least 0 and less than num_replicas=2 \(got -1\)"),
+        (
+            lambda: DistributedBatchSamplerWrapper(iter([])),
+            r"batch_sampler must have a length \(got list_iterator",
+        ),
+        (
+            lambda: one_sample(2, 2),
+            r"rank must be at least 0 and less than num_replicas=2 \(got 2\)",
+        ),
+        (
+            lambda: one_sample(2, -1),
+            r"rank must be at least 0 and less than num_replicas=2 \(got -1\)",
+        ),
         (lambda: one_sample(seed=-1), r"seed must be .*at least 0 \(got -1\)"),
         (lambda: one_sample(uneven="wrap"), r"uneven must be 'pad', 'drop' or 'exact' \(got 'w"),
         (lambda: one_sample().set_epoch(-1), r"epoch must be .*at least 0 \(got -1\)"),
@@ -288,14 +370,17 @@ def test_drawing_leaves_generators_alone() -> None:
         return sampler.draw(), torch.rand(()).item(), random.random(), float(np.random.random())
 
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    unread, read = Epochs(41), Epochs(41)
+    unread = Epochs(41)
+    read = Epochs(41)
     expected = [draw(unread) for _ in range(21)]
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     assert [draw(read) for _ in SharedSampler(read, 2, 0)] == expected
 
 
 def test_batches_reach_the_loader_unchanged() -> None:
-    """This holds for a batch sampler that reuses one list, and for a sampler that yields batches."""
+    """This holds for a batch sampler that reuses one list, and for a sampler that
+    yields batches.
+    """
 
     class Reusing(list[Any]):
         def __iter__(self) -> Iterator[list[int]]:
@@ -311,7 +396,9 @@ def test_batches_reach_the_loader_unchanged() -> None:
 
 def test_a_sampler_that_yields_too_little_is_named() -> None:
     """A sampler must yield as many items as its length; further items are not read."""
-    with pytest.raises(ConfigurationError, match=r"at least len\(sampler\) = 9 items \(got 7\); correct Epochs"):
+    with pytest.raises(
+        ConfigurationError, match=r"at least len\(sampler\) = 9 items \(got 7\); correct Epochs"
+    ):
         list(SharedSampler(Epochs(7, promised=9), 2, 0))
     assert len(in_turn(dealt(lambda w, r: SharedSampler(Epochs(7, promised=6), w, r), 2))) == 6
 
@@ -321,20 +408,32 @@ JUST_ABOVE_THE_TABLE = 65_537
 
 
 def counts(values: NDArray[Any], length: int, cells: int) -> NDArray[np.int64]:
-    return np.bincount((values.astype(np.float64) / length * cells).astype(np.int64), minlength=cells)
+    return np.bincount(
+        (values.astype(np.float64) / length * cells).astype(np.int64), minlength=cells
+    )
 
 
-@pytest.mark.parametrize("length", [1, 2, 1000, 65_535, 65_536, 65_537, 65_538, 100_003, 257 * 256, 2**18, 999_999])
+@pytest.mark.parametrize(
+    "length", [1, 2, 1000, 65_535, 65_536, 65_537, 65_538, 100_003, 257 * 256, 2**18, 999_999]
+)
 def test_lengths_around_the_table_and_beyond_are_bijections(length: int) -> None:
-    """Short orders are read from a table, longer ones from a network; both are complete near the limit."""
-    assert np.array_equal(np.sort(Permutation(length, 3).apply(np.arange(length))), np.arange(length))
+    """Short orders are read from a table, longer ones from a network; both are complete
+    near the limit.
+    """
+    assert np.array_equal(
+        np.sort(Permutation(length, 3).apply(np.arange(length))), np.arange(length)
+    )
 
 
 @pytest.mark.parametrize("length", [1000, JUST_ABOVE_THE_TABLE, 10**7, 10**12, 3 * 2**59, 2**62])
 def test_a_position_has_every_image_over_the_epochs(length: int) -> None:
-    """The images of the first, a middle and the last position, over epochs, fill the order evenly."""
+    """The images of the first, a middle and the last position, over epochs, fill the
+    order evenly.
+    """
     positions = np.array([0, length // 2, length - 1])
-    values = np.array([Permutation(length, mix(5, epoch)).apply(positions) for epoch in range(2000)])
+    values = np.array(
+        [Permutation(length, mix(5, epoch)).apply(positions) for epoch in range(2000)]
+    )
     for each in values.T:
         assert p_of(counts(each, length, 50)) > SMALLEST_P
         assert p_of(np.bincount(each % 16, minlength=16)) > SMALLEST_P
@@ -343,17 +442,28 @@ def test_a_position_has_every_image_over_the_epochs(length: int) -> None:
 @pytest.mark.parametrize("length", [JUST_ABOVE_THE_TABLE, 10**7, 10**12, 3 * 2**59])
 def test_pairs_of_one_epoch_are_independent(length: int) -> None:
     """Positions side by side, one row apart or far apart have independent images."""
-    order, some = Permutation(length, mix(6, length)), np.arange(60_000)
+    order = Permutation(length, mix(6, length))
+    some = np.arange(60_000)
     values = order.apply(some)
     for lag in (1, 2, isqrt(length - 1) + 1, length // 2):
         others = order.apply((some + lag) % length)
-        of_value, of_other = ((each.astype(np.float64) / length * 16).astype(np.int64) for each in (values, others))
+        of_value, of_other = (
+            (each.astype(np.float64) / length * 16).astype(np.int64) for each in (values, others)
+        )
         assert p_of(np.bincount(of_value * 16 + of_other, minlength=256)) > SMALLEST_P
         assert p_of(counts((others - values) % length, length, 200)) > SMALLEST_P
 
 
 def test_mix_has_no_collisions_by_addition_order_or_length() -> None:
-    """All pairs, their swapped forms, single words and padded ones have different seeds."""
-    words = [*itertools.product(range(200), repeat=2), *((word,) for word in range(200)), (), (0, 0, 0), (2**32,)]
+    """All pairs, their swapped forms, single words and padded ones have different
+    seeds.
+    """
+    words = [
+        *itertools.product(range(200), repeat=2),
+        *((word,) for word in range(200)),
+        (),
+        (0, 0, 0),
+        (2**32,),
+    ]
     words += [(2**64 + 5,), (5, 2**64), (2**64, 5), (1, 2**200)]
     assert len({mix(*each) for each in words}) == len(words)

@@ -1,7 +1,8 @@
-"""After a fault at any time all processes of a run end within the promised bound, and nothing is lost.
+"""After a fault at any time all processes of a run end within the promised bound, and
+nothing is lost.
 
-``make soak`` tries any number of seeds. ``faults.csv`` in the directory of the tests (``--basetemp``) lists how long
-each took, beside the bound.
+``make soak`` tries any number of seeds. ``faults.csv`` in the directory of the tests
+(``--basetemp``) lists how long each took, beside the bound.
 """
 
 from __future__ import annotations
@@ -31,20 +32,27 @@ from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, free_port, run_ranks
 from tests.harness.scripts import be_the_script
 
-# By day a kill, an exception, a dead launching process, and a cut wire; `make nightly` draws 60 others.
+# By day a kill, an exception, a dead launching process, and a cut wire; `make nightly`
+# draws 60 others.
 SEEDS = (2, 18, 24, 37)
-FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0))
+FIRST = int(os.environ.get("SOAK_SEED", 0))
+COUNT = int(os.environ.get("SOAK_COUNT", 0))
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
-SECONDS_TO_TIDY = 60.0  # until workers miss their rank, and torchrun has killed a rank that was stopped
+SECONDS_TO_TIDY = (
+    60.0  # until workers miss their rank, and torchrun has killed a rank that was stopped
+)
 SECONDS_TO_DUMP = 60.0
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "raise": FAIL}
-# How ranks are started: by hand, by a script that is rank 0 (popen), or by a process that is not a rank itself.
-BY_HAND, LAUNCHED = ("by hand", "by hand, bad wire"), ("torchrun", "fork", "spawn")
+# How ranks are started: by hand, by a script that is rank 0 (popen), or by a process
+# that is not a rank itself.
+BY_HAND = ("by hand", "by hand, bad wire")
+LAUNCHED = ("torchrun", "fork", "spawn")
 DURING = ("saves", "background saves", "rescue")
-# See "How long it takes at most" in docs/guides/hangs.md. After a death the main thread raises or the process ends;
-# what then runs, and the end of the process, each have the deadline of a save.
+# See "How long it takes at most" in docs/guides/hangs.md. After a death the main thread
+# raises or the process ends; what then runs, and the end of the process, each have the
+# deadline of a save.
 TO_END = 2 * LIMITS["save_deadline"]
 BOUNDS: dict[str, float] = {
     "kill": 3 + TO_END,
@@ -58,14 +66,18 @@ BOUNDS: dict[str, float] = {
 
 @dataclass(frozen=True)
 class Strike:
-    """The fault of a rank or its launching process, and its time in seconds after all ranks began to train."""
+    """The fault of a rank or its launching process, and its time in seconds after all
+    ranks began to train.
+    """
 
     what: str
     whom: int | None
     after: float
 
     def __str__(self) -> str:
-        return f"{self.what} {'launcher' if self.whom is None else self.whom} after {self.after:.2f} s"
+        return (
+            f"{self.what} {'launcher' if self.whom is None else self.whom} after {self.after:.2f} s"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,20 +95,33 @@ class Case:
     @property
     def bound(self) -> float:
         """Seconds from the last strike to the end of all processes."""
-        return max(BOUNDS["launcher" if strike.whom is None else strike.what] for strike in self.strikes)
+        return max(
+            BOUNDS["launcher" if strike.whom is None else strike.what] for strike in self.strikes
+        )
 
 
 def draw(seed: int) -> Case:
     """Return the case of a seed."""
     chance = random.Random(seed)
     started = chance.choice((*BY_HAND * 2, "popen", *LAUNCHED))
-    world_size = chance.choice((2, 3)) if started in (*BY_HAND, "fork") else 2  # the others import torch anew
-    what = chance.choice(("kill", "kill", "term", "raise", "stop", *["cut"] * (started == BY_HAND[1])))
+    world_size = (
+        chance.choice((2, 3)) if started in (*BY_HAND, "fork") else 2
+    )  # the others import torch anew
+    what = chance.choice(
+        ("kill", "kill", "term", "raise", "stop", *["cut"] * (started == BY_HAND[1]))
+    )
     one, other = chance.sample(range(world_size), 2)
     to_launcher = what in ("kill", "term") and started in LAUNCHED and chance.random() < 0.4
     strikes = [Strike(what, None if to_launcher else one, chance.uniform(0.0, 1.5))]
-    if what in ("kill", "term", "raise") and world_size == 3 and not to_launcher and chance.random() < 0.5:
-        strikes.append(Strike(chance.choice(("kill", "term", "raise")), other, chance.uniform(0.0, 0.5)))
+    if (
+        what in ("kill", "term", "raise")
+        and world_size == 3
+        and not to_launcher
+        and chance.random() < 0.5
+    ):
+        strikes.append(
+            Strike(chance.choice(("kill", "term", "raise")), other, chance.uniform(0.0, 0.5))
+        )
     return Case(seed, started, world_size, chance.choice(DURING), tuple(strikes))
 
 
@@ -104,14 +129,21 @@ def draw(seed: int) -> Case:
 
 
 class Run:
-    """A run in progress: its output, and its processes by id, as descriptors that become readable when they exit."""
+    """A run in progress: its output, and its processes by id, as descriptors that
+    become readable when they exit.
+    """
 
     def __init__(self, case: Case, directory: Path, processes: RankProcesses) -> None:
-        self.case, self.directory = case, directory
+        self.case = case
+        self.directory = directory
         self.started = list(processes.pids.values())
         self.descriptors = {pid: os.pidfd_open(pid) for pid in self.started}
         self.ranks = self._wait_until_all_train()
-        children = {child.pid for pid in self.started for child in psutil.Process(pid).children(recursive=True)}
+        children = {
+            child.pid
+            for pid in self.started
+            for child in psutil.Process(pid).children(recursive=True)
+        }
         self.descriptors |= {pid: os.pidfd_open(pid) for pid in children}
 
     @property
@@ -140,7 +172,9 @@ class Run:
             cut()
         else:
             with contextlib.suppress(ProcessLookupError):  # the first strike may have killed it
-                signal.pidfd_send_signal(self.descriptors[self.pid_of(strike.whom)], SIGNALS[strike.what])
+                signal.pidfd_send_signal(
+                    self.descriptors[self.pid_of(strike.whom)], SIGNALS[strike.what]
+                )
 
     def wait(self, pids: set[int], deadline: float) -> set[int]:
         """Wait until processes exit; return those that still run at the deadline."""
@@ -165,8 +199,13 @@ class Run:
 
 
 def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
-    """Start the run; scripts and torchrun start in a process that has imported torch and Lightning."""
-    options: dict[str, Any] = {"env": {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}, "time_limit": 400.0}
+    """Start the run; scripts and torchrun start in a process that has imported torch
+    and Lightning.
+    """
+    options: dict[str, Any] = {
+        "env": {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"},
+        "time_limit": 400.0,
+    }
     if case.started in BY_HAND:
         far = case.strikes[0].whom
         places = None if hosts is None else [hosts[rank == far] for rank in range(case.world_size)]
@@ -177,14 +216,27 @@ def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
     command = [training.__file__, str(directory), str(case.world_size), case.started, case.during]
     if case.started == "torchrun":
         command[3] = "popen"
-        command = [torch.distributed.run.__file__, "--standalone", f"--nproc-per-node={case.world_size}", *command]
+        command = [
+            torch.distributed.run.__file__,
+            "--standalone",
+            f"--nproc-per-node={case.world_size}",
+            *command,
+        ]
     return RankProcesses(be_the_script, 1, Path(command[0]), command[1:], directory, **options)
 
 
-def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> tuple[float, set[int], str, list[Outcome]]:
-    """Strike a run; return the time that its ranks took to exit, the processes that are late, and their output."""
+def strike_and_wait(
+    case: Case, directory: Path, hosts: Network | None
+) -> tuple[float, set[int], str, list[Outcome]]:
+    """Strike a run; return the time that its ranks took to exit, the processes that are
+    late, and their output.
+    """
     with contextlib.ExitStack() as stack:
-        wire = bad_wire(hosts, delay=0.003, loss=0.01) if hosts else contextlib.nullcontext(lambda: None)
+        wire = (
+            bad_wire(hosts, delay=0.003, loss=0.01)
+            if hosts
+            else contextlib.nullcontext(lambda: None)
+        )
         cut = stack.enter_context(wire)
         processes = stack.enter_context(start(case, directory, hosts))
         run = stack.enter_context(contextlib.closing(Run(case, directory, processes)))
@@ -236,15 +288,23 @@ def wrong_files(case: Case, directory: Path, output: str) -> Iterator[str]:
     saved = [int(step) for step in re.findall(r"^step (\d+) is saved$", output, re.MULTILINE)]
     certain = saved[:-2] if case.during == "background saves" else saved
     steps = {path: step_of(path) for path in directory.glob("*.ckpt")}
-    yield from (f"{path.name} is damaged, or mixes steps" for path, step in steps.items() if step is None)
-    if max((step for step in steps.values() if step is not None), default=0) < max(certain, default=0):
+    yield from (
+        f"{path.name} is damaged, or mixes steps" for path, step in steps.items() if step is None
+    )
+    if max((step for step in steps.values() if step is not None), default=0) < max(
+        certain, default=0
+    ):
         yield f"step {certain[-1]} had been saved, and is lost"
-    if {strike.what for strike in case.strikes} == {"term"} and not (directory / "last-preempted.ckpt").exists():
+    if {strike.what for strike in case.strikes} == {"term"} and not (
+        directory / "last-preempted.ckpt"
+    ).exists():
         yield "no checkpoint of the stop"
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of a checkpoint; None if it is damaged, or if its weights are of another step."""
+    """Return the step of a checkpoint; None if it is damaged, or if its weights are of
+    another step.
+    """
     try:
         if zipfile.ZipFile(path).testzip() is not None:
             return None
@@ -270,19 +330,30 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case, float], 
 
 def parameter(seed: int) -> Any:
     case = draw(seed)
-    return pytest.param(case, marks=[pytest.mark.netns] * (case.started == BY_HAND[1]), id=str(case))
+    return pytest.param(
+        case, marks=[pytest.mark.netns] * (case.started == BY_HAND[1]), id=str(case)
+    )
 
 
 @pytest.mark.parametrize("case", [parameter(seed) for seed in range(FIRST, FIRST + COUNT) or SEEDS])
 def test_a_fault_is_survived(
-    case: Case, tmp_path: Path, request: pytest.FixtureRequest, record: Callable[[Case, float], None]
+    case: Case,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    record: Callable[[Case, float], None],
 ) -> None:
-    """All processes exit in time and name the culprit; the same command then reads each sample once an epoch."""
+    """All processes exit in time and name the culprit; the same command then reads each
+    sample once an epoch.
+    """
     hosts = request.getfixturevalue("two_hosts") if case.started == BY_HAND[1] else None
     seconds, left, output, outcomes = strike_and_wait(case, tmp_path, hosts)
     record(case, seconds)
     late = [f"process {pid} still runs {case.bound} s after the strike" for pid in left]
-    wrong = [*late, *([] if left else wrong_endings(case, outcomes, output)), *wrong_files(case, tmp_path, output)]
+    wrong = [
+        *late,
+        *([] if left else wrong_endings(case, outcomes, output)),
+        *wrong_files(case, tmp_path, output),
+    ]
     assert not wrong, "\n".join([f"make soak SEED={case.seed} COUNT=1", *wrong, output])
 
     newest = max((step_of(path) or 0 for path in tmp_path.glob("*.ckpt")), default=0)

@@ -1,7 +1,9 @@
-"""Train under faults; as a script: ``training.py DIRECTORY WORLD_SIZE START_METHOD DURING``.
+"""Train under faults; as a script: ``training.py DIRECTORY WORLD_SIZE START_METHOD
+DURING``.
 
-The weights count the steps, and how often each sample was read. In the directory of the run, each rank writes its
-process id to ``output`` once it trains, and rank 0 the steps that it saved.
+The weights count the steps, and how often each sample was read. In the directory of the
+run, each rank writes its process id to ``output`` once it trains, and rank 0 the steps
+that it saved.
 """
 
 from __future__ import annotations
@@ -29,11 +31,15 @@ FAIL = signal.SIGUSR2  # has the training step raise
 
 
 class Counting(L.LightningModule):
-    """A model that counts, with 2 MB of gradients, validations and, on request, a loader worker."""
+    """A model that counts, with 2 MB of gradients, validations and, on request, a
+    loader worker.
+    """
 
     def __init__(self, world_size: int, has_worker: bool) -> None:
         super().__init__()
-        self.world_size, self.has_worker, self.fails = world_size, has_worker, False
+        self.world_size = world_size
+        self.has_worker = has_worker
+        self.fails = False
         self.seen = nn.Parameter(torch.zeros(STEPS * BATCH * world_size))
         self.steps = nn.Parameter(torch.zeros(500_000))
 
@@ -55,7 +61,11 @@ class Counting(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.world_size)  # DDP divides gradients by it
 
     def train_dataloader(self) -> DataLoader[Any]:
-        worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+        worker: dict[str, Any] = {
+            "num_workers": 1,
+            "persistent_workers": True,
+            "multiprocessing_context": "fork",
+        }
         options = worker if self.has_worker else {}
         return DataLoader(range(len(self.seen)), BATCH, shuffle=True, **options)  # type: ignore[arg-type]
 
@@ -66,7 +76,9 @@ class Counting(L.LightningModule):
 class TellingIO(RankZeroCheckpointIO):
     """Prints which step was saved, or copied for a save in the background."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
         super().save_checkpoint(checkpoint, path, storage_options)
         print_line(f"step {checkpoint['global_step']} is saved")
 
@@ -76,7 +88,9 @@ def print_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def train(directory: Path, devices: int, during: str, max_epochs: int = -1, **options: Any) -> Counting:
+def train(
+    directory: Path, devices: int, during: str, max_epochs: int = -1, **options: Any
+) -> Counting:
     """Train from the newest checkpoint on, and save every third step; return the model."""
     L.seed_everything(8 if any(directory.glob("*.ckpt")) else 7, verbose=False)
     io = TellingIO(background=during == "background saves")
@@ -108,8 +122,12 @@ def train_by_hand(rank: int, world_size: int, directory: Path, url: str, during:
     train(directory, world_size, during, init_method=url, rank=rank, world_size=world_size)
 
 
-def run_again(rank: int, world_size: int, directory: Path, during: str, max_epochs: int) -> tuple[Tensor, Tensor]:
-    """Run the same command again until ``max_epochs``; return how often each sample was read, and the steps."""
+def run_again(
+    rank: int, world_size: int, directory: Path, during: str, max_epochs: int
+) -> tuple[Tensor, Tensor]:
+    """Run the same command again until ``max_epochs``; return how often each sample was
+    read, and the steps.
+    """
     options = {"init_method": f"file://{directory}/again", "rank": rank, "world_size": world_size}
     model = train(directory, world_size, during, max_epochs, **options)
     return model.seen.detach(), model.steps.detach()[::500].clone()

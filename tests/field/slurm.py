@@ -1,7 +1,9 @@
-"""Run a real SLURM on this machine, with two nodes, and jobs on it as users submit them.
+"""Run a real SLURM on this machine, with two nodes, and jobs on it as users submit
+them.
 
-The daemons see another ``/etc/hosts``, in which both nodes are 127.0.0.1; the machine's file does not change.
-On Debian, install them with ``apt-get install --no-install-recommends slurmctld slurmd slurm-client munge``.
+The daemons see another ``/etc/hosts``, in which both nodes are 127.0.0.1; the machine's
+file does not change. On Debian, install them with ``apt-get install
+--no-install-recommends slurmctld slurmd slurm-client munge``.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def why_unavailable() -> str | None:
         return f"{', '.join(missing)} not installed"
     if os.geteuid() != 0:
         return "SLURM's daemons need root"
-    mount = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, check=False)
+    mount = subprocess.run(
+        ["unshare", "--mount", "true"], capture_output=True, text=True, check=False
+    )
     return mount.stderr.strip() or "unshare --mount fails" if mount.returncode else None
 
 
@@ -75,7 +79,9 @@ def _path_of(program: str) -> str | None:
 
 
 class Slurm:
-    """A SLURM whose files are in a directory; the context manager starts its daemons, and ends them and all jobs."""
+    """A SLURM whose files are in a directory; the context manager starts its daemons,
+    and ends them and all jobs.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -86,21 +92,34 @@ class Slurm:
             (self._root / name).mkdir()
         host = socket.gethostname().partition(".")[0]
         ports = [free_port() for _ in range(3)]
-        first_job = 1 + 100 * secrets.randbelow(99)  # the ranks' port follows, also in another SLURM on this machine
+        first_job = 1 + 100 * secrets.randbelow(
+            99
+        )  # the ranks' port follows, also in another SLURM on this machine
         configuration = self._root / "slurm.conf"
-        configuration.write_text(_CONFIGURATION.format(host=host, root=self._root, ports=ports, first_job=first_job))
+        configuration.write_text(
+            _CONFIGURATION.format(host=host, root=self._root, ports=ports, first_job=first_job)
+        )
         hosts = self._root / "hosts"
         hosts.write_text(f"127.0.0.1 localhost n1 n2 {host}\n")
         key = self._root / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(1024))
         try:
-            files = {"key": key, "socket": "munge.socket", "pid": "munge.pid", "log": "munge.log", "seed": "munge.seed"}
+            files = {
+                "key": key,
+                "socket": "munge.socket",
+                "pid": "munge.pid",
+                "log": "munge.log",
+                "seed": "munge.seed",
+            }
             self._start("munged", "--foreground", "--force", *_munge_options(self._root, files))
             self._wait_until((self._root / "munge.socket").is_socket, "munge has no socket")
             self._start("slurmctld", "-D", "-f", configuration)
             for node in ("n1", "n2"):
-                slurmd = f"mount --bind {hosts} /etc/hosts && exec {_path_of('slurmd')} -D -N {node} -f {configuration}"
+                slurmd = (
+                    f"mount --bind {hosts} /etc/hosts && exec {_path_of('slurmd')} -D -N {node} -f"
+                    f" {configuration}"
+                )
                 self._start("unshare", "--mount", "sh", "-c", slurmd)
             self._wait_until(self._has_idle_nodes, "its nodes are not idle")
         except BaseException:
@@ -110,7 +129,9 @@ class Slurm:
 
     def __exit__(self, *_: object) -> None:
         if self._has_answered("scancel", "--user=root"):
-            self._wait_until(lambda: self.call("squeue", "--noheader", may_fail=True) == "", "jobs are left")
+            self._wait_until(
+                lambda: self.call("squeue", "--noheader", may_fail=True) == "", "jobs are left"
+            )
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
@@ -122,30 +143,47 @@ class Slurm:
 
     def _has_answered(self, *command: str) -> bool:
         return (
-            subprocess.run(command, env=self.environment, capture_output=True, timeout=30, check=False).returncode == 0
+            subprocess.run(
+                command, env=self.environment, capture_output=True, timeout=30, check=False
+            ).returncode
+            == 0
         )
 
     def _start(self, program: str, *words: object) -> None:
         command = [str(_path_of(program)), *map(str, words)]
-        env = {name: value for name, value in os.environ.items() if name != MARK}  # they outlive a test
+        env = {
+            name: value for name, value in os.environ.items() if name != MARK
+        }  # they outlive a test
         with open(self._root / f"{len(self._daemons)}-{program}.out", "wb") as output:
             self._daemons.append(
                 subprocess.Popen(
-                    command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                    command,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
                 )
             )
 
     def _has_idle_nodes(self) -> bool:
-        return self.call("sinfo", "--noheader", "-p", "low", "-t", "idle", "-o", "%D", may_fail=True) == "2"
+        return (
+            self.call("sinfo", "--noheader", "-p", "low", "-t", "idle", "-o", "%D", may_fail=True)
+            == "2"
+        )
 
-    def _wait_until(self, condition: Callable[[], bool], otherwise: str, seconds: float = _SECONDS_TO_START) -> None:
+    def _wait_until(
+        self, condition: Callable[[], bool], otherwise: str, seconds: float = _SECONDS_TO_START
+    ) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"{otherwise} after {seconds:g} s\n{self._logs()}"
             time.sleep(_POLL)
 
     def _logs(self) -> str:
-        return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(self._root.glob("*.out")))
+        return "\n".join(
+            f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(self._root.glob("*.out"))
+        )
 
     @property
     def environment(self) -> dict[str, str]:
@@ -160,8 +198,12 @@ class Slurm:
         }
 
     def call(self, *command: str, may_fail: bool = False) -> str:
-        """Return the output of one of SLURM's commands; fail if it fails, unless it may."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        """Return the output of one of SLURM's commands; fail if it fails, unless it
+        may.
+        """
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+        )
         assert may_fail or done.returncode == 0, done.stderr
         return done.stdout.strip() if done.returncode == 0 else "failed"
 
@@ -189,11 +231,17 @@ class Job:
         return "".join(each.read_text() for each in logs if each.exists())
 
     def facts(self, name: str) -> list[str]:
-        """Return a fact that the controller states about the job, such as ``JobState``, for each task of an array."""
-        return re.findall(rf"\b{name}=(\S+)", self._slurm.call("scontrol", "show", "job", self.number))
+        """Return a fact that the controller states about the job, such as ``JobState``,
+        for each task of an array.
+        """
+        return re.findall(
+            rf"\b{name}=(\S+)", self._slurm.call("scontrol", "show", "job", self.number)
+        )
 
     def wait(self) -> list[tuple[str, int]]:
-        """Wait until the job exits for good; return its state and number of requeues, for each task of an array."""
+        """Wait until the job exits for good; return its state and number of requeues,
+        for each task of an array.
+        """
         self.wait_until(lambda: _FINAL.issuperset(self.facts("JobState")), "is still running")
         return list(zip(self.facts("JobState"), map(int, self.facts("Restarts")), strict=True))
 
@@ -212,4 +260,7 @@ class Job:
 
 
 def _munge_options(root: Path, files: dict[str, object]) -> list[str]:
-    return [f"--{name if name == 'socket' else f'{name}-file'}={root / str(file)}" for name, file in files.items()]
+    return [
+        f"--{name if name == 'socket' else f'{name}-file'}={root / str(file)}"
+        for name, file in files.items()
+    ]

@@ -23,7 +23,9 @@ _SECONDS_TO_EXIT = 30.0  # at most; without a watch, the ranks would train for l
 OPTIONS = {"openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpich": []}
 
 
-def mpirun(directory: Path, *arguments: str, kind: str = "openmpi") -> subprocess.CompletedProcess[str]:
+def mpirun(
+    directory: Path, *arguments: str, kind: str = "openmpi"
+) -> subprocess.CompletedProcess[str]:
     """Train on two ranks, and return the launcher's end."""
     program = f"mpirun.{kind}"  # Debian's names
     skip_because(None if shutil.which(program) else f"{program} is not installed")
@@ -31,14 +33,20 @@ def mpirun(directory: Path, *arguments: str, kind: str = "openmpi") -> subproces
     words = [f"init_method=file://{directory}/address", *arguments]
     env = {**os.environ, "PYTHONPATH": _ROOT, "OMP_NUM_THREADS": "1"}
     with open(directory / "log", "a+") as log:
-        done = subprocess.run([*command, *words], cwd=directory, env=env, stdout=log, stderr=log, check=False)
+        done = subprocess.run(
+            [*command, *words], cwd=directory, env=env, stdout=log, stderr=log, check=False
+        )
         log.seek(0)
         return subprocess.CompletedProcess(command, done.returncode, log.read())
 
 
 def ranks_in(directory: Path) -> list[psutil.Process]:
     """Return the ranks that still run in a directory."""
-    return [each for each in marked(os.environ[MARK]) if f"file://{directory}/address" in " ".join(each.cmdline())]
+    return [
+        each
+        for each in marked(os.environ[MARK])
+        if f"file://{directory}/address" in " ".join(each.cmdline())
+    ]
 
 
 def test_ranks_exit_after_their_killed_launcher(tmp_path: Path) -> None:
@@ -51,7 +59,10 @@ def test_ranks_exit_after_their_killed_launcher(tmp_path: Path) -> None:
 
 def test_ranks_save_after_sigterm(tmp_path: Path) -> None:
     """The same command then continues with the next step."""
-    arguments = ["step=0.05", "act=test -e stopped || { touch stopped; kill $(ps -o ppid= $PPID); }"]
+    arguments = [
+        "step=0.05",
+        "act=test -e stopped || { touch stopped; kill $(ps -o ppid= $PPID); }",
+    ]
     ended = mpirun(tmp_path, *arguments)
     assert "all ranks stop after step" in ended.stdout, ended.stdout
     ended = mpirun(tmp_path, *arguments)

@@ -1,6 +1,8 @@
-"""The training script of these tests: an epoch of small steps, in which the job may act on itself.
+"""The training script of these tests: an epoch of small steps, in which the job may act
+on itself.
 
-The arguments are ``name=value``. Each rank prints its steps, and a fingerprint of the weights at the end.
+The arguments are ``name=value``. Each rank prints its steps, and a fingerprint of the
+weights at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def main(
     epochs: str = "1",
     **strategy: str,
 ) -> None:
-    """Train, and in the first start run the command ``act`` on rank 0 in the fourth step.
+    """Train, and in the first start run the command ``act`` on rank 0 in the fourth
+    step.
 
     Args:
         devices: the Trainer's.
@@ -47,7 +50,8 @@ def main(
         resume: ``ckpt_path``.
         act: a shell command, or ``die`` to kill rank 1.
         root: ``default_root_dir``.
-        step: seconds that a step takes in the first start, so that signals arrive before the end.
+        step: seconds that a step takes in the first start, so that signals arrive
+            before the end.
         io: ``slow`` to save in the background, on a disk that is slow.
         epochs: ``max_epochs``.
         strategy: arguments of the strategy.
@@ -60,7 +64,9 @@ def main(
     plugins: list[Any] = []
     if io == "slow":
         plugins = [SlowIO(background=True)]
-        callbacks.append(RankZeroCheckpoint(Path(root, "slow"), every_n_train_steps=3, save_last=True))
+        callbacks.append(
+            RankZeroCheckpoint(Path(root, "slow"), every_n_train_steps=3, save_last=True)
+        )
     trainer = L.Trainer(
         strategy=DDPExtStrategy(**strategy),
         accelerator="cpu",
@@ -78,14 +84,18 @@ def main(
     model = Net()
     loader = DataLoader(data(STEPS * 3 * trainer.world_size), batch_size=3, shuffle=True)
     trainer.fit(model, loader, ckpt_path=resume or None)
-    tell(f"rank {trainer.global_rank} of {trainer.world_size} trained to step {trainer.global_step}")
+    tell(
+        f"rank {trainer.global_rank} of {trainer.world_size} trained to step {trainer.global_step}"
+    )
     tell(f"weights {fingerprint(model)}")
 
 
 class SlowIO(RankZeroCheckpointIO):
     """Writes slowly."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         def write_slowly(content: Any) -> None:
             time.sleep(0.0 if "SLURM_RESTART_COUNT" in os.environ else 2.0)
             write(content, path)
@@ -94,7 +104,9 @@ class SlowIO(RankZeroCheckpointIO):
 
 
 class Steps(L.Callback):
-    """Prints each run's first step, and makes steps take time, as those of real models do."""
+    """Prints each run's first step, and makes steps take time, as those of real models
+    do.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

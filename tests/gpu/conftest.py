@@ -1,4 +1,6 @@
-"""Find out what this machine's GPUs can do, and print what the tests have proven with them."""
+"""Find out what this machine's GPUs can do, and print what the tests have proven with
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.gpu.placement import GLOO, GPU, IS_GPU, ON_ONE_CARD, ONE_EACH, Placem
 from tests.harness.environment import skip_because
 from tests.harness.ranks import launch_ranks
 
-PROVES, MACHINE, RANKS = "proves", "machine", "ranks of NCCL"
+PROVES = "proves"
+MACHINE = "machine"
+RANKS = "ranks of NCCL"
 FOLDER = Path(__file__).parent
 
 
@@ -31,7 +35,9 @@ class Machine:
 
 
 def look_at_gpus(rank: int, world_size: int) -> tuple[int, str]:
-    """Use a GPU, and describe what is used; in a process that ends, because its context would remain."""
+    """Use a GPU, and describe what is used; in a process that ends, because its context
+    would remain.
+    """
     torch.ones(1, device=GPU)
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -57,7 +63,10 @@ def machine() -> Machine:
     listed = cards_of_driver()
     [outcome] = launch_ranks(look_at_gpus, 1)
     if outcome.error is not None and listed:
-        reason = f"nvidia-smi lists {listed}, but torch {torch.__version__} cannot use them: {outcome.error.message}"
+        reason = (
+            f"nvidia-smi lists {listed}, but torch {torch.__version__} cannot use them:"
+            f" {outcome.error.message}"
+        )
         pytest.fail(reason, pytrace=False)
     if outcome.result is None:
         return Machine(0, versions, "torch finds no GPU")
@@ -67,8 +76,12 @@ def machine() -> Machine:
 
 
 @pytest.fixture(scope="session")
-def nccl(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Placement | None, str]:
-    """Return where two ranks of NCCL work, and how; ``None`` with the reasons if nowhere."""
+def nccl(
+    machine: Machine, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Placement | None, str]:
+    """Return where two ranks of NCCL work, and how; ``None`` with the reasons if
+    nowhere.
+    """
     if not IS_GPU:
         return ONE_EACH, "gloo in the place of NCCL"
     ways = {"a GPU for each rank": ONE_EACH} if machine.cards > 1 else ON_ONE_CARD
@@ -77,7 +90,9 @@ def nccl(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pl
         reasons[way] = why_not(placement, tmp_path_factory.mktemp("nccl"))
         if reasons[way] is None:
             return placement, f"two ranks, {way}"
-    return None, "two ranks of NCCL do not work here: " + "; ".join(f"{way}: {why}" for way, why in reasons.items())
+    return None, "two ranks of NCCL do not work here: " + "; ".join(
+        f"{way}: {why}" for way, why in reasons.items()
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +102,12 @@ def needs_gpu(machine: Machine, record_property: Callable[[str, object], None]) 
 
 
 @pytest.fixture(params=["gloo", "NCCL"])
-def placement(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Placement:
-    """Return where two ranks run, which share a GPU unless they use NCCL and there are several."""
+def placement(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> Placement:
+    """Return where two ranks run, which share a GPU unless they use NCCL and there are
+    several.
+    """
     if request.param == "gloo":
         return GLOO
     found, description = request.getfixturevalue("nccl")
@@ -100,7 +119,9 @@ def placement(request: pytest.FixtureRequest, record_property: Callable[[str, ob
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and item.path.parent == FOLDER:
-            item.user_properties.append((PROVES, str(item.function.__doc__).partition("\n")[0].rstrip(".")))
+            item.user_properties.append(
+                (PROVES, str(item.function.__doc__).partition("\n")[0].rstrip("."))
+            )
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -111,7 +132,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for report in terminalreporter.stats.get(outcome, ()):
             properties = dict(getattr(report, "user_properties", ()))
             if PROVES in properties:
-                facts.update(dict.fromkeys(properties[name] for name in (MACHINE, RANKS) if name in properties))
+                facts.update(
+                    dict.fromkeys(
+                        properties[name] for name in (MACHINE, RANKS) if name in properties
+                    )
+                )
                 case = report.nodeid.rpartition("[")[2].rstrip("]") if "[" in report.nodeid else ""
                 results[properties[PROVES]][_result_in(outcome, report)].append(case)
     if results:

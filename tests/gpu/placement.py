@@ -1,4 +1,6 @@
-"""Place the ranks of the GPU tests: their backend, the device of each, and the variables that NCCL needs there."""
+"""Place the ranks of the GPU tests: their backend, the device of each, and the
+variables that NCCL needs there.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ GPU = "cuda:0" if IS_GPU else "cpu"
 NCCL = "nccl" if IS_GPU else "nccl_stand_in"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # for sums in another order
 CALIBRATED = 10**8  # clock cycles
-# Two ranks' kernels on one card run at the same time, so they must leave each other space.
+# Two ranks' kernels on one card run at the same time, so they must leave each other
+# space.
 _SHARED = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NET": "Socket",
@@ -53,26 +56,35 @@ class Placement:
         return {**by_hand_env(world_size, free_port()), **self.env}
 
     def trainer(self, directory: Path, kind: Kind = "ours", **options: Any) -> L.Trainer:
-        """Return a Trainer on these devices, for use on a rank; ``strategy`` in the options has the strategy's."""
+        """Return a Trainer on these devices, for use on a rank; ``strategy`` in the
+        options has the strategy's.
+        """
         strategy = make_strategy(kind, directory, **{**self.options, **options.pop("strategy", {})})
         return make_trainer(strategy, **{"accelerator": "auto", "devices": "auto", **options})
 
     def launch(self, function: Any, *args: Any, **options: Any) -> list[Outcome]:
-        """Call ``function(rank, world_size, placement, *args)`` on each rank, as ``launch_ranks`` does."""
+        """Call ``function(rank, world_size, placement, *args)`` on each rank, as
+        ``launch_ranks`` does.
+        """
         return launch_ranks(function, len(self.devices), self, *args, env=self.variables, **options)
 
     def run(self, function: Any, *args: Any) -> list[Any]:
-        """Call ``function(rank, world_size, placement, *args)`` on each rank, as ``run_ranks`` does."""
+        """Call ``function(rank, world_size, placement, *args)`` on each rank, as
+        ``run_ranks`` does.
+        """
         return run_ranks(function, len(self.devices), self, *args, env=self.variables)
 
 
 GLOO = Placement("gloo", (GPU, GPU))
 ALONE = Placement(NCCL, (GPU,))
 ONE_EACH = Placement(NCCL, ("cuda:0", "cuda:1") if IS_GPU else ("cpu", "cpu"))
-# NCCL refuses ranks that share a card, unless they seem to be on two hosts or, from 2.30 on, a variable allows it.
+# NCCL refuses ranks that share a card, unless they seem to be on two hosts or, from
+# 2.30 on, a variable allows it.
 ON_ONE_CARD = {
     "an NCCL_HOSTID for each rank": Placement(NCCL, (GPU, GPU), {**_SHARED, "NCCL_HOSTID": str}),
-    "NCCL_MULTI_RANK_GPU_ENABLE=1": Placement(NCCL, (GPU, GPU), {**_SHARED, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
+    "NCCL_MULTI_RANK_GPU_ENABLE=1": Placement(
+        NCCL, (GPU, GPU), {**_SHARED, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    ),
 }
 
 
@@ -86,19 +98,24 @@ class Wide(Net):
 
 
 def why_not(placement: Placement, directory: Path) -> str | None:
-    """Return why ranks that are placed like this cannot reduce a number; ``None`` if they can."""
+    """Return why ranks that are placed like this cannot reduce a number; ``None`` if
+    they can.
+    """
     try:
         outcomes = placement.launch(reduce_once, directory, time_limit=90)
     except AssertionError:
         return "does not end within 90 s"
     failed = [outcome for outcome in outcomes if outcome.exit_code]
-    messages = [outcome.error.message.strip() for outcome in failed if outcome.error] or ["ends its process"]
+    messages = [outcome.error.message.strip() for outcome in failed if outcome.error] or [
+        "ends its process"
+    ]
     return messages[0].splitlines()[-1] if failed else None
 
 
 def reduce_once(rank: int, world_size: int, placement: Placement, directory: Path) -> None:
     device = torch.device(placement.devices[rank])
-    address, limit = f"file://{directory}/store", timedelta(seconds=60)
+    address = f"file://{directory}/store"
+    limit = timedelta(seconds=60)
     chosen = {"rank": rank, "world_size": world_size, "timeout": limit}
     dist.init_process_group(placement.backend, init_method=address, device_id=device, **chosen)
     one = torch.ones(1, device=device)

@@ -1,6 +1,8 @@
-"""Whatever happens to a rank on a GPU, the others name it, end in time without SIGABRT, and save nothing wrong.
+"""Whatever happens to a rank on a GPU, the others name it, end in time without SIGABRT,
+and save nothing wrong.
 
-What this needs of NCCL and CUDA is also shown with one rank: recorders, aborts, and graphs.
+What this needs of NCCL and CUDA is also shown with one rank: recorders, aborts, and
+graphs.
 """
 
 from __future__ import annotations
@@ -33,13 +35,17 @@ from tests.supervision.model import boom, die, wait_for_ever
 
 pytestmark = pytest.mark.gpu
 
-BOUND = 60.0  # seconds from a fault to the other rank's error; a GPU that two ranks share may be slow
+BOUND = (
+    60.0  # seconds from a fault to the other rank's error; a GPU that two ranks share may be slow
+)
 POLLED_EVERY = 0.05  # seconds
 BEFORE = 2  # steps before the fault
 
 
 def read_beyond_the_end() -> None:
-    """Fail in a kernel, after which this process cannot use its GPU; on a CPU this is an ordinary error."""
+    """Fail in a kernel, after which this process cannot use its GPU; on a CPU this is
+    an ordinary error.
+    """
     torch.ones(2, device=GPU)[torch.tensor([5], device=GPU)].cpu()
 
 
@@ -56,21 +62,36 @@ class Fault:
 FAULTS = {
     "raises": Fault(boom, RankFailedError, "failed, so this rank stops: BoomError: no such layer"),
     "dies": Fault(die, RankDiedError, "died: its process ended unexpectedly", (-signal.SIGKILL,)),
-    "hangs": Fault(wait_for_ever, RankHungError, r"never entered \w+ #\d+ .*; it is in training_step, .*\.py:\d+"),
-    "is late": Fault(wait_for_ever, RankAbsentError, r"in a collective for its timeout of 3 s, but rank 1 .*\.py:\d+"),
-    # torch's watchdog for NCCL may abort that process before Python can report the error.
+    "hangs": Fault(
+        wait_for_ever,
+        RankHungError,
+        r"never entered \w+ #\d+ .*; it is in training_step, .*\.py:\d+",
+    ),
+    "is late": Fault(
+        wait_for_ever,
+        RankAbsentError,
+        r"in a collective for its timeout of 3 s, but rank 1 .*\.py:\d+",
+    ),
+    # torch's watchdog for NCCL may abort that process before Python can report the
+    # error.
     "asserts": Fault(
-        read_beyond_the_end, RankFailedError, "device-side assert|out of bounds|died", (1, -signal.SIGABRT)
+        read_beyond_the_end,
+        RankFailedError,
+        "device-side assert|out of bounds|died",
+        (1, -signal.SIGABRT),
     ),
 }
 
 
 class Faulty(Net):
-    """Has a fault on rank 1 in its third step; limits start when the GPU's libraries are loaded."""
+    """Has a fault on rank 1 in its third step; limits start when the GPU's libraries
+    are loaded.
+    """
 
     def __init__(self, fault: str, directory: Path) -> None:
         super().__init__()
-        self.fault, self.directory = fault, directory
+        self.fault = fault
+        self.directory = directory
 
     def on_fit_start(self) -> None:
         spare = Net().to(self.device)
@@ -100,8 +121,12 @@ def go_wrong(rank: int, world_size: int, placement: Placement, directory: Path, 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_messages_name_the_rank_that_fails(placement: Placement, fault: str, tmp_path: Path) -> None:
-    """A rank that raises, dies, hangs, is late or fails in a kernel: the other names it, and saves no partial sums."""
+def test_messages_name_the_rank_that_fails(
+    placement: Placement, fault: str, tmp_path: Path
+) -> None:
+    """A rank that raises, dies, hangs, is late or fails in a kernel: the other names
+    it, and saves no partial sums.
+    """
     first, second = placement.launch(go_wrong, tmp_path, fault, time_limit=180)
     expected = FAULTS[fault]
     story = stories([first, second])
@@ -116,14 +141,17 @@ def test_messages_name_the_rank_that_fails(placement: Placement, fault: str, tmp
 
 
 class Interrupted(Wide):
-    """Has gradients in several buckets; its last one, of the first layer, never gets a sum in the third step.
+    """Has gradients in several buckets; its last one, of the first layer, never gets a
+    sum in the third step.
 
-    Rank 1 is killed after all earlier buckets have been summed. Rank 0 holds its device for some seconds there.
+    Rank 1 is killed after all earlier buckets have been summed. Rank 0 holds its device
+    for some seconds there.
     """
 
     def __init__(self, rank: int, seconds: float) -> None:
         super().__init__()
-        self.rank, self.seconds = rank, seconds
+        self.rank = rank
+        self.seconds = seconds
         self.layers[0].weight.register_hook(self.strike)
 
     def strike(self, gradient: Tensor) -> None:
@@ -136,7 +164,9 @@ class Interrupted(Wide):
         hold_device(self.seconds)
 
 
-def train_wide(rank: int, world_size: int, placement: Placement, directory: Path, seconds: float) -> None:
+def train_wide(
+    rank: int, world_size: int, placement: Placement, directory: Path, seconds: float
+) -> None:
     """Save the weights after each step; rank 1 is killed in the third one."""
     L.seed_everything(1)
     model = Interrupted(rank, seconds)
@@ -147,12 +177,16 @@ def train_wide(rank: int, world_size: int, placement: Placement, directory: Path
 
     options = {"rescue_checkpoint": directory / NAME, "bucket_cap_mb": 1}
     callbacks = [LambdaCallback(on_train_batch_end=save_weights)]
-    placement.trainer(directory, strategy=options, callbacks=callbacks, num_sanity_val_steps=0).fit(model)
+    placement.trainer(directory, strategy=options, callbacks=callbacks, num_sanity_val_steps=0).fit(
+        model
+    )
 
 
 @pytest.mark.parametrize("seconds", [0, 4], ids=["short", "over 3 s"])
 def test_partial_sums_are_not_saved(placement: Placement, seconds: float, tmp_path: Path) -> None:
-    """A rank killed between two buckets of a backward pass: the rescue has the weights of the last finished step."""
+    """A rank killed between two buckets of a backward pass: the rescue has the weights
+    of the last finished step.
+    """
     first, second = placement.launch(train_wide, tmp_path, seconds, time_limit=120)
     assert (first.exit_code, second.exit_code) == (1, -signal.SIGKILL), first.story()
     assert first.error is not None
@@ -175,7 +209,9 @@ def fit(placement: Placement, directory: Path) -> dict[str, Tensor]:
 def abort_and_train_again(
     rank: int, world_size: int, placement: Placement, directory: Path
 ) -> tuple[list[str], list[Flight], float]:
-    """Abort an all-reduce that waits for the device; return what was unfinished before that, and the timeout."""
+    """Abort an all-reduce that waits for the device; return what was unfinished before
+    that, and the timeout.
+    """
     learned = fit(placement, directory)
     context = current()
     assert context is not None
@@ -183,7 +219,8 @@ def abort_and_train_again(
     value = torch.ones(3, device=GPU)
     hold_device(3.0 if IS_GPU else 0.0)
     dist.all_reduce(value)
-    waits, pending = unfinished(), flights()
+    waits = unfinished()
+    pending = flights()
     aborting = threading.Thread(target=context.groups.abort)
     aborting.start()
     aborting.join(60)
@@ -199,7 +236,9 @@ def abort_and_train_again(
 
 
 def test_an_all_reduce_that_waits_is_recorded_and_can_be_aborted(tmp_path: Path) -> None:
-    """Flight Recorder, abort from a thread, closing, joining again and a second Trainer, with one rank."""
+    """Flight Recorder, abort from a thread, closing, joining again and a second
+    Trainer, with one rank.
+    """
     [(waits, found, limit)] = ALONE.run(abort_and_train_again, tmp_path)
     [flight] = [each for each in found if each.label == ""]
     assert flight.describe(flight.entered).startswith(f"all_reduce #{flight.entered} [[3]]")
@@ -212,9 +251,12 @@ def test_an_all_reduce_that_waits_is_recorded_and_can_be_aborted(tmp_path: Path)
         assert flight.pending == flight.entered
 
 
-def capture_while_polled(rank: int, world_size: int, placement: Placement, directory: Path) -> Tensor:
+def capture_while_polled(
+    rank: int, world_size: int, placement: Placement, directory: Path
+) -> Tensor:
     fit(placement, directory)
-    is_over, polls = threading.Event(), threading.Semaphore(0)
+    is_over = threading.Event()
+    polls = threading.Semaphore(0)
 
     def poll() -> None:
         while not is_over.wait(POLLED_EVERY):
@@ -240,7 +282,9 @@ def capture_while_polled(rank: int, world_size: int, placement: Placement, direc
 
 
 def test_a_cuda_graph_is_captured_while_the_recorder_is_read(tmp_path: Path) -> None:
-    """Capture of a CUDA graph in "global" mode, while the Flight Recorder is read every 50 ms."""
+    """Capture of a CUDA graph in "global" mode, while the Flight Recorder is read every
+    50 ms.
+    """
     if not IS_GPU:
         pytest.skip("a CPU captures no graphs")
     [found] = ALONE.run(capture_while_polled, tmp_path)

@@ -1,4 +1,6 @@
-"""Training on a GPU gives the numbers of stock ``ddp`` there, or of the CPU, and continues after stops and deaths."""
+"""Training on a GPU gives the numbers of stock ``ddp`` there, or of the CPU, and
+continues after stops and deaths.
+"""
 
 from __future__ import annotations
 
@@ -52,19 +54,27 @@ class Measured(Net):
         loss = self.loss(batch)
         self.mean.update(batch[1])
         self.log("loss", loss, sync_dist=True, on_epoch=True)
-        self.log("largest", batch[1].max(), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+        self.log(
+            "largest", batch[1].max(), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True
+        )
         self.log("mean", self.mean)
         return loss
 
 
-def train(rank: int, world_size: int, placement: Placement, directory: Path, kind: Kind, *args: Any) -> dict[str, Any]:
+def train(
+    rank: int, world_size: int, placement: Placement, directory: Path, kind: Kind, *args: Any
+) -> dict[str, Any]:
     is_group_open = kind == "stock" and not IS_GPU
     with stock_group(rank, world_size, directory) if is_group_open else nullcontext():
         return learn(rank, placement, directory, kind, *args)
 
 
-def learn(rank: int, placement: Placement, directory: Path, kind: Kind, joined: int | None) -> dict[str, Any]:
-    """Train, save, resume, test and predict; ``joined`` ranks each share the statistics of BatchNorm."""
+def learn(
+    rank: int, placement: Placement, directory: Path, kind: Kind, joined: int | None
+) -> dict[str, Any]:
+    """Train, save, resume, test and predict; ``joined`` ranks each share the statistics
+    of BatchNorm.
+    """
     L.seed_everything(1)
     model = Measured()
     saver = ModelCheckpoint(directory / kind / placement.backend, save_last=True)
@@ -97,10 +107,11 @@ SHARED = [("gloo", 2, None), ("gloo", 4, 2), ("NCCL", 2, None), ("NCCL", 2, 2)]
 def test_ranks_on_a_gpu_learn_as_elsewhere(
     placement: Placement, ranks: int, joined: int | None, tmp_path: Path
 ) -> None:
-    """Training, batched logging, metrics, SyncBatchNorm, saving, resuming, barrier, gathering: as on CPU, or as stock.
+    """Training, batched logging, metrics, SyncBatchNorm, saving, resuming, barrier,
+    gathering: as on CPU, or as stock.
 
-    Over gloo the numbers are those of the CPU; over NCCL, those of stock ``ddp`` on the same GPUs. Groups of two ranks
-    among four share statistics.
+    Over gloo the numbers are those of the CPU; over NCCL, those of stock ``ddp`` on the
+    same GPUs. Groups of two ranks among four share statistics.
     """
     placement = replace(placement, devices=placement.devices * (ranks // 2))
     # Stock has no SyncBatchNorm for the CPU.
@@ -109,7 +120,9 @@ def test_ranks_on_a_gpu_learn_as_elsewhere(
     other = placement if is_same_place else Placement("gloo", ("cpu",) * ranks)
     found = placement.run(train, tmp_path, "ours", joined)
     expected = other.run(train, tmp_path, kind, joined)
-    learned, elsewhere = ([result["learned"] for result in results] for results in (found, expected))
+    learned, elsewhere = (
+        [result["learned"] for result in results] for results in (found, expected)
+    )
     torch.testing.assert_close(learned, elsewhere, **TOLERANCE)
     assert_same(*(result["weights"]["layers.0.weight"] for result in learned[:2]))
     assert {result["backend"] for result in found} == {placement.backend}
@@ -127,14 +140,19 @@ def deviations(rank: int, world_size: int, placement: Placement, directory: Path
     device = placement.devices[rank]
     if IS_GPU:
         torch.cuda.set_device(device)
-    kind, slack = SyncBatchNorm if world_size > 1 else AlwaysJoint, 16.0 if IS_GPU else 1.0
+    kind = SyncBatchNorm if world_size > 1 else AlwaysJoint
+    slack = 16.0 if IS_GPU else 1.0
     way = Way(kind, world_size, device, backend(placement.backend), slack)
     return all_deviations(rank, world_size, directory, way)
 
 
 @pytest.mark.parametrize("is_alone", [False, True], ids=["2 ranks", "1 rank"])
-def test_synchronised_batchnorm_equals_the_joined_batch(is_alone: bool, placement: Placement, tmp_path: Path) -> None:
-    """SyncBatchNorm's kernels: 1 and 2 ranks, uneven and empty batches, channels last, half precision."""
+def test_synchronised_batchnorm_equals_the_joined_batch(
+    is_alone: bool, placement: Placement, tmp_path: Path
+) -> None:
+    """SyncBatchNorm's kernels: 1 and 2 ranks, uneven and empty batches, channels last,
+    half precision.
+    """
     chosen = replace(placement, devices=placement.devices[:1]) if is_alone else placement
     assert chosen.run(deviations, tmp_path) == [[]] * len(chosen.devices)
 
@@ -158,7 +176,10 @@ def train_on_two_devices(
 ) -> dict[str, Tensor]:
     L.seed_everything(1)
     model = Parts()
-    chosen = {"parallel_devices": [torch.device(device) for device in devices] * 2, "devices_per_rank": 2}
+    chosen = {
+        "parallel_devices": [torch.device(device) for device in devices] * 2,
+        "devices_per_rank": 2,
+    }
     placement.trainer(directory, strategy=chosen).fit(model)
     return on_cpu(weights(model))
 
@@ -166,11 +187,15 @@ def train_on_two_devices(
 def test_a_rank_with_two_devices_learns_as_on_the_cpu(tmp_path: Path) -> None:
     """`devices_per_rank=2` with a second GPU, or with the CPU where there is one GPU."""
     second = "cuda:1" if IS_GPU and torch.cuda.device_count() > 1 else "cpu"
-    found, expected = (GLOO.run(train_on_two_devices, tmp_path, *pair) for pair in ((GPU, second), ("cpu", "cpu")))
+    found, expected = (
+        GLOO.run(train_on_two_devices, tmp_path, *pair) for pair in ((GPU, second), ("cpu", "cpu"))
+    )
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-def resume_with_dropout(rank: int, world_size: int, placement: Placement, directory: Path) -> dict[str, str]:
+def resume_with_dropout(
+    rank: int, world_size: int, placement: Placement, directory: Path
+) -> dict[str, str]:
     def loaders() -> DataLoader[Any]:
         return DataLoader(Numbers(16), 2, shuffle=True)
 
@@ -180,13 +205,17 @@ def resume_with_dropout(rank: int, world_size: int, placement: Placement, direct
 
 
 @pytest.mark.parametrize("chosen", [GLOO, ALONE], ids=["gloo", "1 rank"])
-def test_a_resumed_run_draws_the_random_numbers_that_were_next(chosen: Placement, tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_random_numbers_that_were_next(
+    chosen: Placement, tmp_path: Path
+) -> None:
     """A resumed run with dropout ends with the weights of a run without a stop."""
     assert chosen.run(resume_with_dropout, tmp_path) == [{}] * len(chosen.devices)
 
 
 class Scaled(rescuing.Net):
-    """Has the scale of a ``GradScaler`` in a buffer, so that it is compared as a weight is."""
+    """Has the scale of a ``GradScaler`` in a buffer, so that it is compared as a weight
+    is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,21 +230,31 @@ AFTER_BACKWARD = Kill("on_after_backward", 9, [0])
 IN_A_SAVE = Kill("writing", 1, [0])
 STOP = Kill("on_train_batch_end", 3, by="sigterm")
 CHAINS = [
-    pytest.param("gloo", False, [AFTER_BACKWARD, Kill("on_validation_batch_end", 1), IN_A_SAVE, STOP], id="gloo"),
+    pytest.param(
+        "gloo",
+        False,
+        [AFTER_BACKWARD, Kill("on_validation_batch_end", 1), IN_A_SAVE, STOP],
+        id="gloo",
+    ),
     pytest.param("NCCL", False, [AFTER_BACKWARD, IN_A_SAVE, STOP], id="NCCL"),
     pytest.param("gloo", True, [AFTER_BACKWARD, STOP], id="float16"),
 ]
 
 
 def plan_on(placement: Placement, is_scaled: bool = False, **strategy: Any) -> Plan:
-    """Return the plan of a run on a GPU; with float16, the scale grows every eight steps."""
+    """Return the plan of a run on a GPU; with float16, the scale grows every eight
+    steps.
+    """
     trainer: dict[str, Any] = {"accelerator": "auto", "devices": "auto"}
     if is_scaled:
         kind = GPU.partition(":")[0]
         scaler = torch.amp.GradScaler(kind, init_scale=256.0, growth_interval=8)
         trainer["plugins"] = [MixedPrecision("16-mixed", kind, scaler)]
     # The variables of a launcher name the ranks.
-    shared = {"start_method": "popen", "parallel_devices": [torch.device(each) for each in placement.devices]}
+    shared = {
+        "start_method": "popen",
+        "parallel_devices": [torch.device(each) for each in placement.devices],
+    }
     return Plan(
         strategy={**shared, "process_group_backend": placement.backend, **strategy},
         trainer=trainer,
@@ -227,7 +266,9 @@ def plan_on(placement: Placement, is_scaled: bool = False, **strategy: Any) -> P
 def test_a_killed_rank_costs_no_step(
     placement: Placement, is_scaled: bool, kills: Sequence[Kill], tmp_path: Path
 ) -> None:
-    """Runs resumed after a killed rank, a killed save and SIGTERM end as an undisturbed run, to the last bit."""
+    """Runs resumed after a killed rank, a killed save and SIGTERM end as an undisturbed
+    run, to the last bit.
+    """
     results = []
     for name, chosen in (("undisturbed", ()), ("disturbed", kills)):
         (tmp_path / name).mkdir()
@@ -238,7 +279,9 @@ def test_a_killed_rank_costs_no_step(
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
 def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) -> None:
-    """Ranks started by spawn, forkserver and fork learn as ranks that were started by hand."""
+    """Ranks started by spawn, forkserver and fork learn as ranks that were started by
+    hand.
+    """
     results = []
     for name, plan, world_size, env in (
         ("by hand", plan_on(GLOO), 2, GLOO.variables),
@@ -251,19 +294,27 @@ def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) ->
     assert_same(started.result, by_hand.result)
 
 
-def save_and_restore(rank: int, world_size: int, placement: Placement, directory: Path) -> list[str]:
-    """Save in the midst of training, in the foreground and in the background; return where momenta are restored."""
+def save_and_restore(
+    rank: int, world_size: int, placement: Placement, directory: Path
+) -> list[str]:
+    """Save in the midst of training, in the foreground and in the background; return
+    where momenta are restored.
+    """
     for is_background in (False, True):
         L.seed_everything(1)
         path = directory / f"{is_background}.ckpt"
-        save = At("on_train_batch_end", partial(L.Trainer.save_checkpoint, filepath=path), earlier=1)
+        save = At(
+            "on_train_batch_end", partial(L.Trainer.save_checkpoint, filepath=path), earlier=1
+        )
         io = RankZeroCheckpointIO(background=is_background)
         placement.trainer(directory, callbacks=[save], plugins=[io]).fit(Wide())
     if rank == 0:
         foreground, background = (torch.load(directory / f"{each}.ckpt") for each in (False, True))
         assert_same(background["state_dict"], foreground["state_dict"])
         assert_same(*(each["optimizer_states"][0]["state"] for each in (background, foreground)))
-        assert {str(weight.device) for weight in background["state_dict"].values()} == {placement.devices[rank]}
+        assert {str(weight.device) for weight in background["state_dict"].values()} == {
+            placement.devices[rank]
+        }
     restored = []
     for devices in (placement.devices, ("cpu", "cpu")):
         look = At("on_train_start", lambda trainer: restored.append(device_of_momenta(trainer)))
@@ -273,12 +324,16 @@ def save_and_restore(rank: int, world_size: int, placement: Placement, directory
 
 
 def device_of_momenta(trainer: L.Trainer) -> str:
-    [device] = {str(state["momentum_buffer"].device) for state in trainer.optimizers[0].state.values()}
+    [device] = {
+        str(state["momentum_buffer"].device) for state in trainer.optimizers[0].state.values()
+    }
     return device
 
 
 def test_a_background_save_has_the_content_of_a_foreground_save(tmp_path: Path) -> None:
-    """Checkpoints saved in the background while training continues are whole, and load on the GPU and the CPU."""
+    """Checkpoints saved in the background while training continues are whole, and load
+    on the GPU and the CPU.
+    """
     assert GLOO.run(save_and_restore, tmp_path) == [[GPU, "cpu"]] * 2
 
 
@@ -291,7 +346,8 @@ def train_with_threads(
 ) -> tuple[dict[str, Tensor], list[int], set[str]]:
     """Train with what reads the device in threads.
 
-    Return the weights, the GPUs on which this process has a context, and on rank 0 the devices that a file names.
+    Return the weights, the GPUs on which this process has a context, and on rank 0 the
+    devices that a file names.
     """
     L.seed_everything(1)
     model = Net()
@@ -301,13 +357,23 @@ def train_with_threads(
     plugins = [RankZeroCheckpointIO(background=True)]
     options = {"rescue_checkpoint": directory / "last-rescued.ckpt"}
     placement.trainer(directory, strategy=options, plugins=plugins, callbacks=callbacks).fit(model)
-    used = [number for number in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(number)]
-    saved = {str(value.device) for value in torch.load(path)["state_dict"].values()} if rank == 0 else set()
+    used = [
+        number
+        for number in range(torch.cuda.device_count())
+        if torch._C._cuda_hasPrimaryContext(number)
+    ]
+    saved = (
+        {str(value.device) for value in torch.load(path)["state_dict"].values()}
+        if rank == 0
+        else set()
+    )
     return {name: value.cpu() for name, value in weights(model).items()}, used, saved
 
 
 def test_each_rank_uses_only_its_gpu(tmp_path: Path) -> None:
-    """Two GPUs: peer-to-peer training, background saves with rank 0 on the second GPU, no context on the other GPU."""
+    """Two GPUs: peer-to-peer training, background saves with rank 0 on the second GPU,
+    no context on the other GPU.
+    """
     if IS_GPU and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     (first, on_first, saved), (second, on_second, _) = BACKWARDS.run(train_with_threads, tmp_path)

@@ -1,1 +1,3 @@
-"""Provide what tests share: rank processes, scripts, hosts, leak checks, and one small training."""
+"""Provide what tests share: rank processes, scripts, hosts, leak checks, and one small
+training.
+"""

@@ -1,4 +1,6 @@
-"""Provide what a test needs from its machine: variables as launchers set them, a free port, or a reason to skip."""
+"""Provide what a test needs from its machine: variables as launchers set them, a free
+port, or a reason to skip.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ import pytest
 NEED_EVERYTHING = "DDPX_TESTS_NEED_EVERYTHING"
 _reservations: list[socket.socket] = []
 
-# Variables for ranks: a value for all ranks, a function of the rank, or None for a variable that must be unset.
+# Variables for ranks: a value for all ranks, a function of the rank, or None for a
+# variable that must be unset.
 Environment = Mapping[str, "str | Callable[[int], str | None] | None"]
 
 
@@ -27,7 +30,9 @@ def environment_of(rank: int, env: Environment) -> dict[str, str]:
 
 
 def by_hand_env(world_size: int, port: int | None = None) -> dict[str, Callable[[int], str]]:
-    """Return the variables of ranks that a user starts by hand on one machine; with a port, also the address."""
+    """Return the variables of ranks that a user starts by hand on one machine; with a
+    port, also the address.
+    """
     variables: dict[str, Callable[[int], str]] = {
         "RANK": str,
         "WORLD_SIZE": lambda _: str(world_size),
@@ -39,7 +44,9 @@ def by_hand_env(world_size: int, port: int | None = None) -> dict[str, Callable[
 
 
 def skip_because(reason: str | None) -> None:
-    """Skip a test that cannot run here, if there is a reason; fail instead where every test has to run."""
+    """Skip a test that cannot run here, if there is a reason; fail instead where every
+    test has to run.
+    """
     if reason is not None and os.environ.get(NEED_EVERYTHING):
         pytest.fail(f"this test has to run, as {NEED_EVERYTHING} is set: {reason}")
     if reason is not None:
@@ -57,15 +64,20 @@ def loopback() -> list[str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free TCP port below the range of the kernel, which no other test of this machine chooses.
+    """Return a free TCP port below the range of the kernel, which no other test of this
+    machine chooses.
 
-    While this process runs, a Unix socket of an abstract name reserves it; other programs may still take it.
+    While this process runs, a Unix socket of an abstract name reserves it; other
+    programs may still take it.
     """
     chosen_by_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
     lowest = int(chosen_by_kernel.read_text().split()[0]) if chosen_by_kernel.exists() else 32768
     while True:
         port = random.SystemRandom().randrange(max(1024, lowest - 20000), lowest)
-        with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        with (
+            suppress(OSError),
+            socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener,
+        ):
             listener.bind((host, port))
             _reservations.append(socket.socket(socket.AF_UNIX))
             _reservations[-1].bind(f"\0port {port} of tests")
@@ -100,7 +112,9 @@ def by_mpirun() -> Environment:
 
 
 def _slurm_job_id() -> str:
-    """Return a job number that gives a free port by Lightning's rule: 15000 plus its last four digits."""
+    """Return a job number that gives a free port by Lightning's rule: 15000 plus its
+    last four digits.
+    """
     while True:
         digits = random.randint(0, 9999)
         with socket.socket() as listener, contextlib.suppress(OSError):

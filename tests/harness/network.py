@@ -1,8 +1,8 @@
 """Make hosts from Linux namespaces, for tests that need several machines.
 
-Each host has its own network, host name and ``/etc/hosts``; processes, files and the clock are shared. The
-hosts are connected to a switch in another namespace, so a cut cable looks as it does between machines: links stay
-up, packets vanish without a reset.
+Each host has its own network, host name and ``/etc/hosts``; processes, files and the
+clock are shared. The hosts are connected to a switch in another namespace, so a cut
+cable looks as it does between machines: links stay up, packets vanish without a reset.
 """
 
 from __future__ import annotations
@@ -26,14 +26,20 @@ from multiprocessing import connection
 from pathlib import Path
 
 _PROGRAMS = ("ip", "nsenter", "unshare", "sh")
-_NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x40000000  # CLONE_NEWNS, CLONE_NEWUTS and CLONE_NEWNET of sched.h
+_NEW_NAMESPACES = (
+    0x00020000 | 0x04000000 | 0x40000000
+)  # CLONE_NEWNS, CLONE_NEWUTS and CLONE_NEWNET of sched.h
 # Ends when the test closes its end of the pipe, or is killed.
-_HOLD = 'echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && echo ready && exec cat'
+_HOLD = (
+    'echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && echo ready &&'
+    " exec cat"
+)
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its name, its addresses (``address6`` empty without IPv6), and its ``/etc/hosts``.
+    """One host: its name, its addresses (``address6`` empty without IPv6), and its
+    ``/etc/hosts``.
 
     Its namespaces are those of process ``pid``, and disappear with it.
     """
@@ -45,7 +51,10 @@ class Host:
     pid: int
 
     def enter(self) -> None:
-        """Move this process to the host, for good; only while it has one thread. Needs root."""
+        """Move this process to the host, for good; only while it has one thread.
+
+        Needs root.
+        """
         process = os.pidfd_open(self.pid)
         libc = ctypes.CDLL(None, use_errno=True)  # Python 3.11 has no os.setns
         if libc.setns(process, _NEW_NAMESPACES) != 0:
@@ -55,7 +64,9 @@ class Host:
     def ip(self, *commands: str) -> None:
         """Change the host's network by commands of the program ``ip``."""
         words = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", "-batch", "-"]
-        subprocess.run(words, input="\n".join(commands) + "\n", check=True, capture_output=True, text=True)
+        subprocess.run(
+            words, input="\n".join(commands) + "\n", check=True, capture_output=True, text=True
+        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,9 @@ class Network:
         return self.hosts[index]
 
     def cut(self) -> None:
-        """Pull the second host's cable out of the switch: from now on packets to and from it are lost silently."""
+        """Pull the second host's cable out of the switch: from now on packets to and
+        from it are lost silently.
+        """
         self.switch.ip("link set port1 nomaster")
 
 
@@ -82,8 +95,14 @@ def network(*names: str) -> Iterator[Network]:
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
         numbered = enumerate(("switch", *names))
-        switch, *hosts = (stack.enter_context(_host(number, name, directory)) for number, name in numbered)
-        lines = ["127.0.0.1 localhost", "::1 localhost", *(f"{host.address} {host.name}" for host in hosts)]
+        switch, *hosts = (
+            stack.enter_context(_host(number, name, directory)) for number, name in numbered
+        )
+        lines = [
+            "127.0.0.1 localhost",
+            "::1 localhost",
+            *(f"{host.address} {host.name}" for host in hosts),
+        ]
         for host in hosts:
             host.hosts_file.write_text("\n".join(lines) + "\n")
         _lay_cables(hosts, switch)
@@ -115,7 +134,13 @@ def _host(number: int, name: str, directory: Path) -> Iterator[Host]:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise subprocess.CalledProcessError(1, command, stderr=process.communicate()[1])
-        yield Host(name, f"10.77.0.{number}", f"fd77::{number}" if _has_ipv6() else "", hosts_file, process.pid)
+        yield Host(
+            name,
+            f"10.77.0.{number}",
+            f"fd77::{number}" if _has_ipv6() else "",
+            hosts_file,
+            process.pid,
+        )
 
 
 def _lay_cables(hosts: list[Host], switch: Host) -> None:
@@ -135,15 +160,20 @@ def _has_ipv6() -> bool:
     return switch.exists() and switch.read_text().strip() == "0"
 
 
-_EVERY_PROTOCOL, _PACKET_VNET_HDR, _SOL_PACKET = 0x0003, 15, 263  # of linux/if_ether.h and linux/if_packet.h
+# of linux/if_ether.h and linux/if_packet.h
+_EVERY_PROTOCOL = 0x0003
+_PACKET_VNET_HDR = 15
+_SOL_PACKET = 263
 _LARGEST = 1 << 17  # segments are joined into frames of 64 KiB
 
 
 @contextlib.contextmanager
 def bad_wire(hosts: Network, *, delay: float, loss: float) -> Iterator[Callable[[], None]]:
-    """Delay packets between the hosts by ``delay`` seconds, lose a share of ``loss``; yield a function that cuts it.
+    """Delay packets between the hosts by ``delay`` seconds, lose a share of ``loss``;
+    yield a function that cuts it.
 
-    A process carries frames from port to port. ``tc netem`` does the same, but many containers' kernels lack it.
+    A process carries frames from port to port. ``tc netem`` does the same, but many
+    containers' kernels lack it.
     """
     enter = ("nsenter", f"--net=/proc/{hosts.switch.pid}/ns/net", sys.executable, "-m", __name__)
     hosts.switch.ip("link set port0 nomaster", "link set port1 nomaster")
@@ -161,11 +191,15 @@ def carry(delay: float, loss: float) -> None:
     waiting: list[tuple[float, int, socket.socket, bytes]] = []
     print("ready", flush=True)
     while True:
-        ready = connection.wait(ports, max(0.0, waiting[0][0] - time.monotonic()) if waiting else None)
+        ready = connection.wait(
+            ports, max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        )
         for port in (port for port in ports if port in ready):
             frame, (*_, kind, _, _) = port.recvfrom(_LARGEST)
             if kind != socket.PACKET_OUTGOING and random.random() >= loss:
-                heapq.heappush(waiting, (time.monotonic() + delay, next(numbers), other[port], frame))
+                heapq.heappush(
+                    waiting, (time.monotonic() + delay, next(numbers), other[port], frame)
+                )
         while waiting and waiting[0][0] <= time.monotonic():
             *_, port, frame = heapq.heappop(waiting)
             port.send(frame)
@@ -173,7 +207,9 @@ def carry(delay: float, loss: float) -> None:
 
 def _open(name: str) -> socket.socket:
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_EVERY_PROTOCOL))
-    port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)  # frames with unfinished checksums and many segments pass as is
+    port.setsockopt(
+        _SOL_PACKET, _PACKET_VNET_HDR, 1
+    )  # frames with unfinished checksums and many segments pass as is
     port.bind((name, 0))
     return port
 

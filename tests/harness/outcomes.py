@@ -13,7 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankError:
-    """An exception that escaped from a rank's function, including a ``SystemExit`` whose status is not 0.
+    """An exception that escaped from a rank's function, including a ``SystemExit``
+    whose status is not 0.
 
     ``at`` is a ``time.monotonic()``, which is one clock for all processes.
     """
@@ -27,7 +28,9 @@ class RankError:
     @classmethod
     def of(cls, error: BaseException) -> RankError:
         text = "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, str(error), text, _pickle_with_cause(error), time.monotonic())
+        return cls(
+            type(error).__name__, str(error), text, _pickle_with_cause(error), time.monotonic()
+        )
 
     @property
     def exception(self) -> BaseException | None:
@@ -43,9 +46,10 @@ class RankError:
 class Outcome:
     """How a rank ended.
 
-    ``exit_code`` is negative for a signal, and None while the rank runs; ``result`` is None unless the function
-    returned; ``output`` is what the rank wrote to stdout and stderr, in order, and the Python stacks of all its threads
-    if it was ended at the time limit.
+    ``exit_code`` is negative for a signal, and None while the rank runs; ``result`` is
+    None unless the function returned; ``output`` is what the rank wrote to stdout and
+    stderr, in order, and the Python stacks of all its threads if it was ended at the
+    time limit.
     """
 
     rank: int
@@ -62,7 +66,9 @@ class Outcome:
         return self.error
 
     def story(self) -> str:
-        """Return its end in one line, its traceback unless that was printed, and its output."""
+        """Return its end in one line, its traceback unless that was printed, and its
+        output.
+        """
         error = f"{self.error.type_name}: {self.error.message}, " if self.error else ""
         parts = [f"rank {self.rank} (pid {self.pid}): {error}{name_of_status(self.exit_code)}"]
         if self.error and self.error.traceback not in self.output:
@@ -77,16 +83,24 @@ def stories(outcomes: Sequence[Outcome]) -> str:
 
 
 def output_of_all(outcomes: Sequence[Outcome], *, exit_code: int = 0) -> str:
-    """Return the output of all ranks, rank by rank; fail unless each exited with that status."""
+    """Return the output of all ranks, rank by rank; fail unless each exited with that
+    status.
+    """
     assert all(outcome.exit_code == exit_code for outcome in outcomes), stories(outcomes)
     return "".join(outcome.output for outcome in outcomes)
 
 
 def name_of_status(exit_code: int | None) -> str:
-    """Return an exit status in words, such as ``exit status 1`` or ``ended by SIGKILL``."""
+    """Return an exit status in words, such as ``exit status 1`` or ``ended by
+    SIGKILL``.
+    """
     if exit_code is None:
         return "still running"
-    return f"exit status {exit_code}" if exit_code >= 0 else f"ended by {signal.Signals(-exit_code).name}"
+    return (
+        f"exit status {exit_code}"
+        if exit_code >= 0
+        else f"ended by {signal.Signals(-exit_code).name}"
+    )
 
 
 def _pickle_with_cause(error: BaseException) -> bytes:

@@ -1,4 +1,5 @@
-"""Import, look up and run, once in the server of rank processes, what all of them need; import this before Lightning.
+"""Import, look up and run, once in the server of rank processes, what all of them need;
+import this before Lightning.
 
 Garbage collection is off meanwhile: it would take a tenth of the time and find nothing.
 """
@@ -15,15 +16,27 @@ from typing import Any
 from unittest.mock import patch
 
 _IMPORTED = (
-    *("torch.distributed", "lightning.pytorch", "torchmetrics", "pytest", "hypothesis", "tests.harness.ranks"),
+    *(
+        "torch.distributed",
+        "lightning.pytorch",
+        "torchmetrics",
+        "pytest",
+        "hypothesis",
+        "tests.harness.ranks",
+    ),
     # Imported by each first run and first save.
-    *("torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook", "torch.utils.serialization.config"),
+    *(
+        "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
+        "torch.utils.serialization.config",
+    ),
     *("fsspec.implementations.chained", "encodings.idna"),
 )
 
 
 def train() -> None:
-    """Fill the caches that a first run fills, which takes twice as long; a backward pass would start threads."""
+    """Fill the caches that a first run fills, which takes twice as long; a backward
+    pass would start threads.
+    """
     import lightning as L
     import torch
     from torch.utils.data import DataLoader
@@ -44,7 +57,9 @@ def train() -> None:
             optimizer = torch.optim.SGD(self.parameters())
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     data: Any = torch.ones(4, 4)
     # After a query of CUDA, forked processes count as unable to use it.
     no_query = patch.multiple(torch.cuda, device_count=lambda: 0, is_available=lambda: False)
@@ -54,7 +69,8 @@ def train() -> None:
 
 
 gc.disable()
-# Each Trainer reads the metadata of all installed packages, which takes longer than all else that its constructor does.
+# Each Trainer reads the metadata of all installed packages, which takes longer than all
+# else that its constructor does.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 for _name in _IMPORTED:
     importlib.import_module(_name)

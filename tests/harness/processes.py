@@ -1,4 +1,6 @@
-"""Find what a test has started, changed or left behind: processes, threads, files, definitions and settings."""
+"""Find what a test has started, changed or left behind: processes, threads, files,
+definitions and settings.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,32 @@ from typing import Any
 
 import psutil
 
-# In the environment of every process that a test run starts; that of a script begins with that of the test run.
+# In the environment of every process that a test run starts; that of a script begins
+# with that of the test run.
 MARK = "TEST_HARNESS_MARK"
 PIPE_SIZE = 1 << 20
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Return the processes whose initial environment has a mark that begins with this one."""
+    """Return the processes whose initial environment has a mark that begins with this
+    one.
+    """
     beginning = f"\0{MARK}={mark}".encode()
     found = []
     for pid in psutil.pids():
-        with contextlib.suppress(OSError, psutil.NoSuchProcess), open(f"/proc/{pid}/environ", "rb") as variables:
+        with (
+            contextlib.suppress(OSError, psutil.NoSuchProcess),
+            open(f"/proc/{pid}/environ", "rb") as variables,
+        ):
             if beginning in b"\0" + variables.read():
                 found.append(psutil.Process(pid))
     return found
 
 
 def children() -> list[psutil.Process]:
-    """Return this process's own children, in a tenth of the time that psutil takes to look at all processes."""
+    """Return this process's own children, in a tenth of the time that psutil takes to
+    look at all processes.
+    """
     found = []
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -49,7 +59,9 @@ def children() -> list[psutil.Process]:
 def wait_until_exited(
     find: Callable[[], Collection[psutil.Process]], seconds: float, *, kill: bool = False
 ) -> Collection[psutil.Process]:
-    """Wait up to ``seconds`` until ``find`` returns nothing, or kill what it finds; return what is left."""
+    """Wait up to ``seconds`` until ``find`` returns nothing, or kill what it finds;
+    return what is left.
+    """
     deadline = time.monotonic() + seconds
     while (left := find()) and (rest := deadline - time.monotonic()) > 0:
         for process in left if kill else ():
@@ -66,7 +78,8 @@ def name_of(process: psutil.Process) -> str:
     return f"process {process.pid}"
 
 
-# Set by pytest for each test, and by libraries once when they are imported or first used.
+# Set by pytest for each test, and by libraries once when they are imported or first
+# used.
 _HARMLESS_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "KMP_DUPLICATE_LIB_OK",
@@ -80,7 +93,9 @@ _SECONDS_TO_END = 60.0  # an interpreter with torch needs some to end, on a busy
 
 
 class Snapshot:
-    """The state before a test; afterwards ``leaks`` lists additions, and undoes them where that is safe."""
+    """The state before a test; afterwards ``leaks`` lists additions, and undoes them
+    where that is safe.
+    """
 
     def __init__(self) -> None:
         self._directory = Path.cwd()
@@ -88,7 +103,9 @@ class Snapshot:
         self._known = {*_threads(), *_processes(), *_files(self._directory)}
 
     def leaks(self, seconds: float = _SECONDS_TO_END) -> list[str]:
-        """Return one line for each leak; threads and processes have some seconds to end by themselves."""
+        """Return one line for each leak; threads and processes have some seconds to end
+        by themselves.
+        """
         for thread in self._new(_threads()):
             thread.join(seconds)
         processes = wait_until_exited(lambda: self._new(_processes()), seconds)
@@ -110,24 +127,38 @@ class Snapshot:
     def _left_directory(self) -> list[str]:
         now = Path.cwd()
         os.chdir(self._directory)
-        return [] if now == self._directory else [f"working directory {now} (was {self._directory})"]
+        return (
+            [] if now == self._directory else [f"working directory {now} (was {self._directory})"]
+        )
 
     def _changed_variables(self) -> list[str]:
-        before, after = self._environment, dict(os.environ)
+        before = self._environment
+        after = dict(os.environ)
         names = sorted({name for name, _ in before.items() ^ after.items()} - _HARMLESS_VARIABLES)
         for name in names:
             os.environ.pop(name, None)
         os.environ.update({name: before[name] for name in names if name in before})
-        return [f"environment variable {name}={after.get(name)!r} (was {before.get(name)!r})" for name in names]
+        return [
+            f"environment variable {name}={after.get(name)!r} (was {before.get(name)!r})"
+            for name in names
+        ]
 
 
 def _threads() -> list[threading.Thread]:
-    """Return threads that must end before the test does: those that keep a process alive, and the package's own."""
-    return [thread for thread in threading.enumerate() if not thread.daemon or thread.name.startswith("ddpx")]
+    """Return threads that must end before the test does: those that keep a process
+    alive, and the package's own.
+    """
+    return [
+        thread
+        for thread in threading.enumerate()
+        if not thread.daemon or thread.name.startswith("ddpx")
+    ]
 
 
 def _files(directory: Path) -> set[Path]:
-    """List the files in the directory, unless it is shared, and ours in the one for temporary files."""
+    """List the files in the directory, unless it is shared, and ours in the one for
+    temporary files.
+    """
     temporary = Path(tempfile.gettempdir())
     here = set() if directory == temporary else set(directory.iterdir())
     ours = {path for path in here if not path.name.startswith(_HARMLESS_FILES)}
@@ -135,7 +166,9 @@ def _files(directory: Path) -> set[Path]:
 
 
 def _processes() -> set[psutil.Process]:
-    """Return children and processes with the mark of this test run, except the two servers of multiprocessing."""
+    """Return children and processes with the mark of this test run, except the two
+    servers of multiprocessing.
+    """
     mark = os.environ.get(MARK)
     found = {*children(), *(marked(mark) if mark else ())}
     servers = {
@@ -170,7 +203,9 @@ KINDS = (FunctionType, type, property, classmethod, staticmethod)
 
 
 def definitions() -> dict[str, Any]:
-    """Return functions and classes of all imported modules, and the methods and properties of these classes."""
+    """Return functions and classes of all imported modules, and the methods and
+    properties of these classes.
+    """
     warnings.simplefilter("ignore", FutureWarning)  # of torch's module attributes
     found: dict[str, Any] = {}
     for module_name, module in list(sys.modules.items()):
@@ -183,7 +218,11 @@ def definitions() -> dict[str, Any]:
 
 
 def defined_in(owner: Any, name: str) -> dict[str, Any]:
-    return {f"{name}.{key}": value for key, value in list(vars(owner).items()) if isinstance(value, KINDS)}
+    return {
+        f"{name}.{key}": value
+        for key, value in list(vars(owner).items())
+        if isinstance(value, KINDS)
+    }
 
 
 def changed(before: dict[str, Any]) -> list[str]:
@@ -193,12 +232,20 @@ def changed(before: dict[str, Any]) -> list[str]:
 
 
 def of_process() -> dict[str, Any]:
-    """Return the environment, signal handlers (including those in C), the limit of open files, and our threads."""
+    """Return the environment, signal handlers (including those in C), the limit of open
+    files, and our threads.
+    """
     found: dict[str, Any] = dict(os.environ)
     found |= {each.name: signal.getsignal(each) for each in signal.Signals}
-    found |= dict(re.findall(r"^(Sig(?:Blk|Ign|Cgt)):\t(.*)$", Path("/proc/self/status").read_text(), re.MULTILINE))
+    found |= dict(
+        re.findall(
+            r"^(Sig(?:Blk|Ign|Cgt)):\t(.*)$", Path("/proc/self/status").read_text(), re.MULTILINE
+        )
+    )
     found["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return found | {thread.name: "" for thread in threading.enumerate() if thread.name.startswith("ddpx")}
+    return found | {
+        thread.name: "" for thread in threading.enumerate() if thread.name.startswith("ddpx")
+    }
 
 
 def changed_in_process(before: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Run one rank process, from its fork to its end, and see it from its test.
 
-A rank runs like a script: its function is the script's body, an exception that escapes goes to ``sys.excepthook``,
-non-daemon threads are waited for, ``atexit`` handlers run once, and the exit status is the interpreter's. A process of
-``multiprocessing`` does none of that (https://github.com/python/cpython/issues/83856).
+A rank runs like a script: its function is the script's body, an exception that escapes
+goes to ``sys.excepthook``, non-daemon threads are waited for, ``atexit`` handlers run
+once, and the exit status is the interpreter's. A process of ``multiprocessing`` does
+none of that (https://github.com/python/cpython/issues/83856).
 """
 
 from __future__ import annotations
@@ -37,12 +38,16 @@ _sending = threading.Lock()
 
 
 def announce(point: str, value: object = None) -> None:
-    """On a rank: report to the test that it has reached ``point``; the test calls ``RankProcesses.wait_for``."""
+    """On a rank: report to the test that it has reached ``point``; the test calls
+    ``RankProcesses.wait_for``.
+    """
     _send("point", value, point)
 
 
 def hold(point: str, value: object = None) -> None:
-    """On a rank: announce ``point``, and wait there until the test calls ``RankProcesses.release``."""
+    """On a rank: announce ``point``, and wait there until the test calls
+    ``RankProcesses.release``.
+    """
     announce(point, value)
     assert _test is not None
     _test.recv_bytes()
@@ -62,12 +67,15 @@ def run_rank(
 ) -> None:
     """Run the target of a rank's process.
 
-    ``call`` is a pickled ``(function, args, kwargs)``: unpickling it imports the test's module, which must not happen
-    before the environment is set and coverage is measured.
+    ``call`` is a pickled ``(function, args, kwargs)``: unpickling it imports the test's
+    module, which must not happen before the environment is set and coverage is
+    measured.
     """
     global _test
     _test = test
-    gc.freeze()  # what the server has imported: collections would look through it, and copy its pages
+    # what the server has imported: collections would look through it, and copy its
+    # pages
+    gc.freeze()
     os.setpgid(0, 0)  # so that the rank and what it forks can be ended together
     _write_to(output, time_limit)
     if place is not None:
@@ -76,14 +84,20 @@ def run_rank(
     os.environ.update(environment)
     os.chdir(cwd)
     _limit_deadlocks()
-    sys.argv = [f"rank-{rank}-is-no-script"]  # never pytest's: a launcher would run all the tests again
+    sys.argv = [
+        f"rank-{rank}-is-no-script"
+    ]  # never pytest's: a launcher would run all the tests again
     if "coverage" in sys.modules:  # a rank may run no line of the package
-        warnings.filterwarnings("ignore", category=sys.modules["coverage"].exceptions.CoverageWarning)
+        warnings.filterwarnings(
+            "ignore", category=sys.modules["coverage"].exceptions.CoverageWarning
+        )
     _end_as_script(_call(rank, world_size, call))
 
 
 def _limit_deadlocks() -> None:
-    """Have ranks compare their calls after this many seconds, so that a run of all tests finds false alarms."""
+    """Have ranks compare their calls after this many seconds, so that a run of all
+    tests finds false alarms.
+    """
     seconds = os.environ.get("DDPX_TESTS_DEADLOCK")
     if seconds is not None:
         from lightning_ddp_ext.rendezvous.request import Timeouts
@@ -94,7 +108,8 @@ def _limit_deadlocks() -> None:
 
 def _send(kind: str, value: object, point: str = "") -> None:
     assert _test is not None, "announce() and hold() work in a rank process only"
-    # Not Connection.send(): its pickler passes tensors as file descriptors, which end with this process.
+    # Not Connection.send(): its pickler passes tensors as file descriptors, which end
+    # with this process.
     message = pickle.dumps((kind, value, point))
     with _sending:
         _test.send_bytes(message)
@@ -106,12 +121,16 @@ def _write_to(path: Path, time_limit: float) -> None:
         stream.flush()
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
         os.dup2(output, stream.fileno())
-    faulthandler.enable(output)  # on SIGABRT C code writes the stacks of all threads, without the GIL
+    faulthandler.enable(
+        output
+    )  # on SIGABRT C code writes the stacks of all threads, without the GIL
     faulthandler.dump_traceback_later(time_limit + _SECONDS_AFTER_LIMIT, file=output, exit=True)
 
 
 def _call(rank: int, world_size: int, call: bytes) -> int:
-    """Run the rank's function; return the interpreter's exit status, which is -SIGINT for a KeyboardInterrupt."""
+    """Run the rank's function; return the interpreter's exit status, which is -SIGINT
+    for a KeyboardInterrupt.
+    """
     try:
         function, args, kwargs = pickle.loads(call)
         _send("result", function(rank, world_size, *args, **kwargs))
@@ -136,7 +155,9 @@ def _status_of(error: SystemExit) -> int:
 
 
 def _end_as_script(status: int) -> None:
-    """End this process as the interpreter ends a script, with the first actions of ``Py_FinalizeEx`` in their order."""
+    """End this process as the interpreter ends a script, with the first actions of
+    ``Py_FinalizeEx`` in their order.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # among them that of multiprocessing, which runs only once
     sys.stdout.flush()
@@ -160,7 +181,9 @@ def start_server() -> None:
         "OMP_NUM_THREADS": "1",  # threads for computing must not exist in a process that forks
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
     }
-    own_coverage = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")}
+    own_coverage = {
+        name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")
+    }
     with mock.patch.dict(os.environ, {**own_coverage, **changes}, clear=True):
         forkserver.ensure_running()
 
@@ -172,22 +195,32 @@ def measured_coverage() -> Any:
 
 
 class Rank:
-    """One rank process as its test sees it; ``outcome`` has its end, or its output so far."""
+    """One rank process as its test sees it; ``outcome`` has its end, or its output so
+    far.
+    """
 
-    def __init__(self, number: int, world_size: int, call: bytes, *, output: Path, **settings: Any) -> None:
+    def __init__(
+        self, number: int, world_size: int, call: bytes, *, output: Path, **settings: Any
+    ) -> None:
         os.mkfifo(output)
         self.output = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
-        with contextlib.suppress(PermissionError):  # users other than root have a limit for all of their pipes
+        with contextlib.suppress(
+            PermissionError
+        ):  # users other than root have a limit for all of their pipes
             fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         self._written = b""
         self.pipe, theirs = _CONTEXT.Pipe()
         arguments = (theirs, number, world_size, call)
-        self.process = _CONTEXT.Process(target=run_rank, args=arguments, kwargs={"output": output, **settings})
+        self.process = _CONTEXT.Process(
+            target=run_rank, args=arguments, kwargs={"output": output, **settings}
+        )
         with theirs:
             self.process.start()  # waits for the server to have imported what ranks need
         assert self.process.pid is not None
         self.outcome = Outcome(number, self.process.pid)
-        self.points: dict[str, list[Any]] = defaultdict(list)  # announcements that no test has waited for
+        self.points: dict[str, list[Any]] = defaultdict(
+            list
+        )  # announcements that no test has waited for
 
     @property
     def runs(self) -> bool:
@@ -199,11 +232,15 @@ class Rank:
 
     @property
     def failed_at(self) -> float:
-        """The time of the failure; a kill counts as the earliest, because no other failure causes it."""
+        """The time of the failure; a kill counts as the earliest, because no other
+        failure causes it.
+        """
         return self.outcome.error.at if self.outcome.error else 0.0
 
     def receive(self, *, has_ended: bool) -> None:
-        """Read the rank's messages and output; those of a rank that exited are complete."""
+        """Read the rank's messages and output; those of a rank that exited are
+        complete.
+        """
         with contextlib.suppress(EOFError, ConnectionResetError):
             while self.pipe.poll():
                 kind, value, point = pickle.loads(self.pipe.recv_bytes())
@@ -221,7 +258,10 @@ class Rank:
 
     def end_with_stacks(self) -> None:
         """Have the rank and the processes that it started write their stacks and exit."""
-        for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped rank does not handle other signals
+        for number in (
+            signal.SIGABRT,
+            signal.SIGCONT,
+        ):  # a stopped rank does not handle other signals
             self.signal_group(number)
 
     def kill_group(self) -> None:

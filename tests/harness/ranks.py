@@ -1,8 +1,10 @@
 """Run a function on several real rank processes; CONTRIBUTING.md has an example.
 
-Each way calls ``function(rank, world_size, *args, **kwargs)`` on every rank; function, arguments and results travel by
-pickle. Ranks get a copy of the test's environment, changed by ``env``. But they are forked from a server that has
-imported torch, Lightning and this package: what these read from the environment on import is tested with ``scripts``.
+Each way calls ``function(rank, world_size, *args, **kwargs)`` on every rank; function,
+arguments and results travel by pickle. Ranks get a copy of the test's environment,
+changed by ``env``. But they are forked from a server that has imported torch, Lightning
+and this package: what these read from the environment on import is tested with
+``scripts``.
 """
 
 from __future__ import annotations
@@ -38,40 +40,53 @@ _SECONDS_TO_COME = 120.0  # to a point, or to an output
 _SECONDS_TO_END = 60.0  # for a rank that was told to write its stacks, or was killed
 
 
-def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, **options: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int = 2, *args: Any, **options: Any
+) -> list[Any]:
     """Run ``function`` on ``world_size`` ranks and return its results by rank.
 
-    When a rank fails, the others are killed. The test then fails with the story of the first one that failed, whose
-    exception is the error's cause. The options are those of ``RankProcesses``.
+    When a rank fails, the others are killed. The test then fails with the story of the
+    first one that failed, whose exception is the error's cause. The options are those
+    of ``RankProcesses``.
     """
     with RankProcesses(function, world_size, *args, **options) as ranks:
         first = ranks.wait_for_failure()
         outcomes = ranks.wait()
     if first is not None:
         others = [outcome for outcome in outcomes if outcome is not first]
-        raise AssertionError(stories([first, *others])) from (first.error.exception if first.error else None)
+        raise AssertionError(stories([first, *others])) from (
+            first.error.exception if first.error else None
+        )
     return [outcome.result for outcome in outcomes]
 
 
-def launch_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, **options: Any) -> list[Outcome]:
-    """Run ``function`` on ``world_size`` ranks and return, by rank, how each of them ended by itself.
+def launch_ranks(
+    function: Callable[..., Any], world_size: int = 2, *args: Any, **options: Any
+) -> list[Outcome]:
+    """Run ``function`` on ``world_size`` ranks and return, by rank, how each of them
+    ended by itself.
 
-    Fail at the time limit: a rank that does not exit fails every test. The options are those of ``RankProcesses``.
+    Fail at the time limit: a rank that does not exit fails every test. The options are
+    those of ``RankProcesses``.
     """
     with RankProcesses(function, world_size, *args, **options) as ranks:
         return ranks.wait()
 
 
 class RankProcesses:
-    """Rank processes under control, for tests of faults; the context manager ends those that still run.
+    """Rank processes under control, for tests of faults; the context manager ends those
+    that still run.
 
     Args:
-        function: called as ``function(rank, world_size, *args, **kwargs)`` on each rank.
+        function: called as ``function(rank, world_size, *args, **kwargs)`` on each
+            rank.
         world_size: number of ranks.
         time_limit: seconds within which all must exit.
-        env: changes to the environment, see ``Environment``; by default several ranks have the variables of ranks that
-            a user starts by hand, and a single process has none.
-        namespaces: one place per rank (a host of ``network``), or None for the test's own.
+        env: changes to the environment, see ``Environment``; by default several ranks
+            have the variables of ranks that a user starts by hand, and a single process
+            has none.
+        namespaces: one place per rank (a host of ``network``), or None for the test's
+            own.
     """
 
     def __init__(
@@ -84,7 +99,8 @@ class RankProcesses:
         namespaces: Sequence[Host | None] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._world_size, self._time_limit = world_size, time_limit
+        self._world_size = world_size
+        self._time_limit = time_limit
         self._call = pickle.dumps((function, args, kwargs))
         self._env = by_hand_env(world_size) if env is None and world_size > 1 else env or {}
         self._places = namespaces or [None] * world_size
@@ -123,7 +139,9 @@ class RankProcesses:
         return {number: rank.outcome.pid for number, rank in self._ranks.items()}
 
     def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
-        """Send a signal to the rank's process, not to its children; fail if it has exited."""
+        """Send a signal to the rank's process, not to its children; fail if it has
+        exited.
+        """
         self._receive(0.0)
         outcome = self._ranks[rank].outcome
         assert outcome.exit_code is None, f"it has already exited:\n{outcome.story()}"
@@ -134,7 +152,8 @@ class RankProcesses:
         self._ranks[rank].pipe.send_bytes(b"")
 
     def wait_for(self, point: str, rank: int) -> Any:
-        """Wait until the rank announces ``point``, and return the value that came with it; an announcement counts once.
+        """Wait until the rank announces ``point``, and return the value that came with
+        it; an announcement counts once.
 
         Fail if the rank exits first, or after two minutes.
         """
@@ -143,26 +162,36 @@ class RankProcesses:
         return values.pop(0)
 
     def wait_for_output(self, text: str, rank: int) -> str:
-        """Wait until the rank has written ``text``, and return all that it has written; errors as for ``wait_for``."""
+        """Wait until the rank has written ``text``, and return all that it has written;
+        errors as for ``wait_for``.
+        """
         outcome = self._ranks[rank].outcome
         self._wait_until(lambda: text in outcome.output, f"write {text!r}", rank)
         return outcome.output
 
     def wait(self, *ranks: int) -> list[Outcome]:
-        """Wait until these ranks, by default all, exit; return how they ended, in that order."""
+        """Wait until these ranks, by default all, exit; return how they ended, in that
+        order.
+        """
         awaited = [self._ranks[rank] for rank in ranks or sorted(self._ranks)]
         self._receive_while(lambda: any(rank.runs for rank in awaited), self._deadline)
         if any(rank.runs for rank in awaited):
-            raise AssertionError(f"not all ranks had ended after {self._time_limit} s\n\n{self._end_with_stacks()}")
+            raise AssertionError(
+                f"not all ranks had ended after {self._time_limit} s\n\n{self._end_with_stacks()}"
+            )
         return [rank.outcome for rank in awaited]
 
     def wait_for_failure(self) -> Outcome | None:
-        """Wait until a rank fails, end all, and return the first that failed; None if all succeed or time is up."""
+        """Wait until a rank fails, end all, and return the first that failed; None if
+        all succeed or time is up.
+        """
         self._receive_while(lambda: self._running() and not self._failed(), self._deadline)
         failed = self._failed()
         if not failed:
             return None
-        self._receive_while(lambda: any(rank.runs for rank in failed), _soon())  # exit handlers of those that raise
+        self._receive_while(
+            lambda: any(rank.runs for rank in failed), _soon()
+        )  # exit handlers of those that raise
         self._kill_all()
         return min(failed, key=lambda rank: rank.failed_at).outcome
 
@@ -173,7 +202,8 @@ class RankProcesses:
         return [rank for rank in self._ranks.values() if rank.has_failed]
 
     def _wait_until(self, condition: Callable[[], bool], what: str, number: int) -> None:
-        rank, deadline = self._ranks[number], time.monotonic() + _SECONDS_TO_COME
+        rank = self._ranks[number]
+        deadline = time.monotonic() + _SECONDS_TO_COME
         self._receive_while(lambda: rank.runs and not condition(), deadline)
         when = f"in {_SECONDS_TO_COME} s" if rank.runs else "before its end"
         assert condition(), f"rank {number} did not {what} {when}:\n{rank.outcome.story()}"
@@ -183,9 +213,13 @@ class RankProcesses:
             self._receive(max(0.0, deadline - time.monotonic()))
 
     def _receive(self, seconds: float) -> None:
-        """Wait up to this time until ranks send something or end; receive that, and their output."""
+        """Wait up to this time until ranks send something or end; receive that, and
+        their output.
+        """
         running = self._running()
-        sources = [source for rank in running for source in (rank.process.sentinel, rank.pipe, rank.output)]
+        sources = [
+            source for rank in running for source in (rank.process.sentinel, rank.pipe, rank.output)
+        ]
         ready = connection.wait(sources, seconds)
         for rank in running:
             rank.receive(has_ended=rank.process.sentinel in ready)

@@ -1,7 +1,8 @@
 r"""Run a script as a user would, in separate processes.
 
-A script that tests wait for writes whole lines, ``sys.stdout.write("in step 3\n")``, and flushes them: torchrun starts
-Python with ``-u``, where ``print`` writes a text and its line break one by one.
+A script that tests wait for writes whole lines, ``sys.stdout.write("in step 3\n")``,
+and flushes them: torchrun starts Python with ``-u``, where ``print`` writes a text and
+its line break one by one.
 """
 
 from __future__ import annotations
@@ -48,10 +49,12 @@ def start_script(
     """Start a script, as the only process of ``RankProcesses``.
 
     Args:
-        path_or_source: the script's path, or its text (anything with a line break; common indentation is removed).
+        path_or_source: the script's path, or its text (anything with a line break;
+            common indentation is removed).
         argv: arguments of the script.
         env: changes to the environment, as for rank 0.
-        launcher: the words before the script; ``python`` and ``torchrun`` are those of this environment.
+        launcher: the words before the script; ``python`` and ``torchrun`` are those of
+            this environment.
         time_limit: seconds until ``wait`` gives up.
         cwd: the working directory; None: a temporary one.
     """
@@ -59,27 +62,40 @@ def start_script(
         directory = Path(cwd or temporary)
         words = [part for word in launcher for part in _COMMANDS.get(word, (word,))]
         command = [*words, str(_path_of(path_or_source, directory)), *argv]
-        options: dict[str, Any] = {"env": {**_of_a_shell(), **(env or {})}, "time_limit": time_limit}
+        options: dict[str, Any] = {
+            "env": {**_of_a_shell(), **(env or {})},
+            "time_limit": time_limit,
+        }
         with RankProcesses(be_the_command, 1, command, directory, **options) as script:
             yield script
 
 
 def run_on_ranks(
-    script: Path, *argv: str, cwd: Path, world_size: int = 0, returncode: int = 0, time_limit: float = 300.0
+    script: Path,
+    *argv: str,
+    cwd: Path,
+    world_size: int = 0,
+    returncode: int = 0,
+    time_limit: float = 300.0,
 ) -> str:
-    """Run a script on rank processes that have imported torch and Lightning, five times as fast as ``run_script``.
+    """Run a script on rank processes that have imported torch and Lightning, five times
+    as fast as ``run_script``.
 
-    It runs as under a launcher that sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``: by default on two ranks, or in
-    one process if it forks its ranks itself. Return the output of all of them, rank by rank; fail unless each exits
-    with ``returncode``.
+    It runs as under a launcher that sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``:
+    by default on two ranks, or in one process if it forks its ranks itself. Return the
+    output of all of them, rank by rank; fail unless each exits with ``returncode``.
     """
     world_size = world_size or (1 if re.search(_FORKS, script.read_text()) else 2)
     env = by_hand_env(world_size, free_port()) if world_size > 1 else {}
-    outcomes = launch_ranks(be_the_script, world_size, script, argv, cwd, env=env, time_limit=time_limit)
+    outcomes = launch_ranks(
+        be_the_script, world_size, script, argv, cwd, env=env, time_limit=time_limit
+    )
     return output_of_all(outcomes, exit_code=returncode)
 
 
-def be_the_script(rank: int, world_size: int, script: Path, argv: tuple[str, ...], cwd: Path) -> None:
+def be_the_script(
+    rank: int, world_size: int, script: Path, argv: tuple[str, ...], cwd: Path
+) -> None:
     """Run a script in a rank process."""
     os.chdir(cwd)
     sys.argv, sys.path[0] = [str(script), *argv], str(script.parent)
@@ -87,7 +103,9 @@ def be_the_script(rank: int, world_size: int, script: Path, argv: tuple[str, ...
 
 
 def be_the_command(rank: int, world_size: int, command: Sequence[str], cwd: Path) -> None:
-    """Replace a rank process by a command, with the environment that a shell would give it."""
+    """Replace a rank process by a command, with the environment that a shell would give
+    it.
+    """
     os.chdir(cwd)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -95,7 +113,9 @@ def be_the_command(rank: int, world_size: int, command: Sequence[str], cwd: Path
 
 
 def _of_a_shell() -> Environment:
-    """Return changes that make the environment a user's shell in which failing processes print their stacks."""
+    """Return changes that make the environment a user's shell in which failing
+    processes print their stacks.
+    """
     return {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),

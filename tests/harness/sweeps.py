@@ -1,4 +1,6 @@
-"""Share code among sweeps: choose few cases that cover much, draw a seed, run cases, and report failures."""
+"""Share code among sweeps: choose few cases that cover much, draw a seed, run cases,
+and report failures.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,11 @@ C = TypeVar("C")
 
 
 def greedy_cover(tried: Mapping[C, set[Any]], cost: Callable[[C], float]) -> list[C]:
-    """Choose cases that together try everything; in each round, the one that tries most for its cost."""
-    chosen, missing = list[C](), set[Any]().union(*tried.values())
+    """Choose cases that together try everything; in each round, the one that tries most
+    for its cost.
+    """
+    chosen = list[C]()
+    missing = set[Any]().union(*tried.values())
     while missing:
         chosen.append(max(tried, key=lambda case: len(tried[case] & missing) / cost(case)))
         missing -= tried[chosen[-1]]
@@ -27,18 +32,24 @@ def greedy_cover(tried: Mapping[C, set[Any]], cost: Callable[[C], float]) -> lis
 
 
 def chosen_cases(parse: Callable[[str], C], cover: Sequence[C]) -> Sequence[C]:
-    """Return the cases in the variable ``SWEEP``, separated by semicolons, or else the cover."""
+    """Return the cases in the variable ``SWEEP``, separated by semicolons, or else the
+    cover.
+    """
     given = os.environ.get("SWEEP")
     return [parse(text) for text in given.split(";")] if given else cover
 
 
 def play_cases(
-    play: Callable[[C, int, int, Path], Any], cases: Sequence[C], ranks_of: Callable[[C], int], directory: Path
+    play: Callable[[C, int, int, Path], Any],
+    cases: Sequence[C],
+    ranks_of: Callable[[C], int],
+    directory: Path,
 ) -> dict[C, list[Any] | str]:
-    """Run cases one after another by ``play(case, rank, ranks, place)``; cases of one world size share their ranks.
+    """Run cases one after another by ``play(case, rank, ranks, place)``; cases of one
+    world size share their ranks.
 
-    Return the results of each rank, by case. If a case ends its processes, it gets the story of their ends instead, and
-    the cases after it still run.
+    Return the results of each rank, by case. If a case ends its processes, it gets the
+    story of their ends instead, and the cases after it still run.
     """
     found: dict[C, list[Any] | str] = {}
     for ranks in sorted({*map(ranks_of, cases)}):
@@ -52,11 +63,15 @@ def _play_on_same_ranks(
 ) -> list[list[Any] | str]:
     found: list[list[Any] | str] = []
     while len(found) < len(cases):
-        place, left = directory / f"{ranks}-{len(found)}", cases[len(found) :]
+        place = directory / f"{ranks}-{len(found)}"
+        left = cases[len(found) :]
         place.mkdir(parents=True)
         try:
-            env, limit = by_hand_env(ranks), 60.0 + 60.0 * len(left)
-            story = stories(launch_ranks(_play_each, ranks, play, left, place, env=env, time_limit=limit))
+            env = by_hand_env(ranks)
+            limit = 60.0 + 60.0 * len(left)
+            story = stories(
+                launch_ranks(_play_each, ranks, play, left, place, env=env, time_limit=limit)
+            )
         except AssertionError as error:  # at the time limit
             story = str(error)
         for number in range(len(left)):
@@ -69,7 +84,11 @@ def _play_on_same_ranks(
 
 
 def _play_each(
-    rank: int, ranks: int, play: Callable[[C, int, int, Path], Any], cases: Sequence[C], directory: Path
+    rank: int,
+    ranks: int,
+    play: Callable[[C, int, int, Path], Any],
+    cases: Sequence[C],
+    directory: Path,
 ) -> None:
     """Write each result to a file, because a later case may end this process."""
     for number, case in enumerate(cases):
@@ -79,8 +98,11 @@ def _play_each(
 
 
 def new_seed(capsys: pytest.CaptureFixture[str], count: int) -> tuple[int, int]:
-    """Print and return the seed and the number of cases: ``SWEEP_SEED`` and ``SWEEP_COUNT``, else new and ``count``."""
-    seed, count = int(os.environ.get("SWEEP_SEED", time.time_ns() // 10**6)), int(os.environ.get("SWEEP_COUNT", count))
+    """Print and return the seed and the number of cases: ``SWEEP_SEED`` and
+    ``SWEEP_COUNT``, else new and ``count``.
+    """
+    seed = int(os.environ.get("SWEEP_SEED", time.time_ns() // 10**6))
+    count = int(os.environ.get("SWEEP_COUNT", count))
     with capsys.disabled():
         print(f"\nSWEEP_SEED={seed} SWEEP_COUNT={count}")
     return seed, count

@@ -1,4 +1,6 @@
-"""Train a small model with our strategy and with stock ``ddp``, and compare the results."""
+"""Train a small model with our strategy and with stock ``ddp``, and compare the
+results.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def data(samples: int = 24) -> TensorDataset:
 
 
 class Net(L.LightningModule):
-    """A model with everything that DDP treats differently: parameters, buffers, and metrics of every rank and step."""
+    """A model with everything that DDP treats differently: parameters, buffers, and
+    metrics of every rank and step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,14 +92,19 @@ class Recorder(L.Callback):
     on_train_epoch_end = on_test_end = on_validation_end
 
     def _record(self, trainer: L.Trainer) -> None:
-        self.metrics.append({name: value.clone() for name, value in trainer.callback_metrics.items()})
+        self.metrics.append(
+            {name: value.clone() for name, value in trainer.callback_metrics.items()}
+        )
 
 
 class At(L.Callback):
-    """Calls ``do(trainer)`` when a hook runs for the first time, or after a number of ``earlier`` calls."""
+    """Calls ``do(trainer)`` when a hook runs for the first time, or after a number of
+    ``earlier`` calls.
+    """
 
     def __init__(self, hook: str, do: Callable[[L.Trainer], object], *, earlier: int = 0) -> None:
-        self._do, self._left = do, earlier
+        self._do = do
+        self._left = earlier
         setattr(self, hook, self._call)
 
     def _call(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
@@ -105,9 +114,19 @@ class At(L.Callback):
 
 
 def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
-    """Return a Trainer on two CPU ranks that writes nothing and prints little, unless ``options`` change that."""
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    chosen: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, **quiet, **options}
+    """Return a Trainer on two CPU ranks that writes nothing and prints little, unless
+    ``options`` change that.
+    """
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    chosen: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_epochs": 2,
+        **quiet,
+        **options,
+    }
     return L.Trainer(strategy=strategy, **chosen)
 
 
@@ -116,7 +135,9 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
-    """Return our strategy for ranks started by hand, with a file in ``directory``; or stock, in a ``stock_group``."""
+    """Return our strategy for ranks started by hand, with a file in ``directory``; or
+    stock, in a ``stock_group``.
+    """
     if kind == "stock":
         return DDPStrategy(**options)
     from lightning_ddp_ext import DDPExtStrategy  # stock is to be judged without it
@@ -125,7 +146,9 @@ def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
 
 
 def limit_collectives(seconds: float) -> None:
-    """Change the ``timeout`` of this rank's collectives, after the start, which a busy machine may delay."""
+    """Change the ``timeout`` of this rank's collectives, after the start, which a busy
+    machine may delay.
+    """
     from lightning_ddp_ext.rendezvous.process_context import current
 
     context = current()
@@ -134,7 +157,9 @@ def limit_collectives(seconds: float) -> None:
 
 
 def backend(name: str) -> str:
-    """Return the backend; for an unknown name, gloo under that name, as a stand-in for NCCL."""
+    """Return the backend; for an unknown name, gloo under that name, as a stand-in for
+    NCCL.
+    """
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(name, dist.ProcessGroupGloo, devices=["cpu"])  # type: ignore[attr-defined]
     return name
@@ -142,16 +167,24 @@ def backend(name: str) -> str:
 
 @contextmanager
 def stock_group(rank: int, world_size: int, directory: Path) -> Iterator[None]:
-    """Open and close the default process group as users may do; stock ``ddp`` uses it, so it needs no free port."""
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
+    """Open and close the default process group as users may do; stock ``ddp`` uses it,
+    so it needs no free port.
+    """
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size
+    )
     yield
     gc.collect()
     dist.destroy_process_group()
     gc.collect()
 
 
-def on_both(function: Callable[..., Any], directory: Path, *args: Any) -> tuple[list[Any], list[Any]]:
-    """Return ``function(kind, directory, *args)`` by rank, on two ranks with ours and on two other ranks with stock."""
+def on_both(
+    function: Callable[..., Any], directory: Path, *args: Any
+) -> tuple[list[Any], list[Any]]:
+    """Return ``function(kind, directory, *args)`` by rank, on two ranks with ours and
+    on two other ranks with stock.
+    """
     ours, stock = (on_ranks(kind, function, directory, *args) for kind in KINDS)
     return ours, stock
 
@@ -165,13 +198,19 @@ def on_ranks(
     env: Environment | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Run ``function(kind, directory, *args)`` on ranks with ours or with stock, as ``run_ranks`` does."""
+    """Run ``function(kind, directory, *args)`` on ranks with ours or with stock, as
+    ``run_ranks`` does.
+    """
     (directory / kind).mkdir(exist_ok=True)
     env = {**by_hand_env(world_size), **(env or {})}
-    return run_ranks(_on_side, world_size, kind, function, directory / kind, *args, env=env, **options)
+    return run_ranks(
+        _on_side, world_size, kind, function, directory / kind, *args, env=env, **options
+    )
 
 
-def _on_side(rank: int, world_size: int, kind: Kind, function: Any, directory: Path, *args: Any) -> Any:
+def _on_side(
+    rank: int, world_size: int, kind: Kind, function: Any, directory: Path, *args: Any
+) -> Any:
     with stock_group(rank, world_size, directory) if kind == "stock" else nullcontext():
         return function(kind, directory, *args)
 

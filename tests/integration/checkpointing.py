@@ -1,4 +1,6 @@
-"""A model and Trainers for tests of checkpoints: with our strategy, or with stock and our callback."""
+"""A model and Trainers for tests of checkpoints: with our strategy, or with stock and
+our callback.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Net(training.Net):
 
     def configure_optimizers(self) -> Any:
         first, *others = self.parameters()
-        optimizer = torch.optim.Adam([{"params": others}, {"params": [first], "lr": 0.02}], lr=0.01, amsgrad=True)
+        optimizer = torch.optim.Adam(
+            [{"params": others}, {"params": [first], "lr": 0.02}], lr=0.01, amsgrad=True
+        )
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
@@ -48,7 +52,9 @@ class Keeper(L.Callback):
 
 
 def everything(trainer: L.Trainer) -> dict[str, Any]:
-    """Return weights, optimisers, schedules, scaler and progress, and whether keepers have all of `KEPT`."""
+    """Return weights, optimisers, schedules, scaler and progress, and whether keepers
+    have all of `KEPT`.
+    """
     assert trainer.lightning_module is not None
     keepers = [callback for callback in trainer.callbacks if isinstance(callback, Keeper)]
     found = {
@@ -62,10 +68,16 @@ def everything(trainer: L.Trainer) -> dict[str, Any]:
     return copy.deepcopy(found)
 
 
-def train_and_save(path: Path, model: L.LightningModule | None = None, plugins: Any = ()) -> dict[str, Any]:
-    """Train a little in this process alone, with stock Lightning, and save; what there was to be saved."""
+def train_and_save(
+    path: Path, model: L.LightningModule | None = None, plugins: Any = ()
+) -> dict[str, Any]:
+    """Train a little in this process alone, with stock Lightning, and save; what there
+    was to be saved.
+    """
     torch.manual_seed(1)
-    trainer = make_trainer("auto", devices=1, max_epochs=1, callbacks=[Keeper(KEPT)], plugins=list(plugins))
+    trainer = make_trainer(
+        "auto", devices=1, max_epochs=1, callbacks=[Keeper(KEPT)], plugins=list(plugins)
+    )
     trainer.fit(Net() if model is None else model)
     trainer.save_checkpoint(path)
     return everything(trainer)
@@ -79,14 +91,22 @@ def checkpoint_callback(kind: Kind, **options: Any) -> ModelCheckpoint:
 
 
 def trainer_for(
-    kind: Kind, directory: Path, io: Any = None, callbacks: Any = (), plugins: Any = (), **options: Any
+    kind: Kind,
+    directory: Path,
+    io: Any = None,
+    callbacks: Any = (),
+    plugins: Any = (),
+    **options: Any,
 ) -> L.Trainer:
     """Return a Trainer on two ranks whose checkpoints are ours, one way or the other."""
-    callbacks, plugins = list(callbacks), list(plugins)
+    callbacks = list(callbacks)
+    plugins = list(plugins)
     if kind == "stock" and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
         callbacks.append(checkpoint_callback(kind, save_top_k=0, checkpoint_io=io))
     elif io is not None:
         plugins.append(io)
-    enabled = any(isinstance(callback, Checkpoint) for callback in callbacks)  # otherwise Lightning adds one
+    enabled = any(
+        isinstance(callback, Checkpoint) for callback in callbacks
+    )  # otherwise Lightning adds one
     options = {"enable_checkpointing": enabled, "plugins": plugins, **options}
     return make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options)

@@ -1,4 +1,6 @@
-"""Stop and resume runs, and compare the batches and weights of each rank with those of an unbroken run."""
+"""Stop and resume runs, and compare the batches and weights of each rank with those of
+an unbroken run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from tests.harness.training import At, Kind, make_strategy, make_trainer
 
-Point = str  # a hook of a callback without its "on_", and the steps of the whole run by then: "train_batch_end-4"
+# a hook of a callback without its "on_", and the steps of the whole run by then:
+# "train_batch_end-4"
+Point = str
 Points = Collection[Point]
 Step = tuple[int, ...]  # epoch, batch, and the samples of this rank's batch
 Order = Literal["lightning's", "distributed", "plain"]
@@ -41,7 +45,9 @@ class Numbers(Dataset[Tensor]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """A stream of numbers that only this rank has, in another order each epoch, without a length."""
+    """A stream of numbers that only this rank has, in another order each epoch, without
+    a length.
+    """
 
     def __init__(self, length: int, rank: int) -> None:
         self.numbers = range(rank * 1000, rank * 1000 + length)
@@ -64,7 +70,9 @@ class Reversed(DistributedSampler[Any]):
 
 
 class Turning(Sampler[int]):
-    """A user's sampler that divides the samples itself, and begins each epoch one sample further."""
+    """A user's sampler that divides the samples itself, and begins each epoch one
+    sample further.
+    """
 
     def __init__(self, samples: int, rank: int, world_size: int) -> None:
         self.own = range(rank, samples, world_size)
@@ -121,32 +129,50 @@ class Stopped(Exception):
 
 
 class Net(L.LightningModule):
-    """Records the batches that it is trained on. With dropout its weights also depend on the random numbers."""
+    """Records the batches that it is trained on.
+
+    With dropout its weights also depend on the random numbers.
+    """
 
     validation: Mapping[str, Any] = MappingProxyType({})  # options of its loader
 
     def __init__(
-        self, loaders: Callable[[], Any], fail_at: tuple[int, int] | None = None, plateau: bool = False
+        self,
+        loaders: Callable[[], Any],
+        fail_at: tuple[int, int] | None = None,
+        plateau: bool = False,
     ) -> None:
         super().__init__()
-        self.loaders, self.fail_at, self.plateau = loaders, fail_at, plateau
+        self.loaders = loaders
+        self.fail_at = fail_at
+        self.plateau = plateau
         self.layers = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         self.steps: list[Step] = []
-        self.events: list[tuple[Any, ...]] = []  # steps, validations and ends of epochs, each with its step count
+        self.events: list[
+            tuple[Any, ...]
+        ] = []  # steps, validations and ends of epochs, each with its step count
 
     def happens(self, what: str, *results: float) -> None:
         self.events.append((what, steps_done(self.trainer), *results))
 
     def on_fit_start(self) -> None:
-        torch.manual_seed(torch.initial_seed() + 10 * self.global_rank)  # Lightning has seeded all ranks equally
+        torch.manual_seed(
+            torch.initial_seed() + 10 * self.global_rank
+        )  # Lightning has seeded all ranks equally
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
-        parts = [part for part in (batch if isinstance(batch, (list, tuple)) else [batch]) if part is not None]
+        parts = [
+            part
+            for part in (batch if isinstance(batch, (list, tuple)) else [batch])
+            if part is not None
+        ]
         if self.fail_at == (epoch, index):
             raise Stopped
         self.happens("step")
-        self.steps.append((epoch, index, *(int(number) for part in parts for number in part.flatten())))
+        self.steps.append(
+            (epoch, index, *(int(number) for part in parts for number in part.flatten()))
+        )
         loss: Tensor = torch.cat([self.layers(part / 100) for part in parts]).square().mean()
         return loss
 
@@ -177,7 +203,9 @@ class Net(L.LightningModule):
 
 
 class LongValidated(Net):
-    """Can be stopped in the middle of a validation: its ranks stay in step, or one might finish it before the stop."""
+    """Can be stopped in the middle of a validation: its ranks stay in step, or one
+    might finish it before the stop.
+    """
 
     samples = 120
 
@@ -236,11 +264,21 @@ class Training:
     side: Kind = "ours"
 
     def run(self, *points: Point, into: str = "", **options: Any) -> Run:
-        """Train from the beginning, or from a checkpoint with another seed; save at these points."""
-        defaults = {"devices": self.devices, "max_epochs": 3, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+        """Train from the beginning, or from a checkpoint with another seed; save at
+        these points.
+        """
+        defaults = {
+            "devices": self.devices,
+            "max_epochs": 3,
+            "limit_val_batches": 0,
+            "num_sanity_val_steps": 0,
+        }
         chosen: dict[str, Any] = {**defaults, **self.options, **options}
-        kind, fail_at, plateau = chosen.pop("kind", Net), chosen.pop("fail_at", None), chosen.pop("plateau", False)
-        ckpt_path, saver = chosen.pop("ckpt_path", None), Saver(self.directory / self.name / into, points)
+        kind = chosen.pop("kind", Net)
+        fail_at = chosen.pop("fail_at", None)
+        plateau = chosen.pop("plateau", False)
+        ckpt_path = chosen.pop("ckpt_path", None)
+        saver = Saver(self.directory / self.name / into, points)
         L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
         net = kind(self.loaders, fail_at, plateau)
         net.validation = chosen.pop("validation", {})
@@ -257,14 +295,22 @@ class Training:
         except SystemExit as end:
             status = int(end.code or 0)
         loop = trainer.fit_loop.epoch_loop
-        counts = (trainer.global_step, loop._batches_that_stepped, loop.batch_progress.total.completed)
+        counts = (
+            trainer.global_step,
+            loop._batches_that_stepped,
+            loop.batch_progress.total.completed,
+        )
         weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
         return Run(net.steps, weights, counts, net.events, saver.saved, status)
 
 
 def difference(training: Training, whole: Run, done: int, resumed: Run) -> str:
-    """Describe how a run that was resumed after ``done`` steps differs from the whole one; empty if equal."""
-    again = len(resumed.steps) - len(whole.steps[done:])  # steps that no optimiser step had followed yet
+    """Describe how a run that was resumed after ``done`` steps differs from the whole
+    one; empty if equal.
+    """
+    again = len(resumed.steps) - len(
+        whole.steps[done:]
+    )  # steps that no optimiser step had followed yet
     is_within_step = 0 <= again < training.options.get("accumulate_grad_batches", 1)
     if not is_within_step or resumed.steps != whole.steps[done - again :]:
         return f"reads {resumed.steps} instead of {whole.steps[done:]}"
@@ -276,19 +322,23 @@ def difference(training: Training, whole: Run, done: int, resumed: Run) -> str:
 
 
 def generations(training: Training, *chosen: Points) -> dict[str, str]:
-    """By checkpoints, each saved by a run that was resumed from the one before, what the last run does otherwise.
+    """By checkpoints, each saved by a run that was resumed from the one before, what
+    the last run does otherwise.
 
-    ``chosen`` says which ones are resumed from: of a run without a stop, then of each resumed run, and so on. The last
-    ones save nothing, which shows that saving changes nothing.
+    ``chosen`` says which ones are resumed from: of a run without a stop, then of each
+    resumed run, and so on. The last ones save nothing, which shows that saving changes
+    nothing.
     """
     whole = training.run(*chosen[0])
     found: dict[str, str] = {}
     runs = [("from", whole)]
     for points, later in zip(chosen, [*chosen[1:], ()], strict=True):
-        earlier, runs = runs, []
+        earlier = runs
+        runs = []
         for before, run in earlier:
             for point in points:
-                name, done = f"{before}/{point}", int(point.rpartition("-")[2])
+                name = f"{before}/{point}"
+                done = int(point.rpartition("-")[2])
                 resumed = training.run(*later, into=name, ckpt_path=run.saved[point])
                 if wrong := difference(training, whole, done, resumed):
                     found[name] = wrong

@@ -27,12 +27,21 @@ from tests.harness.training import At, Batch, backend, data, make_strategy, make
 
 NAME = "last-rescued.ckpt"
 SLOW = 6.0  # seconds; longer than ranks have after a failure that do not save
-EPOCHS, BATCHES, VALIDATED = 3, 12, 2  # of each rank: epochs, batches in each, and batches of a validation
+# of each rank: epochs, batches in each, and batches of a validation
+EPOCHS = 3
+BATCHES = 12
+VALIDATED = 2
 # Moments that a rank passes in a run, and how often at least.
 MOMENTS = {
-    **dict.fromkeys(("on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end"), BATCHES),
+    **dict.fromkeys(
+        ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end"),
+        BATCHES,
+    ),
     **dict.fromkeys(("on_before_zero_grad", "on_before_optimizer_step"), BATCHES // 2),
-    **dict.fromkeys(("on_train_epoch_start", "on_validation_start", "on_validation_end", "on_train_epoch_end"), 2),
+    **dict.fromkeys(
+        ("on_train_epoch_start", "on_validation_start", "on_validation_end", "on_train_epoch_end"),
+        2,
+    ),
     **dict.fromkeys(("on_validation_batch_start", "on_validation_batch_end"), 2 * VALIDATED),
     "writing": 2 * EPOCHS,
 }
@@ -40,7 +49,9 @@ MOMENTS = {
 
 @dataclass(frozen=True)
 class Kill:
-    """Which ranks end when they reach a moment for the ``earlier + 1``-th time: by "kill", "sigterm" or "error"."""
+    """Which ranks end when they reach a moment for the ``earlier + 1``-th time: by
+    "kill", "sigterm" or "error".
+    """
 
     moment: str
     earlier: int = 0
@@ -62,9 +73,10 @@ class Plan:
 
     Args:
         kill: which ranks end, and when.
-        rescue: what happens to a survivor that saves: "killed", "full", "slow" or "stuck"; or "only" its save
-            succeeds, and others fail in the background.
-        strategy: options of the strategy; with a ``start_method`` one process starts two ranks.
+        rescue: what happens to a survivor that saves: "killed", "full", "slow" or
+            "stuck"; or "only" its save succeeds, and others fail in the background.
+        strategy: options of the strategy; with a ``start_method`` one process starts
+            two ranks.
         trainer: options of the Trainer.
         kind: of the module.
         resumed: the file to resume from.
@@ -79,7 +91,9 @@ class Plan:
 
 
 class Net(L.LightningModule):
-    """With all that a checkpoint of another rank could have wrong: dropout, noise from each library, statistics."""
+    """With all that a checkpoint of another rank could have wrong: dropout, noise from
+    each library, statistics.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,13 +104,19 @@ class Net(L.LightningModule):
         torch.manual_seed(torch.initial_seed() + 10 * self.global_rank)
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        drawn = torch.from_numpy(np.random.randn(len(batch[0]), 4) + np.random.randn()).float() + random.gauss(0, 1)
+        drawn = torch.from_numpy(
+            np.random.randn(len(batch[0]), 4) + np.random.randn()
+        ).float() + random.gauss(0, 1)
         noise = drawn.to(batch[0].device)
         loss: Tensor = (self.layers(batch[0] + 0.01 * noise) - batch[1]).square().mean()
         return loss
 
     def validation_step(self, batch: Batch, index: int) -> None:
-        self.log("result", (self.layers(batch[0]) - batch[1]).square().mean() + torch.rand(()), sync_dist=True)
+        self.log(
+            "result",
+            (self.layers(batch[0]) - batch[1]).square().mean() + torch.rand(()),
+            sync_dist=True,
+        )
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -114,10 +134,13 @@ class StruckIO(RankZeroCheckpointIO):
 
     def __init__(self, plan: Plan, directory: Path) -> None:
         super().__init__(background=plan.rescue == "only")
-        self.plan, self.directory = plan, directory
+        self.plan = plan
+        self.directory = directory
         self.left = plan.kill.earlier if plan.kill and plan.kill.moment == "writing" else -1
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         is_rescue = Path(path).name == NAME
         if self.plan.rescue == "only" and not is_rescue:
             path = "/dev/null/not-a-directory"
@@ -156,9 +179,11 @@ class Steps(L.Callback):
 
 
 def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, Tensor]:
-    """Train from the newest checkpoint on, with another seed, and return what the model holds at the end.
+    """Train from the newest checkpoint on, with another seed, and return what the model
+    holds at the end.
 
-    Buffers only of rank 0, as in a checkpoint: another rank resumes with these, and keeps them if no batch is left.
+    Buffers only of rank 0, as in a checkpoint: another rank resumes with these, and
+    keeps them if no batch is left.
     """
     L.seed_everything(8 + rank if any(directory.glob("*.ckpt")) else 7, verbose=False)
     net = (plan.kind or Net)()
@@ -187,8 +212,12 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     return {name: value.detach().cpu().clone() for name, value in held.items()}
 
 
-def survive(world_size: int, plan: Plan, kills: Iterable[Kill], directory: Path, **options: Any) -> list[Any]:
-    """Run the plan again after each kill, until it ends; fail if a step that a survivor finished is lost."""
+def survive(
+    world_size: int, plan: Plan, kills: Iterable[Kill], directory: Path, **options: Any
+) -> list[Any]:
+    """Run the plan again after each kill, until it ends; fail if a step that a survivor
+    finished is lost.
+    """
     for kill in (*kills, None):
         outcomes = launch_ranks(train, world_size, replace(plan, kill=kill), directory, **options)
         if not any(outcome.exit_code for outcome in outcomes):
@@ -206,11 +235,19 @@ def finished(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
 
 
 def saved(directory: Path) -> int:
-    """Return the step of the newest checkpoint; fail if a file that it names is missing."""
+    """Return the step of the newest checkpoint; fail if a file that it names is
+    missing.
+    """
     newest = max(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
     if newest is None:
         return 0
     checkpoint = torch.load(newest, weights_only=True, map_location="cpu")
-    [state] = [state for name, state in checkpoint["callbacks"].items() if name.startswith("ModelCheckpoint")]
-    assert all(Path(path).exists() for path in (*state["best_k_models"], state["best_model_path"]) if path)
+    [state] = [
+        state
+        for name, state in checkpoint["callbacks"].items()
+        if name.startswith("ModelCheckpoint")
+    ]
+    assert all(
+        Path(path).exists() for path in (*state["best_k_models"], state["best_model_path"]) if path
+    )
     return int(checkpoint["global_step"])

@@ -1,4 +1,6 @@
-"""The arguments of `DDPExtStrategy`, all of `ddp`'s and ours, and those of callbacks: wrong ones raise immediately."""
+"""The arguments of `DDPExtStrategy`, all of `ddp`'s and ours, and those of callbacks:
+wrong ones raise immediately.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,14 @@ TCP = "tcp://127.0.0.1:29500"
 
 
 def test_every_option_of_lightning_is_a_typed_and_explained_argument() -> None:
-    """A default is the same here as in stock ``ddp``; what DDP takes is passed on to it."""
-    ours, stock = inspect.signature(DDPExtStrategy).parameters, inspect.signature(DDPStrategy).parameters
-    assert [name for name in stock.keys() - {"kwargs"} if ours[name].default != stock[name].default] == []
+    """A default is the same here as in stock ``ddp``; what DDP takes is passed on to
+    it.
+    """
+    ours = inspect.signature(DDPExtStrategy).parameters
+    stock = inspect.signature(DDPStrategy).parameters
+    assert [
+        name for name in stock.keys() - {"kwargs"} if ours[name].default != stock[name].default
+    ] == []
     assert typing.get_type_hints(DDPExtStrategy.__init__).keys() - {"return"} == ours.keys()
     section = (inspect.getdoc(DDPExtStrategy) or "").partition("Args:\n")[2].partition("\n\n")[0]
     shown = [str(each).partition(":")[0] for each in ours.values()]
@@ -35,7 +42,9 @@ def test_every_option_of_lightning_is_a_typed_and_explained_argument() -> None:
     assert len(ours) <= 30
 
 
-OUT_OF_RANGE = "rank must be in 0..1 for world_size 2 (got {}); count the ranks from 0 (source: arguments)"
+OUT_OF_RANGE = (
+    "rank must be in 0..1 for world_size 2 (got {}); count the ranks from 0 (source: arguments)"
+)
 ALONE = "{} must also be given (got only {}); write rank=0, world_size=2 on rank 0"
 NOT_POSITIVE = "{0} must be a positive number of seconds, at least 0.001 (got {1!r}); write {0}=60"
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -47,9 +56,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sampler": "fast"}, "sampler must be 'torch' or 'scalable' (got 'fast')"),
     ({"exact_evaluation": 1}, "exact_evaluation must be True or False (got 1)"),
     ({"uneven_inputs": "join"}, "uneven_inputs must be None or 'stop_at_shortest' (got 'join')"),
-    ({"resume_data": False}, "resume_data must be 'exact' or 'strict' or 'epoch' or 'stock' (got False)"),
+    (
+        {"resume_data": False},
+        "resume_data must be 'exact' or 'strict' or 'epoch' or 'stock' (got False)",
+    ),
     ({"devices_per_rank": 0}, "devices_per_rank must be at least 1 (got 0)"),
-    ({"start_method": "thread"}, "start_method must be 'popen' or 'spawn' or 'fork' or 'forkserver' (got 'th"),
+    (
+        {"start_method": "thread"},
+        "start_method must be 'popen' or 'spawn' or 'fork' or 'forkserver' (got 'th",
+    ),
     (
         {"find_unused_parameter": True},
         "no argument 'find_unused_parameter'; did you mean find_unused_parameters? Besides",
@@ -62,7 +77,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
-    """The message names the field, the rule, the value and the remedy, or the nearest allowed value."""
+    """The message names the field, the rule, the value and the remedy, or the nearest
+    allowed value.
+    """
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         DDPExtStrategy(**arguments)
 
@@ -80,7 +97,7 @@ def start_on_an_interface(rank: int, world_size: int) -> None:
 
 def test_an_interface_that_the_host_does_not_have_is_refused() -> None:
     """The error of gloo names it."""
-    (outcome, *_) = launch_ranks(start_on_an_interface, 2, env=by_hand_env(2, free_port()))
+    outcome, *_ = launch_ranks(start_on_an_interface, 2, env=by_hand_env(2, free_port()))
     assert "Unable to find address for: eth99" in outcome.failure.message, outcome.story()
 
 
@@ -90,12 +107,22 @@ def start_with_another_version(rank: int, world_size: int, version: str) -> None
 
 
 def test_another_installation_is_refused() -> None:
-    """Every rank names the package that differs, and the versions by rank; torchmetrics' last number may differ."""
-    for outcome in launch_ranks(start_with_another_version, 2, "0.{}", env=by_hand_env(2, free_port())):
-        assert outcome.failure.message.startswith("the version of torchmetrics must be the same on all ranks: rank 0 (")
-    first, second = launch_ranks(start_with_another_version, 2, "1.8.{}", env=by_hand_env(2, free_port()))
+    """Every rank names the package that differs, and the versions by rank;
+    torchmetrics' last number may differ.
+    """
+    for outcome in launch_ranks(
+        start_with_another_version, 2, "0.{}", env=by_hand_env(2, free_port())
+    ):
+        assert outcome.failure.message.startswith(
+            "the version of torchmetrics must be the same on all ranks: rank 0 ("
+        )
+    first, second = launch_ranks(
+        start_with_another_version, 2, "1.8.{}", env=by_hand_env(2, free_port())
+    )
     assert (first.exit_code, second.exit_code) == (0, 0)
-    assert re.search(r"rank 0 \(.*\) has torchmetrics 1\.8\.0, rank 1 \(.*\) has 1\.8\.1; install", first.output)
+    assert re.search(
+        r"rank 0 \(.*\) has torchmetrics 1\.8\.0, rank 1 \(.*\) has 1\.8\.1; install", first.output
+    )
 
 
 def test_a_subclass_may_take_further_arguments() -> None:
@@ -114,24 +141,43 @@ def test_a_subclass_may_take_further_arguments() -> None:
 
 
 def test_devices_that_disagree_with_arguments_or_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Trainer refuses processes that do not match its devices and nodes, and names the source of the number."""
-    with pytest.raises(ConfigurationError, match=r"^devices \* num_nodes must equal world_size .*=4, from arguments\)"):
+    """The Trainer refuses processes that do not match its devices and nodes, and names
+    the source of the number.
+    """
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^devices \* num_nodes must equal world_size .*=4, from arguments\)",
+    ):
         make_trainer(DDPExtStrategy(TCP, rank=0, world_size=4))
-    with pytest.raises(ConfigurationError, match=r"multiple of devices_per_rank=2 \(got 7\); choose 6 or 8 devices"):
+    with pytest.raises(
+        ConfigurationError, match=r"multiple of devices_per_rank=2 \(got 7\); choose 6 or 8 devices"
+    ):
         make_trainer(DDPExtStrategy(devices_per_rank=2), devices=7)
-    with pytest.raises(ConfigurationError, match=r"multiple of devices_per_rank=2 \(got 1\); choose 2 devices"):
+    with pytest.raises(
+        ConfigurationError, match=r"multiple of devices_per_rank=2 \(got 1\); choose 2 devices"
+    ):
         make_trainer(DDPExtStrategy(devices_per_rank=2), devices=1)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match=r"devices=3 \* num_nodes=1 and world_size=2, from RANK"):
+    with pytest.raises(
+        ConfigurationError, match=r"devices=3 \* num_nodes=1 and world_size=2, from RANK"
+    ):
         make_trainer(DDPExtStrategy(TCP), devices=3)
 
 
 NO_STEPS = "every_n_steps must be an integer of at least 1"
 OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (HangWatchdog, {"timeout": 0}, "timeout must be a positive number of seconds"),
-    (HangWatchdog, {"timeout": 9, "on_hang": "stop"}, "on_hang must be 'abort' or 'continue' (got 'stop')"),
-    (HangWatchdog, {"timeout": 9, "directory": "s3://a"}, "directory must be local (got 's3://a'); pass a local path"),
+    (
+        HangWatchdog,
+        {"timeout": 9, "on_hang": "stop"},
+        "on_hang must be 'abort' or 'continue' (got 'stop')",
+    ),
+    (
+        HangWatchdog,
+        {"timeout": 9, "directory": "s3://a"},
+        "directory must be local (got 's3://a'); pass a local path",
+    ),
     (RankConsistency, {"every_n_steps": 0}, NO_STEPS),
     (RankConsistency, {"every_n_steps": 2.5}, NO_STEPS),
     (SamplerEpochSeeding, {"seed": -1}, "seed must be"),
@@ -143,6 +189,8 @@ OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
 def test_what_a_callback_cannot_take_is_refused(
     callback: type[Callback], arguments: dict[str, Any], message: str
 ) -> None:
-    """The constructor raises; the message names the argument, the allowed values and the value received."""
+    """The constructor raises; the message names the argument, the allowed values and
+    the value received.
+    """
     with pytest.raises(DDPExtError, match=re.escape(message)):
         callback(**arguments)

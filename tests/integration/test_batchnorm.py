@@ -1,4 +1,6 @@
-"""With BatchNorm over all ranks a model learns as in one process, and afterwards has its own layers again."""
+"""With BatchNorm over all ranks a model learns as in one process, and afterwards has
+its own layers again.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Mixed(Squared, nn.BatchNorm2d):
 
 class Functional(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
-        return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+        return batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, self.training
+        )
 
 
 def hooked(layer: nn.Module) -> nn.Module:
@@ -88,14 +92,18 @@ def trainer_with(
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> L.Trainer:
-    """Return a Trainer that converts BatchNorm by the ``"callback"``, by the Trainer's ``"flag"``, or by ``"both"``."""
+    """Return a Trainer that converts BatchNorm by the ``"callback"``, by the Trainer's
+    ``"flag"``, or by ``"both"``.
+    """
     from lightning_ddp_ext import SyncBatchNormConversion
 
     warnings.simplefilter("ignore", UserWarning)  # of Lightning, on few batches and workers
     converting = [SyncBatchNormConversion(**conversion or {})] if by != "flag" else []
     options = {"num_sanity_val_steps": 0, "sync_batchnorm": by != "callback", **options}
     strategy = strategy or {}
-    return make_trainer(make_strategy(kind, directory, **strategy), callbacks=[*callbacks, *converting], **options)
+    return make_trainer(
+        make_strategy(kind, directory, **strategy), callbacks=[*callbacks, *converting], **options
+    )
 
 
 def trainer_alone(**options: Any) -> L.Trainer:
@@ -105,7 +113,9 @@ def trainer_alone(**options: Any) -> L.Trainer:
 
 
 class Manual(Joint):
-    """Optimises by hand: two forward passes for one backward pass, then one of each, for one step."""
+    """Optimises by hand: two forward passes for one backward pass, then one of each,
+    for one step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +150,8 @@ class Split(nn.BatchNorm2d):
 
 
 class Odd(Joint):
-    """Has layers of all kinds: derived, split, hooked, normalised, in evaluation, shared, and synchronised already.
+    """Has layers of all kinds: derived, split, hooked, normalised, in evaluation,
+    shared, and synchronised already.
 
     Args:
         end: what happens in the second training step.
@@ -152,7 +163,12 @@ class Odd(Joint):
 
         shared = nn.BatchNorm2d(8)
         layers = [Scaled(8), Mixed(8), Split(8), shared, hooked(nn.BatchNorm2d(8))]
-        layers += [nn.utils.spectral_norm(nn.BatchNorm2d(8)), nn.BatchNorm2d(8).eval(), SyncBatchNorm(8), shared]
+        layers += [
+            nn.utils.spectral_norm(nn.BatchNorm2d(8)),
+            nn.BatchNorm2d(8).eval(),
+            SyncBatchNorm(8),
+            shared,
+        ]
         start = nn.Linear(4, 32), nn.BatchNorm1d(32), nn.Unflatten(1, (8, 4, 1))
         self.layers = nn.Sequential(*start, *layers, nn.Flatten(), nn.Linear(32, 1))
         self.end = end
@@ -178,7 +194,8 @@ def facts(model: nn.Module) -> dict[str, Any]:
     """Return the properties that a conversion could change."""
     return {
         "modules": [
-            (name, id(each), type(each), each.training) for name, each in model.named_modules(remove_duplicate=False)
+            (name, id(each), type(each), each.training)
+            for name, each in model.named_modules(remove_duplicate=False)
         ],
         "keys": list(model.state_dict()),
         "attributes": [sorted(vars(layer)) for layer in model.layers],
@@ -187,7 +204,9 @@ def facts(model: nn.Module) -> dict[str, Any]:
 
 @dataclass
 class Feature:
-    """A feature that users combine with BatchNorm, with its options of the Trainer and the strategy."""
+    """A feature that users combine with BatchNorm, with its options of the Trainer and
+    the strategy.
+    """
 
     model: Callable[[], Joint] = Joint
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -201,7 +220,12 @@ class Feature:
         """Return the loaders of the Trainer."""
         callbacks = [self.average()] if self.average is not None else []
         epochs = 1 if self.average is None else 2
-        return {"precision": "64-true", "max_epochs": epochs, "callbacks": callbacks, **self.trainer}
+        return {
+            "precision": "64-true",
+            "max_epochs": epochs,
+            "callbacks": callbacks,
+            **self.trainer,
+        }
 
 
 FEATURES = {
@@ -225,33 +249,50 @@ def learn(feature: Feature, trainer: L.Trainer) -> dict[str, Any]:
     model = feature.model()
     trainer.fit(model)
     assert nn.BatchNorm1d in map(type, model.modules())
-    return {"weights": weights(model), "metrics": dict(trainer.callback_metrics), "steps": trainer.global_step}
+    return {
+        "weights": weights(model),
+        "metrics": dict(trainer.callback_metrics),
+        "steps": trainer.global_step,
+    }
 
 
 def features_alone(rank: int, world_size: int) -> dict[str, Any]:
-    """Train without conversion; the callback, which can be pickled for spawned ranks, does nothing on one rank."""
+    """Train without conversion; the callback, which can be pickled for spawned ranks,
+    does nothing on one rank.
+    """
     from lightning_ddp_ext import SyncBatchNormConversion
 
     model = Odd()
     before = facts(model)
-    trainer_alone(callbacks=[pickle.loads(pickle.dumps(SyncBatchNormConversion()))], max_epochs=1).fit(model)
+    trainer_alone(
+        callbacks=[pickle.loads(pickle.dumps(SyncBatchNormConversion()))], max_epochs=1
+    ).fit(model)
     assert model.seen["training"] == before
-    return {name: learn(feature, trainer_alone(**feature.options())) for name, feature in FEATURES.items()}
+    return {
+        name: learn(feature, trainer_alone(**feature.options()))
+        for name, feature in FEATURES.items()
+    }
 
 
 def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
     found = {}
     for name in FEATURES if kind == "ours" else ["nothing"]:
         feature = FEATURES[name]
-        how: dict[str, Any] = {"by": feature.by, "conversion": feature.conversion, "strategy": feature.strategy}
+        how: dict[str, Any] = {
+            "by": feature.by,
+            "conversion": feature.conversion,
+            "strategy": feature.strategy,
+        }
         found[name] = learn(feature, trainer_with(kind, directory, **how, **feature.options()))
     return found
 
 
 def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
-    """With DDP's options, Lightning's ways to optimise, and layers of all kinds: the statistics are joint.
+    """With DDP's options, Lightning's ways to optimise, and layers of all kinds: the
+    statistics are joint.
 
-    What the ranks have, running statistics included, is the same to the last bit; the callback also serves stock DDP.
+    What the ranks have, running statistics included, is the same to the last bit; the
+    callback also serves stock DDP.
     """
     (alone,) = run_ranks(features_alone, 1)
     first, second = on_ranks("ours", features_on_all, tmp_path)
@@ -259,7 +300,9 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     for name, feature in FEATURES.items():
         assert_same(first[name], second[name])
         close = {"rtol": feature.tolerance, "atol": feature.tolerance}
-        torch.testing.assert_close(first[name], alone[name], **close, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            first[name], alone[name], **close, msg=lambda text, name=name: f"{name}: {text}"
+        )
     torch.testing.assert_close(stock["nothing"], alone["nothing"], rtol=1e-9, atol=1e-9)
 
 
@@ -270,14 +313,25 @@ def fit_and_leave(kind: Kind, directory: Path, by: str) -> list[str]:
         logger.setLevel(logging.INFO)
         logger.addHandler(lines)
     said: list[str] = []
-    for end, limit in ((None, None), (None, 0), (ZeroDivisionError(), None), (KeyboardInterrupt(), None)):
+    for end, limit in (
+        (None, None),
+        (None, 0),
+        (ZeroDivisionError(), None),
+        (KeyboardInterrupt(), None),
+    ):
         model = Odd(end)
         before = facts(model)
         trainer = trainer_with(kind, directory, by=by, limit_train_batches=limit, max_epochs=1)
-        with warnings.catch_warnings(record=True) as caught, suppress(ZeroDivisionError, RankFailedError, SystemExit):
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            suppress(ZeroDivisionError, RankFailedError, SystemExit),
+        ):
             warnings.simplefilter("always")
             trainer.fit(model)
-        texts = [*(each.getMessage() for each in lines.buffer), *(str(each.message) for each in caught)]
+        texts = [
+            *(each.getMessage() for each in lines.buffer),
+            *(str(each.message) for each in caught),
+        ]
         said = said or [text for text in texts if "BatchNorm" in text]
         assert facts(model) == before
         if end is None:
@@ -304,16 +358,20 @@ def fit_and_leave(kind: Kind, directory: Path, by: str) -> list[str]:
     ("kind", "by"), [pytest.param("ours", "flag", marks=pytest.mark.lowest), ("stock", "callback")]
 )
 def test_whatever_ends_fit_the_model_is_what_it_was(kind: Kind, by: str, tmp_path: Path) -> None:
-    """Types, modes, keys and sharing are unchanged after success, errors, Ctrl-C, an empty fit, and Lightning's Tuner.
+    """Types, modes, keys and sharing are unchanged after success, errors, Ctrl-C, an
+    empty fit, and Lightning's Tuner.
 
     Rank 0 logs the converted layers in one line, and names the others in one warning.
     """
     (summary, warning), second = on_ranks(kind, fit_and_leave, tmp_path, by)
-    assert summary == (
-        "SyncBatchNorm: 6 of 10 layers, statistics over 2 ranks; "
+    assert (
+        summary == "SyncBatchNorm: 6 of 10 layers, statistics over 2 ranks; "
         "not converted: 3 overrides forward, 1 synchronises already"
     )
-    assert "layers.3 (Scaled) overrides forward; layers.4 (Mixed) overrides forward; layers.5 (Split) " in warning
+    assert (
+        "layers.3 (Scaled) overrides forward; layers.4 (Mixed) overrides forward; layers.5 (Split) "
+        in warning
+    )
     assert second == []
 
 
@@ -336,14 +394,24 @@ def choose(kind: Kind, directory: Path, model: Joint, options: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("model", "options", "told"),
     [
-        (ByItself(), {"conversion": {"include": "layers.*"}}, "BatchNorm layer 'layers.1' (Functional) is not"),
-        (Joint(), {"by": "both", "conversion": {"process_group": 1}}, "sync_batchnorm=True synchronises all layers"),
+        (
+            ByItself(),
+            {"conversion": {"include": "layers.*"}},
+            "BatchNorm layer 'layers.1' (Functional) is not",
+        ),
+        (
+            Joint(),
+            {"by": "both", "conversion": {"process_group": 1}},
+            "sync_batchnorm=True synchronises all layers",
+        ),
     ],
 )
 def test_a_choice_that_cannot_be_followed_ends_fit_on_all_ranks(
     model: Joint, options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    """The error names a layer whose forward does not reach ours; the Trainer's flag allows no choice of ranks."""
+    """The error names a layer whose forward does not reach ours; the Trainer's flag
+    allows no choice of ranks.
+    """
     for error in on_ranks("ours", choose, tmp_path, model, options):
         assert told in error
 
@@ -352,8 +420,13 @@ def resume(kind: Kind, directory: Path) -> None:
     """Run with a checkpoint in the middle of an epoch, and resume it."""
     for by in ("callback", "flag"):
         torch.manual_seed(1)
-        whole, path = Joint(), directory / f"{by}.ckpt"
-        save = At("on_train_batch_end", lambda trainer, path=path: trainer.save_checkpoint(path), earlier=4)  # type: ignore[misc]
+        whole = Joint()
+        path = directory / f"{by}.ckpt"
+        save = At(
+            "on_train_batch_end",
+            lambda trainer, path=path: trainer.save_checkpoint(path),
+            earlier=4,
+        )  # type: ignore[misc]
         trainer_with(kind, directory, by=by, callbacks=[save]).fit(whole)
         assert list(torch.load(path, weights_only=True)["state_dict"]) == list(whole.state_dict())
         model = Joint()
@@ -363,7 +436,9 @@ def resume(kind: Kind, directory: Path) -> None:
 
 
 def test_checkpoints_are_those_of_plain_layers_and_resuming_changes_nothing(tmp_path: Path) -> None:
-    """A file from the middle of training has a plain model's keys; a resumed run equals an unbroken one, bit by bit."""
+    """A file from the middle of training has a plain model's keys; a resumed run equals
+    an unbroken one, bit by bit.
+    """
     on_ranks("ours", resume, tmp_path)
 
 
@@ -375,16 +450,25 @@ def in_groups(rank: int, world_size: int, init_method: str) -> list[Tensor]:
         model = Joint()
         strategy = DDPExtStrategy(init_method, broadcast_buffers=False)
         options = {"num_nodes": 2, "max_epochs": 1, "num_sanity_val_steps": 0}
-        make_trainer(strategy, callbacks=[SyncBatchNormConversion(process_group=ranks)], **options).fit(model)
+        make_trainer(
+            strategy, callbacks=[SyncBatchNormConversion(process_group=ranks)], **options
+        ).fit(model)
         means.append(model.layers[1].running_mean)
     return means
 
 
 @pytest.mark.netns
 def test_groups_have_separate_statistics(two_hosts: Network) -> None:
-    """With `process_group=2` two ranks each have the same statistics, with "node" those of one machine."""
-    env = {**by_hand_env(4), "LOCAL_RANK": lambda rank: str(rank % 2), "NODE_RANK": lambda rank: str(rank // 2)}
-    init_method, places = f"tcp://{two_hosts[0].address}:29873", [two_hosts[rank // 2] for rank in range(4)]
+    """With `process_group=2` two ranks each have the same statistics, with "node" those
+    of one machine.
+    """
+    env = {
+        **by_hand_env(4),
+        "LOCAL_RANK": lambda rank: str(rank % 2),
+        "NODE_RANK": lambda rank: str(rank // 2),
+    }
+    init_method = f"tcp://{two_hosts[0].address}:29873"
+    places = [two_hosts[rank // 2] for rank in range(4)]
     results = run_ranks(in_groups, 4, init_method, env=env, namespaces=places)
     for means in zip(*results, strict=True):
         assert_same((means[0], means[2]), (means[1], means[3]))
@@ -401,10 +485,13 @@ class Normalised(Net):
 
     def __init__(self, *, leaves_out: str = "", extra: int | None = None) -> None:
         super().__init__()
-        self.norms = nn.ModuleDict({name: nn.BatchNorm1d(4) for name in ("first", "middle", "last")})
+        self.norms = nn.ModuleDict(
+            {name: nn.BatchNorm1d(4) for name in ("first", "middle", "last")}
+        )
         self.linears = nn.ModuleDict({name: nn.Linear(4, 4) for name in self.norms})
         self.layers = nn.Linear(4, 1)  # type: ignore[assignment]
-        self.leaves_out, self.extra = leaves_out, extra
+        self.leaves_out = leaves_out
+        self.extra = extra
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         is_second = index == 1
@@ -425,8 +512,18 @@ def normalise(rank: int, world_size: int, directory: Path, by: str, model: Norma
 
 
 DIFFERENCES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("callback", {"leaves_out": "first"}, "forward pass of norms.first", "forward pass of norms.middle"),
-    ("callback", {"leaves_out": "last"}, "forward pass of norms.last", "backward pass of norms.middle"),
+    (
+        "callback",
+        {"leaves_out": "first"},
+        "forward pass of norms.first",
+        "forward pass of norms.middle",
+    ),
+    (
+        "callback",
+        {"leaves_out": "last"},
+        "forward pass of norms.last",
+        "backward pass of norms.middle",
+    ),
     ("flag", {"extra": 1}, "backward pass of norms.last", "forward pass of norms.first"),
 ]
 
@@ -436,8 +533,13 @@ DIFFERENCES: list[tuple[str, dict[str, Any], str, str]] = [
 def test_ranks_that_run_other_layers_raise(
     by: str, options: dict[str, Any], first: str, second: str, tmp_path: Path
 ) -> None:
-    """If a rank skips a layer, or runs one more often, every rank's error names each rank's layer."""
-    told = f"ranks are in different BatchNorm layers or passes: rank 0 is in the {first}, rank 1 is in the {second}"
+    """If a rank skips a layer, or runs one more often, every rank's error names each
+    rank's layer.
+    """
+    told = (
+        f"ranks are in different BatchNorm layers or passes: rank 0 is in the {first}, rank 1 is in"
+        f" the {second}"
+    )
     outcomes = launch_ranks(normalise, 2, tmp_path, by, Normalised(**options))
     assert "BatchNormError" in [outcome.failure.type_name for outcome in outcomes]
     assert all(told in outcome.failure.message for outcome in outcomes)

@@ -1,4 +1,6 @@
-"""Ranks that have diverged in training are found, under our strategy and under stock ``ddp``."""
+"""Ranks that have diverged in training are found, under our strategy and under stock
+``ddp``.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,15 @@ class Nudge(L.Callback):
     """Changes the model of a rank after a batch, or before the first one."""
 
     def __init__(self, rank: int, batch: int, change: Callable[[Any], object]) -> None:
-        self.rank, self.batch, self.change = rank, batch, change
+        self.rank = rank
+        self.batch = batch
+        self.change = change
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if (trainer.global_rank, trainer.fit_loop.epoch_loop.total_batch_idx + 1) == (self.rank, self.batch):
+        if (trainer.global_rank, trainer.fit_loop.epoch_loop.total_batch_idx + 1) == (
+            self.rank,
+            self.batch,
+        ):
             self.change(pl_module)
 
     on_train_start = on_train_batch_end
@@ -67,7 +74,9 @@ def ignore(model: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """The training, the change that rank 1 makes after a batch, and the error on each rank."""
+    """The training, the change that rank 1 makes after a batch, and the error on each
+    rank.
+    """
 
     said: str | None
     change: Callable[[Any], object] = ignore
@@ -77,7 +86,8 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
-WEIGHT, STATE = "rank 1 in parameter layers.0.weight", "rank 1 in optimizer 0: momentum_buffer of layers.3.bias"
+WEIGHT = "rank 1 in parameter layers.0.weight"
+STATE = "rank 1 in optimizer 0: momentum_buffer of layers.3.bias"
 CASES = {
     "before the first step": Case(f"at the start of training: {WEIGHT}", flip_weight, 0),
     "own statistics": Case(None, lambda model: flip(model.layers[1].running_var)),
@@ -86,15 +96,21 @@ CASES = {
         lambda model: flip(model.layers[1].running_var),
         trainer={"sync_batchnorm": True},
     ),
-    "accumulation": Case(f"after step 2: {WEIGHT}", flip_weight, 3, trainer={"accumulate_grad_batches": 2}),
-    "state": Case(f"after step 4: {STATE}", lambda model: flip(bias_state(model)["momentum_buffer"]), 4),
+    "accumulation": Case(
+        f"after step 2: {WEIGHT}", flip_weight, 3, trainer={"accumulate_grad_batches": 2}
+    ),
+    "state": Case(
+        f"after step 4: {STATE}", lambda model: flip(bias_state(model)["momentum_buffer"]), 4
+    ),
     "missing state": Case(f"after step 4: {STATE}", lambda model: bias_state(model).clear(), 4),
     "after the last check": Case(f"at the end of training: {WEIGHT}", flip_weight, 4, every=3),
     "a step left out": Case(f"after step 4: {WEIGHT}", every=2, model=Manual),
 }
 
 
-def train(kind: Kind, directory: Path, case: Case, rank: int = 1, world_size: int = 2) -> DivergenceError | None:
+def train(
+    kind: Kind, directory: Path, case: Case, rank: int = 1, world_size: int = 2
+) -> DivergenceError | None:
     L.seed_everything(3)
     callbacks = [Nudge(rank, case.batch, case.change), RankConsistency(case.every)]
     options = {"max_epochs": 1, "limit_val_batches": 0, "devices": world_size, **case.trainer}
@@ -107,8 +123,14 @@ def train(kind: Kind, directory: Path, case: Case, rank: int = 1, world_size: in
 
 
 def train_all(kind: Kind, directory: Path) -> dict[str, str]:
-    """Run all cases, one after another, in the same processes; torch's own synchronised layers are for CUDA."""
-    cases = {name: case for name, case in CASES.items() if kind == "ours" or "sync_batchnorm" not in case.trainer}
+    """Run all cases, one after another, in the same processes; torch's own synchronised
+    layers are for CUDA.
+    """
+    cases = {
+        name: case
+        for name, case in CASES.items()
+        if kind == "ours" or "sync_batchnorm" not in case.trainer
+    }
     return {name: str(train(kind, directory, case)) for name, case in cases.items()}
 
 
@@ -128,10 +150,14 @@ def diverge(kind: Kind, directory: Path) -> DivergenceError | None:
 
 
 def test_the_error_names_the_first_tensor_and_the_ranks(tmp_path: Path) -> None:
-    """All three ranks raise it at the next check, with the rank that differs from the other two, and its tensors."""
+    """All three ranks raise it at the next check, with the rank that differs from the
+    other two, and its tensors.
+    """
     names = ("parameter layers.0.weight", "parameter layers.0.bias")
     for error in on_ranks("stock", diverge, tmp_path, world_size=3):
-        assert str(error).startswith(f"the ranks differ after step 2: rank 0 in {names[0]} (differing tensors: 2); ")
+        assert str(error).startswith(
+            f"the ranks differ after step 2: rank 0 in {names[0]} (differing tensors: 2); "
+        )
         assert (error.ranks, error.names) == ((0,), names)
 
 
@@ -145,7 +171,9 @@ class Sharded(Net):
 def resume_sharded(kind: Kind, directory: Path) -> None:
     path = directory / "sharded.ckpt"
     for epochs in (1, 2):
-        trainer = make_trainer(make_strategy(kind, directory), callbacks=[RankConsistency(1)], max_epochs=epochs)
+        trainer = make_trainer(
+            make_strategy(kind, directory), callbacks=[RankConsistency(1)], max_epochs=epochs
+        )
         trainer.fit(Sharded(), ckpt_path=path if epochs == 2 else None)
         trainer.save_checkpoint(path)
 
@@ -166,4 +194,6 @@ def average(kind: Kind, directory: Path) -> str:
 def test_models_that_are_averaged_are_refused(tmp_path: Path) -> None:
     """Such models differ on purpose."""
     for message in on_ranks("stock", average, tmp_path):
-        assert message.startswith("RankConsistency needs a strategy with the same model on each rank")
+        assert message.startswith(
+            "RankConsistency needs a strategy with the same model on each rank"
+        )

@@ -1,4 +1,6 @@
-"""Options of DDP's and what is built on them: comm hooks, unused and unfrozen parameters, several devices a rank."""
+"""Options of DDP's and what is built on them: comm hooks, unused and unfrozen
+parameters, several devices a rank.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,17 @@ from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.reductions.gradients import average_gradients
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
-from tests.harness.training import At, Kind, Net, assert_same, make_strategy, make_trainer, on_both, on_ranks, weights
+from tests.harness.training import (
+    At,
+    Kind,
+    Net,
+    assert_same,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+    weights,
+)
 
 
 def mean_over_ranks(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -35,7 +47,10 @@ HOOKS: dict[str, dict[str, Any]] = {
         "ddp_comm_state": powerSGD_hook.PowerSGDState(process_group=None),
     },
     "fp16_compress": {"ddp_comm_hook": default_hooks.fp16_compress_hook},
-    "wrapped": {"ddp_comm_hook": mean_over_ranks, "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper},
+    "wrapped": {
+        "ddp_comm_hook": mean_over_ranks,
+        "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
+    },
 }
 
 
@@ -44,13 +59,17 @@ def train_with_hooks(kind: Kind, directory: Path) -> dict[str, dict[str, Tensor]
     for name, options in HOOKS.items():
         L.seed_everything(1)
         model = Net()
-        make_trainer(make_strategy(kind, directory, **options), devices=3, precision="64-true").fit(model)
+        make_trainer(make_strategy(kind, directory, **options), devices=3, precision="64-true").fit(
+            model
+        )
         found[name] = {key: value for key, value in weights(model).items() if "running" not in key}
     return found
 
 
 def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
-    """The averages are as exact as its number format allows, and the same on every rank."""
+    """The averages are as exact as its number format allows, and the same on every
+    rank.
+    """
     first, *others = on_ranks("ours", train_with_hooks, tmp_path, world_size=3)
     for other in others:
         assert_same(other, first)
@@ -58,7 +77,9 @@ def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
         loose = name in ("wrapped", "fp16_compress")
         close = {"rtol": 2e-2, "atol": 2e-2} if loose else {"rtol": 1e-9, "atol": 1e-9}
         torch.testing.assert_close(found, first["none"], **close)
-        is_exact = torch.allclose(found["layers.0.weight"], first["none"]["layers.0.weight"], rtol=1e-9, atol=1e-9)
+        is_exact = torch.allclose(
+            found["layers.0.weight"], first["none"]["layers.0.weight"], rtol=1e-9, atol=1e-9
+        )
         assert is_exact != loose
 
 
@@ -88,23 +109,32 @@ def forget(rank: int, world_size: int, directory: Path, freezes: bool) -> None:
 NAMES = [f"{layer}.{name}" for layer in ("layers.0", *SPARE) for name in ("weight", "bias")]
 
 
-@pytest.mark.parametrize(("freezes", "names", "more"), [(False, NAMES[2:12], 2), (True, NAMES[:10], 4)])
-def test_unused_parameters_are_named(freezes: bool, names: list[str], more: int, tmp_path: Path) -> None:
-    """The error names the first ten, their number and the option that allows it; the other rank also exits.
+@pytest.mark.parametrize(
+    ("freezes", "names", "more"), [(False, NAMES[2:12], 2), (True, NAMES[:10], 4)]
+)
+def test_unused_parameters_are_named(
+    freezes: bool, names: list[str], more: int, tmp_path: Path
+) -> None:
+    """The error names the first ten, their number and the option that allows it; the
+    other rank also exits.
 
-    DDP counts the parameters that were trainable when it was built, and also waits for those that were frozen since.
+    DDP counts the parameters that were trainable when it was built, and also waits for
+    those that were frozen since.
     """
     first, second = launch_ranks(forget, 2, tmp_path, freezes)
     assert (first.exit_code, second.exit_code) == (1, 1)
     assert second.failure.message.startswith(
-        "rank 1 did not use these parameters to compute the loss that training_step returned: "
-        f"{', '.join(names)} and {more} more; DDP waits for their gradients. If this is intended, "
-        "choose strategy='ddp_ext_find_unused_parameters_true', or DDPExtStrategy(find_unused_parameters=True)\n"
+        "rank 1 did not use these parameters to compute the loss that training_step returned:"
+        f" {', '.join(names)} and {more} more; DDP waits for their gradients. If this is intended,"
+        " choose strategy='ddp_ext_find_unused_parameters_true', or"
+        " DDPExtStrategy(find_unused_parameters=True)\n"
     ), second.failure.message
 
 
 class WithBackbone(Net):
-    """Has the attribute that `BackboneFinetuning` needs; updates running means at the start and end of each step."""
+    """Has the attribute that `BackboneFinetuning` needs; updates running means at the
+    start and end of each step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +152,8 @@ class WithBackbone(Net):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
-# Options of the strategy, and batches that are accumulated; torch has no static graphs with accumulation.
+# Options of the strategy, and batches that are accumulated; torch has no static graphs
+# with accumulation.
 FINETUNED: tuple[tuple[dict[str, Any], int], ...] = (
     ({}, 2),
     ({"static_graph": True, "gradient_as_bucket_view": True}, 1),
@@ -131,18 +162,28 @@ FINETUNED: tuple[tuple[dict[str, Any], int], ...] = (
 
 
 def finetune(kind: Kind, directory: Path) -> list[tuple[Tensor, Tensor]]:
-    """Return the backbone's weights after the first epoch, in which they are frozen, and at the end."""
+    """Return the backbone's weights after the first epoch, in which they are frozen,
+    and at the end.
+    """
     found = []
     for options, accumulation in FINETUNED:
         L.seed_everything(1)
-        model, frozen = WithBackbone(), list[Tensor]()
-        keep = partial(lambda model, frozen, _: frozen.append(model.backbone.weight.clone()), model, frozen)
-        finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=0.01)
+        model = WithBackbone()
+        frozen = list[Tensor]()
+        keep = partial(
+            lambda model, frozen, _: frozen.append(model.backbone.weight.clone()), model, frozen
+        )
+        finetuning = BackboneFinetuning(
+            unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=0.01
+        )
         callbacks = [finetuning, At("on_train_epoch_end", keep)]
         strategy = make_strategy(kind, directory, **options)
-        make_trainer(strategy, callbacks=callbacks, max_epochs=3, accumulate_grad_batches=accumulation).fit(model)
+        make_trainer(
+            strategy, callbacks=callbacks, max_epochs=3, accumulate_grad_batches=accumulation
+        ).fit(model)
         found.append((frozen[0].detach(), model.backbone.weight.detach()))
-        ends, begins = model.means[1:-1:2], model.means[2::2]
+        ends = model.means[1:-1:2]
+        begins = model.means[2::2]
         assert all(map(torch.equal, ends, begins)) or options.get("forward_sync_buffers", True)
     return found
 
@@ -155,14 +196,19 @@ def test_unfrozen_parameters_are_the_same_on_all_ranks(tmp_path: Path) -> None:
 
 
 class Toggled(Net):
-    """Trains its first layer only where a rule says so; with stock, DDP is built before it is frozen.
+    """Trains its first layer only where a rule says so; with stock, DDP is built before
+    it is frozen.
 
-    With stock DDP thus averages its gradients, which takes `find_unused_parameters=True`.
+    With stock DDP thus averages its gradients, which takes
+    `find_unused_parameters=True`.
     """
 
-    def __init__(self, kind: Kind, is_trained: Callable[[int, int], bool], *, within: bool = False) -> None:
+    def __init__(
+        self, kind: Kind, is_trained: Callable[[int, int], bool], *, within: bool = False
+    ) -> None:
         super().__init__()
-        self.is_trained, self.within = is_trained, within
+        self.is_trained = is_trained
+        self.within = within
         self.layers[0].requires_grad_(kind == "stock")
 
     def on_train_start(self) -> None:
@@ -191,7 +237,9 @@ class Partly(Toggled):
         loss = super().loss(batch)
         if self.global_rank == 1:
             return loss
-        x = nn.functional.linear(batch[0], self.layers[0].weight.detach(), self.layers[0].bias.detach())
+        x = nn.functional.linear(
+            batch[0], self.layers[0].weight.detach(), self.layers[0].bias.detach()
+        )
         return nn.functional.mse_loss(self.layers[1:](x), batch[1])
 
 
@@ -250,7 +298,9 @@ def toggle(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_gradients_are_averaged_however_layers_are_frozen_and_unfrozen(tmp_path: Path) -> None:
-    """Weights and optimiser states are those of a DDP that averages all gradients, on each rank, to the last bit."""
+    """Weights and optimiser states are those of a DDP that averages all gradients, on
+    each rank, to the last bit.
+    """
     ours, stock = on_both(toggle, tmp_path)
     for mine, theirs in zip(ours, stock, strict=True):
         assert_same(mine, theirs)
@@ -259,7 +309,9 @@ def test_gradients_are_averaged_however_layers_are_frozen_and_unfrozen(tmp_path:
 
 def average(rank: int, world_size: int) -> list[Tensor | None]:
     shapes = ((2, 3), (1 << 23,), (1 << 23,), (3,), (4, 2), (5,))
-    every, large, other, exact, table, unused = (nn.Parameter(torch.zeros(shape)) for shape in shapes)
+    every, large, other, exact, table, unused = (
+        nn.Parameter(torch.zeros(shape)) for shape in shapes
+    )
     exact.data = exact.data.double()
     for parameter in (every, large, exact, other)[: 3 + rank]:
         parameter.grad = torch.full_like(parameter, 1.0 + rank)
@@ -268,7 +320,10 @@ def average(rank: int, world_size: int) -> list[Tensor | None]:
     average_gradients([every, large, other, exact, table, unused])
     dist.destroy_process_group()
     gradients = [each.grad for each in (every, exact, table, unused)]
-    return [*gradients, *(None if each.grad is None else each.grad.unique() for each in (large, other))]
+    return [
+        *gradients,
+        *(None if each.grad is None else each.grad.unique() for each in (large, other)),
+    ]
 
 
 def test_gradients_are_averaged_in_any_form() -> None:
@@ -278,19 +333,29 @@ def test_gradients_are_averaged_in_any_form() -> None:
         assert torch.equal(every, torch.full((2, 3), 1.5))
         assert torch.equal(exact, torch.full((3,), 1.5, dtype=torch.float64))
         assert table.is_sparse
-        assert torch.equal(table.to_dense(), torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]))
+        assert torch.equal(
+            table.to_dense(), torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]])
+        )
         assert unused is None
         assert (large.tolist(), other.tolist()) == ([1.5], [1.0])
 
 
 def train_alone(kind: Kind, directory: Path) -> list[dict[str, Tensor]]:
-    """Return the weights that one rank learns, also without torch's private description of its wrapper."""
+    """Return the weights that one rank learns, also without torch's private description
+    of its wrapper.
+    """
     found = []
     for name in ("another_name", "_get_ddp_logging_data"):
         L.seed_everything(1)
-        model, patch = Net(), pytest.MonkeyPatch()
-        lose = At("on_fit_start", partial(lambda patch, name, _: patch.delattr(Wrapper, name, False), patch, name))
-        find = At("on_train_end", partial(lambda patch, _: patch.undo(), patch))  # Lightning also needs it
+        model = Net()
+        patch = pytest.MonkeyPatch()
+        lose = At(
+            "on_fit_start",
+            partial(lambda patch, name, _: patch.delattr(Wrapper, name, False), patch, name),
+        )
+        find = At(
+            "on_train_end", partial(lambda patch, _: patch.undo(), patch)
+        )  # Lightning also needs it
         make_trainer(make_strategy(kind, directory), callbacks=[lose, find], devices=1).fit(model)
         found.append(weights(model))
     return found
@@ -303,7 +368,9 @@ def test_a_single_rank_trains_also_if_torch_removes_a_private_name(tmp_path: Pat
 
 
 class Parts(Net):
-    """Puts its layers on the devices of its rank in turn; on the CPU every device is the CPU."""
+    """Puts its layers on the devices of its rank in turn; on the CPU every device is
+    the CPU.
+    """
 
     def __init__(self, per_rank: int) -> None:
         super().__init__()
@@ -319,7 +386,8 @@ class Parts(Net):
 def use_several_devices(kind: Kind, directory: Path, per_rank: int) -> dict[str, Any]:
     L.seed_everything(1)
     files = directory / str(per_rank)
-    model, checkpoint = Parts(per_rank), ModelCheckpoint(files, save_last=True)
+    model = Parts(per_rank)
+    checkpoint = ModelCheckpoint(files, save_last=True)
     options = {"devices": 2 * per_rank, "enable_checkpointing": True, "callbacks": [checkpoint]}
 
     def trainer(**more: Any) -> L.Trainer:
@@ -335,16 +403,23 @@ def use_several_devices(kind: Kind, directory: Path, per_rank: int) -> dict[str,
 
 
 def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
-    """Four devices are two ranks: sampling, SyncBatchNorm, checkpoints and metrics are those of two ranks."""
+    """Four devices are two ranks: sampling, SyncBatchNorm, checkpoints and metrics are
+    those of two ranks.
+    """
     two, one = (on_ranks("ours", use_several_devices, tmp_path, per_rank) for per_rank in (2, 1))
     assert_same(two, one)
 
 
 def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
     """The error has the parameter, its device, and the devices to choose from."""
-    strategy = DDPExtStrategy(devices_per_rank=2, parallel_devices=[torch.device("cuda", 0), torch.device("cuda", 1)])
+    strategy = DDPExtStrategy(
+        devices_per_rank=2, parallel_devices=[torch.device("cuda", 0), torch.device("cuda", 1)]
+    )
     strategy.cluster_environment = LightningEnvironment()
     strategy.connect(Net())
-    words = r"layers\.0\.weight is on cpu; put it on one of self\.trainer\.strategy\.rank_devices \(cuda:0, cuda:1\)"
+    words = (
+        r"layers\.0\.weight is on cpu; put it on one of self\.trainer\.strategy\.rank_devices"
+        r" \(cuda:0, cuda:1\)"
+    )
     with pytest.raises(ConfigurationError, match=words):
         strategy.model_to_device()

@@ -1,4 +1,6 @@
-"""Ranks that wait for each other in different calls raise an error with both calls; no other wait does."""
+"""Ranks that wait for each other in different calls raise an error with both calls; no
+other wait does.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ PLACE = r"\S+/test_deadlocks\.py:\d+"
 
 
 class Plain(Net):
-    """A model without buffers, so that only gradients need all ranks in a training step."""
+    """A model without buffers, so that only gradients need all ranks in a training
+    step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +50,14 @@ class Plain(Net):
 class Lone(At):
     """Calls a function of the Trainer on one rank only."""
 
-    def __init__(self, hook: str, do: Callable[[L.Trainer], object], *, rank: int = 0, earlier: int = 0) -> None:
-        super().__init__(hook, lambda trainer: do(trainer) if trainer.global_rank == rank else None, earlier=earlier)
+    def __init__(
+        self, hook: str, do: Callable[[L.Trainer], object], *, rank: int = 0, earlier: int = 0
+    ) -> None:
+        super().__init__(
+            hook,
+            lambda trainer: do(trainer) if trainer.global_rank == rank else None,
+            earlier=earlier,
+        )
 
 
 class WithoutTargets(Plain):
@@ -78,7 +88,8 @@ class Validating(Plain):
 
     def __init__(self, samples: list[int], on_step: bool) -> None:
         super().__init__()
-        self.samples, self.on_step = samples, on_step
+        self.samples = samples
+        self.on_step = on_step
         self.mean = MeanMetric()
 
     def validation_step(self, batch: Batch, index: int) -> None:
@@ -120,7 +131,10 @@ def form_own_group(trainer: L.Trainer) -> None:
 
 
 def in_own_group(rank: int) -> Setting:
-    callbacks = [At("on_fit_start", form_own_group), Lone("on_train_batch_end", reduce_in_own_group, earlier=1)]
+    callbacks = [
+        At("on_fit_start", form_own_group),
+        Lone("on_train_batch_end", reduce_in_own_group, earlier=1),
+    ]
     return Plain(), {"callbacks": callbacks}
 
 
@@ -206,7 +220,9 @@ def fit(rank: int, world_size: int, directory: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
-    """Both ranks raise an error with both calls, their lines and a remedy, long before the timeout."""
+    """Both ranks raise an error with both calls, their lines and a remedy, long before
+    the timeout.
+    """
     _, first, second, remedy = CASES[name]
     outcomes = launch_ranks(fit, 2, tmp_path, name)
     by_rank = [rf"rank {rank} \(host \S+, pid {outcomes[rank].pid}\) is in" for rank in range(2)]
@@ -235,15 +251,21 @@ def leave_early(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_rank_that_has_left_fit_is_named(tmp_path: Path) -> None:
-    """The message has its line after `fit`, and the call in which the other rank waits for it."""
+    """The message has its line after `fit`, and the call in which the other rank waits
+    for it.
+    """
     with RankProcesses(leave_early, 2, tmp_path) as ranks:
         ranks.wait_for("after fit", 1)
         (waiting,) = ranks.wait(0)
         ranks.release(1)
         ranks.wait(1)
     assert type(waiting.failure.exception) is RankAbsentError, waiting.story()
-    left = r"rank 1 \(host \S+, pid \d+\) is in code after the Trainer's run, \S+/rank_process\.py:\d+"
-    assert re.search(rf"rank 0 .* is in all_reduce #\d+ \[\[1\]\], {PLACE}; {left}", waiting.failure.message)
+    left = (
+        r"rank 1 \(host \S+, pid \d+\) is in code after the Trainer's run, \S+/rank_process\.py:\d+"
+    )
+    assert re.search(
+        rf"rank 0 .* is in all_reduce #\d+ \[\[1\]\], {PLACE}; {left}", waiting.failure.message
+    )
 
 
 # Waits that are not deadlocks: rank 0 is busy until the test releases it.
@@ -329,7 +351,10 @@ BUSY: dict[str, Callable[[int], Setting]] = {
     "a long backward pass": lambda rank: (ComputesLong(), {}),
     "work before a barrier": lambda rank: with_callback("on_train_end", stay),
     "work at the start": lambda rank: with_callback("setup", stay),
-    "stopped": lambda rank: (Plain(), {"callbacks": [Lone("on_train_batch_end", stay, rank=1, earlier=1)]}),
+    "stopped": lambda rank: (
+        Plain(),
+        {"callbacks": [Lone("on_train_batch_end", stay, rank=1, earlier=1)]},
+    ),
 }
 SETTINGS: dict[str, Callable[[int], Setting]] = {
     **{name: setting for name, (setting, *_) in CASES.items()},
@@ -362,7 +387,9 @@ def test_a_rank_that_works_can_continue(name: str, tmp_path: Path) -> None:
 
 
 def test_a_stopped_process_can_continue(tmp_path: Path) -> None:
-    """A process that SIGSTOP stopped and SIGCONT continued finishes, and so do the ranks that waited for it."""
+    """A process that SIGSTOP stopped and SIGCONT continued finishes, and so do the
+    ranks that waited for it.
+    """
     with RankProcesses(fit, 2, tmp_path, "stopped") as ranks:
         ranks.wait_for("busy", 1)
         ranks.kill(1, signal.SIGSTOP)

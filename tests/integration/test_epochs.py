@@ -1,4 +1,6 @@
-"""Each epoch has its own order and its own random numbers, for every kind of loader, sampler and dataset."""
+"""Each epoch has its own order and its own random numbers, for every kind of loader,
+sampler and dataset.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class EpochSampler(TakesEpoch, Sampler[Any]):
 
 
 class Around(Sampler[Any]):
-    """A sampler, or batch sampler, around another one, which it holds in its own attribute."""
+    """A sampler, or batch sampler, around another one, which it holds in its own
+    attribute.
+    """
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -94,7 +98,9 @@ def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
 
 LOADERS: dict[str, Callable[[], Any]] = {
     "a sampler in a sampler": lambda: loader(sampler=Around(EpochSampler())),
-    "a batch sampler in another, workers": lambda: loader(batch_sampler=Around(EpochSampler(2)), **KEPT),
+    "a batch sampler in another, workers": lambda: loader(
+        batch_sampler=Around(EpochSampler(2)), **KEPT
+    ),
     "a stream, persistent workers": lambda: loader(Stream(), **KEPT),
     "several loaders": lambda: CombinedLoader([loader(Samples()), loader(Stream())], "min_size"),
     "a dataset in others": lambda: loader(ConcatDataset([Subset(Samples(), range(4))])),
@@ -115,26 +121,42 @@ class Reader(Net):
 
     @property
     def read(self) -> Epochs:
-        return {epoch: {x for each, _, *xs in self.steps if each == epoch for x in xs} for epoch, *_ in self.steps}
+        return {
+            epoch: {x for each, _, *xs in self.steps if each == epoch for x in xs}
+            for epoch, *_ in self.steps
+        }
 
     def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
-        self.validated.setdefault(self.trainer.current_epoch, set()).update(batch.int().flatten().tolist())
+        self.validated.setdefault(self.trainer.current_epoch, set()).update(
+            batch.int().flatten().tolist()
+        )
 
 
-def train(kind: Kind, directory: Path, net: Reader, *callbacks: L.Callback, **options: Any) -> Reader:
+def train(
+    kind: Kind, directory: Path, net: Reader, *callbacks: L.Callback, **options: Any
+) -> Reader:
     """Train with ours, or with stock and ``SamplerEpochSeeding``."""
     own = [] if kind == "ours" or callbacks else [SamplerEpochSeeding()]
     ckpt_path = options.pop("ckpt_path", None)
-    chosen = {"max_epochs": 3, "use_distributed_sampler": False, "num_sanity_val_steps": 0, **options}
+    chosen = {
+        "max_epochs": 3,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+        **options,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = make_trainer(make_strategy(kind, directory), callbacks=[*own, *callbacks], **chosen)
+        trainer = make_trainer(
+            make_strategy(kind, directory), callbacks=[*own, *callbacks], **chosen
+        )
         trainer.fit(net, ckpt_path=ckpt_path)
     return net
 
 
 def read_epochs(kind: Kind, directory: Path) -> dict[str, Any]:
-    """Return the epochs that each loader read in each epoch, after a resume, and in validation."""
+    """Return the epochs that each loader read in each epoch, after a resume, and in
+    validation.
+    """
     seeding = [SamplerEpochSeeding()] if kind == "stock" else []
     found: dict[str, Any] = {}
     for name, make in LOADERS.items():
@@ -144,27 +166,39 @@ def read_epochs(kind: Kind, directory: Path) -> dict[str, Any]:
             found[f"{name}, resumed"] = train(
                 kind, directory, Reader(make), ckpt_path=saver.saved["train_epoch_end-2"]
             ).read
-    validation = Reader(OwnLoader, lambda: [loader(Samples(), **KEPT), loader(batch_sampler=EpochSampler(2))])
+    validation = Reader(
+        OwnLoader, lambda: [loader(Samples(), **KEPT), loader(batch_sampler=EpochSampler(2))]
+    )
     found["validation"] = train(kind, directory, validation).validated
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_epoch_reaches_whatever_the_batches_are_made_from(kind: Kind, tmp_path: Path) -> None:
-    """Each batch has the epoch that it is read in, from the first epoch on, after a resume and in validation."""
-    whole, resumed = {0: {0}, 1: {1}, 2: {2}}, {1: {1}, 2: {2}}
+    """Each batch has the epoch that it is read in, from the first epoch on, after a
+    resume and in validation.
+    """
+    whole = {0: {0}, 1: {1}, 2: {2}}
+    resumed = {1: {1}, 2: {2}}
     for found in on_ranks(kind, read_epochs, tmp_path):
         assert found == {name: resumed if "resumed" in name else whole for name in found}
         assert len(found) == len(LOADERS) + 2
 
 
 def validate_shared(kind: Kind, directory: Path) -> Epochs:
-    """Return the validated samples of a run that enters an epoch with a sampler that its validation also has."""
+    """Return the validated samples of a run that enters an epoch with a sampler that
+    its validation also has.
+    """
     sampler = ScalableDistributedSampler(Numbers(8))
-    make, saver = partial(loader, Numbers(8), sampler=sampler), Saver(directory, ["train_batch_end-1"])
+    make = partial(loader, Numbers(8), sampler=sampler)
+    saver = Saver(directory, ["train_batch_end-1"])
     train(kind, directory, Reader(make, make), saver, max_epochs=1)
     return train(
-        kind, directory, Reader(make, make), max_epochs=1, ckpt_path=saver.saved["train_batch_end-1"]
+        kind,
+        directory,
+        Reader(make, make),
+        max_epochs=1,
+        ckpt_path=saver.saved["train_batch_end-1"],
     ).validated
 
 
@@ -186,24 +220,33 @@ def draw(kind: Kind, directory: Path) -> list[Epochs]:
     found = []
     for seed in (5, 5, 6):
         torch.manual_seed(len(found))  # another beginning each time
-        net = Reader(partial(loader, Chance(), **({**KEPT, "num_workers": 2} if kind == "ours" else {})))
+        net = Reader(
+            partial(loader, Chance(), **({**KEPT, "num_workers": 2} if kind == "ours" else {}))
+        )
         found.append(train(kind, directory, net, SamplerEpochSeeding(seed=seed), max_epochs=2).read)
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_streams_belong_to_seed_epoch_rank_and_worker(kind: Kind, tmp_path: Path) -> None:
-    """Runs with the same seed draw the same numbers; two epochs, ranks, workers or seeds never share a number."""
+    """Runs with the same seed draw the same numbers; two epochs, ranks, workers or
+    seeds never share a number.
+    """
     by_rank = on_ranks(kind, draw, tmp_path)
     assert all(first == again for first, again, _ in by_rank)
-    drawn = [epoch for first, _, other in by_rank for run in (first, other) for epoch in run.values()]
+    drawn = [
+        epoch for first, _, other in by_rank for run in (first, other) for epoch in run.values()
+    ]
     assert [len(numbers) for numbers in drawn] == [4 * 3] * 2 * 2 * 2
     assert len(set().union(*drawn)) == 4 * 3 * 2 * 2 * 2
 
 
 def draw_without_callback(kind: Kind, directory: Path) -> bool:
-    """Whether workers draw from a seed in a run before which its callback was removed from the Trainer."""
-    seeding, net = SamplerEpochSeeding(seed=5), Reader(partial(loader, Chance(), num_workers=1))
+    """Whether workers draw from a seed in a run before which its callback was removed
+    from the Trainer.
+    """
+    seeding = SamplerEpochSeeding(seed=5)
+    net = Reader(partial(loader, Chance(), num_workers=1))
     trainer = make_trainer(make_strategy(kind, directory), callbacks=[seeding], max_epochs=1)
     trainer.fit(net)
     trainer.callbacks.remove(seeding)  # type: ignore[attr-defined]
@@ -218,5 +261,7 @@ def draw_without_callback(kind: Kind, directory: Path) -> bool:
 
 
 def test_a_seed_is_forgotten_with_its_callback(tmp_path: Path) -> None:
-    """A run without the callback draws what follows from torch's seed, also where an earlier one had it."""
+    """A run without the callback draws what follows from torch's seed, also where an
+    earlier one had it.
+    """
     assert on_ranks("ours", draw_without_callback, tmp_path) == [False, False]

@@ -1,4 +1,6 @@
-"""Ways to read and to collect in an evaluation: logged values are one process's, everything else is stock's."""
+"""Ways to read and to collect in an evaluation: logged values are one process's,
+everything else is stock's.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,7 @@ from torchmetrics.retrieval import RetrievalMRR
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
 from tests.harness.ranks import run_ranks
-from tests.harness.training import (
-    Kind,
-    assert_same,
-    make_strategy,
-    make_trainer,
-    on_both,
-    on_ranks,
-)
+from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both, on_ranks
 from tests.integration.continuing import KEPT
 
 Batch = dict[str, Tensor]
@@ -55,7 +50,9 @@ def scores(samples: int) -> list[Batch]:
     ]
 
 
-def loader(samples: int, batch_size: int | None = 1, kind: Any = DataLoader, **options: Any) -> DataLoader[Any]:
+def loader(
+    samples: int, batch_size: int | None = 1, kind: Any = DataLoader, **options: Any
+) -> DataLoader[Any]:
     chosen = options if "batch_sampler" in options else {"batch_size": batch_size, **options}
     loader: DataLoader[Any] = kind(scores(samples), **chosen)
     return loader
@@ -92,13 +89,18 @@ class Case:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the user's sampler leaves some ranks a batch less, for which stock's ranks would wait."""
+        """Whether the user's sampler leaves some ranks a batch less, for which stock's
+        ranks would wait.
+        """
         return self.reader.startswith("exact")
 
     def loaders(self) -> list[DataLoader[Any]]:
         load = partial(loader, self.samples, batch_size=self.batch_size)
         if self.reader in ("two", "fit"):
-            return [load(), loader(self.samples + 1, self.batch_size, **KEPT if self.reader == "fit" else {})]
+            return [
+                load(),
+                loader(self.samples + 1, self.batch_size, **KEPT if self.reader == "fit" else {}),
+            ]
         if self.reader == "several":
             return [load(), *(loader(*size) for size in ((7, 1), (10, 3), (1, 1), (23, 6)))]
         exact = ExactDistributedSampler(range(self.samples))  # type: ignore[arg-type]
@@ -141,7 +143,9 @@ class InPlace(Metric):
 
 
 class Items(Metric):
-    """Keeps each batch in a list that torchmetrics gathers item by item, next to a number that it reduces."""
+    """Keeps each batch in a list that torchmetrics gathers item by item, next to a
+    number that it reduces.
+    """
 
     kept: list[Tensor]
     updates: Tensor
@@ -199,7 +203,9 @@ class Collects(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        x, label, group, index = (batch[name].reshape(-1) for name in ("x", "label", "group", "index"))
+        x, label, group, index = (
+            batch[name].reshape(-1) for name in ("x", "label", "group", "index")
+        )
         own: Any = self.metrics[dataloader_idx]
         for name, values in {"mean": (x,), "sum": (x,), "seen": (index,), "each": (x,)}.items():
             own[name].update(*values)
@@ -225,7 +231,9 @@ class Collects(L.LightningModule):
         log("least", label.min(), reduce_fx="min")
         self.log("own", x.mean(), batch_size=len(x))
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.written.append((dataloader_idx, batch_idx, len(outputs)))
 
     def on_validation_epoch_end(self) -> None:
@@ -235,7 +243,9 @@ class Collects(L.LightningModule):
         for number, own in enumerate(self.metrics):
             computed = {name: own[name].compute() for name in UNLOGGED}  # type: ignore[index]
             self.exact[f"seen {number}"] = computed["seen"].sort().values
-            if computed["seen"].numel() > 3 * self.trainer.world_size:  # NaN where a rank has one sample
+            if (
+                computed["seen"].numel() > 3 * self.trainer.world_size
+            ):  # NaN where a rank has one sample
                 self.exact[f"pearson {number}"] = computed["pearson"]
             self.collected |= {f"{name} {number}": computed[name] for name in ("each", "ranking")}
             for name in UNLOGGED:
@@ -244,7 +254,9 @@ class Collects(L.LightningModule):
 
 @dataclass
 class Found:
-    """A rank's record: values of all ranks, what else it collected, and number and sizes of its batches."""
+    """A rank's record: values of all ranks, what else it collected, and number and
+    sizes of its batches.
+    """
 
     exact: dict[str, Any]
     collected: dict[str, Any]
@@ -256,7 +268,9 @@ class Found:
 
 
 def found_by(trainer: L.Trainer, model: Collects) -> Found:
-    logged = {name: value for name, value in trainer.callback_metrics.items() if "_step" not in name}
+    logged = {
+        name: value for name, value in trainer.callback_metrics.items() if "_step" not in name
+    }
     own = [logged.pop(name) for name in list(logged) if name.startswith("own")]
     assert all(map(math.isfinite, own)), "what no rank reduces is some number even on an idle rank"
     return Found(logged | model.exact, model.collected, model.written)
@@ -270,7 +284,9 @@ def evaluate(kind: Kind, directory: Path, cases: list[Case]) -> dict[Case, Found
         trainer = make_trainer(strategy, devices=case.ranks, **limits)
         loaders = case.loaders()
         before = [each.batch_sampler for each in loaders]
-        torch.manual_seed(trainer.global_rank)  # as it may be: users' samplers draw differently on each rank
+        torch.manual_seed(
+            trainer.global_rank
+        )  # as it may be: users' samplers draw differently on each rank
         model = Collects(len(loaders))
         if case.reader == "fit":
             trainer.fit(model, loader(6), loaders)
@@ -286,7 +302,9 @@ def evaluate(kind: Kind, directory: Path, cases: list[Case]) -> dict[Case, Found
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_values_are_those_of_one_process_and_all_else_is_stocks(ranks: int, tmp_path: Path) -> None:
-    """Every rank has stock's samples in stock's order, and at most one step more, which only fills up."""
+    """Every rank has stock's samples in stock's order, and at most one step more, which
+    only fills up.
+    """
     cases = [Case(*case, ranks) for case in CASES]
     alone = [Case(*case, 1) for case in CASES]
     ours = on_ranks("ours", evaluate, tmp_path, cases, world_size=ranks)
@@ -306,13 +324,21 @@ def test_values_are_those_of_one_process_and_all_else_is_stocks(ranks: int, tmp_
                 continue
             stocks = stock[rank][case]
             same_steps = len(mine.written) == len(stocks.written)
-            assert same_steps or len(mine.written) <= len(stocks.written) + len(case.loaders()), case
+            assert same_steps or len(mine.written) <= len(stocks.written) + len(case.loaders()), (
+                case
+            )
             if is_whole or math.ceil(case.samples / ranks) > case.batch_size:
                 assert_same(mine.collected, stocks.collected)
 
 
-def make_on(world_size: int, directory: Path, exact_evaluation: bool = True, **options: Any) -> L.Trainer:
-    strategy = make_strategy("ours", directory, exact_evaluation=exact_evaluation) if world_size > 1 else "auto"
+def make_on(
+    world_size: int, directory: Path, exact_evaluation: bool = True, **options: Any
+) -> L.Trainer:
+    strategy = (
+        make_strategy("ours", directory, exact_evaluation=exact_evaluation)
+        if world_size > 1
+        else "auto"
+    )
     return make_trainer(strategy, devices=world_size, **options)
 
 
@@ -335,16 +361,22 @@ def choose(rank: int, world_size: int, directory: Path) -> None:
     own = DistributedSampler(range(4), shuffle=False)  # type: ignore[arg-type]
     _, seen, mean = validate(loader(4, 2), exact_evaluation=False)
     assert seen == validate(loader(4, sampler=own))[1] == [[0, 0, 1, 1, 2, 3]]
-    assert mean == pytest.approx(sum(float(scores(4)[index]["x"]) for index in (0, 0, 1, 1, 2, 3)) / 6, rel=1e-6)
+    assert mean == pytest.approx(
+        sum(float(scores(4)[index]["x"]) for index in (0, 0, 1, 1, 2, 3)) / 6, rel=1e-6
+    )
 
 
 def test_limits_and_samplers_that_repeat_can_be_chosen(tmp_path: Path) -> None:
-    """A limit leaves each rank that many batches; ``drop_last``, the user's own sampler or stock's repeat samples."""
+    """A limit leaves each rank that many batches; ``drop_last``, the user's own sampler
+    or stock's repeat samples.
+    """
     run_ranks(choose, 3, tmp_path)
 
 
 class Dealt(DistributedSampler[Any]):
-    """A user's sampler for several ranks that repeats nothing, so that some have more samples or none."""
+    """A user's sampler for several ranks that repeats nothing, so that some have more
+    samples or none.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
@@ -357,7 +389,8 @@ class Part(IterableDataset[Any]):
     """A stream of a rank's part of the samples, without a length."""
 
     def __init__(self, samples: int, rank: int, world_size: int) -> None:
-        self.samples, self.part = samples, slice(rank, None, world_size)
+        self.samples = samples
+        self.part = slice(rank, None, world_size)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(scores(self.samples)[self.part])
@@ -387,25 +420,36 @@ class AtTheEnd(L.LightningModule):
         self.seen.append(batch["index"].tolist())
 
 
-def deal(rank: int, world_size: int, directory: Path) -> dict[str, tuple[dict[str, float], list[int]]]:
-    """Evaluate data that the user divides, so that ranks have other numbers of batches, or none."""
+def deal(
+    rank: int, world_size: int, directory: Path
+) -> dict[str, tuple[dict[str, float], list[int]]]:
+    """Evaluate data that the user divides, so that ranks have other numbers of batches,
+    or none.
+    """
     trainer = make_on(world_size, directory, use_distributed_sampler=False)
     own = trainer.global_rank, world_size
     loaders: dict[str, list[DataLoader[Any]]] = {
         "sampler": [loader(n, 1, sampler=Dealt(scores(n), world_size, own[0])) for n in (5, 1)],
         "stream": [DataLoader(Part(n, *own), 2) for n in (7, 1, 2, 9)],
-        "without length": [DataLoader(scores(9), batch_sampler=Unsized(range(own[0], 9, world_size), 2, False))],
+        "without length": [
+            DataLoader(scores(9), batch_sampler=Unsized(range(own[0], 9, world_size), 2, False))
+        ],
     }
     found = {}
     for name, each in loaders.items():
         model = AtTheEnd(len(each))
         (*logged,) = trainer.validate(model, each, verbose=False)
-        found[name] = {key: value for one in logged for key, value in one.items()}, [*map(len, model.seen)]
+        found[name] = (
+            {key: value for one in logged for key, value in one.items()},
+            [*map(len, model.seen)],
+        )
     return found
 
 
 def test_ranks_that_have_other_numbers_of_batches_or_none(tmp_path: Path) -> None:
-    """Each rank evaluates its own batches, at least one of them, and values are those of all samples."""
+    """Each rank evaluates its own batches, at least one of them, and values are those
+    of all samples.
+    """
     (one,) = run_ranks(deal, 1, tmp_path)
     ranks = run_ranks(deal, 3, tmp_path)
     for rank in ranks:
@@ -450,11 +494,15 @@ class Counts(Metric):
 
 
 class Shaped(L.LightningModule):
-    """Has a metric that takes its shape from data, and logs what it has reduced itself and what one process counts."""
+    """Has a metric that takes its shape from data, and logs what it has reduced itself
+    and what one process counts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.variance, self.sums, self.counts = ExplainedVariance(), InPlace(), Counts()
+        self.variance = ExplainedVariance()
+        self.sums = InPlace()
+        self.counts = Counts()
 
     def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
         x = batch["x"].repeat(2, 1).T
@@ -471,11 +519,15 @@ class Shaped(L.LightningModule):
 
 def reduce_otherwise(rank: int, world_size: int, directory: Path) -> list[Any]:
     loaders = [[loader(5, 2), loader(1, 1)], [loader(1, 1)]]
-    return [make_on(world_size, directory).validate(Shaped(), each, verbose=False) for each in loaders]
+    return [
+        make_on(world_size, directory).validate(Shaped(), each, verbose=False) for each in loaders
+    ]
 
 
 def test_metrics_of_any_shape_and_values_that_users_reduce(tmp_path: Path) -> None:
-    """A rank that only repeats a sample takes part in all reductions, and a value that a step gathered stays."""
+    """A rank that only repeats a sample takes part in all reductions, and a value that
+    a step gathered stays.
+    """
     first, second = run_ranks(reduce_otherwise, 2, tmp_path)
     assert first == second
     assert first[1][0]["counts"] == 1
@@ -499,7 +551,9 @@ class Pairs(AtTheEnd):
 
 
 def as_stock(kind: Kind, directory: Path) -> list[Any]:
-    """Evaluate in steps that have more than one batch, or that take their batches themselves."""
+    """Evaluate in steps that have more than one batch, or that take their batches
+    themselves.
+    """
     found = []
 
     def validate(model: AtTheEnd, loaders: Any, **options: Any) -> None:
@@ -518,7 +572,9 @@ def as_stock(kind: Kind, directory: Path) -> list[Any]:
 
 
 def test_steps_that_cannot_leave_out_a_sample_are_as_with_stock(tmp_path: Path) -> None:
-    """Values, samples and batches of combined loaders, of steps with ``dataloader_iter`` and of ``drop_last``."""
+    """Values, samples and batches of combined loaders, of steps with
+    ``dataloader_iter`` and of ``drop_last``.
+    """
     ours, stock = on_both(as_stock, tmp_path)
     assert_same(ours, stock)
 
@@ -539,18 +595,25 @@ class Mean(L.LightningModule):
 
 
 def of_five(kind: Kind, directory: Path) -> tuple[list[Any], list[bool], list[Tensor], list[Any]]:
-    """Means of 0 to 4, by the strategy's samplers and by one that repeats nothing; and what its ``reduce`` makes.
+    """Means of 0 to 4, by the strategy's samplers and by one that repeats nothing; and
+    what its ``reduce`` makes.
 
     The second result says in which of a model's steps the rank was idle.
     """
     numbers: Any = torch.arange(5.0)
     trainer = make_trainer(make_strategy(kind, directory))
-    loaders = [DataLoader(numbers, 1, sampler=sampler) for sampler in (None, ExactDistributedSampler(numbers))]
+    loaders = [
+        DataLoader(numbers, 1, sampler=sampler)
+        for sampler in (None, ExactDistributedSampler(numbers))
+    ]
     model = Mean()
     means = [dict(trainer.test(model, loader, verbose=False)[0]) for loader in loaders]
-    rank, reduce = trainer.global_rank, trainer.strategy.reduce
+    rank = trainer.global_rank
+    reduce = trainer.strategy.reduce
     whole = [reduce(torch.tensor([1 + rank, 4]), reduce_op=op) for op in ("mean", "avg")]
-    others = [reduce(torch.tensor(rank + 3), reduce_op=op) for op in ("sum", "min", "max", ReduceOp.SUM)]
+    others = [
+        reduce(torch.tensor(rank + 3), reduce_op=op) for op in ("sum", "min", "max", ReduceOp.SUM)
+    ]
     in_place = torch.tensor(float(rank))
     reduce(in_place, reduce_op="mean")
     others += [in_place, reduce(3.0), reduce(torch.tensor(0.5 * rank, dtype=torch.half))]
@@ -559,10 +622,14 @@ def of_five(kind: Kind, directory: Path) -> tuple[list[Any], list[bool], list[Te
 
 @pytest.mark.lowest
 def test_five_samples_on_two_ranks(tmp_path: Path) -> None:
-    """The mean of 0 to 4 is 2, also of integers; stock's padding gives 5/3, and its floor division 5/2."""
+    """The mean of 0 to 4 is 2, also of integers; stock's padding gives 5/3, and its
+    floor division 5/2.
+    """
     ours, stocks = on_both(of_five, tmp_path)
     assert [idle for _, idle, *_ in ours] == [[False] * 6, [False, False, True] * 2]
-    for (means, _, whole, others), (padded_and_floored, *_, stock) in zip(ours, stocks, strict=True):
+    for (means, _, whole, others), (padded_and_floored, *_, stock) in zip(
+        ours, stocks, strict=True
+    ):
         assert means == [{"metric": 2.0, "logged": 2.0}] * 2
         padded, floored = padded_and_floored
         assert padded == pytest.approx({"metric": 5 / 3, "logged": 5 / 3})

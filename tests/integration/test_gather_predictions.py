@@ -54,7 +54,9 @@ def loader(samples: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(torch.arange(float(samples)), **chosen)  # type: ignore[arg-type]
 
 
-def predict(trainer: L.Trainer, loaders: Any, *function: Callable[[Tensor], Any]) -> tuple[Any, list[float]]:
+def predict(
+    trainer: L.Trainer, loaders: Any, *function: Callable[[Tensor], Any]
+) -> tuple[Any, list[float]]:
     """Return the gathered predictions, and the samples that this rank read."""
     model = Predicts(*function)
     trainer.predict(model, loaders)
@@ -80,7 +82,8 @@ def several(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_every_prediction_is_gathered_once_and_in_order(tmp_path: Path) -> None:
-    """Rank 0 has all predictions in the dataset's order, also of fewer samples than ranks, the others have None.
+    """Rank 0 has all predictions in the dataset's order, also of fewer samples than
+    ranks, the others have None.
 
     A loader keeps its arguments, also if its class cannot make it again.
     """
@@ -95,19 +98,28 @@ def test_every_prediction_is_gathered_once_and_in_order(tmp_path: Path) -> None:
 def structures(kind: Kind, directory: Path) -> list[Any]:
     trainer = make_trainer(make_strategy(kind, directory))
     own_batches = loader(5, batch_sampler=BatchSampler(range(5), 2, True))
-    repeating = loader(5, sampler=DistributedSampler(range(5), 2, trainer.global_rank, shuffle=False))  # type: ignore[arg-type]
+    repeating = loader(
+        5, sampler=DistributedSampler(range(5), 2, trainer.global_rank, shuffle=False)
+    )  # type: ignore[arg-type]
     gathered = [
         predict(trainer, loader(5), structured)[0],
         predict(trainer, [loader(5), loader(5, shuffle=True), loader(2)])[0],
         predict(trainer, own_batches)[0],
         predict(trainer, repeating, lambda x: x * 10 + trainer.global_rank)[0],
     ]
-    return [*gathered, predict(make_trainer(make_strategy(kind, directory), limit_predict_batches=1), loader(7))[0]]
+    return [
+        *gathered,
+        predict(make_trainer(make_strategy(kind, directory), limit_predict_batches=1), loader(7))[
+            0
+        ],
+    ]
 
 
 @pytest.mark.lowest
 def test_structures_loaders_and_limits(tmp_path: Path) -> None:
-    """Ours and stock return structures as of one batch, loaders in a list, and limited ones as far as read."""
+    """Ours and stock return structures as of one batch, loaders in a list, and limited
+    ones as far as read.
+    """
     for by_rank in on_both(structures, tmp_path):
         (structure, loaders, own_batches, repeating, limited), others = by_rank
         assert_same(structure, structured(torch.arange(5.0)))
@@ -129,7 +141,9 @@ def test_one_process_needs_no_ranks() -> None:
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "predictions must have one row per sample, 2 in this batch (got Tensor, rows: none": torch.mean,
-    "predictions['x'] must have one row per sample, 2 in this batch (got Tensor": lambda x: {"x": x[:1]},
+    "predictions['x'] must have one row per sample, 2 in this batch (got Tensor": lambda x: {
+        "x": x[:1]
+    },
     "predictions must have the same structure in all batches (got dict with 'x' and dict with 'x', 'y')": lambda x: (
         {"x": x} if 0 in x else {"x": x, "y": x}
     ),
@@ -141,7 +155,9 @@ def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
     """Return every rank's error on predictions that cannot be joined."""
     trainer = make_trainer(make_strategy("ours", directory))
 
-    def gather(loaders: Any = None, function: Callable[[Tensor], Any] = torch.clone, **options: Any) -> str:
+    def gather(
+        loaders: Any = None, function: Callable[[Tensor], Any] = torch.clone, **options: Any
+    ) -> str:
         if loaders is not None:
             trainer.predict(Predicts(function), loaders, **options)
         with pytest.raises(SamplingError) as error:

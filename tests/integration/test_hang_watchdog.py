@@ -1,4 +1,6 @@
-"""`HangWatchdog` names the stuck rank and its place in training, whatever happened to that rank."""
+"""`HangWatchdog` names the stuck rank and its place in training, whatever happened to
+that rank.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from tests.harness.training import Batch, Kind, Net, data, make_strategy, make_t
 from tests.supervision import model as waiting
 from tests.supervision.model import wait_for_ever
 
-HERE, MODEL = re.escape(__file__), re.escape(waiting.__file__)
+HERE = re.escape(__file__)
+MODEL = re.escape(waiting.__file__)
 
 
 def reduce_in_another_group() -> None:
@@ -34,7 +37,9 @@ def reduce_in_another_group() -> None:
 
 
 def call_what_differs() -> None:
-    """Rank 0 waits for rank 1's word that it is in its barrier, and rank 1 in a broadcast for rank 0's data."""
+    """Rank 0 waits for rank 1's word that it is in its barrier, and rank 1 in a
+    broadcast for rank 0's data.
+    """
     if dist.get_rank() == 0:
         dist.barrier()
     else:
@@ -62,10 +67,19 @@ class Stuck(Net):
 
     timeout = 3.0  # of the watchdog
 
-    def __init__(self, place: str = "", hang: Callable[[], None] = wait_for_ever, rank: int = 1, **loader: Any) -> None:
+    def __init__(
+        self,
+        place: str = "",
+        hang: Callable[[], None] = wait_for_ever,
+        rank: int = 1,
+        **loader: Any,
+    ) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 1))
-        self.place, self.hang, self.rank, self.loader = place, hang, rank, loader
+        self.place = place
+        self.hang = hang
+        self.rank = rank
+        self.loader = loader
 
     def at(self, place: str, index: int) -> None:
         if index == 2 and place == self.place and self.rank in (self.global_rank, -1):
@@ -75,7 +89,11 @@ class Stuck(Net):
         return DataLoader(Samples(self), batch_size=2, **self.loader)
 
     def on_train_start(self) -> None:
-        Other.group = dist.new_group(list(range(self.trainer.world_size))) if self.trainer.world_size > 1 else None
+        Other.group = (
+            dist.new_group(list(range(self.trainer.world_size)))
+            if self.trainer.world_size > 1
+            else None
+        )
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.at("step", batch_idx)
@@ -83,7 +101,9 @@ class Stuck(Net):
 
 
 class Slow(Stuck):
-    """Makes progress, but takes longer than the timeout for an epoch and for a validation."""
+    """Makes progress, but takes longer than the timeout for an epoch and for a
+    validation.
+    """
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         pause()
@@ -97,7 +117,9 @@ class Slow(Stuck):
 
 class Samples(torch.utils.data.Dataset[Any]):
     def __init__(self, model: Stuck) -> None:
-        self.model, self.rows, self.read = model, data(30), 0
+        self.model = model
+        self.rows = data(30)
+        self.read = 0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -109,25 +131,49 @@ class Samples(torch.utils.data.Dataset[Any]):
         return self.rows[index]
 
 
-def fit(rank: int, world_size: int, directory: Path, model: Stuck, *, kind: Kind = "ours", **options: Any) -> None:
+def fit(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    model: Stuck,
+    *,
+    kind: Kind = "ours",
+    **options: Any,
+) -> None:
     watchdog = HangWatchdog(model.timeout, options.pop("on_hang", "abort"), directory / "reports")
     strategy = make_strategy(kind, directory)
     if isinstance(strategy, DDPExtStrategy):
         timeouts = strategy.rendezvous.timeouts
         grace = {**timeouts.grace, "hung": 0.3}
         strategy.rendezvous.timeouts = replace(timeouts, answer=3.0, grace=grace)
-    settings: dict[str, Any] = {"devices": world_size, "max_epochs": 1, "limit_val_batches": 0, **options}
+    settings: dict[str, Any] = {
+        "devices": world_size,
+        "max_epochs": 1,
+        "limit_val_batches": 0,
+        **options,
+    }
     with stock_group(rank, world_size, directory) if kind == "stock" else nullcontext():
         make_trainer(strategy, callbacks=[watchdog], **settings).fit(model)
 
 
 def lines_of(outcomes: list[Outcome]) -> list[str]:
-    return [line for each in outcomes for line in each.output.splitlines() if "no progress for 3 s:" in line]
+    return [
+        line
+        for each in outcomes
+        for line in each.output.splitlines()
+        if "no progress for 3 s:" in line
+    ]
 
 
-def expect_report(outcomes: list[Outcome], culprit: int, sentence: str, directory: Path, reports: int = 1) -> str:
-    """Every rank ends with an error that names the culprit, and one or each has printed it; returns the file."""
-    assert [outcome.exit_code for outcome in outcomes] == [1] * len(outcomes), [each.story() for each in outcomes]
+def expect_report(
+    outcomes: list[Outcome], culprit: int, sentence: str, directory: Path, reports: int = 1
+) -> str:
+    """Every rank ends with an error that names the culprit, and one or each has printed
+    it; returns the file.
+    """
+    assert [outcome.exit_code for outcome in outcomes] == [1] * len(outcomes), [
+        each.story() for each in outcomes
+    ]
     printed = lines_of(outcomes)
     assert len(printed) == reports, [each.story() for each in outcomes]
     who = rf"rank {culprit} \(host {re.escape(socket.gethostname())}, pid {outcomes[culprit].pid}\)"
@@ -146,10 +192,15 @@ NEVER = r"WHO never entered all_reduce #\d+.*; it is in "
 
 
 def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
-    """One line names its place and the collective in which the others wait; all end, and the file has all stacks."""
+    """One line names its place and the collective in which the others wait; all end,
+    and the file has all stacks.
+    """
     model = Stuck("step", reduce_in_another_group)
     outcomes = launch_ranks(fit, 3, tmp_path, model)
-    sentence = rf"{NEVER}all_reduce #1 \[\[1\]\] of group .+, training_step, {HERE}:.*ranks 0, 2 have waited for it for"
+    sentence = (
+        rf"{NEVER}all_reduce #1 \[\[1\]\] of group .+, training_step, {HERE}:.*ranks 0, 2 have"
+        r" waited for it for"
+    )
     written = expect_report(outcomes, 1, sentence, tmp_path)
     assert len(re.findall(r"^MainThread:", written, re.MULTILINE)) == 3
     assert re.search(rf'File "{HERE}", line \d+, in reduce_in_another_group', written)
@@ -159,8 +210,10 @@ def test_calls_that_differ_are_named(tmp_path: Path) -> None:
     """One line has both collectives, and the place of each in the user's code."""
     outcomes = launch_ranks(fit, 2, tmp_path, Stuck("step", call_what_differs, -1))
     sentence = (
-        rf"ranks are waiting for each other in different calls: WHO is in barrier #\d+, {HERE}:\d+; "
-        rf"rank 1 .* is in broadcast #\d+ \[\[2\]\], {HERE}:\d+; make sure that every rank makes the same calls"
+        r"ranks are waiting for each other in different calls: WHO is in barrier #\d+,"
+        rf" {HERE}:\d+; "
+        rf"rank 1 .* is in broadcast #\d+ \[\[2\]\], {HERE}:\d+; make sure that every rank makes"
+        r" the same calls"
     )
     expect_report(outcomes, 0, sentence, tmp_path)
 
@@ -192,14 +245,20 @@ class StreamedRows(IterableDataset[Any]):
 
 
 def resume_slowly(rank: int, world_size: int, directory: Path) -> list[int]:
-    """Return the number of steps before and after a resume that reads nine batches again."""
+    """Return the number of steps before and after a resume that reads nine batches
+    again.
+    """
     steps = []
     path = str(directory / "nine.ckpt")
     for is_slow in (False, True):
         model = Streamed()
         model.is_slow = is_slow
         callbacks = [HangWatchdog(model.timeout, directory=directory / "reports")]
-        options = {"callbacks": callbacks, "max_steps": 10 if is_slow else 9, "limit_val_batches": 0}
+        options = {
+            "callbacks": callbacks,
+            "max_steps": 10 if is_slow else 9,
+            "limit_val_batches": 0,
+        }
         trainer = make_trainer(make_strategy("ours", directory), **options)
         trainer.fit(model, ckpt_path=path if is_slow else None)
         trainer.save_checkpoint(path)
@@ -208,7 +267,9 @@ def resume_slowly(rank: int, world_size: int, directory: Path) -> list[int]:
 
 
 def test_reading_a_stream_again_is_progress(tmp_path: Path) -> None:
-    """A resumed run may take longer than the timeout until it is where the other run was."""
+    """A resumed run may take longer than the timeout until it is where the other run
+    was.
+    """
     assert run_ranks(resume_slowly, 2, tmp_path) == [[9, 10]] * 2
     assert not (tmp_path / "reports").exists()
 
@@ -222,14 +283,19 @@ def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:
-    """If it is rank 0, which collects reports, each of the others names it alone; it is continued so that it exits."""
+    """If it is rank 0, which collects reports, each of the others names it alone; it is
+    continued so that it exits.
+    """
     model = Stuck("step", announce_step, -1)
     with RankProcesses(fit, 3, tmp_path, model, max_epochs=-1) as ranks:
         for rank in range(3):
             ranks.wait_for("in step", rank)
         ranks.kill(0, signal.SIGSTOP)
         outcomes = ranks.wait()
-    sentence = r"WHO has not answered for \d+ s, and its process is stopped \(SIGSTOP\); rank \d has been in "
+    sentence = (
+        r"WHO has not answered for \d+ s, and its process is stopped \(SIGSTOP\); rank \d has"
+        r" been in "
+    )
     expect_report(outcomes, 0, sentence, tmp_path, reports=2)
 
 
@@ -242,11 +308,15 @@ def test_a_rank_continues(tmp_path: Path) -> None:
         ranks.release(1)
         outcomes = ranks.wait()
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
-    assert re.search(r"train_dataloader_next.*the ranks continue \(on_hang='continue'\)", lines_of(outcomes)[0])
+    assert re.search(
+        r"train_dataloader_next.*the ranks continue \(on_hang='continue'\)", lines_of(outcomes)[0]
+    )
 
 
 def test_ranks_without_a_channel_report_on_themselves(tmp_path: Path) -> None:
-    """Each rank reports on itself with a stock strategy, which has no channel, and with one rank."""
+    """Each rank reports on itself with a stock strategy, which has no channel, and with
+    one rank.
+    """
     (tmp_path / "one").mkdir()
     alone = launch_ranks(fit, 1, tmp_path / "one", Stuck("dataset", rank=0))
     place = rf"has made no progress for \d+ s; it is in train_dataloader_next, {MODEL}:\d+"

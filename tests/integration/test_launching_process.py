@@ -1,4 +1,6 @@
-"""A script that starts its own ranks keeps its environment, gets the results, and its ranks had the right settings."""
+"""A script that starts its own ranks keeps its environment, gets the results, and its
+ranks had the right settings.
+"""
 
 from __future__ import annotations
 
@@ -75,21 +77,28 @@ SCRIPT = """
 def reports(done: Outcome, what: str) -> list[dict[str, Any]]:
     """Return the processes' reports on ``what``, by rank."""
     told = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
-    return sorted((report for report in told if report["what"] == what), key=lambda report: int(report["rank"]))
+    return sorted(
+        (report for report in told if report["what"] == what),
+        key=lambda report: int(report["rank"]),
+    )
 
 
 @pytest.mark.lowest
 def test_a_script_and_its_trainers() -> None:
-    """A plain script, in a shell with an exported RANK, starts its ranks once for all its Trainers.
+    """A plain script, in a shell with an exported RANK, starts its ranks once for all
+    its Trainers.
 
-    Stock ones among its Trainers use the same ranks; a variable may say where these meet. No class and no module of
-    Lightning or torch is changed, by the import, and in and after each run.
+    Stock ones among its Trainers use the same ranks; a variable may say where these
+    meet. No class and no module of Lightning or torch is changed, by the import, and in
+    and after each run.
     """
     url = f"tcp://127.0.0.1:{free_port()}"
     env = {"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
     done = run_script(SCRIPT, env=env)
     assert done.exit_code == 0, done.output
-    trained = {what: reports(done, what) for what in ("first", "second", "stock", "stock with callbacks")}
+    trained = {
+        what: reports(done, what) for what in ("first", "second", "stock", "stock with callbacks")
+    }
     for what, (one, other) in trained.items():
         assert (one["rank"], other["rank"]) == (0, 1), what
         assert one["found"] == other["found"], what
@@ -100,7 +109,8 @@ def test_a_script_and_its_trainers() -> None:
     assert started == [(0, None), ("1", "5")], "once, with the seed from the first line on"
     collects = [report["collects"] for report in reports(done, "start")]
     assert collects == [[True, True], [True, False]], "a started rank leaves its imports out"
-    # As with stock, whose launcher leaves MASTER_ADDR, MASTER_PORT and NODE_RANK behind as well.
+    # As with stock, whose launcher leaves MASTER_ADDR, MASTER_PORT and NODE_RANK behind
+    # as well.
     assert [trained[what][0]["changed"] for what in ("first", "second")] == [
         ["DDPX_RANK_PID", "LOCAL_RANK", "OMP_NUM_THREADS"],
         [],
@@ -116,8 +126,15 @@ class Variables(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         flag = torch.are_deterministic_algorithms_enabled()
-        settings = [trainer.global_rank, os.environ["PL_GLOBAL_SEED"], os.environ["SET_BEFORE_FIT"], flag]
-        sys.stdout.write(" ".join(map(str, ["variables", *settings])) + "\n")  # whole, beside another rank
+        settings = [
+            trainer.global_rank,
+            os.environ["PL_GLOBAL_SEED"],
+            os.environ["SET_BEFORE_FIT"],
+            flag,
+        ]
+        sys.stdout.write(
+            " ".join(map(str, ["variables", *settings])) + "\n"
+        )  # whole, beside another rank
         sys.stdout.flush()
 
 
@@ -136,9 +153,11 @@ def start_processes(rank: int, world_size: int) -> None:
 
 @pytest.mark.nightly
 def test_ranks_by_fork_and_by_forkserver() -> None:
-    """Started processes have the environment, the seed and torch's flags of that moment.
+    """Started processes have the environment, the seed and torch's flags of that
+    moment.
 
-    The launching process's environment stays what it was, also with a stray RANK, and so do its handlers.
+    The launching process's environment stays what it was, also with a stray RANK, and
+    so do its handlers.
     """
     (outcome,) = launch_ranks(start_processes, 1, env={"OMP_NUM_THREADS": "1", "RANK": "0"})
     assert outcome.exit_code == 0, outcome.story()
@@ -156,7 +175,9 @@ class Talkative(Net):
 
 def fit_by_fork(rank: int, world_size: int) -> tuple[int, float, bool]:
     changed = set()
-    sys.addaudithook(lambda event, args: changed.add(args[0]) if event in ("os.putenv", "os.unsetenv") else None)
+    sys.addaudithook(
+        lambda event, args: changed.add(args[0]) if event in ("os.putenv", "os.unsetenv") else None
+    )
     trainer = make_trainer(DDPExtStrategy(start_method="fork"), max_epochs=1)
     trainer.fit(Talkative())
     metrics = dict(trainer.callback_metrics)
@@ -166,7 +187,8 @@ def fit_by_fork(rank: int, world_size: int) -> tuple[int, float, bool]:
 
 @pytest.mark.lowest
 def test_results_of_any_size_are_returned() -> None:
-    """Results may exceed a pipe: Lightning would read it after the ranks exit, and the ranks exit after it is read.
+    """Results may exceed a pipe: Lightning would read it after the ranks exit, and the
+    ranks exit after it is read.
 
     Other threads find a variable such as PATH in the environment all the time.
     """

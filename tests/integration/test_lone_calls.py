@@ -1,4 +1,6 @@
-"""A call that some ranks do not make, or make too late, ends with an error that names them."""
+"""A call that some ranks do not make, or make too late, ends with an error that names
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import RankAbsentError, RankHungError
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, announce, free_port, hold, launch_ranks, run_ranks
-from tests.harness.training import Batch, Net, backend, limit_collectives, make_strategy, make_trainer
+from tests.harness.training import (
+    Batch,
+    Net,
+    backend,
+    limit_collectives,
+    make_strategy,
+    make_trainer,
+)
 
 PLACE = r"\(.*test_lone_calls.py:\d+\)"
 
@@ -29,7 +38,9 @@ class SavesOn(L.Callback):
     """Saves after a step, on some ranks only."""
 
     def __init__(self, ranks: list[int], path: Path, step: int = 1) -> None:
-        self.ranks, self.path, self.step = ranks, path, step
+        self.ranks = ranks
+        self.path = path
+        self.step = step
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_rank in self.ranks and trainer.global_step == self.step:
@@ -52,11 +63,18 @@ def endings(function: Any, world_size: int, *args: Any) -> list[Outcome]:
 
 
 @pytest.mark.parametrize(("ranks", "absent"), [([2], "[01]"), ([0, 1], "2")])
-def test_a_save_on_some_ranks_names_one_that_did_not_make_it(ranks: list[int], absent: str, tmp_path: Path) -> None:
-    """`trainer.save_checkpoint` under `if rank == 0` raises on all ranks immediately, instead of hanging."""
+def test_a_save_on_some_ranks_names_one_that_did_not_make_it(
+    ranks: list[int], absent: str, tmp_path: Path
+) -> None:
+    """`trainer.save_checkpoint` under `if rank == 0` raises on all ranks immediately,
+    instead of hanging.
+    """
     for outcome in endings(save_on, 3, tmp_path, ranks):
         assert "RankAbsentError" in outcome.story()
-        assert re.search(rf"began saving {tmp_path}/it.ckpt .*rank {absent} \(host .*make this call", outcome.story())
+        assert re.search(
+            rf"began saving {tmp_path}/it.ckpt .*rank {absent} \(host .*make this call",
+            outcome.story(),
+        )
 
 
 def test_a_save_after_the_last_step_names_the_rank_that_finished(tmp_path: Path) -> None:
@@ -73,10 +91,14 @@ def save_between_two_calls(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_save_on_one_rank_between_two_calls_is_named(tmp_path: Path) -> None:
-    """The same holds after `fit`, while the others continue with the next call of the Trainer."""
+    """The same holds after `fit`, while the others continue with the next call of the
+    Trainer.
+    """
     for outcome in endings(save_between_two_calls, 2, tmp_path):
         assert "RankAbsentError" in outcome.story()
-        assert re.search(rf"rank 1 \(host .*?\) began broadcast from rank 0 {PLACE}", outcome.story())
+        assert re.search(
+            rf"rank 1 \(host .*?\) began broadcast from rank 0 {PLACE}", outcome.story()
+        )
         assert re.search(rf"rank 0 \(host .*?\) began saving .*it.ckpt {PLACE}", outcome.story())
 
 
@@ -87,7 +109,10 @@ def at_barriers(rank: int, world_size: int, directory: Path, names: list[str]) -
 
 
 def test_ranks_in_different_barriers_raise_with_both_places(tmp_path: Path) -> None:
-    """No rank waits for the others: each names every rank's call. Ranks that all save continue."""
+    """No rank waits for the others: each names every rank's call.
+
+    Ranks that all save continue.
+    """
     for outcome in endings(at_barriers, 3, tmp_path, ["data", "model", "data"]):
         assert outcome.failure.type_name == "RankAbsentError"
         assert re.search(rf"rank 1 .*? began barrier 'model' {PLACE}", outcome.failure.message)
@@ -106,10 +131,14 @@ def late_at_a_barrier(rank: int, world_size: int, directory: Path, late: int) ->
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_late_for_a_barrier_is_named(late: int, tmp_path: Path) -> None:
-    """The waiting rank raises an error with its name, even if it is rank 0, which keeps the record."""
+    """The waiting rank raises an error with its name, even if it is rank 0, which keeps
+    the record.
+    """
     with RankProcesses(late_at_a_barrier, 2, tmp_path, late) as ranks:
         (outcome,) = ranks.wait(1 - late)
-    sentence = rf"rank {1 - late} began barrier 'end' .*, but rank {late} \(host .*did not do so in time"
+    sentence = (
+        rf"rank {1 - late} began barrier 'end' .*, but rank {late} \(host .*did not do so in time"
+    )
     assert re.search(sentence, outcome.story())
 
 
@@ -117,7 +146,9 @@ def test_a_rank_that_is_late_for_a_barrier_is_named(late: int, tmp_path: Path) -
 
 
 class Late(Net):
-    """In its second step all ranks wait for the test, then some stay there in their own code."""
+    """In its second step all ranks wait for the test, then some stay there in their own
+    code.
+    """
 
     def __init__(self, stay: Sequence[int] = (), in_group: bool = False) -> None:
         super().__init__()
@@ -146,13 +177,19 @@ class StoppedAtTheEnd(Net):
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def fit_late(rank: int, world_size: int, url: str, model: Net, max_epochs: int, *, over: str = "gloo") -> None:
+def fit_late(
+    rank: int, world_size: int, url: str, model: Net, max_epochs: int, *, over: str = "gloo"
+) -> None:
     strategy = DDPExtStrategy(url, timeout=30, process_group_backend=backend(over))
     strategy.rendezvous.timeouts = replace(strategy.rendezvous.timeouts, answer=3.0)
-    make_trainer(strategy, devices=world_size, max_epochs=max_epochs, limit_val_batches=0).fit(model)
+    make_trainer(strategy, devices=world_size, max_epochs=max_epochs, limit_val_batches=0).fit(
+        model
+    )
 
 
-def training(world_size: int, url: str, model: Net, max_epochs: int = -1, **options: Any) -> RankProcesses:
+def training(
+    world_size: int, url: str, model: Net, max_epochs: int = -1, **options: Any
+) -> RankProcesses:
     return RankProcesses(fit_late, world_size, url, model, max_epochs, **options)
 
 
@@ -175,17 +212,24 @@ def expect(outcomes: list[Outcome], culprit: int, error: type[Exception], senten
 
 
 SILENT = (
-    r"^rank \d \(host .*, pid \d+\) has not answered for 3 s, and its process is stopped \(SIGSTOP\); "
-    r"(rank \d has waited .*2 s|the connections of rank \d were closed in a collective); every rank stops$"
+    r"^rank \d \(host .*, pid \d+\) has not answered for 3 s, and its process is stopped"
+    r" \(SIGSTOP\); "
+    r"(rank \d has waited .*2 s|the connections of rank \d were closed in a collective); every rank"
+    r" stops$"
 )
 
 
 def elsewhere(rank: int) -> str:
-    return rf"in a collective.*, but rank {rank} \(host .*, pid \d+\) is in .*rank_process.py:\d+; make sure that"
+    return (
+        rf"in a collective.*, but rank {rank} \(host .*, pid \d+\) is in .*rank_process.py:\d+;"
+        r" make sure that"
+    )
 
 
 def test_a_stopped_process_is_named() -> None:
-    """This holds for rank 0, which relays messages, and for a store that has stopped with it."""
+    """This holds for rank 0, which relays messages, and for a store that has stopped
+    with it.
+    """
     with training(3, f"tcp://127.0.0.1:{free_port()}", Late()) as ranks:
         let_continue(ranks, stopped=0)
         outcomes = ranks.wait(1, 2)
@@ -202,9 +246,15 @@ def test_ranks_wait_at_the_end_but_not_for_a_stopped_process(tmp_path: Path) -> 
     expect(outcomes, 0, RankHungError, SILENT)
 
 
-@pytest.mark.parametrize(("in_group", "over"), [(True, "gloo"), (False, "nccl_stand_in")], ids=["all_reduce", "NCCL"])
-def test_a_rank_that_does_something_else_is_named(in_group: bool, over: str, tmp_path: Path) -> None:
-    """The others name it with file and line, and later it does so itself, before torch's own limit for NCCL."""
+@pytest.mark.parametrize(
+    ("in_group", "over"), [(True, "gloo"), (False, "nccl_stand_in")], ids=["all_reduce", "NCCL"]
+)
+def test_a_rank_that_does_something_else_is_named(
+    in_group: bool, over: str, tmp_path: Path
+) -> None:
+    """The others name it with file and line, and later it does so itself, before
+    torch's own limit for NCCL.
+    """
     with training(3, f"file://{tmp_path}/store", Late([1], in_group), over=over) as ranks:
         let_continue(ranks)
         outcomes = ranks.wait(0, 2)
@@ -214,7 +264,9 @@ def test_a_rank_that_does_something_else_is_named(in_group: bool, over: str, tmp
 
 
 def test_ranks_that_another_ones_timeout_has_released_are_not_taken_for_it(tmp_path: Path) -> None:
-    """A rank whose wait timed out closes its connections, also to ranks that wait for the same rank."""
+    """A rank whose wait timed out closes its connections, also to ranks that wait for
+    the same rank.
+    """
     with training(4, f"file://{tmp_path}/store", Late([0, 1, 3], in_group=True)) as ranks:
         let_continue(ranks)
         for rank in (0, 1):

@@ -33,11 +33,14 @@ from tests.harness.training import (
 
 
 class AllKinds(Net):
-    """Logs in every way that there is, from everywhere, and looks at it before and after each step."""
+    """Logs in every way that there is, from everywhere, and looks at it before and
+    after each step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.metric, self.collection = MeanMetric(), MetricCollection([SumMetric()])
+        self.metric = MeanMetric()
+        self.collection = MetricCollection([SumMetric()])
         self.seen: list[tuple[str, Any]] = []
 
     def look(self) -> None:
@@ -52,7 +55,9 @@ class AllKinds(Net):
         self.log_values(loss, index)
         self.log("immediately", loss, sync_dist=True, sync_dist_group=dist.group.WORLD)
         self.log_metrics(loss)
-        self.seen.append(("reduced", self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")))
+        self.seen.append(
+            ("reduced", self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum"))
+        )
         self.log("mean of all", loss, sync_dist=True)
         return loss
 
@@ -72,7 +77,9 @@ class AllKinds(Net):
         self.log("twice", loss + 1, sync_dist=True)
         self.log("own", loss)
         self.log("of rank 0", loss, sync_dist=True, rank_zero_only=True)
-        self.log_dict({f"{number}": loss * number for number in range(8)}, sync_dist=True, on_epoch=True)
+        self.log_dict(
+            {f"{number}": loss * number for number in range(8)}, sync_dist=True, on_epoch=True
+        )
 
     def log_metrics(self, loss: Tensor) -> None:
         self.metric.update(loss)
@@ -81,7 +88,9 @@ class AllKinds(Net):
         self.log_dict(self.collection, sync_dist=True)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.log("after the step", 1.0 + self.global_rank, sync_dist=True, on_step=True, on_epoch=True)
+        self.log(
+            "after the step", 1.0 + self.global_rank, sync_dist=True, on_step=True, on_epoch=True
+        )
 
     def on_train_epoch_end(self) -> None:
         if self.global_rank == 1:  # as the progress bar does on rank 0
@@ -123,7 +132,9 @@ def train_all_kinds(kind: Kind, directory: Path) -> dict[str, Any]:
 
 @pytest.mark.lowest
 def test_everything_that_reads_metrics_sees_what_it_sees_with_stock_ddp(tmp_path: Path) -> None:
-    """Values, types and order, at a step's beginning, after each step and after each epoch, on each rank."""
+    """Values, types and order, at a step's beginning, after each step and after each
+    epoch, on each rank.
+    """
     for ours, stock in zip(*on_both(train_all_kinds, tmp_path), strict=True):
         assert [name for name, _ in ours["seen"]] == [name for name, _ in stock["seen"]]
         assert len(ours["seen"]) > 500
@@ -136,7 +147,8 @@ class Logs(Net):
 
     def __init__(self, number: int, **options: Any) -> None:
         super().__init__()
-        self.number, self.options = number, {"sync_dist": True, **options}
+        self.number = number
+        self.options = {"sync_dist": True, **options}
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         loss = self.loss(batch)
@@ -146,13 +158,19 @@ class Logs(Net):
 
 
 def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
-    """Of an epoch of 4 steps each, by kind; those that a fit needs anyway are taken off."""
+    """Of an epoch of 4 steps each, by kind; those that a fit needs anyway are taken
+    off.
+    """
 
     def counted(model: Net, **options: Any) -> Counter[str]:
-        trainer = make_trainer(make_strategy(kind, directory), max_epochs=1, limit_val_batches=0, **options)
+        trainer = make_trainer(
+            make_strategy(kind, directory), max_epochs=1, limit_val_batches=0, **options
+        )
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             trainer.fit(model)
-        return Counter(event.name.removeprefix("gloo:") for event in recorded.events() if "gloo:" in event.name)
+        return Counter(
+            event.name.removeprefix("gloo:") for event in recorded.events() if "gloo:" in event.name
+        )
 
     counted(Logs(1))  # opens groups
     nothing = counted(Logs(0))
@@ -166,9 +184,11 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
 
 @pytest.mark.nightly
 def test_a_step_makes_one_collective(tmp_path: Path) -> None:
-    """This holds for up to 127 values, without a barrier, also at an epoch's end; stock makes two for each value.
+    """This holds for up to 127 values, without a barrier, also at an epoch's end; stock
+    makes two for each value.
 
-    A step without values makes stock's exchanges, but for the broadcast of whether there was a signal.
+    A step without values makes stock's exchanges, but for the broadcast of whether
+    there was a signal.
     """
     ours, stock = (by_rank[0] for by_rank in on_both(collectives, tmp_path))
     assert stock["two steps"] - ours["two steps"] == {"broadcast": 2}
@@ -179,7 +199,9 @@ def test_a_step_makes_one_collective(tmp_path: Path) -> None:
 
 
 class Reads(Net):
-    """Reads what it has logged within the step: on all ranks, on rank 1 only, in hooks, and between collectives."""
+    """Reads what it has logged within the step: on all ranks, on rank 1 only, in hooks,
+    and between collectives.
+    """
 
     def __init__(self, is_automatic: bool) -> None:
         super().__init__()
@@ -192,7 +214,9 @@ class Reads(Net):
             self.read += self.values()
 
     def values(self) -> list[float]:
-        """Return all values that this rank can read; a value that is logged later in the step is not among them."""
+        """Return all values that this rank can read; a value that is logged later in
+        the step is not among them.
+        """
         properties = self.trainer.callback_metrics, self.trainer.logged_metrics
         return [float(value) for metrics in properties for _, value in sorted(metrics.items())]
 
@@ -232,7 +256,9 @@ def read_within(kind: Kind, directory: Path) -> list[Any]:
 
 @pytest.mark.lowest
 def test_no_read_sees_a_value_that_is_not_reduced(tmp_path: Path) -> None:
-    """A read on all ranks or on one, anywhere in a step, returns stock's value, also between backward passes."""
+    """A read on all ranks or on one, anywhere in a step, returns stock's value, also
+    between backward passes.
+    """
     ours, stock = on_both(read_within, tmp_path)
     assert_same(ours, stock)
     for automatic, manual in ours:
@@ -240,11 +266,16 @@ def test_no_read_sees_a_value_that_is_not_reduced(tmp_path: Path) -> None:
 
 
 class Differs(Net):
-    """Logs ``a``, or nothing (an empty ``common``), and on rank 1 other names from a step on."""
+    """Logs ``a``, or nothing (an empty ``common``), and on rank 1 other names from a
+    step on.
+    """
 
     def __init__(self, others: list[str], step: int, common: str = "a", **options: Any) -> None:
         super().__init__()
-        self.others, self.step, self.common, self.options = others, step, common, options
+        self.others = others
+        self.step = step
+        self.common = common
+        self.options = options
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         for name in self.others if self.global_rank and index >= self.step else self.common:
@@ -255,13 +286,43 @@ class Differs(Net):
 NOT_LOGGED = "rank 1 did not log training_step.a (mean)"
 EPOCH = {"on_step": False, "on_epoch": True}
 CASES: list[tuple[list[str], int, dict[str, Any], type[DDPExtError], str]] = [
-    (["a", "b"], 2, {}, DivergenceError, "rank 1 logged training_step.b (mean) (compared with rank 0); every rank"),
-    (["b"], 2, {}, DivergenceError, "rank 1 logged training_step.b (mean) and did not log training_step.a (mean)"),
+    (
+        ["a", "b"],
+        2,
+        {},
+        DivergenceError,
+        "rank 1 logged training_step.b (mean) (compared with rank 0); every rank",
+    ),
+    (
+        ["b"],
+        2,
+        {},
+        DivergenceError,
+        "rank 1 logged training_step.b (mean) and did not log training_step.a (mean)",
+    ),
     ([], 0, {}, RankAbsentError, "rank 0 began the reduction of training_step.a (mean)"),
-    (["a"], 2, {"common": ""}, RankAbsentError, "rank 1 began the reduction of training_step.a (mean)"),
-    ([f"{n}" for n in range(70)], 0, {}, DivergenceError, "training_step.7 (mean) and 62 more and did not log"),
+    (
+        ["a"],
+        2,
+        {"common": ""},
+        RankAbsentError,
+        "rank 1 began the reduction of training_step.a (mean)",
+    ),
+    (
+        [f"{n}" for n in range(70)],
+        0,
+        {},
+        DivergenceError,
+        "training_step.7 (mean) and 62 more and did not log",
+    ),
     ([], 3, {}, DivergenceError, NOT_LOGGED),
-    (["b"], 0, EPOCH, DivergenceError, "rank 1 logged training_step.b (mean) and did not log training_step.a"),
+    (
+        ["b"],
+        0,
+        EPOCH,
+        DivergenceError,
+        "rank 1 logged training_step.b (mean) and did not log training_step.a",
+    ),
     (["a", "b"], 0, EPOCH, DDPExtError, "began the reduction of training_step.b (mean)"),
 ]
 
@@ -277,7 +338,9 @@ def fail(kind: Kind, directory: Path) -> list[str]:
 
 
 def test_ranks_that_log_different_values_all_raise(tmp_path: Path) -> None:
-    """The error names each rank's values, instead of waiting: in a step, or at the end of an epoch."""
+    """The error names each rank's values, instead of waiting: in a step, or at the end
+    of an epoch.
+    """
     for messages in on_ranks("ours", fail, tmp_path):
         for message, (*_, sentence) in zip(messages, CASES, strict=True):
             assert sentence in message
@@ -306,13 +369,19 @@ def log_after_an_exception(kind: Kind, directory: Path) -> list[float]:
     return [trainer.callback_metrics[name].item() for name in "ab"]
 
 
-def test_a_run_logs_after_an_earlier_one_that_ranks_left_at_different_points(tmp_path: Path) -> None:
-    """A value that only some ranks logged before they raised is not mixed with those of the next Trainer."""
+def test_a_run_logs_after_an_earlier_one_that_ranks_left_at_different_points(
+    tmp_path: Path,
+) -> None:
+    """A value that only some ranks logged before they raised is not mixed with those of
+    the next Trainer.
+    """
     assert on_ranks("ours", log_after_an_exception, tmp_path) == [[0.5, 0.5], [0.5, 0.5]]
 
 
 class Monitored(Net):
-    """Logs a value that falls on rank 0 and rises on rank 1, or that only rank 0 has, and one that is the same."""
+    """Logs a value that falls on rank 0 and rises on rank 1, or that only rank 0 has,
+    and one that is the same.
+    """
 
     def __init__(self, *, is_on_rank_zero_only: bool = False) -> None:
         super().__init__()
@@ -331,12 +400,18 @@ class Monitored(Net):
 
 def monitor(kind: Kind, directory: Path) -> dict[str, Any]:
     checkpoint = ModelCheckpoint(directory, "{epoch}-{own:.0f}", monitor="own", save_top_k=2)
-    stopping, trainers = EarlyStopping("same"), []
+    stopping = EarlyStopping("same")
+    trainers = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for model, callbacks in ((Monitored(), [checkpoint, stopping]), (Monitored(is_on_rank_zero_only=True), [])):
+        for model, callbacks in (
+            (Monitored(), [checkpoint, stopping]),
+            (Monitored(is_on_rank_zero_only=True), []),
+        ):
             options = {"enable_checkpointing": bool(callbacks), "max_epochs": 3}
-            trainers.append(make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options))
+            trainers.append(
+                make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options)
+            )
             trainers[-1].fit(model)
     scores = {path: float(score) for path, score in checkpoint.best_k_models.items()}
     best = checkpoint.best_model_path, checkpoint.best_model_score
@@ -349,7 +424,9 @@ def monitor(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_a_monitored_value_that_differs_between_ranks_is_named_once(tmp_path: Path) -> None:
-    """Training continues as with stock, and the record of the best checkpoints is rank 0's on all ranks."""
+    """Training continues as with stock, and the record of the best checkpoints is rank
+    0's on all ranks.
+    """
     ours, stock = on_both(monitor, tmp_path)
     assert stock[0]["record"] != stock[1]["record"]
     assert ours[1]["record"] == ours[0]["record"]

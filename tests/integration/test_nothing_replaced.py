@@ -1,4 +1,6 @@
-"""Training leaves nothing behind in a Trainer, in its process, or in the user's objects, loaders among them."""
+"""Training leaves nothing behind in a Trainer, in its process, or in the user's
+objects, loaders among them.
+"""
 
 from __future__ import annotations
 
@@ -40,26 +42,69 @@ from tests.harness.training import (
     on_ranks,
     weights,
 )
-from tests.integration.continuing import KEPT, Loaders, Numbers, Training, Turning, sampled, signalled, stream
+from tests.integration.continuing import (
+    KEPT,
+    Loaders,
+    Numbers,
+    Training,
+    Turning,
+    sampled,
+    signalled,
+    stream,
+)
 from tests.supervision.model import BoomError, Fault, boom, interrupt
 
 FAMILIES = ("lightning.", "torch.utils.data")
-DATA = ("loader", "fetcher", "result", "iter", "_maxsize", "_minsize", "_sequential")  # in the names of classes
-HOOKS = ("train_start", "train_batch_end", "validation_batch_end", "train_epoch_end", "test_batch_end")
+DATA = (
+    "loader",
+    "fetcher",
+    "result",
+    "iter",
+    "_maxsize",
+    "_minsize",
+    "_sequential",
+)  # in the names of classes
+HOOKS = (
+    "train_start",
+    "train_batch_end",
+    "validation_batch_end",
+    "train_epoch_end",
+    "test_batch_end",
+)
 
 
 def replaced(trainer: L.Trainer) -> set[str]:
-    """List instance attributes that hide methods, such as "_FitLoop.run", of the Trainer, its loops and loaders."""
+    """List instance attributes that hide methods, such as "_FitLoop.run", of the
+    Trainer, its loops and loaders.
+    """
     things: dict[int, Any] = {id(trainer): trainer}
     for _ in range(4):
-        parts = [part for thing in things.values() for part in vars(thing).values() if is_lightnings(part)]
+        parts = [
+            part
+            for thing in things.values()
+            for part in vars(thing).values()
+            if is_lightnings(part)
+        ]
         things |= {id(part): part for part in parts}
-    found = [(thing, name) for thing in things.values() for name, value in vars(thing).items() if callable(value)]
-    return {f"{type(thing).__name__}.{name}" for thing, name in found if callable(getattr(type(thing), name, None))}
+    found = [
+        (thing, name)
+        for thing in things.values()
+        for name, value in vars(thing).items()
+        if callable(value)
+    ]
+    return {
+        f"{type(thing).__name__}.{name}"
+        for thing, name in found
+        if callable(getattr(type(thing), name, None))
+    }
 
 
 def is_lightnings(thing: Any) -> bool:
-    return type(thing).__module__.startswith(FAMILIES) and hasattr(thing, "__dict__") and not isinstance(thing, type)
+    return (
+        type(thing).__module__.startswith(FAMILIES)
+        and hasattr(thing, "__dict__")
+        and not isinstance(thing, type)
+    )
 
 
 class TwoLoaders(Net):
@@ -69,18 +114,33 @@ class TwoLoaders(Net):
         return super().training_step(batch[0], index)
 
     def train_dataloader(self) -> Any:
-        return CombinedLoader([DataLoader(data(), 3, shuffle=True, **KEPT), DataLoader(data(), 3)], "min_size")
+        return CombinedLoader(
+            [DataLoader(data(), 3, shuffle=True, **KEPT), DataLoader(data(), 3)], "min_size"
+        )
 
 
 def look(kind: Kind, directory: Path) -> tuple[list[set[str]], list[set[str]]]:
-    """Return the replaced methods at points of runs where a user's code runs, and before and after each run."""
+    """Return the replaced methods at points of runs where a user's code runs, and
+    before and after each run.
+    """
     warnings.simplefilter("ignore")
     within: list[set[str]] = []
     around: list[set[str]] = []
-    ours = [SyncBatchNormConversion(), SamplerEpochSeeding(), RankConsistency(), RankZeroCheckpoint(directory)]
+    ours = [
+        SyncBatchNormConversion(),
+        SamplerEpochSeeding(),
+        RankConsistency(),
+        RankZeroCheckpoint(directory),
+    ]
     for model, callbacks in ((TwoLoaders(), []), (Net(), ours)):
-        looks = [At(f"on_{hook}", lambda trainer: within.append(replaced(trainer))) for hook in HOOKS]
-        options = {"callbacks": [*looks, *callbacks], "enable_checkpointing": bool(callbacks), "val_check_interval": 2}
+        looks = [
+            At(f"on_{hook}", lambda trainer: within.append(replaced(trainer))) for hook in HOOKS
+        ]
+        options = {
+            "callbacks": [*looks, *callbacks],
+            "enable_checkpointing": bool(callbacks),
+            "val_check_interval": 2,
+        }
         trainer = make_trainer(make_strategy(kind, directory), **options)
         for run in (trainer.fit, trainer.validate, trainer.test):
             around.append(replaced(trainer))
@@ -90,8 +150,11 @@ def look(kind: Kind, directory: Path) -> tuple[list[set[str]], list[set[str]]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(kind: Kind, tmp_path: Path) -> None:
-    """At most four methods are, and none of a loader, a fetcher or a result: with several loaders and our callbacks.
+def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(
+    kind: Kind, tmp_path: Path
+) -> None:
+    """At most four methods are, and none of a loader, a fetcher or a result: with
+    several loaders and our callbacks.
 
     The same holds for our callbacks with stock strategies.
     """
@@ -106,7 +169,14 @@ BATCH_END = "on_train_batch_end"
 RUNS: list[tuple[str, L.Callback]] = [
     *((run, L.Callback()) for run in ("fit", "validate", "test", "predict")),
     ("fit", signalled(BATCH_END)),
-    *(("fit", fault) for fault in (Fault(BATCH_END, boom), Fault(BATCH_END, interrupt), Fault("setup", interrupt))),
+    *(
+        ("fit", fault)
+        for fault in (
+            Fault(BATCH_END, boom),
+            Fault(BATCH_END, interrupt),
+            Fault("setup", interrupt),
+        )
+    ),
     ("fit", L.Callback()),
 ]
 
@@ -115,10 +185,13 @@ def changed_by_runs(kind: Kind, directory: Path) -> list[dict[str, Any]]:
     """Return the changes after each run in a process that prints stacks on a signal."""
     warnings.simplefilter("ignore")
     faulthandler.register(signal.SIGUSR1)
-    before, changes = of_process(), []
+    before = of_process()
+    changes = []
     for run, callback in RUNS:
         callbacks = [HangWatchdog(600), callback]
-        trainer = make_trainer(make_strategy(kind, directory), callbacks=callbacks, default_root_dir=directory)
+        trainer = make_trainer(
+            make_strategy(kind, directory), callbacks=callbacks, default_root_dir=directory
+        )
         with suppress(BoomError, SystemExit):
             getattr(trainer, run)(Net())
         changes.append(changed_in_process(before))
@@ -127,12 +200,17 @@ def changed_by_runs(kind: Kind, directory: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:
-    """This holds for every end; only the channel stays, and after a failure SIGTERM waits for some seconds."""
+    """This holds for every end; only the channel stays, and after a failure SIGTERM
+    waits for some seconds.
+    """
     deferred = {"SIGTERM", "SigCgt"}
     for changes in on_ranks("ours", changed_by_runs, tmp_path, env={"OMP_NUM_THREADS": "1"}):
         names = [{name for name in changed if not name.startswith("ddpx-")} for changed in changes]
         assert names == [set()] * 5 + [deferred] * 3 + [set()] * 2, changes
-        assert all("ddpx-signals" not in changed and "ddpx-stop-deadline" not in changed for changed in changes)
+        assert all(
+            "ddpx-signals" not in changed and "ddpx-stop-deadline" not in changed
+            for changed in changes
+        )
 
 
 class Profiles(Net):
@@ -146,7 +224,9 @@ class Profiles(Net):
 
 
 def profile_runs(kind: Kind, directory: Path) -> dict[str, Any]:
-    """Return the counts of profilers that the user made, and whether the Trainer still has them after runs."""
+    """Return the counts of profilers that the user made, and whether the Trainer still
+    has them after runs.
+    """
     found: dict[str, Any] = {}
     for profiler in (PassThroughProfiler(str(directory), "times"), SimpleProfiler(), None):
         trainer = make_trainer(make_strategy(kind, directory), profiler=profiler, max_epochs=1)
@@ -154,13 +234,17 @@ def profile_runs(kind: Kind, directory: Path) -> dict[str, Any]:
         for run in (trainer.fit, trainer.test):
             run(Profiles())
             assert trainer.profiler is before
-        calls = {name: len(times) for name, times in getattr(before, "recorded_durations", {}).items()}
+        calls = {
+            name: len(times) for name, times in getattr(before, "recorded_durations", {}).items()
+        }
         found[str(type(profiler))] = (sorted(vars(before)), before.local_rank, calls.get("a part"))
     return found
 
 
 def test_a_profiler_of_the_users_works_and_stays_the_trainers(tmp_path: Path) -> None:
-    """The profiler counts a part that the module profiles, and after a run the Trainer still has this profiler."""
+    """The profiler counts a part that the module profiles, and after a run the Trainer
+    still has this profiler.
+    """
     ours, stock = on_both(profile_runs, tmp_path)
     assert ours == stock
     assert [calls for *_, calls in ours[0].values()] == [None, 4, None]
@@ -174,7 +258,13 @@ def copy_fitted(kind: Kind, directory: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     trainer = make_trainer(make_strategy(kind, directory))
     trainer.fit(Net())
-    parts = [trainer, trainer.strategy, trainer.fit_loop, trainer.lightning_module, trainer.train_dataloader]
+    parts = [
+        trainer,
+        trainer.strategy,
+        trainer.fit_loop,
+        trainer.lightning_module,
+        trainer.train_dataloader,
+    ]
     found: dict[str, Any] = {}
     for how, copied in COPIES.items():
         for number, part in enumerate(parts):
@@ -197,9 +287,13 @@ def train_on(trainer: L.Trainer) -> Any:
 
 
 def test_a_fitted_trainer_is_copied_and_pickled_as_with_stock(tmp_path: Path) -> None:
-    """So are its strategy, loops, model and loader; a copy tests and trains as a copy of stock's does."""
+    """So are its strategy, loops, model and loader; a copy tests and trains as a copy
+    of stock's does.
+    """
     for mine, expected in zip(*on_both(copy_fitted, tmp_path), strict=True):
-        assert mine.keys() == expected.keys(), {name: mine[name] for name in mine.keys() - expected.keys()}
+        assert mine.keys() == expected.keys(), {
+            name: mine[name] for name in mine.keys() - expected.keys()
+        }
         assert_same(mine, expected)
 
 
@@ -214,7 +308,14 @@ class InTwos(BatchSampler):
 class OwnLoader(DataLoader[Any]):
     """A loader of the user's own, with arguments like those of torch_geometric's."""
 
-    def __init__(self, dataset: Any, batch_size: int = 1, shuffle: bool = False, own: Any = None, **options: Any):
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        own: Any = None,
+        **options: Any,
+    ):
         self.own = own
         super().__init__(dataset, batch_size, shuffle, **options)
 
@@ -236,18 +337,24 @@ LOADERS: dict[str, tuple[Loaders, dict[str, Any]]] = {
 }
 
 
-def training(directory: Path, name: str, make: Loaders, rank: int, world_size: int, **options: Any) -> Training:
+def training(
+    directory: Path, name: str, make: Loaders, rank: int, world_size: int, **options: Any
+) -> Training:
     chosen = {"max_epochs": 2, "dropout": False, **options}
     return Training(lambda: make(rank, world_size), directory, world_size, chosen, name=name)
 
 
 def snapshot(loader: Any) -> dict[str, Any]:
-    """Return the state of a loader, its samplers and its dataset, without epochs and torch's workers."""
+    """Return the state of a loader, its samplers and its dataset, without epochs and
+    torch's workers.
+    """
     parts = {"loader": loader, "dataset": loader.dataset, "sampler": loader.sampler}
     parts |= {"batch sampler": loader.batch_sampler}
     found = {}
     for name, part in parts.items():
-        attributes = {key: id(value) for key, value in vars(part).items() if key not in ("epoch", "_iterator")}
+        attributes = {
+            key: id(value) for key, value in vars(part).items() if key not in ("epoch", "_iterator")
+        }
         found[name] = (id(part), type(part), attributes)
     return found
 
@@ -258,16 +365,26 @@ def is_as_before(rank: int, world_size: int, directory: Path) -> list[str]:
     for name, (make, options) in LOADERS.items():
         loader = make(rank, world_size)
         before = snapshot(loader)
-        runs = training(directory, name, lambda *_, loader=loader: loader, rank, world_size, **options)  # type: ignore[misc]
+        runs = training(
+            directory, name, lambda *_, loader=loader: loader, rank, world_size, **options
+        )  # type: ignore[misc]
         path = runs.run(POINT).saved[POINT]
-        wrong += [f"{part} of {name}" for part, was in before.items() if snapshot(loader)[part] != was]
+        wrong += [
+            f"{part} of {name}" for part, was in before.items() if snapshot(loader)[part] != was
+        ]
         runs.run(ckpt_path=path, fail_at=(0, 3))
-        wrong += [f"{part} of {name}, resumed" for part, was in before.items() if snapshot(loader)[part] != was]
+        wrong += [
+            f"{part} of {name}, resumed"
+            for part, was in before.items()
+            if snapshot(loader)[part] != was
+        ]
     return wrong
 
 
 def test_the_users_objects_are_as_they_were(tmp_path: Path) -> None:
-    """Loader, sampler, batch sampler and dataset have the class and the attributes that they had before the run."""
+    """Loader, sampler, batch sampler and dataset have the class and the attributes that
+    they had before the run.
+    """
     assert run_ranks(is_as_before, 2, tmp_path) == [[], []]
 
 
@@ -281,22 +398,41 @@ class Combined(Net):
 
 
 def look_at_loaders(kind: Kind, directory: Path) -> list[Any]:
-    """Return what callbacks see of loaders and set in them, and Lightning's later copies."""
+    """Return what callbacks see of loaders and set in them, and Lightning's later
+    copies.
+    """
     facts: list[Any] = []
 
     def use(trainer: L.Trainer) -> None:
         loader: Any = trainer.train_dataloader
-        again = [loader, type(loader)(loader.dataset), copy.copy(loader), pickle.loads(pickle.dumps(loader))]
-        facts.append([(type(each).__name__, isinstance(each, OwnLoader), len(each), {*vars(each)}) for each in again])
+        again = [
+            loader,
+            type(loader)(loader.dataset),
+            copy.copy(loader),
+            pickle.loads(pickle.dumps(loader)),
+        ]
+        facts.append(
+            [
+                (type(each).__name__, isinstance(each, OwnLoader), len(each), {*vars(each)})
+                for each in again
+            ]
+        )
         facts.append([loader.write("set"), vars(loader)["own"], again[2].own, loader.batch_size])
         loader.batch_sampler.batch_size = 4
-        facts.append([isinstance(trainer.val_dataloaders, DataLoader), isinstance(loader.batch_sampler, BatchSampler)])
+        facts.append(
+            [
+                isinstance(trainer.val_dataloaders, DataLoader),
+                isinstance(loader.batch_sampler, BatchSampler),
+            ]
+        )
 
     def size(trainer: L.Trainer) -> None:
         facts.append(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     def fit(module: L.LightningModule, loaders: Any, **options: Any) -> None:
-        make_trainer(make_strategy(kind, directory), **{"max_epochs": 1, **options}).fit(module, loaders)
+        make_trainer(make_strategy(kind, directory), **{"max_epochs": 1, **options}).fit(
+            module, loaders
+        )
 
     for is_injected in (True, False):
         callbacks = [At("on_train_start", use), At("on_train_end", size)]
@@ -307,13 +443,19 @@ def look_at_loaders(kind: Kind, directory: Path) -> list[Any]:
     facts.append(type(combined.flattened[0].sampler).__name__ == "SequentialSampler")
     if kind == "ours":  # stock starts the workers
         is_first = os.environ["RANK"] == "0"
-        with pytest.warns(UserWarning, match="persistent_workers=True") if is_first else nullcontext():
+        with (
+            pytest.warns(UserWarning, match="persistent_workers=True")
+            if is_first
+            else nullcontext()
+        ):
             fit(Net(), made(num_workers=1, multiprocessing_context="spawn"), max_epochs=0)
     return facts
 
 
 def test_users_see_loaders_as_stock_shows_them(tmp_path: Path) -> None:
-    """Loaders have their class, can be changed, copied and made again, and cause Lightning's hints."""
+    """Loaders have their class, can be changed, copied and made again, and cause
+    Lightning's hints.
+    """
     ours, stock = on_both(look_at_loaders, tmp_path)
     assert ours == stock
     assert (ours[0][3], ours[0][7]) == (2, 4)

@@ -12,7 +12,13 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
@@ -23,13 +29,17 @@ Batches = dict[int, list[list[int]]]  # by epoch
 
 
 def fit(kind: Kind, directory: Path, make: Callable[[], Any], **options: Any) -> Batches:
-    module, ckpt_path = Net(make), options.pop("ckpt_path", None)
+    module = Net(make)
+    ckpt_path = options.pop("ckpt_path", None)
     strategy = make_strategy(kind, directory, **options.pop("strategy", {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = make_trainer(strategy, **{"max_epochs": 3, "limit_val_batches": 0, **options})
         trainer.fit(module, ckpt_path=ckpt_path)
-    return {epoch: [batch for each, _, *batch in module.steps if each == epoch] for epoch, *_ in module.steps}
+    return {
+        epoch: [batch for each, _, *batch in module.steps if each == epoch]
+        for epoch, *_ in module.steps
+    }
 
 
 class Backwards(BatchSampler):
@@ -51,22 +61,32 @@ def orders(kind: Kind, directory: Path) -> dict[str, Any]:
         "dropping": loader(10, batch_size=4, shuffle=True, drop_last=True),
         "one sample": loader(1, batch_size=1, shuffle=True),
         "no batches": loader(5, batch_size=None),
-        "own batches": lambda: DataLoader(Numbers(9), batch_sampler=Backwards(SequentialSampler(range(9)), 2, True)),
+        "own batches": lambda: DataLoader(
+            Numbers(9), batch_sampler=Backwards(SequentialSampler(range(9)), 2, True)
+        ),
         "two loaders": lambda: [loader(7, shuffle=True)(), loader(5, shuffle=True)()],
     }
-    found: dict[str, Any] = {name: fit(kind, directory, each, max_epochs=2) for name, each in loaders.items()}
+    found: dict[str, Any] = {
+        name: fit(kind, directory, each, max_epochs=2) for name, each in loaders.items()
+    }
     generator = (torch.tensor([[float(number)]]) for number in range(9))
-    found["generator"] = fit(kind, directory, lambda: generator, max_epochs=2, limit_train_batches=3)
+    found["generator"] = fit(
+        kind, directory, lambda: generator, max_epochs=2, limit_train_batches=3
+    )
     found["overfit"] = fit(kind, directory, loader(11, shuffle=True), overfit_batches=3)
     saver = Saver(directory, ["train_epoch_end-3"])
     L.seed_everything(123, verbose=False)
     found["seeded"] = fit(kind, directory, loader(11, shuffle=True), callbacks=[saver])
-    found["resumed"] = fit(kind, directory, loader(11, shuffle=True), ckpt_path=saver.saved["train_epoch_end-3"])
+    found["resumed"] = fit(
+        kind, directory, loader(11, shuffle=True), ckpt_path=saver.saved["train_epoch_end-3"]
+    )
     return found
 
 
 def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
-    """Every batch of every epoch is the same, for any length, batch size and seed, and after a resume."""
+    """Every batch of every epoch is the same, for any length, batch size and seed, and
+    after a resume.
+    """
     ours, stock = on_both(orders, tmp_path)
     assert ours == stock
     assert ours[0]["resumed"].keys() == {1, 2}
@@ -93,13 +113,28 @@ class Even(RandomSampler):
 
 
 def draw(kind: Kind, directory: Path) -> tuple[Batches, ...]:
-    """Return the samples drawn once each, by weight, by other samplers than one over all samples, or shuffled."""
+    """Return the samples drawn once each, by weight, by other samplers than one over
+    all samples, or shuffled.
+    """
     torch.manual_seed(os.getpid())
-    others = RandomSampler(range(40), True, 36), RandomSampler(range(40), num_samples=36), Even(range(40))
+    others = (
+        RandomSampler(range(40), True, 36),
+        RandomSampler(range(40), num_samples=36),
+        Even(range(40)),
+    )
     own = [fit(kind, directory, loader(40, sampler=each), max_epochs=1) for each in others]
     own.append(fit(kind, directory, loader(40, shuffle=True), max_epochs=1))
-    own.append(fit(kind, directory, loader(40, batch_sampler=Backwards(others[0], 2, False)), max_epochs=1))
-    own.append(fit(kind, directory, loader(40, batch_sampler=BatchSampler(others[2], 2, False)), max_epochs=1))
+    own.append(
+        fit(kind, directory, loader(40, batch_sampler=Backwards(others[0], 2, False)), max_epochs=1)
+    )
+    own.append(
+        fit(
+            kind,
+            directory,
+            loader(40, batch_sampler=BatchSampler(others[2], 2, False)),
+            max_epochs=1,
+        )
+    )
     by_weight = loader(4, batch_size=100, sampler=WeightedRandomSampler([1.0, 3.0, 0.0, 6.0], 4000))
     return fit(kind, directory, each_once), fit(kind, directory, by_weight, max_epochs=1), *own
 
@@ -110,7 +145,14 @@ def test_ranks_share_out_what_a_sampler_draws(tmp_path: Path) -> None:
     whole, by_weight, *others = zip(*on_ranks("ours", draw, tmp_path, env=env), strict=True)  # type: ignore[arg-type]
     replaced, part, even, shuffled, batched, batches = (samples(each, 0) for each in others)
     assert sorted(shuffled) == list(range(40))
-    assert len(replaced) == len(batched) == len(part) == len({*part}) == 36 > max(len({*replaced}), len({*batched}))
+    assert (
+        len(replaced)
+        == len(batched)
+        == len(part)
+        == len({*part})
+        == 36
+        > max(len({*replaced}), len({*batched}))
+    )
     assert ({*even}, len(even)) == ({*batches}, len(batches)) == ({*range(0, 40, 2)}, 40)
     epochs = [samples(whole, epoch) for epoch in range(3)]
     for drawn in epochs:
@@ -120,7 +162,9 @@ def test_ranks_share_out_what_a_sampler_draws(tmp_path: Path) -> None:
     counts = np.bincount(samples(by_weight, 0), minlength=4)
     expected = np.array([400, 1200, 0, 2400])
     assert counts.sum() == 4000
-    assert (np.abs(counts - expected) <= 5 * np.sqrt(expected)).all(), "within five standard deviations"
+    assert (np.abs(counts - expected) <= 5 * np.sqrt(expected)).all(), (
+        "within five standard deviations"
+    )
 
 
 class Scaled(DataLoader[Any]):
@@ -153,7 +197,9 @@ class Repeated(BatchSampler):
 
 
 class Pairs:
-    """Batches of two in a sampler's order; the constructor takes other arguments than torch's."""
+    """Batches of two in a sampler's order; the constructor takes other arguments than
+    torch's.
+    """
 
     def __init__(self, samples: int, length: int | None = None) -> None:
         self.sampler = RandomSampler(range(samples))
@@ -215,41 +261,65 @@ COPIED: dict[str, Callable[[], DataLoader[Any]]] = {
 
 
 def read_with_own_classes(kind: Kind, directory: Path) -> dict[str, Any]:
-    """Return the batches of loaders that are created in the module's hook, and of loaders that exist before the run."""
+    """Return the batches of loaders that are created in the module's hook, and of
+    loaders that exist before the run.
+    """
     found: dict[str, Any] = {}
     for name, make in (REMADE if kind == "stock" else {**REMADE, **COPIED}).items():
         exists = make()
         if name != "begun":
             found[f"{name}, in a hook"] = fit(kind, directory, make, max_epochs=2)
-        found[name] = fit(kind, directory, lambda exists=exists: exists, max_epochs=1 if name == "begun" else 2)  # type: ignore[misc]
+        found[name] = fit(
+            kind, directory, lambda exists=exists: exists, max_epochs=1 if name == "begun" else 2
+        )  # type: ignore[misc]
     return found
 
 
 def test_loaders_and_batch_samplers_keep_their_arguments(tmp_path: Path) -> None:
-    """Each rank reads its part through them, also if their classes cannot be created again; else as with stock."""
+    """Each rank reads its part through them, also if their classes cannot be created
+    again; else as with stock.
+    """
     for ours, stock in zip(*on_both(read_with_own_classes, tmp_path), strict=True):
         assert {name: ours[name] for name in stock} == stock
         plain: Batches = ours["plain"]
         for name in COPIED.keys() - {"scaled", "repeated"}:
             assert (ours[name], ours[f"{name}, in a hook"]) == (plain, plain), name
-        by_ten = {epoch: [[10 * each for each in batch] for batch in batches] for epoch, batches in plain.items()}
+        by_ten = {
+            epoch: [[10 * each for each in batch] for batch in batches]
+            for epoch, batches in plain.items()
+        }
         twice = {epoch: [batch * 2 for batch in batches] for epoch, batches in plain.items()}
         assert (ours["scaled"], ours["scaled, in a hook"]) == (by_ten, by_ten)
         assert (ours["repeated"], ours["repeated, in a hook"]) == (twice, twice)
 
 
 def look_at_copies(kind: Kind, directory: Path) -> list[Any]:
-    """Return what a callback sees of loaders that were copied, and how the user's loader is afterwards."""
+    """Return what a callback sees of loaders that were copied, and how the user's
+    loader is afterwards.
+    """
     facts: list[Any] = []
 
     def look(trainer: L.Trainer) -> None:
         shown: Any = trainer.train_dataloader
         owner = shown if shown.batch_sampler is None else shown.batch_sampler
-        facts.append((isinstance(owner.sampler, DistributedSampler), owner.sampler is shown.sampler, len(shown)))
-        facts.append((type(shown).__name__, type(owner).__name__, shown.batch_size, shown.drop_last))
+        facts.append(
+            (
+                isinstance(owner.sampler, DistributedSampler),
+                owner.sampler is shown.sampler,
+                len(shown),
+            )
+        )
+        facts.append(
+            (type(shown).__name__, type(owner).__name__, shown.batch_size, shown.drop_last)
+        )
         facts.append(shown.dataset is own.dataset)
 
-    several: list[dict[str, Any]] = [{}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}, KEPT]
+    several: list[dict[str, Any]] = [
+        {},
+        {"batch_size": 3, "drop_last": True},
+        {"batch_size": None},
+        KEPT,
+    ]
     for options in several:
         own = Scaled(Numbers(8), shuffle=True, **options)
         before = dict(vars(own))
@@ -259,7 +329,9 @@ def look_at_copies(kind: Kind, directory: Path) -> list[Any]:
 
 
 def test_a_copied_loader_looks_as_stocks_does(tmp_path: Path) -> None:
-    """Sampler, batch sampler and options are those of the loader that stock creates; the user's own is unchanged."""
+    """Sampler, batch sampler and options are those of the loader that stock creates;
+    the user's own is unchanged.
+    """
     ours, stock = on_both(look_at_copies, tmp_path)
     assert ours == stock
 
@@ -275,10 +347,16 @@ def refuse_batches(kind: Kind, directory: Path) -> list[str]:
 
 
 def test_batches_that_cannot_be_divided_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    """So are batches that do not come from the attribute `sampler`, and a length that counts those of all ranks."""
+    """So are batches that do not come from the attribute `sampler`, and a length that
+    counts those of all ranks.
+    """
     for drawn, counted, listed in on_ranks("ours", refuse_batches, tmp_path):
-        assert drawn.startswith("batch_sampler DrawnPairs yields indices that it does not read from its attribute")
-        assert counted.startswith("batch_sampler Pairs yields 2 of this rank's batches, but its length is 4 for all")
+        assert drawn.startswith(
+            "batch_sampler DrawnPairs yields indices that it does not read from its attribute"
+        )
+        assert counted.startswith(
+            "batch_sampler Pairs yields 2 of this rank's batches, but its length is 4 for all"
+        )
         assert listed.startswith("list takes no distributed sampler")
         for message in (drawn, counted, listed):
             assert "batch_sampler=DistributedBatchSamplerWrapper(...)" in message

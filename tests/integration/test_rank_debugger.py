@@ -1,4 +1,6 @@
-"""One rank in a debugger: by the protocol that editors speak, and at torch's own prompt."""
+"""One rank in a debugger: by the protocol that editors speak, and at torch's own
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Secretive(Net):
 
 
 def train(rank: int, world_size: int, directory: Path, port: int | None) -> Any:
-    """Return the weights after an epoch; an editor is attached, or a file has what is typed at the prompt."""
+    """Return the weights after an epoch; an editor is attached, or a file has what is
+    typed at the prompt.
+    """
     torch.manual_seed(1)
     debuggers = [RankDebugger(1, port), HangWatchdog(timeout=4)] if port else []
     if not port:
@@ -59,7 +63,9 @@ def train_at_prompt(directory: Path) -> list[Outcome]:
 
 
 class Editor:
-    """What VS Code and PyCharm do, with debugpy's own half of the Debug Adapter Protocol."""
+    """What VS Code and PyCharm do, with debugpy's own half of the Debug Adapter
+    Protocol.
+    """
 
     def __init__(self, port: int) -> None:
         self._events: dict[str, SimpleQueue[Any]] = defaultdict(SimpleQueue)
@@ -97,14 +103,18 @@ def attached(port: int) -> Iterator[Editor]:
 def read_secret(editor: Editor) -> str:
     """Stop in the training step, read a variable, and continue."""
     lines, start = inspect.getsourcelines(Secretive.training_step)
-    line = start + next(number for number, text in enumerate(lines) if "an editor stops here" in text)
+    line = start + next(
+        number for number, text in enumerate(lines) if "an editor stops here" in text
+    )
     editor.request("setBreakpoints", source={"path": __file__}, breakpoints=[{"line": line}])
     editor.request("configurationDone")
     thread = editor.wait_for("stopped")["threadId"]
     frame = editor.request("stackTrace", threadId=thread)["stackFrames"][0]
     assert (frame["name"], frame["line"]) == ("training_step", line)
     scope = editor.request("scopes", frameId=frame["id"])["scopes"][0]
-    variables = editor.request("variables", variablesReference=scope["variablesReference"])["variables"]
+    variables = editor.request("variables", variablesReference=scope["variablesReference"])[
+        "variables"
+    ]
     threading.Event().wait(5)  # a user thinks, for longer than any time limit of the run
     editor.request("setBreakpoints", source={"path": __file__}, breakpoints=[])
     editor.request("continue", threadId=thread)
@@ -112,7 +122,9 @@ def read_secret(editor: Editor) -> str:
 
 
 def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> None:
-    """The editor reads that rank's variable, and training ends with the weights that it has at torch's prompt."""
+    """The editor reads that rank's variable, and training ends with the weights that it
+    has at torch's prompt.
+    """
     port = free_port()
     with RankProcesses(train, 2, tmp_path, port) as ranks:
         ranks.wait_for_output(f"[rank 1] waiting for a debugger at 127.0.0.1:{port},", 1)

@@ -1,4 +1,6 @@
-"""Files that cannot be read: every rank raises the same named error, whatever is wrong and wherever it is found."""
+"""Files that cannot be read: every rank raises the same named error, whatever is wrong
+and wherever it is found.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,15 @@ def with_weight(path: Path, *shape: int) -> None:
     """With a weight of another shape, or without it."""
     weights = torch.load(path, weights_only=False)["state_dict"]
     del weights["layers.3.bias"]
-    with_entry(path, "state_dict", {**weights, **({"layers.3.bias": torch.zeros(shape)} if shape else {})})
+    with_entry(
+        path, "state_dict", {**weights, **({"layers.3.bias": torch.zeros(shape)} if shape else {})}
+    )
 
 
 def with_overlapping_records(path: Path, claims: int) -> Path:
-    """Have the file's directory list each record of a tensor ``times`` more times, under other names."""
+    """Have the file's directory list each record of a tensor ``times`` more times,
+    under other names.
+    """
     with zipfile.ZipFile(path, "a") as archive:
         for entry in [each for each in archive.infolist() if "/data/" in each.filename]:
             for number in range(claims):
@@ -61,13 +67,37 @@ def with_overlapping_records(path: Path, claims: int) -> Path:
 
 WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
     # Of two records of equal size, side by side, each rank checks one.
-    (lambda path: flip(path, "data/1"), "DamagedCheckpointError", "is damaged: data/1 does not match the recorded CRC"),
-    (lambda path: flip(path, "data/2"), "DamagedCheckpointError", "is damaged: data/2 does not match the recorded CRC"),
-    (lambda path: flip(path, "data.pkl"), "DamagedCheckpointError", "is damaged: data.pkl does not match"),
-    (lambda path: with_overlapping_records(path, 30), "DamagedCheckpointError", "is damaged: records data/"),
-    (lambda path: os.truncate(path, path.stat().st_size // 2), "DamagedCheckpointError", "was probably truncated"),
+    (
+        lambda path: flip(path, "data/1"),
+        "DamagedCheckpointError",
+        "is damaged: data/1 does not match the recorded CRC",
+    ),
+    (
+        lambda path: flip(path, "data/2"),
+        "DamagedCheckpointError",
+        "is damaged: data/2 does not match the recorded CRC",
+    ),
+    (
+        lambda path: flip(path, "data.pkl"),
+        "DamagedCheckpointError",
+        "is damaged: data.pkl does not match",
+    ),
+    (
+        lambda path: with_overlapping_records(path, 30),
+        "DamagedCheckpointError",
+        "is damaged: records data/",
+    ),
+    (
+        lambda path: os.truncate(path, path.stat().st_size // 2),
+        "DamagedCheckpointError",
+        "was probably truncated",
+    ),
     (lambda path: os.truncate(path, 0), "DamagedCheckpointError", "is empty"),
-    (lambda path: path.write_text("anything"), "DamagedCheckpointError", "is not a checkpoint: it begins with b'anyt'"),
+    (
+        lambda path: path.write_text("anything"),
+        "DamagedCheckpointError",
+        "is not a checkpoint: it begins with b'anyt'",
+    ),
     (directory, "DamagedCheckpointError", "is a directory"),
     (os.unlink, "CheckpointNotFoundError", "does not exist"),
     (
@@ -95,7 +125,9 @@ def refused(kind: Kind, directory: Path, files: list[Path], mode: Any) -> list[s
     found = []
     weights_only = True if kind == "stock" else None  # which is torch's own default
     for path in files:
-        trainer = trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode, weights_only=weights_only))
+        trainer = trainer_for(
+            kind, directory, RankZeroCheckpointIO(restore=mode, weights_only=weights_only)
+        )
         with pytest.raises(Exception) as caught:  # noqa: PT011
             trainer.test(Net(), ckpt_path=path, verbose=False)
         found.append(f"{caught.type.__name__}: {caught.value}")
@@ -104,8 +136,12 @@ def refused(kind: Kind, directory: Path, files: list[Path], mode: Any) -> list[s
 
 @pytest.mark.lowest
 @MODES
-def test_every_rank_names_the_fault_of_a_file(kind: Kind, mode: str, path: Path, tmp_path: Path) -> None:
-    """Damage is named by record, refusals by class, differences by parameter; nothing of a file is run."""
+def test_every_rank_names_the_fault_of_a_file(
+    kind: Kind, mode: str, path: Path, tmp_path: Path
+) -> None:
+    """Damage is named by record, refusals by class, differences by parameter; nothing
+    of a file is run.
+    """
     files = [Path(shutil.copy(path, tmp_path / f"{number}.ckpt")) for number in range(len(WRONG))]
     for file, (spoil, _, _) in zip(files, WRONG, strict=True):
         spoil(file)
@@ -120,13 +156,17 @@ def test_every_rank_names_the_fault_of_a_file(kind: Kind, mode: str, path: Path,
 def warned(kind: Kind, directory: Path, path: Path, mode: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode)).test(Net(), ckpt_path=path, verbose=False)
+        trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode)).test(
+            Net(), ckpt_path=path, verbose=False
+        )
     return [str(each.message) for each in caught if "checksums" in str(each.message)]
 
 
 @MODES
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_file_without_checksums_is_read_with_a_warning(kind: Kind, mode: str, path: Path, tmp_path: Path) -> None:
+def test_a_file_without_checksums_is_read_with_a_warning(
+    kind: Kind, mode: str, path: Path, tmp_path: Path
+) -> None:
     """Rank 0 warns, because changes to such a file cannot be detected."""
     with without_checksums():
         torch.save(torch.load(path, weights_only=False), path)
@@ -160,12 +200,15 @@ def read_together(rank: int, world_size: int, directory: Path, path: Path, momen
 
 
 @pytest.mark.parametrize(
-    ("victim", "is_killed", "moment"), [(0, True, "sent"), (0, False, "unpickled"), (2, True, "unpickled")]
+    ("victim", "is_killed", "moment"),
+    [(0, True, "sent"), (0, False, "unpickled"), (2, True, "unpickled")],
 )
 def test_a_rank_that_fails_while_others_restore_ends_all(
     victim: int, is_killed: bool, moment: str, path: Path, tmp_path: Path
 ) -> None:
-    """While the file is sent or unpickled: all exit within seconds, and name the rank that failed."""
+    """While the file is sent or unpickled: all exit within seconds, and name the rank
+    that failed.
+    """
     with_entry(path, "strikes", Strikes(victim if moment == "unpickled" else -1, is_killed))
     outcomes = launch_ranks(read_together, 3, tmp_path, path, moment)
     for rank, outcome in enumerate(outcomes):
@@ -173,12 +216,19 @@ def test_a_rank_that_fails_while_others_restore_ends_all(
         if is_killed and rank == victim:
             assert outcome.exit_code == -signal.SIGKILL
         else:
-            assert (f"rank {victim} " if is_killed else "the disk failed") in outcome.story(), outcome.story()
+            assert (f"rank {victim} " if is_killed else "the disk failed") in outcome.story(), (
+                outcome.story()
+            )
 
 
 def use_the_plugin_alone(kind: Kind, directory: Path, path: Path) -> None:
-    """Have a Trainer with only the plugin test, save to a file, train, and save to another store."""
-    alone, remote = (make_trainer(make_strategy(kind, directory), plugins=[RankZeroCheckpointIO()]) for _ in range(2))
+    """Have a Trainer with only the plugin test, save to a file, train, and save to
+    another store.
+    """
+    alone, remote = (
+        make_trainer(make_strategy(kind, directory), plugins=[RankZeroCheckpointIO()])
+        for _ in range(2)
+    )
     alone.test(Net(), ckpt_path=path, verbose=False)
     alone.save_checkpoint(directory / "alone.ckpt")
     remote.fit(Net())
@@ -186,7 +236,8 @@ def use_the_plugin_alone(kind: Kind, directory: Path, path: Path) -> None:
 
 
 def test_the_plugin_serves_a_stock_strategy_alone(path: Path, tmp_path: Path) -> None:
-    """`Trainer(strategy="ddp", plugins=[RankZeroCheckpointIO()])` tests, trains and saves, also to other stores.
+    """`Trainer(strategy="ddp", plugins=[RankZeroCheckpointIO()])` tests, trains and
+    saves, also to other stores.
 
     What it saves is what `load_from_checkpoint` takes.
     """

@@ -1,4 +1,6 @@
-"""A rank that dies costs no step: a survivor saves, and the same command continues to the bits of an unbroken run."""
+"""A rank that dies costs no step: a survivor saves, and the same command continues to
+the bits of an unbroken run.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,54 @@ from tests.harness.scripts import run_script
 from tests.harness.training import At, Batch, make_strategy, make_trainer
 from tests.integration.rescuing import MOMENTS, NAME, SLOW, Kill, Net, Plan, saved, survive, train
 
-FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0)) // 3
+FIRST = int(os.environ.get("SOAK_SEED", 0))
+COUNT = int(os.environ.get("SOAK_COUNT", 0)) // 3
 ROOT = Path(__file__).resolve().parents[2]
 Weights = list[dict[str, torch.Tensor]]  # by rank
-# Three ranks sum gradients in another order after DDP has rebuilt its buckets, which a resumed run does anew.
+# Three ranks sum gradients in another order after DDP has rebuilt its buckets, which a
+# resumed run does anew.
 OPTIONS: dict[int, dict[str, Any]] = {2: {}, 3: {"find_unused_parameters": True}}
 
-Chain = tuple[int, dict[str, Any], list[Kill]]  # ranks, options of the Trainer, and who is killed when
+Chain = tuple[
+    int, dict[str, Any], list[Kill]
+]  # ranks, options of the Trainer, and who is killed when
 CHAINS: list[Chain] = [
-    (2, {}, [Kill("on_after_backward", 9, [0]), Kill("on_train_batch_end", 1), Kill("on_before_optimizer_step", 3)]),
-    (2, {}, [Kill("on_validation_batch_start", 1, [0]), Kill("on_train_epoch_end"), Kill("on_validation_end", 0, [0])]),
-    (2, {"val_check_interval": 5}, [Kill("on_validation_start", 1), Kill("on_validation_batch_end", 2, [0])]),
-    (2, {"accumulate_grad_batches": 5}, [Kill("on_train_batch_end", 6), Kill("on_after_backward", 1, [0])]),
+    (
+        2,
+        {},
+        [
+            Kill("on_after_backward", 9, [0]),
+            Kill("on_train_batch_end", 1),
+            Kill("on_before_optimizer_step", 3),
+        ],
+    ),
+    (
+        2,
+        {},
+        [
+            Kill("on_validation_batch_start", 1, [0]),
+            Kill("on_train_epoch_end"),
+            Kill("on_validation_end", 0, [0]),
+        ],
+    ),
+    (
+        2,
+        {"val_check_interval": 5},
+        [Kill("on_validation_start", 1), Kill("on_validation_batch_end", 2, [0])],
+    ),
+    (
+        2,
+        {"accumulate_grad_batches": 5},
+        [Kill("on_train_batch_end", 6), Kill("on_after_backward", 1, [0])],
+    ),
     (
         3,
         {},
-        [Kill("on_before_backward", 4, [0, 2]), Kill("writing", 3, [0]), Kill("on_train_batch_end", 2, by="error")],
+        [
+            Kill("on_before_backward", 4, [0, 2]),
+            Kill("writing", 3, [0]),
+            Kill("on_train_batch_end", 2, by="error"),
+        ],
     ),
 ]
 
@@ -58,7 +92,11 @@ def drawn(seed: int) -> Chain:
     kills = []
     for _ in range(3):
         moment = chance.choice(list(MOMENTS))
-        ranks = [0] if moment == "writing" else chance.sample(range(world_size), chance.randrange(1, world_size))
+        ranks = (
+            [0]
+            if moment == "writing"
+            else chance.sample(range(world_size), chance.randrange(1, world_size))
+        )
         kills.append(Kill(moment, chance.randrange(MOMENTS[moment]), ranks))
     return world_size, options, kills
 
@@ -79,7 +117,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Weights]
 
 
 class Momentum(Net):
-    """Has an encoder whose weights follow those that are trained, before each forward pass.
+    """Has an encoder whose weights follow those that are trained, before each forward
+    pass.
 
     Args:
         change: how the weights are changed.
@@ -95,9 +134,14 @@ class Momentum(Net):
     def training_step(self, batch: Batch, index: int) -> Tensor:
         if self.global_step >= self.since:
             with torch.no_grad():
-                for each, trained in zip(self.target.parameters(), self.layers[0].parameters(), strict=True):
+                for each, trained in zip(
+                    self.target.parameters(), self.layers[0].parameters(), strict=True
+                ):
                     self.change(each, 0.8 * each + 0.2 * trained)
-        return super().training_step(batch, index) + (self.target(batch[0]) - self.layers[0](batch[0])).square().mean()
+        return (
+            super().training_step(batch, index)
+            + (self.target(batch[0]) - self.layers[0](batch[0])).square().mean()
+        )
 
 
 def assign(parameter: Tensor, value: Tensor) -> None:
@@ -158,9 +202,15 @@ CHANGED = [
 def test_a_model_that_changes_outside_of_the_optimiser_continues_exactly(
     kind: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A momentum encoder in the file is that of the last finished step, whichever way it is updated."""
+    """A momentum encoder in the file is that of the last finished step, whichever way
+    it is updated.
+    """
     plan = Plan(trainer=options, kind=kind)
-    kills = [Kill("on_before_backward", 9, [0]), Kill("on_validation_batch_start", 1), Kill("on_before_backward", 3)]
+    kills = [
+        Kill("on_before_backward", 9, [0]),
+        Kill("on_validation_batch_start", 1),
+        Kill("on_before_backward", 3),
+    ]
     ended = survive(2, plan, kills, tmp_path)
     (tmp_path / "unbroken").mkdir()
     unbroken = run_ranks(train, 2, plan, tmp_path / "unbroken")
@@ -171,18 +221,28 @@ CASES = [*CHAINS[::2], *(pytest.param(each, marks=pytest.mark.nightly) for each 
 
 
 @pytest.mark.parametrize("chain", [*CASES, *map(drawn, range(FIRST, FIRST + COUNT))], ids=str)
-def test_a_chain_of_kills_is_survived(chain: Chain, unbroken: Callable[..., Weights], tmp_path: Path) -> None:
-    """No step that a survivor finished is lost, and the final state is that of a run without a fault."""
+def test_a_chain_of_kills_is_survived(
+    chain: Chain, unbroken: Callable[..., Weights], tmp_path: Path
+) -> None:
+    """No step that a survivor finished is lost, and the final state is that of a run
+    without a fault.
+    """
     world_size, options, kills = chain
-    ended = survive(world_size, Plan(strategy=OPTIONS[world_size], trainer=options), kills, tmp_path)
+    ended = survive(
+        world_size, Plan(strategy=OPTIONS[world_size], trainer=options), kills, tmp_path
+    )
     torch.testing.assert_close(ended, unbroken(world_size, **options), rtol=0, atol=0)
 
 
 def train_with_loggers(rank: int, world_size: int, directory: Path) -> None:
-    """Kill rank 0 of a run in which loggers have different versions, as ``WandbLogger`` has."""
+    """Kill rank 0 of a run in which loggers have different versions, as ``WandbLogger``
+    has.
+    """
     logger = CSVLogger(directory, version=f"of_rank_{rank}")
     kill = At("on_after_backward", Kill("on_after_backward", ranks=[0]).strike, earlier=2)
-    strategy = make_strategy("ours", directory, rank=rank, world_size=world_size, rescue_checkpoint=NAME)
+    strategy = make_strategy(
+        "ours", directory, rank=rank, world_size=world_size, rescue_checkpoint=NAME
+    )
     options: dict[str, Any] = {"callbacks": [kill], "logger": logger, "enable_checkpointing": True}
     make_trainer(strategy, **options, default_root_dir=directory, num_sanity_val_steps=0).fit(Net())
 
@@ -216,18 +276,27 @@ def test_the_fits_of_a_script_do_not_resume_from_each_others_rescue(tmp_path: Pa
     assert first.exit_code == 0, first.story()
     before, found, _ = first.output.partition(f"ckpt_path='last' is {tmp_path / NAME}")
     assert found
-    assert f"{tmp_path / NAME} belongs to a fit with another number in its script; pass its path" in before
+    assert (
+        f"{tmp_path / NAME} belongs to a fit with another number in its script; pass its path"
+        in before
+    )
     assert not (tmp_path / NAME).exists()
 
 
-def test_a_rank_without_space_for_its_states_trains_on(unbroken: Callable[..., Weights], tmp_path: Path) -> None:
+def test_a_rank_without_space_for_its_states_trains_on(
+    unbroken: Callable[..., Weights], tmp_path: Path
+) -> None:
     """Full shared memory does not end training."""
     ended = run_ranks(train_until_space_ends, 2, Plan(), tmp_path, writes=0)
     torch.testing.assert_close(ended, unbroken(2), rtol=0, atol=0)
 
 
-def train_until_space_ends(rank: int, world_size: int, plan: Plan, directory: Path, *, writes: int) -> Any:
-    """Rank 0, which records the buffers, has space for so many writes; with 0 no rank has any."""
+def train_until_space_ends(
+    rank: int, world_size: int, plan: Plan, directory: Path, *, writes: int
+) -> Any:
+    """Rank 0, which records the buffers, has space for so many writes; with 0 no rank
+    has any.
+    """
     left = iter(range(writes))
     allocate = os.posix_fallocate
 
@@ -242,8 +311,12 @@ def train_until_space_ends(rank: int, world_size: int, plan: Plan, directory: Pa
 
 def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
     """The rank that recorded them trained on without space for newer ones."""
-    _, survivor = launch_ranks(train_until_space_ends, 2, Plan(Kill("on_after_backward", 8, [0])), tmp_path, writes=9)
-    assert "did not save the last step: the buffers of this step are not recorded" in survivor.output, survivor.story()
+    _, survivor = launch_ranks(
+        train_until_space_ends, 2, Plan(Kill("on_after_backward", 8, [0])), tmp_path, writes=9
+    )
+    assert (
+        "did not save the last step: the buffers of this step are not recorded" in survivor.output
+    ), survivor.story()
     assert not (tmp_path / NAME).exists()
 
 
@@ -251,7 +324,9 @@ def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
 def test_the_process_that_starts_ranks_lets_a_survivor_save(
     start_method: str, unbroken: Callable[..., Weights], tmp_path: Path
 ) -> None:
-    """It waits up to ``save_deadline`` for a long step and a slow save, and then raises the cause."""
+    """It waits up to ``save_deadline`` for a long step and a slow save, and then raises
+    the cause.
+    """
     options = {"start_method": start_method}
     killed = Plan(Kill("on_before_backward", 5), rescue="slow", strategy=options, kind=Slow)
     (outcome,) = launch_ranks(train, 1, killed, tmp_path)
@@ -285,7 +360,9 @@ def test_a_rank_whose_launcher_was_killed_names_the_cause(tmp_path: Path) -> Non
 
 def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path) -> None:
     """The lock ends with its holder."""
-    outcomes = launch_ranks(train, 3, Plan(Kill("on_after_backward", 5, [0]), rescue="killed"), tmp_path)
+    outcomes = launch_ranks(
+        train, 3, Plan(Kill("on_after_backward", 5, [0]), rescue="killed"), tmp_path
+    )
     assert sorted(outcome.exit_code for outcome in outcomes) == [-9, -9, 1], stories(outcomes)
     assert saved(tmp_path) >= 5
 
@@ -299,7 +376,10 @@ def train_on_two_hosts(rank: int, world_size: int, plan: Plan, directory: Path) 
 def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_path: Path) -> None:
     """The survivor reports it, and no step is lost."""
     survivor, _ = launch_ranks(train_on_two_hosts, 2, Plan(Kill("on_after_backward", 5)), tmp_path)
-    said = "; this host has no record of the random states of rank 1, so those states are derived from the seed"
+    said = (
+        "; this host has no record of the random states of rank 1, so those states are derived from"
+        " the seed"
+    )
     assert said in survivor.output
     assert saved(tmp_path) >= 5
     states = torch.load(tmp_path / NAME, weights_only=True)["lightning_ddp_ext"]["ranks"]
@@ -309,9 +389,12 @@ def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("rescue", "said"), [("full", "No space left on device"), ("stuck", "will finish writing its checkpoint")]
+    ("rescue", "said"),
+    [("full", "No space left on device"), ("stuck", "will finish writing its checkpoint")],
 )
-def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(rescue: str, said: str, tmp_path: Path) -> None:
+def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(
+    rescue: str, said: str, tmp_path: Path
+) -> None:
     """Each survivor names the rank that died, within ``save_deadline``."""
     plan = Plan(Kill("on_after_backward", 5), rescue, {"save_deadline": 1})
     survivor, _ = launch_ranks(train, 2, plan, tmp_path)
@@ -375,7 +458,9 @@ class Sharded(Net):
 
 
 class Averaging(L.Callback):
-    """Has other weights validated than are trained; as Lightning's own, it does not change their version counters."""
+    """Has other weights validated than are trained; as Lightning's own, it does not
+    change their version counters.
+    """
 
     def _swap(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         for each in module.parameters():
@@ -399,7 +484,10 @@ REFUSED = [
     ("several times per step", Plan(Kill("on_after_backward", 7), kind=Twice)),
     ("manual optimisation", Plan(Kill("on_after_backward", 5), kind=Manual)),
     ("shard of the optimiser's state", Plan(THIRD, kind=Sharded)),
-    ("weight averaging", Plan(Kill("on_validation_batch_start", 1), trainer={"callbacks": [Averaging()]})),
+    (
+        "weight averaging",
+        Plan(Kill("on_validation_batch_start", 1), trainer={"callbacks": [Averaging()]}),
+    ),
     ("seen.mean_value has changed", Plan(SIXTH, kind=Counting)),
     ("target.weight may have changed", Plan(SIXTH, kind=partial(Momentum, assign_inside, since=5))),
     ("layers.4.bias may have changed", Plan(SIXTH, kind=Shaking)),
@@ -407,16 +495,25 @@ REFUSED = [
     pytest.param(*SANITY, marks=pytest.mark.nightly),
     ("model_averaging_period", Plan(THIRD, strategy={"model_averaging_period": 2})),
     ('resume_data="stock"', Plan(THIRD, strategy={"resume_data": "stock"})),
-    ("a file system that supports locks", Plan(THIRD, strategy={"rescue_checkpoint": "memory://run/it.ckpt"})),
+    (
+        "a file system that supports locks",
+        Plan(THIRD, strategy={"rescue_checkpoint": "memory://run/it.ckpt"}),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("reason", "plan"), REFUSED)
-def test_what_could_be_a_wrong_checkpoint_is_refused(reason: str, plan: Plan, tmp_path: Path) -> None:
+def test_what_could_be_a_wrong_checkpoint_is_refused(
+    reason: str, plan: Plan, tmp_path: Path
+) -> None:
     """A line next to the error gives the reason."""
     survivor, _ = launch_ranks(train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
-    [line] = [line for line in survivor.output.splitlines() if "this rank did not save the last step: " in line]
+    [line] = [
+        line
+        for line in survivor.output.splitlines()
+        if "this rank did not save the last step: " in line
+    ]
     assert reason in line
     assert "RankDiedError: rank 1 " in survivor.output
     assert not (tmp_path / NAME).exists()
@@ -430,8 +527,12 @@ def test_a_batch_that_is_not_trained_on_costs_no_step(tmp_path: Path) -> None:
 
 
 def test_an_earlier_save_error_does_not_prevent_the_rescue(tmp_path: Path) -> None:
-    """A save in the background failed, and its error was not raised before the other rank died."""
-    survivor, _ = launch_ranks(train, 2, Plan(Kill("on_before_backward", 15), rescue="only"), tmp_path)
+    """A save in the background failed, and its error was not raised before the other
+    rank died.
+    """
+    survivor, _ = launch_ranks(
+        train, 2, Plan(Kill("on_before_backward", 15), rescue="only"), tmp_path
+    )
     assert "saved step 15 to" in survivor.output, survivor.story()
     assert "cannot save checkpoint /dev/null/" in survivor.output
 
@@ -468,7 +569,9 @@ SCRIPT = """
 
 @pytest.mark.nightly
 def test_torchrun_starts_the_ranks_again_where_they_were(tmp_path: Path) -> None:
-    """With ``--max-restarts`` and ``"last"`` training continues; at the end no file is left."""
+    """With ``--max-restarts`` and ``"last"`` training continues; at the end no file is
+    left.
+    """
     launcher = ("torchrun", "--nproc-per-node=2", "--max-restarts=1")
     script = run_script(SCRIPT, launcher=launcher, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
     assert script.exit_code == 0, script.output

@@ -1,4 +1,6 @@
-"""All ranks get the whole content of a file that they resume or evaluate from, whether it is mapped or sent."""
+"""All ranks get the whole content of a file that they resume or evaluate from, whether
+it is mapped or sent.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,17 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext import CheckpointError, RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.archive import Archive
-from tests.harness.training import KINDS, At, Kind, assert_same, make_strategy, make_trainer, on_both, on_ranks, weights
+from tests.harness.training import (
+    KINDS,
+    At,
+    Kind,
+    assert_same,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+    weights,
+)
 from tests.harness.training import Net as TrainedNet
 from tests.integration.checkpointing import (
     MODES,
@@ -35,10 +47,14 @@ from tests.integration.continuing import signalled
 BOTH = pytest.mark.parametrize("kind", KINDS)
 
 
-def fit_from(trainer: L.Trainer, path: Path | str, model: L.LightningModule | None = None) -> dict[str, Any]:
+def fit_from(
+    trainer: L.Trainer, path: Path | str, model: L.LightningModule | None = None
+) -> dict[str, Any]:
     """Train from a checkpoint, and return the whole state at the start of training."""
     states: list[dict[str, Any]] = []
-    trainer.callbacks.append(At("on_train_start", lambda trainer: states.append(everything(trainer))))  # type: ignore[attr-defined]
+    trainer.callbacks.append(
+        At("on_train_start", lambda trainer: states.append(everything(trainer)))
+    )  # type: ignore[attr-defined]
     trainer.fit(Net() if model is None else model, ckpt_path=path)
     return states[0]
 
@@ -59,14 +75,20 @@ class TwoOptimizers(Net):
         return torch.optim.SGD([first], lr=0.01, momentum=0.9), torch.optim.Adam(others, lr=0.01)
 
 
-def resumed(kind: Kind, directory: Path, path: Path, mode: Any, model: Any) -> tuple[dict[str, Any], int]:
-    """Return the state at the start of training and the final step; with `auto`, only rank 0 has the file."""
+def resumed(
+    kind: Kind, directory: Path, path: Path, mode: Any, model: Any
+) -> tuple[dict[str, Any], int]:
+    """Return the state at the start of training and the final step; with `auto`, only
+    rank 0 has the file.
+    """
     if mode == "auto":
         os.chdir(path.parent if os.environ["RANK"] == "0" else directory)
         path = Path(path.name)
     plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
     options = {"max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"]), "plugins": plugins}
-    trainer = trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode), [Keeper()], **options)
+    trainer = trainer_for(
+        kind, directory, RankZeroCheckpointIO(restore=mode), [Keeper()], **options
+    )
     return fit_from(trainer, path, model()), trainer.global_step
 
 
@@ -83,10 +105,16 @@ def resumed(kind: Kind, directory: Path, path: Path, mode: Any, model: Any) -> t
 def test_a_run_continues_with_all_that_was_saved(
     kind: Kind, world_size: int, mode: str, model: Any, tmp_path: Path
 ) -> None:
-    """Each rank has the same weights, optimisers, schedules, scaler, progress and every kind of tensor as before."""
+    """Each rank has the same weights, optimisers, schedules, scaler, progress and every
+    kind of tensor as before.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=12.0)
-    before = train_and_save(tmp_path / "it.ckpt", model(), [MixedPrecision("16-mixed", "cpu", scaler)])
-    results = on_ranks(kind, resumed, tmp_path, tmp_path / "it.ckpt", mode, model, world_size=world_size)
+    before = train_and_save(
+        tmp_path / "it.ckpt", model(), [MixedPrecision("16-mixed", "cpu", scaler)]
+    )
+    results = on_ranks(
+        kind, resumed, tmp_path, tmp_path / "it.ckpt", mode, model, world_size=world_size
+    )
     for state, steps in results:
         assert_same(state, before)
         assert steps == before["step"] + len(before["optimizers"]) * 8 // world_size
@@ -113,20 +141,29 @@ class Lenient(Net):
 
 
 def evaluated(kind: Kind, directory: Path, path: Any, mode: Any) -> list[Any]:
-    """Return the weights of a model with a hook, what the hook has seen, and the weights of a lenient model."""
-    swaps, lenient = SwapsWeights(), Lenient()
+    """Return the weights of a model with a hook, what the hook has seen, and the
+    weights of a lenient model.
+    """
+    swaps = SwapsWeights()
+    lenient = Lenient()
     extra = lenient.extra.weight.detach().clone()
     for model in (swaps, lenient):
-        trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode)).test(model, ckpt_path=path, verbose=False)
+        trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode)).test(
+            model, ckpt_path=path, verbose=False
+        )
     assert_same(lenient.extra.weight.detach(), extra)
     return [weights(swaps), swaps.seen, swaps.kept, weights(lenient)]
 
 
 @MODES
 def test_hooks_and_models_choose_what_is_loaded(kind: Kind, mode: str, tmp_path: Path) -> None:
-    """`on_load_checkpoint` reads, changes and keeps the file's content; with `strict_loading = False` keys may lack."""
+    """`on_load_checkpoint` reads, changes and keeps the file's content; with
+    `strict_loading = False` keys may lack.
+    """
     before = train_and_save(tmp_path / "it.ckpt")["weights"]
-    for loaded, seen, kept, lenient in on_ranks(kind, evaluated, tmp_path, tmp_path / "it.ckpt", mode):
+    for loaded, seen, kept, lenient in on_ranks(
+        kind, evaluated, tmp_path, tmp_path / "it.ckpt", mode
+    ):
         assert_same([seen, kept], [before["layers.3.weight"], before["layers.0.bias"]])
         assert_same(loaded["layers.3.weight"], before["layers.3.weight"].flip(1))
         assert not loaded["layers.0.bias"].any()
@@ -149,15 +186,22 @@ def compiled(kind: Kind, directory: Path, path: Path) -> dict[str, Any]:
 
 @pytest.mark.nightly
 def test_a_compiled_model_is_restored_and_saved(tmp_path: Path) -> None:
-    """`fit(torch.compile(model))` takes the file of one that was not, and writes names without a prefix."""
+    """`fit(torch.compile(model))` takes the file of one that was not, and writes names
+    without a prefix.
+    """
     before = train_and_save(tmp_path / "it.ckpt")
     for state in on_ranks("ours", compiled, tmp_path, tmp_path / "it.ckpt"):
         assert_same(state["weights"], before["weights"])
-    assert torch.load(tmp_path / "ours" / "compiled.ckpt")["state_dict"].keys() == before["weights"].keys()
+    assert (
+        torch.load(tmp_path / "ours" / "compiled.ckpt")["state_dict"].keys()
+        == before["weights"].keys()
+    )
 
 
 def from_state_dict(kind: Kind, directory: Path, path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the state at the start of training, and the log lines about this and the file's other uses."""
+    """Return the state at the start of training, and the log lines about this and the
+    file's other uses.
+    """
     told: list[str] = []
     rank_zero.log.addFilter(lambda record: told.append(record.getMessage()) is None)
     state = fit_from(trainer_for(kind, directory, max_epochs=1), path)
@@ -165,18 +209,26 @@ def from_state_dict(kind: Kind, directory: Path, path: Path) -> tuple[dict[str, 
         model = Net()
         getattr(trainer_for(kind, directory), use)(model, ckpt_path=path)
         assert_same(state["weights"], weights(model))
-    return state, [line for line in told if line.startswith(f"{path} is a plain state dict: its weights are loaded")]
+    return state, [
+        line
+        for line in told
+        if line.startswith(f"{path} is a plain state dict: its weights are loaded")
+    ]
 
 
 @BOTH
 def test_a_plain_state_dict_starts_a_run(kind: Kind, tmp_path: Path) -> None:
-    """A file of `torch.save(model.state_dict())`, also of a wrapped and compiled model, gives a run its weights.
+    """A file of `torch.save(model.state_dict())`, also of a wrapped and compiled model,
+    gives a run its weights.
 
-    So it does for validation, test and predictions, and the log lists what starts from scratch.
+    So it does for validation, test and predictions, and the log lists what starts from
+    scratch.
     """
     torch.manual_seed(1)
     saved = weights(Net())
-    torch.save({f"module._orig_mod.{name}": value for name, value in saved.items()}, tmp_path / "plain.pt")
+    torch.save(
+        {f"module._orig_mod.{name}": value for name, value in saved.items()}, tmp_path / "plain.pt"
+    )
     results = on_ranks(kind, from_state_dict, tmp_path, tmp_path / "plain.pt")
     for state, _ in results:
         assert_same(state["weights"], saved)
@@ -227,7 +279,9 @@ def check_what_was_sent(archive: Archive, *tensors: Any, check: Any = Archive.ch
 
 
 def run_again(kind: Kind, directory: Path, kept: Path, is_stopped: bool) -> dict[str, Any]:
-    """Run one command line; in the first run rank 1 gets SIGTERM after some batches, and later it cannot read files."""
+    """Run one command line; in the first run rank 1 gets SIGTERM after some batches,
+    and later it cannot read files.
+    """
     states: list[dict[str, Any]] = []
     callbacks: list[Any] = [
         At("on_train_start", lambda trainer: states.append(everything(trainer))),
@@ -249,11 +303,13 @@ def run_again(kind: Kind, directory: Path, kept: Path, is_stopped: bool) -> dict
 
 
 def test_last_continues_after_a_preemption(tmp_path: Path) -> None:
-    """The same command line, run again, resumes from the newest whole file, and rank 0 names one that is not whole.
+    """The same command line, run again, resumes from the newest whole file, and rank 0
+    names one that is not whole.
 
     The stop checkpoint is newer than `last.ckpt`. Rank 0 alone reads both to find out.
     """
-    kept, cut_off = tmp_path / "kept", tmp_path / "cut off"
+    kept = tmp_path / "kept"
+    cut_off = tmp_path / "cut off"
     stopped, _ = on_ranks("ours", run_again, tmp_path, kept, True)
     assert (stopped["from"], stopped["to"] > 5) == (0, True)
     shutil.copytree(kept, cut_off)
@@ -262,11 +318,16 @@ def test_last_continues_after_a_preemption(tmp_path: Path) -> None:
     resumed, _ = on_ranks("ours", run_again, tmp_path, kept, False)
     assert resumed == {"from": stopped["to"], "to": 40, "passed over": []}
     again, other = on_ranks("ours", run_again, tmp_path, cut_off, False)
-    assert (again["from"] % 4, 0 < again["from"] <= stopped["to"]) == (0, True), "last-v1.ckpt is of an epoch's end"
+    assert (again["from"] % 4, 0 < again["from"] <= stopped["to"]) == (
+        0,
+        True,
+    ), "last-v1.ckpt is of an epoch's end"
     assert (again["to"], other["passed over"]) == (40, [])
     [told] = again["passed over"]
     path = cut_off / "last-preempted.ckpt"
-    assert told.startswith(f"ckpt_path='last' skips a file that cannot be used: checkpoint {path} is damaged")
+    assert told.startswith(
+        f"ckpt_path='last' skips a file that cannot be used: checkpoint {path} is damaged"
+    )
 
 
 def resumed_from_a_store(kind: Kind, directory: Path) -> list[int]:
@@ -275,7 +336,11 @@ def resumed_from_a_store(kind: Kind, directory: Path) -> list[int]:
     for epochs in (1, 2):
         saving = ModelCheckpoint("memory://bucket/run", save_last=True)
         begin = At("on_train_start", lambda trainer: begun.append(trainer.global_step))
-        options: dict[str, Any] = {"callbacks": [saving, begin], "enable_checkpointing": True, "max_epochs": epochs}
+        options: dict[str, Any] = {
+            "callbacks": [saving, begin],
+            "enable_checkpointing": True,
+            "max_epochs": epochs,
+        }
         make_trainer(make_strategy(kind, directory), **options).fit(TrainedNet(), ckpt_path="last")
     return begun
 
@@ -286,18 +351,26 @@ def test_last_is_found_at_a_url(tmp_path: Path) -> None:
 
 
 def refused_last(kind: Kind, directory: Path, kept: Path) -> str:
-    trainer = trainer_for(kind, directory, None, [ModelCheckpoint(kept, save_last=True)], max_epochs=1)
+    trainer = trainer_for(
+        kind, directory, None, [ModelCheckpoint(kept, save_last=True)], max_epochs=1
+    )
     with pytest.raises(CheckpointError) as caught:
         trainer.fit(Net(), ckpt_path="last")
     return f"{caught.type.__name__}: {caught.value}"
 
 
 def test_last_is_not_an_older_file_if_the_newest_cannot_be_read(tmp_path: Path) -> None:
-    """The newest file may be whole: every rank raises an error with its name and the reason."""
+    """The newest file may be whole: every rank raises an error with its name and the
+    reason.
+    """
     train_and_save(tmp_path / "last.ckpt")
     os.utime(tmp_path / "last.ckpt", (0, 0))
-    (tmp_path / "last-preempted.ckpt").symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error
+    (tmp_path / "last-preempted.ckpt").symlink_to(
+        "/proc/self/mem"
+    )  # where nothing is mapped, reading is an error
     one, other = on_ranks("ours", refused_last, tmp_path, tmp_path)
     assert one == other
     path = tmp_path / "last-preempted.ckpt"
-    assert one.startswith(f"CheckpointError: checkpoint {path} could not be read, but may be intact: ")
+    assert one.startswith(
+        f"CheckpointError: checkpoint {path} could not be read, but may be intact: "
+    )

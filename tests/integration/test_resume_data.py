@@ -1,4 +1,6 @@
-"""A checkpoint from the middle of an epoch: ``resume_data`` continues exactly, from the epoch's start, or as stock."""
+"""A checkpoint from the middle of an epoch: ``resume_data`` continues exactly, from the
+epoch's start, or as stock.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,15 @@ def sixteen(rank: int, world_size: int) -> DataLoader[Any]:
 
 
 def two(rank: int, world_size: int) -> CombinedLoader:
-    return CombinedLoader([DataLoader(Numbers(number), 2, shuffle=True) for number in (16, 24)], "max_size_cycle")
+    return CombinedLoader(
+        [DataLoader(Numbers(number), 2, shuffle=True) for number in (16, 24)], "max_size_cycle"
+    )
 
 
 def stateful(number: int = 16, **options: Any) -> Loaders:
-    return lambda rank, world_size: StatefulDataLoader(Numbers(number), batch_size=2, shuffle=True, **options)
+    return lambda rank, world_size: StatefulDataLoader(
+        Numbers(number), batch_size=2, shuffle=True, **options
+    )
 
 
 def stateful_stream(rank: int, world_size: int) -> StatefulDataLoader[Any]:
@@ -75,15 +81,21 @@ def batched(size: int) -> Loaders:
 
 
 def other_on_rank_one(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Numbers(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, drop_last=rank == 1))
+    return DataLoader(
+        Numbers(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, drop_last=rank == 1)
+    )
 
 
 STREAM = stream()
-# By the number of ranks that resume what two ranks have saved: the data before, and those after.
+# By the number of ranks that resume what two ranks have saved: the data before, and
+# those after.
 CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
     2: {
         "more samples": (sixteen, sampled("lightning's", 28)),
-        "more samples that each rank deals out to itself": (sampled("plain", 16), sampled("plain", 28)),
+        "more samples that each rank deals out to itself": (
+            sampled("plain", 16),
+            sampled("plain", 28),
+        ),
         "more samples of a loader with a state": (stateful(), stateful(28)),
         "a shorter stream": (STREAM, stream(2)),
         "more workers of a stream": (stream(8, **workers(1)), stream(8, **workers(2))),
@@ -96,18 +108,37 @@ CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
     },
     1: {"a loader with a state": (stateful(), stateful())},
 }
-BEGUN = ("more samples", "a shorter stream", "workers of a loader with a state", "two loaders for one", *CHANGES[1])
+BEGUN = (
+    "more samples",
+    "a shorter stream",
+    "workers of a loader with a state",
+    "two loaders for one",
+    *CHANGES[1],
+)
 
 
-def training(directory: Path, devices: int, loaders: Loaders, name: str = "run", side: Kind = "ours") -> Training:
-    options = {"max_epochs": 2, "dropout": False, "use_distributed_sampler": "each rank" not in name}
+def training(
+    directory: Path, devices: int, loaders: Loaders, name: str = "run", side: Kind = "ours"
+) -> Training:
+    options = {
+        "max_epochs": 2,
+        "dropout": False,
+        "use_distributed_sampler": "each rank" not in name,
+    }
     return Training(
-        lambda: loaders(int(os.environ["RANK"]), devices), directory, devices, options, name=name, side=side
+        lambda: loaders(int(os.environ["RANK"]), devices),
+        directory,
+        devices,
+        options,
+        name=name,
+        side=side,
     )
 
 
 def save_all(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    """Return a checkpoint from the middle of epoch 1 of each way to read, two steps of which were done."""
+    """Return a checkpoint from the middle of epoch 1 of each way to read, two steps of
+    which were done.
+    """
     paths = {}
     for name, (before, _) in {**CHANGES[1], **CHANGES[2]}.items():
         point = f"train_batch_end-{7 if before is STREAM else 6}"
@@ -115,8 +146,12 @@ def save_all(rank: int, world_size: int, directory: Path) -> dict[str, str]:
     return paths
 
 
-def refuse_and_begin(rank: int, world_size: int, directory: Path, paths: dict[str, str]) -> dict[str, str]:
-    """Return the errors; runs that resume from the start of the checkpoint's epoch, some of them, read all of it."""
+def refuse_and_begin(
+    rank: int, world_size: int, directory: Path, paths: dict[str, str]
+) -> dict[str, str]:
+    """Return the errors; runs that resume from the start of the checkpoint's epoch,
+    some of them, read all of it.
+    """
     found = {}
     for name, (_, after) in CHANGES[world_size].items():
         run = training(directory, world_size, after, name)
@@ -127,23 +162,31 @@ def refuse_and_begin(rank: int, world_size: int, directory: Path, paths: dict[st
             continue
         expected = [step for step in run.run().steps if step[0] >= 1]
         run.strategy = {"resume_data": "epoch"}
-        resumed, saved = run.run(ckpt_path=paths[name]), torch.load(paths[name], weights_only=False)
+        resumed = run.run(ckpt_path=paths[name])
+        saved = torch.load(paths[name], weights_only=False)
         assert (name, resumed.steps) == (name, expected)
         assert resumed.counts[0] == saved["global_step"] + len(expected)
     return found
 
 
 def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_path: Path) -> None:
-    """Every rank's error names ``resume_data="epoch"``, with which a run trains on the whole epoch again."""
+    """Every rank's error names ``resume_data="epoch"``, with which a run trains on the
+    whole epoch again.
+    """
     paths = run_ranks(save_all, 2, tmp_path)[0]
     for world_size in (2, 1):
         place = tmp_path / str(world_size)
         place.mkdir()
         by_rank = run_ranks(refuse_and_begin, world_size, place, paths, env=by_hand_env(world_size))
-        assert all('resume_data="epoch"' in message for found in by_rank for message in found.values())
+        assert all(
+            'resume_data="epoch"' in message for found in by_rank for message in found.values()
+        )
         if world_size == 2:
             message = by_rank[0]["more workers of a stream"]
-            assert "had num_workers=1 when the checkpoint was saved, and now has 2; resume with" in message
+            assert (
+                "had num_workers=1 when the checkpoint was saved, and now has 2; resume with"
+                in message
+            )
     message = by_rank[0]["a loader with a state"]
     assert "epoch 1 cannot be resumed in the middle" in message
     assert "had ranks=2 when the checkpoint was saved, and now has 1; resume with" in message
@@ -153,7 +196,9 @@ def save_points(kind: Kind, directory: Path, loaders: Loaders, *points: Point) -
     return list(training(directory, 2, loaders, side=kind).run(*points).saved.values())
 
 
-def resume_points(kind: Kind, directory: Path, loaders: Loaders, paths: list[str]) -> tuple[list[Run], list[str]]:
+def resume_points(
+    kind: Kind, directory: Path, loaders: Loaders, paths: list[str]
+) -> tuple[list[Run], list[str]]:
     """Return runs, and the warnings that the checkpoint has no data position."""
     run = training(directory, 2, loaders, side=kind)
     run.strategy = {"resume_data": "stock"} if kind == "ours" and loaders is sixteen else {}
@@ -164,26 +209,38 @@ def resume_points(kind: Kind, directory: Path, loaders: Loaders, paths: list[str
 
 
 def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
-    """With ``resume_data="stock"`` a resumed run reads what it reads with stock, and draws the same random numbers."""
+    """With ``resume_data="stock"`` a resumed run reads what it reads with stock, and
+    draws the same random numbers.
+    """
     (tmp_path / "saved").mkdir()
-    paths = on_ranks("ours", save_points, tmp_path / "saved", sixteen, "train_batch_end-2", "train_epoch_end-4")[0]
-    for (mine, _), (expected, _) in zip(*on_both(resume_points, tmp_path, sixteen, paths), strict=True):
+    paths = on_ranks(
+        "ours", save_points, tmp_path / "saved", sixteen, "train_batch_end-2", "train_epoch_end-4"
+    )[0]
+    for (mine, _), (expected, _) in zip(
+        *on_both(resume_points, tmp_path, sixteen, paths), strict=True
+    ):
         assert [run.steps for run in mine] == [run.steps for run in expected]
         assert_same([run.weights for run in mine], [run.weights for run in expected])
 
 
 def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) -> None:
-    """It does not record the positions of other ranks; rank 0 warns, and every rank reads its own data."""
+    """It does not record the positions of other ranks; rank 0 warns, and every rank
+    reads its own data.
+    """
     paths, _ = on_ranks("stock", save_points, tmp_path, stateful_stream, "train_batch_end-2")
-    (first, warned), (second, silent) = on_ranks("ours", resume_points, tmp_path, stateful_stream, paths)
+    (first, warned), (second, silent) = on_ranks(
+        "ours", resume_points, tmp_path, stateful_stream, paths
+    )
     assert warned == ["the checkpoint has no data position in epoch 0, so that epoch starts again"]
     assert silent == []
     for (run,), numbers in ((first, range(9)), (second, range(1000, 1009))):
-        assert [sample for epoch, _, *samples in run.steps if epoch == 0 for sample in samples] == [*numbers]
+        assert [sample for epoch, _, *samples in run.steps if epoch == 0 for sample in samples] == [
+            *numbers
+        ]
 
 
-# By how two loaders are combined, the step after which a run resumes: two batches per optimiser step, and the first
-# loader ends after four batches.
+# By how two loaders are combined, the step after which a run resumes: two batches per
+# optimiser step, and the first loader ends after four batches.
 COMBINED = {"max_size": 7, "max_size_cycle": 5}
 
 
@@ -195,7 +252,11 @@ def resume_two_loaders(rank: int, world_size: int, directory: Path) -> dict[str,
         def loaders(mode: Any = mode) -> CombinedLoader:
             own = torch.Generator().manual_seed(20)
             return CombinedLoader(
-                [DataLoader(Numbers(8), 2, shuffle=True), DataLoader(Numbers(20), 2, shuffle=True, generator=own)], mode
+                [
+                    DataLoader(Numbers(8), 2, shuffle=True),
+                    DataLoader(Numbers(20), 2, shuffle=True, generator=own),
+                ],
+                mode,
             )
 
         options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
@@ -214,7 +275,9 @@ def test_a_loader_that_is_longer_than_the_first_one_continues(tmp_path: Path) ->
 
 
 def resume_twice(rank: int, world_size: int, directory: Path) -> list[int]:
-    """Return how often Lightning warns of a resume within an epoch that continues, and of one that does not."""
+    """Return how often Lightning warns of a resume within an epoch that continues, and
+    of one that does not.
+    """
     run = training(directory, 2, sixteen)
     path = run.run("train_batch_end-2").saved["train_batch_end-2"]
     found = []
@@ -224,28 +287,47 @@ def resume_twice(rank: int, world_size: int, directory: Path) -> list[int]:
         with warnings.catch_warnings(record=True) as caught:
             run.run(ckpt_path=path)
             assert warnings.filters == before
-        found.append(sum("checkpoint that ended before the epoch ended" in str(each.message) for each in caught))
+        found.append(
+            sum(
+                "checkpoint that ended before the epoch ended" in str(each.message)
+                for each in caught
+            )
+        )
     return found
 
 
 def test_lightnings_warning_is_hidden_only_where_an_epoch_continues(tmp_path: Path) -> None:
-    """No filter remains after a run, so a later run without our resume shows Lightning's warning."""
+    """No filter remains after a run, so a later run without our resume shows
+    Lightning's warning.
+    """
     assert run_ranks(resume_twice, 2, tmp_path) == [[0, 1], [0, 0]]
 
 
-def resume_exceptions(rank: int, world_size: int, directory: Path) -> list[tuple[list[str], list[Step]]]:
-    """Return warnings and steps of runs that resume after an exception, with a drawn order and with a fixed one."""
+def resume_exceptions(
+    rank: int, world_size: int, directory: Path
+) -> list[tuple[list[str], list[Step]]]:
+    """Return warnings and steps of runs that resume after an exception, with a drawn
+    order and with a fixed one.
+    """
     found = []
     for name, is_drawn in {"drawn": True, "listed": False}.items():
         options = {"use_distributed_sampler": False, "max_epochs": 1}
-        training = Training(lambda d=is_drawn: DataLoader(Numbers(12), 2, shuffle=d), directory, 2, options, name=name)  # type: ignore[misc]
+        training = Training(
+            lambda d=is_drawn: DataLoader(Numbers(12), 2, shuffle=d),
+            directory,
+            2,
+            options,
+            name=name,
+        )  # type: ignore[misc]
         path = training.run("exception-3", fail_at=(0, 3)).saved["exception-3"]
         found.append(resume_recorded(training, path))
     return found
 
 
 def test_an_order_that_cannot_be_restored_starts_again(tmp_path: Path) -> None:
-    """A checkpoint of an exception has no random numbers, so an epoch whose order was drawn from them starts again."""
+    """A checkpoint of an exception has no random numbers, so an epoch whose order was
+    drawn from them starts again.
+    """
     ((warned, steps), (silent, rest)), others = run_ranks(resume_exceptions, 2, tmp_path)
     assert [text.partition(" does not yield")[0] for text in warned] == [
         "epoch 0 cannot be resumed in the middle: BatchSampler over RandomSampler on ranks 0, 1"
@@ -260,7 +342,9 @@ CLOCK = itertools.count()  # shows another time whenever it is read
 
 
 class Counting(IterableDataset[Tensor]):
-    """Counts its epochs itself, and shuffles this rank's numbers by that count, as WebDataset's ``detshuffle`` does."""
+    """Counts its epochs itself, and shuffles this rank's numbers by that count, as
+    WebDataset's ``detshuffle`` does.
+    """
 
     def __init__(self, rank: int) -> None:
         self.numbers = range(100 * rank, 100 * rank + 24)
@@ -308,8 +392,14 @@ class Split(IntEnum):
 
 
 def unusual_batch(rows: list[Tensor]) -> dict[str, Any]:
-    """Return a batch with Python's numbers, and with values whose content is hard to read."""
-    return {"split": Split.TRAIN, "ragged": torch.nested.nested_tensor(rows), "numbers": [float(row) for row in rows]}
+    """Return a batch with Python's numbers, and with values whose content is hard to
+    read.
+    """
+    return {
+        "split": Split.TRAIN,
+        "ragged": torch.nested.nested_tensor(rows),
+        "numbers": [float(row) for row in rows],
+    }
 
 
 class Mixing(Net):
@@ -317,7 +407,9 @@ class Mixing(Net):
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         random.random()
-        return super().training_step(torch.tensor([batch["numbers"]]).T if isinstance(batch, dict) else batch, index)
+        return super().training_step(
+            torch.tensor([batch["numbers"]]).T if isinstance(batch, dict) else batch, index
+        )
 
 
 def own_order(stream: Any, rank: int) -> DataLoader[Any]:
@@ -325,7 +417,10 @@ def own_order(stream: Any, rank: int) -> DataLoader[Any]:
 
 
 UNKNOWN: dict[str, Callable[[int], Any]] = {
-    **{each.__name__: lambda rank, kind=each: DataLoader(kind(rank), 2) for each in (Counting, Clocked, Buffered)},  # type: ignore[misc]
+    **{
+        each.__name__: lambda rank, kind=each: DataLoader(kind(rank), 2)
+        for each in (Counting, Clocked, Buffered)
+    },  # type: ignore[misc]
     "Clocked, unusual": lambda rank: DataLoader(Clocked(rank), 2, collate_fn=unusual_batch),
     "sampler that counts": partial(own_order, Counting),
     "sampler that draws late": partial(own_order, Buffered),
@@ -344,7 +439,9 @@ def resume_recorded(training: Training, path: str, **options: Any) -> tuple[list
 
 
 def resume_unknown_orders(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Return what runs do that resume in the middle of their second epoch, and runs that repeat it."""
+    """Return what runs do that resume in the middle of their second epoch, and runs
+    that repeat it.
+    """
     found = {}
     for name, loaders in UNKNOWN.items():
         options = {"max_epochs": 2, "use_distributed_sampler": "divided" in name, "kind": Mixing}
@@ -365,16 +462,21 @@ def resume_unknown_orders(rank: int, world_size: int, directory: Path) -> dict[s
 
 
 def test_an_epoch_whose_order_cannot_be_drawn_again_starts_again(tmp_path: Path) -> None:
-    """The run reads each sample of that epoch once, as with ``resume_data="epoch"``, and rank 0 warns."""
+    """The run reads each sample of that epoch once, as with ``resume_data="epoch"``,
+    and rank 0 warns.
+    """
     by_rank = run_ranks(resume_unknown_orders, 2, tmp_path)
     for rank, found in enumerate(by_rank):
         for name, (warned, steps, resumed, repeated) in found.items():
-            assert [len(steps), *{epoch for epoch, *_ in steps}] == [6 if "divided" in name else 12, 1], name
+            assert [len(steps), *{epoch for epoch, *_ in steps}] == [
+                6 if "divided" in name else 12,
+                1,
+            ], name
             assert [batch for _, batch, *_ in steps] == [*range(len(steps))], name
             assert (resumed.counts, resumed.events) == (repeated.counts, repeated.events), name
-            assert [("does not yield" in text, "so that epoch starts again" in text) for text in warned] == [
-                (True, True)
-            ] * (rank == 0), name
+            assert [
+                ("does not yield" in text, "so that epoch starts again" in text) for text in warned
+            ] == [(True, True)] * (rank == 0), name
             if name in ("Counting", "Clocked", "Buffered"):
                 numbers = [number for step in steps for number in step[2:]]
                 assert sorted(numbers) == [*range(100 * rank, 100 * rank + 24)], name

@@ -1,6 +1,8 @@
-"""A resumed run equals one that never stopped, for generated combinations of data, stops and resumes.
+"""A resumed run equals one that never stopped, for generated combinations of data,
+stops and resumes.
 
-``make test`` plays a pairwise cover, ``make nightly`` cases of a new seed (``SWEEP_SEED``, ``SWEEP_COUNT``).
+``make test`` plays a pairwise cover, ``make nightly`` cases of a new seed
+(``SWEEP_SEED``, ``SWEEP_COUNT``).
 """
 
 from __future__ import annotations
@@ -30,16 +32,32 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
 from lightning_ddp_ext.errors import RankFailedError, ResumeError
-from tests.harness.sweeps import chosen_cases, expect_nothing_wrong, greedy_cover, new_seed, play_cases
+from tests.harness.sweeps import (
+    chosen_cases,
+    expect_nothing_wrong,
+    greedy_cover,
+    new_seed,
+    play_cases,
+)
 from tests.integration.continuing import KEPT, Net, Run, Step, Training, difference
 
-LONG, SHORT = 18, 12  # samples, which 1, 2 or 3 ranks split evenly
+# samples, which 1, 2 or 3 ranks split evenly
+LONG = 18
+SHORT = 12
 OF_STREAM = {LONG: 12, SHORT: 8}  # samples of each rank
 WITH_RANKS = ("scalable", "distributed", "dealt")  # share out by themselves
-INJECTED = ("shuffled", "sequential", "own", "weighted", "replacement")  # are shared out by the strategy's sampler
+INJECTED = (
+    "shuffled",
+    "sequential",
+    "own",
+    "weighted",
+    "replacement",
+)  # are shared out by the strategy's sampler
 HOOKS = {
     **dict.fromkeys(("middle", "last", "sigterm", "first"), "on_train_batch_end"),
-    **dict(end="on_train_epoch_end", validation="on_validation_end", sigval="on_validation_batch_start"),
+    **dict(
+        end="on_train_epoch_end", validation="on_validation_end", sigval="on_validation_batch_start"
+    ),
     "max_steps": "on_train_end",
     "before": "on_train_batch_start",
 }
@@ -54,13 +72,18 @@ def levels(*names: str) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """One level of each factor. Set the variable ``SWEEP`` to its ``str`` to play it again."""
+    """One level of each factor.
+
+    Set the variable ``SWEEP`` to its ``str`` to play it again.
+    """
 
     sampler: str = levels(*INJECTED, *WITH_RANKS, "batches", "stream", "sized", "stateful")
     stop: str = levels(*HOOKS)
     loaders: str = levels("one", "list", "dict", "min_size", "max_size", "max_size_cycle")
     beside: str = levels("same", "shuffled", "stream")  # what the second of two loaders reads
-    ranks: str = levels("2", "1", "3", "1>2", "1>3", "2>1", "2>3", "3>1", "3>2")  # before and after the first stop
+    ranks: str = levels(
+        "2", "1", "3", "1>2", "1>3", "2>1", "2>3", "3>1", "3>2"
+    )  # before and after the first stop
     workers: str = levels("none", "fresh", "kept")
     again: str = levels("no", *HOOKS)  # where the resumed run stops, in the epoch after
     epoch: str = levels("0", "1")  # in which it stops
@@ -73,7 +96,11 @@ class Case:
     injected: str = levels("yes", "no")  # Trainer(use_distributed_sampler=...)
 
     def __str__(self) -> str:
-        chosen = [f"{factor}={level}" for factor, level in vars(self).items() if level != FACTORS[factor][0]]
+        chosen = [
+            f"{factor}={level}"
+            for factor, level in vars(self).items()
+            if level != FACTORS[factor][0]
+        ]
         return " ".join(chosen or [f"sampler={self.sampler}"])
 
     @staticmethod
@@ -87,19 +114,34 @@ class Case:
             return False
         if self.looks == "yes" and (self.workers != "none" or self.step != "batch"):
             return False
-        if "before" in (self.stop, self.again) and self.loaders in ("list", "dict", "max_size_cycle"):
-            return False  # a loader that begins again with the batch that was read has drawn numbers for that already
+        if "before" in (self.stop, self.again) and self.loaders in (
+            "list",
+            "dict",
+            "max_size_cycle",
+        ):
+            # a loader that begins again with the batch that was read has drawn numbers
+            # for that already
+            return False
         if self.optimizing == "third" and self.step != "batch":
             return False  # Lightning clears gradients one batch too late
         if "last" in (self.stop, self.again) and {"validation", "sigval"} & {self.stop, self.again}:
-            return False  # a validation that is due after the last batch's save is skipped, so none exist
+            # a validation that is due after the last batch's save is skipped, so none
+            # exist
+            return False
         if self.made == "each" and {"stream", "stateful"} & {*self.kinds}:
-            return False  # Lightning begins to read new streams twice, and makes new loaders before it restores numbers
+            # Lightning begins to read new streams twice, and makes new loaders before
+            # it restores numbers
+            return False
         if self.workers == "kept" and self.injected == "no" and "stateful" in self.kinds:
             return False  # torchdata also draws an order where workers start
-        if "max_steps" in (self.stop, self.again) and self.optimizing == "third" and self.ends_unannounced:
+        if (
+            "max_steps" in (self.stop, self.again)
+            and self.optimizing == "third"
+            and self.ends_unannounced
+        ):
             return False  # the epoch's last batch is not a step then
-        # Otherwise the number of steps is unknown, and the remaining data are not all the rest.
+        # Otherwise the number of steps is unknown, and the remaining data are not all
+        # the rest.
         return self.stays or (self.again != "max_steps" and self.limit == "none")
 
     @property
@@ -125,8 +167,12 @@ class Case:
 
     @property
     def ends_unannounced(self) -> bool:
-        """Whether Lightning detects the end of an epoch only when it requests another batch."""
-        return "stream" in self.kinds and (self.loaders == "min_size" or self.step == "dataloader_iter")
+        """Whether Lightning detects the end of an epoch only when it requests another
+        batch.
+        """
+        return "stream" in self.kinds and (
+            self.loaders == "min_size" or self.step == "dataloader_iter"
+        )
 
     @property
     def epochs(self) -> int:
@@ -150,15 +196,29 @@ class Case:
 
     def length(self, ranks: int) -> int:
         """Return the number of steps in an epoch."""
-        lengths = [self.batches(kind, size, ranks) for kind, size in zip(self.kinds, (LONG, SHORT), strict=False)]
+        lengths = [
+            self.batches(kind, size, ranks)
+            for kind, size in zip(self.kinds, (LONG, SHORT), strict=False)
+        ]
         length = min(lengths) if self.loaders == "min_size" else max(lengths)
         return length if self.limit == "none" else min(length, 4)
 
     def index(self, stop: str, ranks: int) -> int:
-        """Return the batch of the epoch after which a run stops; no validation is due after "first" and "middle"."""
+        """Return the batch of the epoch after which a run stops; no validation is due
+        after "first" and "middle".
+        """
         length = self.length(ranks)
-        others = {"validation": 1, "sigval": 1, "max_steps": min(self.accumulated, length) - 1, "first": 0}
-        return length - 1 if stop in ("last", "end") else others.get(stop, min(4, (length - 2) // 2 * 2))
+        others = {
+            "validation": 1,
+            "sigval": 1,
+            "max_steps": min(self.accumulated, length) - 1,
+            "first": 0,
+        }
+        return (
+            length - 1
+            if stop in ("last", "end")
+            else others.get(stop, min(4, (length - 2) // 2 * 2))
+        )
 
 
 FACTORS: dict[str, tuple[str, ...]] = {each.name: each.metadata["levels"] for each in fields(Case)}
@@ -187,10 +247,13 @@ class Backwards(BatchSampler):
 
 
 class Sized(torch_data.IterableDataset[Tensor]):
-    """Numbers that the workers of a rank split; each worker draws an order for its part."""
+    """Numbers that the workers of a rank split; each worker draws an order for its
+    part.
+    """
 
     def __init__(self, numbers: range) -> None:
-        self.numbers, self.epoch = numbers, 0
+        self.numbers = numbers
+        self.epoch = 0
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -218,7 +281,8 @@ class Stream(Sized):
 
 def loaders_of(case: Case, rank: int, ranks: int) -> Any:
     """Return the module's ``train_dataloader``."""
-    shared, made = torch.Generator().manual_seed(rank), []
+    shared = torch.Generator().manual_seed(rank)
+    made = []
     for number, (kind, samples) in enumerate(zip(case.kinds, (LONG, SHORT), strict=False)):
         own = torch.Generator().manual_seed(10 * (number + 1) + rank)
         generator = {"global": None, "shared": shared, "own": own}[case.generator]
@@ -228,8 +292,12 @@ def loaders_of(case: Case, rank: int, ranks: int) -> Any:
     return CombinedLoader(made, case.loaders)  # type: ignore[arg-type]
 
 
-def loader_of(case: Case, kind: str, samples: int, number: int, rank: int, ranks: int, generator: Any) -> Any:
-    """Return a loader with batches of two samples, numbered from 0 or 100; a stream adds 1000 times the rank."""
+def loader_of(
+    case: Case, kind: str, samples: int, number: int, rank: int, ranks: int, generator: Any
+) -> Any:
+    """Return a loader with batches of two samples, numbered from 0 or 100; a stream
+    adds 1000 times the rank.
+    """
     options: dict[str, Any] = {"generator": generator}
     if case.workers != "none":
         options |= {"num_workers": 2 - number, "multiprocessing_context": "fork"}
@@ -237,17 +305,26 @@ def loader_of(case: Case, kind: str, samples: int, number: int, rank: int, ranks
     if kind in ("stream", "sized"):
         numbers = range(100 * number + 1000 * rank, 100 * number + 1000 * rank + OF_STREAM[samples])
         return DataLoader(Stream(numbers) if kind == "stream" else Sized(numbers), 2, **options)
-    data: Any = [torch.tensor([float(sample)]) for sample in range(100 * number, 100 * number + samples)]
-    drawn, weights = partial(RandomSampler, data, generator=generator), [*range(1, samples + 1)]
+    data: Any = [
+        torch.tensor([float(sample)]) for sample in range(100 * number, 100 * number + samples)
+    ]
+    drawn = partial(RandomSampler, data, generator=generator)
+    weights = [*range(1, samples + 1)]
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "sequential": dict,
         "own": lambda: {"sampler": Own(samples, generator and generator.initial_seed())},
-        "weighted": lambda: {"sampler": torch_data.WeightedRandomSampler(weights, samples, generator=generator)},
+        "weighted": lambda: {
+            "sampler": torch_data.WeightedRandomSampler(weights, samples, generator=generator)
+        },
         "replacement": lambda: {"sampler": drawn(replacement=True, num_samples=samples)},
         "scalable": lambda: {"sampler": ScalableDistributedSampler(data, seed=1)},
-        "distributed": lambda: {"sampler": torch_data.DistributedSampler(data, ranks, rank, seed=1)},
+        "distributed": lambda: {
+            "sampler": torch_data.DistributedSampler(data, ranks, rank, seed=1)
+        },
         "batches": lambda: {"batch_sampler": Backwards(drawn(), 2, False)},
-        "dealt": lambda: {"batch_sampler": DistributedBatchSamplerWrapper(BatchSampler(drawn(), 2, False))},
+        "dealt": lambda: {
+            "batch_sampler": DistributedBatchSamplerWrapper(BatchSampler(drawn(), 2, False))
+        },
     }
     options |= ways[kind]() if kind in ways else {"shuffle": True}
     options |= {} if "batch_sampler" in options else {"batch_size": 2}
@@ -259,14 +336,18 @@ def loader_of(case: Case, kind: str, samples: int, number: int, rank: int, ranks
 
 class Swept(Net):
     def training_step(self, batch: Any, index: int) -> Tensor:
-        return super().training_step(list(batch.values()) if isinstance(batch, dict) else batch, index)
+        return super().training_step(
+            list(batch.values()) if isinstance(batch, dict) else batch, index
+        )
 
 
 class Manual(Swept):
     automatic_optimization = False
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        loss, optimizer, schedulers = super().training_step(batch, index), self.optimizers(), self.lr_schedulers()
+        loss = super().training_step(batch, index)
+        optimizer = self.optimizers()
+        schedulers = self.lr_schedulers()
         optimizer.zero_grad()  # type: ignore[union-attr]
         self.manual_backward(loss)
         for each in (optimizer, schedulers[0]):  # type: ignore[index]
@@ -290,7 +371,8 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
     options: dict[str, Any] = {
         "max_epochs": case.epochs,
         "limit_train_batches": 1.0 if case.limit == "none" else 4,
-        # Resumed at an epoch's end, a run leaves out what is updated then: as with Lightning.
+        # Resumed at an epoch's end, a run leaves out what is updated then: as with
+        # Lightning.
         "plateau": {case.stop, case.again} <= {"no", "first", "middle", "before"},
         "accumulate_grad_batches": case.accumulated,
         "use_distributed_sampler": case.injected == "yes",
@@ -298,11 +380,23 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
         "callbacks": [Looks()] if case.looks == "yes" else [],
         "validation": KEPT if case.workers == "kept" else {},
         "kind": KINDS[case.step][case.optimizing == "manual"],
-        **({} if "last" in (case.stop, case.again) else {"limit_val_batches": 2, "val_check_interval": 2}),
+        **(
+            {}
+            if "last" in (case.stop, case.again)
+            else {"limit_val_batches": 2, "val_check_interval": 2}
+        ),
     }
-    # DDP rebuilds its buckets after the first step otherwise, and three ranks then add up in another order.
+    # DDP rebuilds its buckets after the first step otherwise, and three ranks then add
+    # up in another order.
     strategy = {"find_unused_parameters": True} if ranks == 3 else {}
-    return Training(lambda: loaders_of(case, rank, ranks), place.parent, ranks, options, strategy, name=place.name)
+    return Training(
+        lambda: loaders_of(case, rank, ranks),
+        place.parent,
+        ranks,
+        options,
+        strategy,
+        name=place.name,
+    )
 
 
 # Where it stops.
@@ -317,10 +411,16 @@ class Looks(L.Callback):
 
 
 class After(L.Callback):
-    """Calls ``do(trainer)`` in a hook, after this batch of this epoch and before the next one."""
+    """Calls ``do(trainer)`` in a hook, after this batch of this epoch and before the
+    next one.
+    """
 
-    def __init__(self, hook: str, batch: tuple[int, int], do: Callable[[L.Trainer], object]) -> None:
-        self.batch, self.do, self.is_done = batch, do, False
+    def __init__(
+        self, hook: str, batch: tuple[int, int], do: Callable[[L.Trainer], object]
+    ) -> None:
+        self.batch = batch
+        self.do = do
+        self.is_done = False
         setattr(self, hook, self.call)
 
     def call(self, trainer: Any, *_: Any, **__: Any) -> None:
@@ -330,10 +430,16 @@ class After(L.Callback):
             self.do(trainer)
 
 
-def run_to(stop: str, epoch: int, case: Case, training: Training, ckpt_path: str | None = None) -> tuple[Run, str, int]:
-    """Train to a stop, or past one that only saves; return the run, its checkpoint, and its steps until then."""
-    ranks, options = training.devices, dict[str, Any]()
-    place, batch = training.directory / training.name / f"{stop}-{epoch}", (epoch, case.index(stop, ranks))
+def run_to(
+    stop: str, epoch: int, case: Case, training: Training, ckpt_path: str | None = None
+) -> tuple[Run, str, int]:
+    """Train to a stop, or past one that only saves; return the run, its checkpoint, and
+    its steps until then.
+    """
+    ranks = training.devices
+    options = dict[str, Any]()
+    place = training.directory / training.name / f"{stop}-{epoch}"
+    batch = (epoch, case.index(stop, ranks))
     path = str(place / ("last-preempted.ckpt" if stop in SIGNALS else "save.ckpt"))
     callbacks = [After(HOOKS[stop], batch, lambda trainer: trainer.save_checkpoint(path))]
     if stop == "max_steps":
@@ -344,17 +450,25 @@ def run_to(stop: str, epoch: int, case: Case, training: Training, ckpt_path: str
         callbacks = [kill] if int(os.environ["RANK"]) == epoch % ranks else []
     callbacks += training.options["callbacks"]
     run = training.run(callbacks=callbacks, ckpt_path=ckpt_path, **options)
-    return run, path, len(run.steps) if stop in ENDING else sum(step[:2] <= batch for step in run.steps)
+    return (
+        run,
+        path,
+        len(run.steps) if stop in ENDING else sum(step[:2] <= batch for step in run.steps),
+    )
 
 
 # Playing a case. A rank that finds something wrong continues, like the others.
 
-Half = tuple[Case, "str | None"]  # a case, and a checkpoint of other ranks from which these ranks resume
+Half = tuple[
+    Case, "str | None"
+]  # a case, and a checkpoint of other ranks from which these ranks resume
 
 
 @dataclass
 class Played:
-    """A rank's results of a case, or of one half on other ranks; ``before`` leaves out steps that are repeated."""
+    """A rank's results of a case, or of one half on other ranks; ``before`` leaves out
+    steps that are repeated.
+    """
 
     wrong: str = ""
     refused: str = ""
@@ -365,7 +479,9 @@ class Played:
 
 
 def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
-    """Train from a checkpoint to the end; join the two runs around a second stop into one."""
+    """Train from a checkpoint to the end; join the two runs around a second stop into
+    one.
+    """
     if case.again == "no":
         return training.run(ckpt_path=path), ""
     second, path, done = run_to(case.again, int(case.epoch) + 1, case, training, path)
@@ -377,13 +493,20 @@ def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
     if case.again not in ENDING:
         text = difference(training, second, done, third)
         return second, text and f"resumed again {text}"
-    steps = [*(step for step in second.steps if step[:2] < (third.steps or [(99,)])[0][:2]), *third.steps]
+    steps = [
+        *(step for step in second.steps if step[:2] < (third.steps or [(99,)])[0][:2]),
+        *third.steps,
+    ]
     is_same = steps[: len(second.steps)] == second.steps
-    return replace(third, steps=steps), "" if is_same else f"resumed again reads {third.steps} after {second.steps}"
+    return replace(third, steps=steps), (
+        "" if is_same else f"resumed again reads {third.steps} after {second.steps}"
+    )
 
 
 def last_epoch(run: Run) -> list[str]:
-    """Return the events of the last epoch, or of the part of it that belongs to this run."""
+    """Return the events of the last epoch, or of the part of it that belongs to this
+    run.
+    """
     names = [name for name, *_ in run.events]
     ends = [-1, *(place for place, name in enumerate(names) if name == "epoch end")]
     return names[ends[-2:][0] + 1 :]
@@ -391,37 +514,57 @@ def last_epoch(run: Run) -> list[str]:
 
 def play_half(half: Half, rank: int, ranks: int, place: Path) -> Played:
     case, path = half
-    training, length = training_of(case, rank, ranks, place), case.length(ranks)
+    training = training_of(case, rank, ranks, place)
+    length = case.length(ranks)
     try:
         if path is not None:
             whole = training.run()
             resumed, text = resume(case, training, path)
-            ending, expected = last_epoch(resumed), last_epoch(whole)
-            # On a busy machine the ranks may agree on a stop that is later, also in the last epoch.
+            ending = last_epoch(resumed)
+            expected = last_epoch(whole)
+            # On a busy machine the ranks may agree on a stop that is later, also in the
+            # last epoch.
             is_partial = case.again in SIGNALS and len(ending) < len(expected)
             if ending != (expected[len(expected) - len(ending) :] if is_partial else expected):
                 text += f"; ends with {ending} instead of {expected}"
             return Played(text, whole=whole.steps, after=resumed.steps)
         stopped, path, done = run_to(case.stop, int(case.epoch), case, training)
-        whole, texts = training.run() if case.stop in ENDING else stopped, []
-        if len(whole.steps) != case.epochs * length or stopped.steps != whole.steps[: len(stopped.steps)]:
-            texts.append(f"reads {stopped.steps} before the stop, in epochs of {length} steps: {whole.steps}")
+        whole = training.run() if case.stop in ENDING else stopped
+        texts = []
+        if (
+            len(whole.steps) != case.epochs * length
+            or stopped.steps != whole.steps[: len(stopped.steps)]
+        ):
+            texts.append(
+                f"reads {stopped.steps} before the stop, in epochs of {length} steps: {whole.steps}"
+            )
         if case.stays:
             resumed, text = resume(case, training, path)
             texts += [difference(training, whole, done, resumed), text]
         before = whole.steps[: done - done % length % case.accumulated]  # until an optimiser step
         return Played("; ".join(filter(None, texts)), "", path, whole.steps, before)
-    except (ResumeError, RankFailedError) as error:  # of the first rank that refuses, and of the others because of it
+    except (
+        ResumeError,
+        RankFailedError,
+    ) as error:  # of the first rank that refuses, and of the others because of it
         return Played(refused=str(error))
 
 
-# Levels that the daily cover leaves to the nightly sweep: they take long, or do nearly what others do.
+# Levels that the daily cover leaves to the nightly sweep: they take long, or do nearly
+# what others do.
 NIGHTLY = {"dict", "max_size", "max_size_cycle", "first", "validation", "3", "fresh", "shared"}
-FAMILIES = {**dict.fromkeys(INJECTED, "injected"), **dict.fromkeys(WITH_RANKS, "shares out"), "sized": "stream"}
+FAMILIES = {
+    **dict.fromkeys(INJECTED, "injected"),
+    **dict.fromkeys(WITH_RANKS, "shares out"),
+    "sized": "stream",
+}
 # What the nightly sweep found, and no pair of levels shows.
 FOUND = (
     "stop=before ranks=1 workers=fresh epoch=1 generator=own injected=no",
-    "sampler=sized loaders=list beside=shuffled ranks=1 workers=fresh optimizing=third generator=own injected=no",
+    (
+        "sampler=sized loaders=list beside=shuffled ranks=1 workers=fresh optimizing=third"
+        " generator=own injected=no"
+    ),
 )
 REPEAT = "SWEEP='{}' .venv/bin/python -m pytest tests/integration/test_resume_sweep.py -k equals"
 
@@ -437,12 +580,20 @@ def ranks_of(case: Case) -> str:
 
 
 def pairs_of(case: Case) -> set[frozenset[tuple[str, str]]]:
-    """Return the pairs of levels that a case tries; on other ranks, where less is compared, only those with that level.
+    """Return the pairs of levels that a case tries; on other ranks, where less is
+    compared, only those with that level.
 
-    Samplers of one family are the same to all factors but the ranks, which share out what they yield.
+    Samplers of one family are the same to all factors but the ranks, which share out
+    what they yield.
     """
-    levels = {*{**vars(case), "ranks": ranks_of(case), "again": str(case.again != "no")}.items(), ("stop", case.again)}
-    family = {*levels - {("sampler", case.sampler)}, ("sampler", FAMILIES.get(case.sampler, case.sampler))}
+    levels = {
+        *{**vars(case), "ranks": ranks_of(case), "again": str(case.again != "no")}.items(),
+        ("stop", case.again),
+    }
+    family = {
+        *levels - {("sampler", case.sampler)},
+        ("sampler", FAMILIES.get(case.sampler, case.sampler)),
+    }
     pairs = {frozenset(pair) for pair in itertools.combinations(family - {("stop", "no")}, 2)}
     pairs.add(frozenset({("sampler", case.sampler), ("ranks", ranks_of(case))}))
     return pairs if case.stays else {pair for pair in pairs if ("ranks", "other") in pair}
@@ -450,20 +601,37 @@ def pairs_of(case: Case) -> set[frozenset[tuple[str, str]]]:
 
 @functools.cache
 def pairwise_cover(seed: int = 0) -> list[Case]:
-    """Return cases that together try each pair of levels of two factors, found greedily."""
+    """Return cases that together try each pair of levels of two factors, found
+    greedily.
+    """
     chance = random.Random(seed)
-    cases = [case for _ in range(10_000) if (case := drawn(chance)) and not NIGHTLY & {*vars(case).values()}]
-    # Torch waits for seconds for workers whose iterator is garbage, as those of a step that takes an iterator are.
-    with_workers = [case for case in cases if len(case.kinds) * case.sizes[0] < 3 and case.again == "no"]
-    pool = [case for case in cases if case.workers == "none" or (case in with_workers and case.step == "batch")]
+    cases = [
+        case
+        for _ in range(10_000)
+        if (case := drawn(chance)) and not NIGHTLY & {*vars(case).values()}
+    ]
+    # Torch waits for seconds for workers whose iterator is garbage, as those of a step
+    # that takes an iterator are.
+    with_workers = [
+        case for case in cases if len(case.kinds) * case.sizes[0] < 3 and case.again == "no"
+    ]
+    pool = [
+        case
+        for case in cases
+        if case.workers == "none" or (case in with_workers and case.step == "batch")
+    ]
     tried = {case: pairs_of(case) for case in pool}
-    return greedy_cover(tried, lambda case: (case.epochs + (case.stop in ENDING) + 4) * (sum(case.sizes) + 2))
+    return greedy_cover(
+        tried, lambda case: (case.epochs + (case.stop in ENDING) + 4) * (sum(case.sizes) + 2)
+    )
 
 
 def played(halves: Sequence[Half], number: int, directory: Path) -> dict[Case, list[Played]]:
     """Return each rank's record of the first or second halves of cases."""
     found = play_cases(play_half, halves, lambda half: half[0].sizes[number], directory)
-    return {case: [Played(each)] if isinstance(each, str) else each for (case, _), each in found.items()}
+    return {
+        case: [Played(each)] if isinstance(each, str) else each for (case, _), each in found.items()
+    }
 
 
 def play(cases: Iterable[Case], directory: Path) -> dict[Case, str]:
@@ -478,8 +646,8 @@ def play(cases: Iterable[Case], directory: Path) -> dict[Case, str]:
 def judge(case: Case, befores: list[Played], afters: list[Played]) -> str:
     """Describe the faults of a case; empty without any.
 
-    On other ranks what is left of the epoch is shared out, or refused if only the ranks that saved it know what that
-    is; later epochs are those of the new ranks.
+    On other ranks what is left of the epoch is shared out, or refused if only the ranks
+    that saved it know what that is; later epochs are those of the new ranks.
     """
     for rank, played in [*enumerate(befores), *enumerate(afters)]:
         if played.wrong or (played.refused and played in befores):
@@ -490,44 +658,75 @@ def judge(case: Case, befores: list[Played], afters: list[Played]) -> str:
     can_share = all(map(case.can_share, case.kinds))
     if refused := [played.refused for played in afters if played.refused]:
         is_within = done or (case.stop in (*SIGNALS, "last") and case.ends_unannounced)
-        is_right = is_within and not can_share and len(refused) == case.sizes[1] and "had ranks=" in refused[0]
+        is_right = (
+            is_within
+            and not can_share
+            and len(refused) == case.sizes[1]
+            and "had ranks=" in refused[0]
+        )
         return "" if is_right else f"is refused: {refused}"
     if done and not can_share:
         return "is not refused, although the rest is unknown to other ranks"
     for played in afters:
         later, whole = (
-            [step for step in steps if step[0] >= epoch + bool(done)] for steps in (played.after, played.whole)
+            [step for step in steps if step[0] >= epoch + bool(done)]
+            for steps in (played.after, played.whole)
         )
-        is_same = later == whole if can_share else [step[:2] for step in later] == [step[:2] for step in whole]
+        is_same = (
+            later == whole
+            if can_share
+            else [step[:2] for step in later] == [step[:2] for step in whole]
+        )
         if not is_same:
             return f"reads {later} in later epochs instead of {whole}"
     return judge_rest(case, epoch, befores, afters) if done else ""
 
 
 def judge_rest(case: Case, epoch: int, befores: list[Played], afters: list[Played]) -> str:
-    """Describe the faults of an epoch's rest: it must have each sample of the loader that ends it."""
+    """Describe the faults of an epoch's rest: it must have each sample of the loader
+    that ends it.
+    """
     number = int(case.loaders == "min_size")
 
     def count(steps: Iterable[Step]) -> Counter[int]:
-        return Counter(sample for step in steps if step[0] == epoch for sample in step[2:] if sample // 100 == number)
+        return Counter(
+            sample
+            for step in steps
+            if step[0] == epoch
+            for sample in step[2:]
+            if sample // 100 == number
+        )
 
     whole = count(step for played in befores for step in played.whole)
     read = count(step for played in befores for step in played.before)
     read += count(step for played in afters for step in played.after)
     allowed = case.sizes[1] - 1
-    if case.kinds[number] == "dealt":  # pads by batches, and already on two ranks, which share nine of them
-        whole, allowed = Counter(set(whole)), 2 * case.sizes[1]
+    if (
+        case.kinds[number] == "dealt"
+    ):  # pads by batches, and already on two ranks, which share nine of them
+        whole = Counter(set(whole))
+        allowed = 2 * case.sizes[1]
     if whole - read or (read - whole).total() > allowed:
         return f"leaves out {sorted(whole - read)} and reads {sorted(read - whole)} twice"
-    return "" if len({len(played.after) for played in afters}) == 1 else "ranks do other numbers of steps"
+    return (
+        ""
+        if len({len(played.after) for played in afters}) == 1
+        else "ranks do other numbers of steps"
+    )
 
 
 @pytest.mark.parametrize("ranks", ["1", "2", "other"])
 def test_a_run_that_is_resumed_equals_one_that_is_not(ranks: str, tmp_path: Path) -> None:
-    """For each pair of ways to read, to stop and to resume, batches and weights are the same, to the last bit."""
+    """For each pair of ways to read, to stop and to resume, batches and weights are the
+    same, to the last bit.
+    """
     cases = chosen_cases(Case.parse, [*map(Case.parse, FOUND), *pairwise_cover()])
     expect_nothing_wrong(
-        play([case for case in cases if ("2" if ranks_of(case) == "3" else ranks_of(case)) == ranks], tmp_path), REPEAT
+        play(
+            [case for case in cases if ("2" if ranks_of(case) == "3" else ranks_of(case)) == ranks],
+            tmp_path,
+        ),
+        REPEAT,
     )
 
 
@@ -538,5 +737,9 @@ def test_runs_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixt
     seed, count = new_seed(capsys, 60)
     chance = random.Random(seed)
     expect_nothing_wrong(
-        play(itertools.islice(filter(None, (drawn(chance) for _ in itertools.count())), count), tmp_path), REPEAT
+        play(
+            itertools.islice(filter(None, (drawn(chance) for _ in itertools.count())), count),
+            tmp_path,
+        ),
+        REPEAT,
     )

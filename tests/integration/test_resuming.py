@@ -1,4 +1,6 @@
-"""A resumed run continues as if it had not been stopped: cases that ``test_resume_sweep`` lacks."""
+"""A resumed run continues as if it had not been stopped: cases that
+``test_resume_sweep`` lacks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.harness.ranks import run_ranks
-from tests.harness.training import At, Kind, assert_same, make_strategy, make_trainer, on_both, on_ranks
+from tests.harness.training import (
+    At,
+    Kind,
+    assert_same,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+)
 from tests.integration.continuing import (
     KEPT,
     Loaders,
@@ -41,17 +51,24 @@ class Plans(Net):
 
 
 def shuffled(samples: int = 16, **options: Any) -> Loaders:
-    return lambda rank, size: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
+    return lambda rank, size: DataLoader(
+        Numbers(samples), **{"batch_size": 2, "shuffle": True, **options}
+    )
 
 
-# What is read, the points that are resumed from (of a whole run, of the run resumed there, and so on), and options.
+# What is read, the points that are resumed from (of a whole run, of the run resumed
+# there, and so on), and options.
 CASES: dict[str, tuple[Loaders, list[Points], dict[str, Any]]] = {
     "limit of samples": (
         shuffled(10, batch_size=None),
         [["train_batch_end-3"], ["train_epoch_end-4"], ["train_batch_end-6"]],
         {"limit_train_batches": 4},
     ),
-    "last batch dropped": (shuffled(18, drop_last=True), [["train_batch_end-3"], ["train_batch_end-6"]], {}),
+    "last batch dropped": (
+        shuffled(18, drop_last=True),
+        [["train_batch_end-3"], ["train_batch_end-6"]],
+        {},
+    ),
     "plan": (
         shuffled(),
         [["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"]],
@@ -70,21 +87,32 @@ def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, dict[str
 
 @pytest.mark.lowest
 def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
-    """After any number of stops, the remaining batches are the same, and so are the weights, bit for bit."""
+    """After any number of stops, the remaining batches are the same, and so are the
+    weights, bit for bit.
+    """
     found = run_ranks(run_cases, 2, tmp_path)
     assert found == [{name: {} for name in CASES}] * 2
 
 
 def fail_again_and_again(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Return the differences of runs that fail in an epoch's second, last and first batch, and within a step."""
+    """Return the differences of runs that fail in an epoch's second, last and first
+    batch, and within a step.
+    """
     training = Training(lambda: shuffled(**KEPT)(rank, 2), directory, 2, {"dropout": False})
-    whole, done, path = training.run(), 0, None
+    whole = training.run()
+    done = 0
+    path = None
     wrong: list[str] = []
     for fail_at in ((0, 1), (0, 3), (1, 0)):
         point = f"exception-{4 * fail_at[0] + fail_at[1]}"
         run = training.run(point, ckpt_path=path, fail_at=fail_at)
-        wrong += [] if run.steps == whole.steps[done : done + len(run.steps)] else [f"{fail_at}: {run.steps}"]
-        path, done = run.saved[point], done + len(run.steps)
+        wrong += (
+            []
+            if run.steps == whole.steps[done : done + len(run.steps)]
+            else [f"{fail_at}: {run.steps}"]
+        )
+        path = run.saved[point]
+        done = done + len(run.steps)
     wrong.append(difference(training, whole, done, training.run(ckpt_path=path)))
     training.options["accumulate_grad_batches"] = 2
     path = training.run("exception-7", fail_at=(1, 3)).saved["exception-7"]
@@ -92,14 +120,21 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> list[st
 
 
 def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Path) -> None:
-    """If the first, last or another batch of an epoch raises, the run later continues with it, or with its step."""
+    """If the first, last or another batch of an epoch raises, the run later continues
+    with it, or with its step.
+    """
     assert run_ranks(fail_again_and_again, 2, tmp_path) == [["", ""]] * 2
 
 
 def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Return the differences of runs that resume from checkpoints saved after ``validate``."""
+    """Return the differences of runs that resume from checkpoints saved after
+    ``validate``.
+    """
     found = []
-    for name, ends in {"epoch": {"max_epochs": 1}, "step": {"max_epochs": 2, "max_steps": 3}}.items():
+    for name, ends in {
+        "epoch": {"max_epochs": 1},
+        "step": {"max_epochs": 2, "max_steps": 3},
+    }.items():
         is_fixed = name == "epoch"  # random states are those after the validation otherwise
         options = {"max_epochs": 2, "dropout": not is_fixed}
         training = Training(lambda: shuffled(20)(rank, 2), directory, 2, options, name=name)
@@ -108,21 +143,29 @@ def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
         net = Net(training.loaders)
         if is_fixed:
             net.layers[1] = nn.Identity()
-        trainer = make_trainer(make_strategy("ours", directory), num_sanity_val_steps=0, limit_val_batches=0, **ends)
+        trainer = make_trainer(
+            make_strategy("ours", directory), num_sanity_val_steps=0, limit_val_batches=0, **ends
+        )
         trainer.fit(net)
         trainer.validate(net, verbose=False)
         trainer.save_checkpoint(path)
-        found.append(difference(training, training.run(), len(net.steps), training.run(ckpt_path=path)))
+        found.append(
+            difference(training, training.run(), len(net.steps), training.run(ckpt_path=path))
+        )
     return found
 
 
 def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
-    """Its checkpoint is saved after ``validate``, which followed an epoch, or a step in the middle of one."""
+    """Its checkpoint is saved after ``validate``, which followed an epoch, or a step in
+    the middle of one.
+    """
     assert run_ranks(resume_ended_runs, 2, tmp_path) == [["", ""]] * 2
 
 
 def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[Step]]:
-    """Return the steps of an epoch with batches that grow after the third one, and of a run resumed after the fifth."""
+    """Return the steps of an epoch with batches that grow after the third one, and of a
+    run resumed after the fifth.
+    """
 
     def grow(trainer: L.Trainer) -> None:
         trainer.train_dataloader.batch_sampler.batch_size = 4
@@ -134,7 +177,9 @@ def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[
 
 
 def test_batches_that_grow_during_an_epoch_are_read_once(tmp_path: Path) -> None:
-    """A resumed run reads the samples that are left, in batches of the size that it was given."""
+    """A resumed run reads the samples that are left, in batches of the size that it was
+    given.
+    """
     by_rank = run_ranks(change_batch_size, 2, tmp_path)
     read = []
     for steps, resumed in by_rank:
@@ -145,7 +190,9 @@ def test_batches_that_grow_during_an_epoch_are_read_once(tmp_path: Path) -> None
 
 
 SAMPLES = 48
-DONE = 4  # batches of the first epoch, on each of the two ranks that save; each has twelve of two samples
+# batches of the first epoch, on each of the two ranks that save; each has twelve of two
+# samples
+DONE = 4
 POINT = f"train_batch_end-{DONE}"
 
 
@@ -173,11 +220,19 @@ def test_the_rest_of_an_epoch_is_read_once_in_other_batches(ranks: int, tmp_path
     (tmp_path / "resumed").mkdir()
     resumed = run_ranks(resume, ranks, tmp_path / "resumed", path)
     read = [sample for run in saved for step in run.steps[:DONE] for sample in step[2:]]
-    read += [sample for steps in resumed for epoch, _, *samples in steps if epoch == 0 for sample in samples]
+    read += [
+        sample
+        for steps in resumed
+        for epoch, _, *samples in steps
+        if epoch == 0
+        for sample in samples
+    ]
     assert set(read) == set(range(SAMPLES))
     assert len(read) - SAMPLES < 3 * ranks, "more than what fills the last batches"
     for steps in resumed:
-        assert [batch for epoch, batch, *_ in steps if epoch == 1] == list(range(-(-SAMPLES // (3 * ranks))))
+        assert [batch for epoch, batch, *_ in steps if epoch == 1] == list(
+            range(-(-SAMPLES // (3 * ranks)))
+        )
 
 
 class Counted(Numbers):
@@ -204,13 +259,15 @@ class Asked(StatefulDataLoader[Any]):
 class ByHand(DataLoader[Any]):
     """The same of a stream in a loader with only the methods that Lightning needs.
 
-    As torchdata's it counts batches as they are asked for, and its state is for the next iterator alone.
+    As torchdata's it counts batches as they are asked for, and its state is for the
+    next iterator alone.
     """
 
     given = start = 0
 
     def __iter__(self) -> Any:
-        self.given, self.start = self.start, 0
+        self.given = self.start
+        self.start = 0
         return self._batches(self.given)
 
     def _batches(self, start: int) -> Any:
@@ -231,9 +288,12 @@ class ByHand(DataLoader[Any]):
 
 
 class LikeLitdata(DataLoader[Any]):
-    """Forgets a restored state only when an iterator is read to its end, as litdata's loader does."""
+    """Forgets a restored state only when an iterator is read to its end, as litdata's
+    loader does.
+    """
 
-    given, is_restored = 0, False
+    given = 0
+    is_restored = False
 
     def __iter__(self) -> Any:
         start = self.given if self.is_restored else 0
@@ -247,22 +307,29 @@ class LikeLitdata(DataLoader[Any]):
         return {"given": self.given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given, self.is_restored = state["given"], True
+        self.given = state["given"]
+        self.is_restored = True
 
 
 LOADERS: dict[str, Callable[[int], Any]] = {
     "samples": lambda rank: Asked(Counted(18), batch_size=2, shuffle=True),
-    "samples without a state": lambda rank: DataLoader(Counted(18), 2, sampler=DistributedSampler(range(18), 2, rank)),
+    "samples without a state": lambda rank: DataLoader(
+        Counted(18), 2, sampler=DistributedSampler(range(18), 2, rank)
+    ),
     "stream, by hand": lambda rank: ByHand(Stream(9, rank), batch_size=2),
 }
 Counts = list[tuple[int, int]]  # samples read, and states asked for
 
 
 def read(rank: int, world_size: int, directory: Path) -> tuple[dict[str, Counts], dict[str, str]]:
-    """Return counts of runs without checkpoints, with some, and resumed; and differences of resumed runs."""
+    """Return counts of runs without checkpoints, with some, and resumed; and
+    differences of resumed runs.
+    """
     counts: dict[str, Counts] = {}
     for name, make in LOADERS.items():
-        training = Training(lambda make=make: make(rank), directory, options={"max_epochs": 2}, name=name)  # type: ignore[misc]
+        training = Training(
+            lambda make=make: make(rank), directory, options={"max_epochs": 2}, name=name
+        )  # type: ignore[misc]
         path = None
         for points in ((), ("train_batch_end-2", "train_batch_end-5"), ()):
             Asked.asked = Counted.reads = 0
@@ -278,7 +345,9 @@ def read(rank: int, world_size: int, directory: Path) -> tuple[dict[str, Counts]
 
 
 def test_each_rank_continues_with_its_own_next_batch_and_saves_its_state(tmp_path: Path) -> None:
-    """States can be large and are not read before each batch; finished batches are neither repeated nor lost."""
+    """States can be large and are not read before each batch; finished batches are
+    neither repeated nor lost.
+    """
     for counts, wrong in run_ranks(read, 2, tmp_path):
         assert wrong == {}
         for name, ((first, without), (again, with_two), (resumed, after)) in counts.items():
@@ -289,7 +358,9 @@ def test_each_rank_continues_with_its_own_next_batch_and_saves_its_state(tmp_pat
 
 
 def load_a_teacher(kind: Kind, directory: Path, teacher: Path, plain: Path) -> list[Any]:
-    """Return runs in which hooks read files: on all ranks a checkpoint, and on rank 0 only a file of weights."""
+    """Return runs in which hooks read files: on all ranks a checkpoint, and on rank 0
+    only a file of weights.
+    """
     found: list[Any] = []
 
     def read(trainer: L.Trainer) -> None:
@@ -310,12 +381,16 @@ def one_epoch() -> DataLoader[Tensor]:
 
 
 def save_early(kind: Kind, directory: Path, net: type[Net]) -> str:
-    run = Training(one_epoch, directory, options={"max_epochs": 1, "kind": net}).run("train_batch_end-1")
+    run = Training(one_epoch, directory, options={"max_epochs": 1, "kind": net}).run(
+        "train_batch_end-1"
+    )
     return run.saved["train_batch_end-1"]
 
 
 def test_a_file_that_a_hook_reads_moves_no_run(tmp_path: Path) -> None:
-    """As with stock, training starts at the first batch, and a rank gets the file's content even if it reads alone."""
+    """As with stock, training starts at the first batch, and a rank gets the file's
+    content even if it reads alone.
+    """
     teacher, _ = on_ranks("ours", save_early, tmp_path, Net)
     torch.save({"layers.0.weight": torch.ones(4, 1)}, tmp_path / "plain.pt")
     ours, stock = on_both(load_a_teacher, tmp_path, Path(teacher), tmp_path / "plain.pt")
@@ -323,7 +398,9 @@ def test_a_file_that_a_hook_reads_moves_no_run(tmp_path: Path) -> None:
 
 
 class Taught(Net):
-    """Reads a teacher while it is restored: another file, or the one that it is restored from."""
+    """Reads a teacher while it is restored: another file, or the one that it is
+    restored from.
+    """
 
     teachers: Sequence[str] = ()
 
@@ -353,9 +430,13 @@ class Tuned(Net):
 
 
 def find_a_rate(kind: Kind, directory: Path, path: str) -> list[int]:
-    """Return the steps of a run that resumes and then looks for a learning rate, which needs four more steps."""
+    """Return the steps of a run that resumes and then looks for a learning rate, which
+    needs four more steps.
+    """
     finder = LearningRateFinder(num_training_steps=4, update_attr=False)
-    training = Training(one_epoch, directory, side=kind, options={"max_epochs": 2, "default_root_dir": directory})
+    training = Training(
+        one_epoch, directory, side=kind, options={"max_epochs": 2, "default_root_dir": directory}
+    )
     run = training.run(kind=Tuned, callbacks=[finder], ckpt_path=path)
     return [len(run.steps), *run.counts]
 

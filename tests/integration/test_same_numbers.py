@@ -1,4 +1,6 @@
-"""`DDPExtStrategy` in place of `ddp`: the same numbers, to the last bit, for any model and Trainer options."""
+"""`DDPExtStrategy` in place of `ddp`: the same numbers, to the last bit, for any model
+and Trainer options.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ class Accumulates(ByHand):
 
 
 class FollowsTheLoss(ByHand):
-    """Gives a value that it has just logged to a scheduler, within the step and after the epoch."""
+    """Gives a value that it has just logged to a scheduler, within the step and after
+    the epoch.
+    """
 
     def training_step(self, batch: Batch, index: int) -> None:
         super().training_step(batch, index)
@@ -146,7 +150,10 @@ class TwoPlayers(Net):
         self.log_dict({"made": loss, "judged": judged}, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(self.layers.parameters()), torch.optim.Adam(self.judge.parameters())]
+        return [
+            torch.optim.Adam(self.layers.parameters()),
+            torch.optim.Adam(self.judge.parameters()),
+        ]
 
 
 class WithClosure(ByHand):
@@ -179,7 +186,9 @@ class SchedulesEveryFew(ByHand):
 
 
 class CollectsDictionaries(Net):
-    """Collects dictionaries in the test and gathers them together, as older versions' ``test_epoch_end`` did."""
+    """Collects dictionaries in the test and gathers them together, as older versions'
+    ``test_epoch_end`` did.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,10 +200,17 @@ class CollectsDictionaries(Net):
         self.test_outputs.append({"predicted": self(batch[0]), "target": batch[1]})
 
     def on_test_epoch_end(self) -> None:
-        joined = {name: torch.cat([each[name] for each in self.test_outputs]) for name in self.test_outputs[0]}
+        joined = {
+            name: torch.cat([each[name] for each in self.test_outputs])
+            for name in self.test_outputs[0]
+        }
         everywhere: Any = self.all_gather(joined)
         self.seen |= everywhere
-        self.log("worst", (everywhere["predicted"] - everywhere["target"]).abs().max(), rank_zero_only=True)
+        self.log(
+            "worst",
+            (everywhere["predicted"] - everywhere["target"]).abs().max(),
+            rank_zero_only=True,
+        )
 
 
 # Other models that DDP treats differently.
@@ -241,7 +257,11 @@ SHORT = {"max_epochs": 1}
 CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
     "plain": (Net, {}, dict),
     "accumulation": (Net, {"accumulate_grad_batches": 3}, dict),
-    "clipping by value": (Net, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value", **SHORT}, dict),
+    "clipping by value": (
+        Net,
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value", **SHORT},
+        dict,
+    ),
     "bf16-mixed": (Net, {"precision": "bf16-mixed", **SHORT}, dict),
     "64-true": (Net, {"precision": "64-true", **SHORT}, dict),
     "early stopping": (Net, {"callbacks": [EarlyStopping("val_loss", patience=1)]}, dict),
@@ -266,18 +286,33 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
     "own sampling": (Net, {"use_distributed_sampler": False}, dict),
     "flags": (Net, FLAGS, dict),
 }
-EVALUATED = ("plain", "dictionaries of a test", "bf16-mixed", "64-true", "several optimisers", "own sampling", "flags")
+EVALUATED = (
+    "plain",
+    "dictionaries of a test",
+    "bf16-mixed",
+    "64-true",
+    "several optimisers",
+    "own sampling",
+    "flags",
+)
 
 
 def train(kind: Kind, directory: Path, name: str) -> dict[str, Any]:
-    """Return the results of fit and, where the case makes a difference to them, of validate, test and predict."""
+    """Return the results of fit and, where the case makes a difference to them, of
+    validate, test and predict.
+    """
     make_model, options, strategy_options = CASES[name]
     L.seed_everything(7)
-    recorder, model = Recorder(), make_model()
+    recorder = Recorder()
+    model = make_model()
     options = {**options, "callbacks": [recorder, *options.get("callbacks", ())]}
     trainer = make_trainer(make_strategy(kind, directory, **strategy_options()), **options)
     trainer.fit(model)
-    result = {"weights": weights(model), "trained": [*model.parameters()], "step": trainer.global_step}
+    result = {
+        "weights": weights(model),
+        "trained": [*model.parameters()],
+        "step": trainer.global_step,
+    }
     if name in EVALUATED:
         result["validate"] = trainer.validate(model, verbose=False)
         result["test"] = trainer.test(model, verbose=False)
@@ -291,13 +326,15 @@ def train_all(kind: Kind, directory: Path) -> dict[str, Any]:
 
 @pytest.mark.lowest
 def test_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:
-    """Weights, every logged metric, evaluations and predictions equal stock's on each rank, to the last bit.
+    """Weights, every logged metric, evaluations and predictions equal stock's on each
+    rank, to the last bit.
 
     One Trainer follows another in the same two processes.
     """
     ours, stock = on_both(train_all, tmp_path)
     for name in CASES:
-        first, second = ours[0][name], ours[1][name]
+        first = ours[0][name]
+        second = ours[1][name]
         assert_same([first, second], [by_case[name] for by_case in stock])
         assert_same(first["trained"], second["trained"])
         assert first["step"] > 2, name
@@ -305,7 +342,10 @@ def test_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:
 
 
 ON_OTHER_RANKS: dict[str, tuple[type[Net], dict[str, Any]]] = {
-    **{name: CASES[name][:2] for name in ("plain", "accumulation", "manual accumulation", "bf16-mixed")},
+    **{
+        name: CASES[name][:2]
+        for name in ("plain", "accumulation", "manual accumulation", "bf16-mixed")
+    },
     "sparse": (Sparse, {}),
 }
 
@@ -316,15 +356,26 @@ def train_on_ranks(kind: Kind, directory: Path, ranks: int) -> dict[str, dict[st
         L.seed_everything(7)
         model = make_model()
         wrapper: list[Any] = []
-        keep = At("on_train_batch_end", lambda trainer, wrapper=wrapper: wrapper.append(trainer.strategy.model))
-        make_trainer(make_strategy(kind, directory), devices=ranks, callbacks=[keep], **options).fit(model)
+        keep = At(
+            "on_train_batch_end",
+            lambda trainer, wrapper=wrapper: wrapper.append(trainer.strategy.model),
+        )
+        make_trainer(
+            make_strategy(kind, directory), devices=ranks, callbacks=[keep], **options
+        ).fit(model)
         found[name] = weights(model)
         assert isinstance(wrapper[0], nn.parallel.DistributedDataParallel)
     return found
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_other_numbers_of_ranks_learn_what_they_learn_with_stock_ddp(ranks: int, tmp_path: Path) -> None:
-    """One rank, which has nothing to average, and three, for which the division by their number is not exact."""
-    ours, stock = (on_ranks(kind, train_on_ranks, tmp_path, ranks, world_size=ranks) for kind in KINDS)
+def test_other_numbers_of_ranks_learn_what_they_learn_with_stock_ddp(
+    ranks: int, tmp_path: Path
+) -> None:
+    """One rank, which has nothing to average, and three, for which the division by
+    their number is not exact.
+    """
+    ours, stock = (
+        on_ranks(kind, train_on_ranks, tmp_path, ranks, world_size=ranks) for kind in KINDS
+    )
     assert_same(ours, stock)

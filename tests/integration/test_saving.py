@@ -1,4 +1,6 @@
-"""Saves that fail or are killed: ranks raise the same error, and the checkpoint before is left untouched."""
+"""Saves that fail or are killed: ranks raise the same error, and the checkpoint before
+is left untouched.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,17 @@ from lightning_ddp_ext import (
 from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers
 from tests.harness.ranks import RankProcesses, hold, run_ranks
-from tests.harness.training import KINDS, At, Kind, Net, backend, make_strategy, make_trainer, on_ranks, weights
+from tests.harness.training import (
+    KINDS,
+    At,
+    Kind,
+    Net,
+    backend,
+    make_strategy,
+    make_trainer,
+    on_ranks,
+    weights,
+)
 from tests.integration.checkpointing import Keeper, checkpoint_callback, trainer_for
 
 
@@ -34,13 +46,17 @@ class Ballast(L.Callback):
     def __init__(self, epochs: tuple[int, ...]) -> None:
         self.epochs = epochs
 
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         if trainer.current_epoch in self.epochs:
             checkpoint["ballast"] = torch.zeros(16 << 20, dtype=torch.uint8)
 
 
 class SaveEachEpoch(Ballast):
-    """Saves at the end of each epoch, of which the second does not fit; with ``catch``, trains on."""
+    """Saves at the end of each epoch, of which the second does not fit; with ``catch``,
+    trains on.
+    """
 
     def __init__(self, path: Path, *, catch: bool) -> None:
         super().__init__((1,))
@@ -57,7 +73,9 @@ class SaveEachEpoch(Ballast):
                 raise
 
 
-def fitted(kind: Kind, directory: Path, callback: SaveEachEpoch, checkpoint_io: Any, epochs: int) -> dict[str, Any]:
+def fitted(
+    kind: Kind, directory: Path, callback: SaveEachEpoch, checkpoint_io: Any, epochs: int
+) -> dict[str, Any]:
     raised = ""
     trainer = trainer_for(kind, directory, checkpoint_io, [callback], max_epochs=epochs)
     try:
@@ -75,16 +93,21 @@ def fitted(kind: Kind, directory: Path, callback: SaveEachEpoch, checkpoint_io: 
 def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     kind: Kind, background: bool, catch: bool, disk: Path, tmp_path: Path
 ) -> None:
-    """The error has the space that is left, the earlier checkpoint stays whole, and training ends or continues.
+    """The error has the space that is left, the earlier checkpoint stays whole, and
+    training ends or continues.
 
-    In the background the error comes with the next save, which is not tried, or at the end.
+    In the background the error comes with the next save, which is not tried, or at the
+    end.
     """
     path = disk / "it.ckpt"
-    callback, io = SaveEachEpoch(path, catch=catch), RankZeroCheckpointIO(background=background)
+    callback = SaveEachEpoch(path, catch=catch)
+    io = RankZeroCheckpointIO(background=background)
     one, other = on_ranks(kind, fitted, tmp_path, callback, io, 2 if catch else 4)
     assert one == other
     told = one["errors"][0] if not background or not catch else one["raised"]
-    assert told.startswith(f"CheckpointSaveError: cannot save checkpoint {path}: No space left on device; free some")
+    assert told.startswith(
+        f"CheckpointSaveError: cannot save checkpoint {path}: No space left on device; free some"
+    )
     assert bool(one["raised"]) == (background or not catch)
     assert one["epoch"] == (2 if catch or background else 1)
     assert torch.load(path)["epoch"] == 0
@@ -95,10 +118,13 @@ def saved_with_a_function(kind: Kind, directory: Path) -> list[str]:
     """Return the error of saving a function, in the foreground and in the background."""
 
     class Adds(L.Callback):
-        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        def on_save_checkpoint(
+            self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]
+        ) -> None:
             checkpoint["mine"] = lambda: None
 
-    io, errors = RankZeroCheckpointIO(), []
+    io = RankZeroCheckpointIO()
+    errors = []
     trainer = trainer_for(kind, directory, io, [Adds()], max_epochs=1)
     trainer.fit(Net())
     for io.background in (False, True):
@@ -123,16 +149,24 @@ def fail(trainer: L.Trainer) -> None:
 
 def raises_in_training(kind: Kind, directory: Path, background: bool, callback: Any) -> str:
     io = RankZeroCheckpointIO(background=background)
-    trainer = trainer_for(kind, directory, io, [At("on_train_batch_start", fail, earlier=2), callback])
+    trainer = trainer_for(
+        kind, directory, io, [At("on_train_batch_start", fail, earlier=2), callback]
+    )
     with pytest.raises((ValueError, DDPExtError)) as caught:
         trainer.fit(Net())
     return f"{caught.type.__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize(("kind", "background"), [(OnExceptionCheckpoint, False), (RankZeroCheckpoint, True)])
+@pytest.mark.parametrize(
+    ("kind", "background"), [(OnExceptionCheckpoint, False), (RankZeroCheckpoint, True)]
+)
 def test_an_exception_leaves_its_checkpoint(kind: Any, background: bool, tmp_path: Path) -> None:
-    """After a failure on one rank, callbacks that save on an exception have their file, and the cause is raised."""
-    options = {} if kind is OnExceptionCheckpoint else {"save_on_exception": True, "save_last": True}
+    """After a failure on one rank, callbacks that save on an exception have their file,
+    and the cause is raised.
+    """
+    options = (
+        {} if kind is OnExceptionCheckpoint else {"save_on_exception": True, "save_last": True}
+    )
     callback = kind(dirpath=tmp_path, filename="rest", **options)
     results = on_ranks("ours", raises_in_training, tmp_path, background, callback)
     assert results[1] == "ValueError: on purpose"
@@ -163,14 +197,21 @@ def fails_over_nccl(kind: Kind, directory: Path) -> tuple[str, str]:
 
 
 def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
-    """Waiting kernels then return, and a queued step uses partial sums; the error is still the cause."""
+    """Waiting kernels then return, and a queued step uses partial sums; the error is
+    still the cause.
+    """
     results = on_ranks("ours", fails_over_nccl, tmp_path)
-    assert [results[0][0].partition(":")[0], results[1][0]] == ["RankFailedError", "ValueError: on purpose"]
+    assert [results[0][0].partition(":")[0], results[1][0]] == [
+        "RankFailedError",
+        "ValueError: on purpose",
+    ]
     assert all("NCCL was aborted after rank 1 (host " in saving for _, saving in results)
     assert {path.read_text() for path in (tmp_path / "ours").glob("*.ckpt")} == {"earlier"}
 
 
-def files_at_every_step(kind: Kind, directory: Path, place: Path, options: dict[str, Any]) -> list[list[str]]:
+def files_at_every_step(
+    kind: Kind, directory: Path, place: Path, options: dict[str, Any]
+) -> list[list[str]]:
     seen: list[list[str]] = []
 
     class Looks(L.Callback):
@@ -179,7 +220,9 @@ def files_at_every_step(kind: Kind, directory: Path, place: Path, options: dict[
             seen.append([name for name in names if (place / name).exists()])
 
     io = RankZeroCheckpointIO(background=True)
-    callback = checkpoint_callback(kind, dirpath=place, filename="{step}", every_n_train_steps=1, **options)
+    callback = checkpoint_callback(
+        kind, dirpath=place, filename="{step}", every_n_train_steps=1, **options
+    )
     trainer = trainer_for(kind, directory, io, [callback, Looks(), Ballast((3,))], max_epochs=3)
     trainer.fit(Net())
     trainer.save_checkpoint(directory / "large.ckpt")
@@ -190,7 +233,9 @@ def files_at_every_step(kind: Kind, directory: Path, place: Path, options: dict[
 @pytest.mark.lowest
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_the_background_there_is_always_a_checkpoint(kind: Kind, tmp_path: Path) -> None:
-    """No file is removed before its successor is on the disk, a link always has a target, and files are readable."""
+    """No file is removed before its successor is on the disk, a link always has a
+    target, and files are readable.
+    """
     place = tmp_path / "kept"
     options = {"save_last": "link"} if kind == "stock" else {}
     seen = on_ranks(kind, files_at_every_step, tmp_path, place, options)[0]
@@ -202,7 +247,9 @@ def test_in_the_background_there_is_always_a_checkpoint(kind: Kind, tmp_path: Pa
 
 
 def best_by_rank(kind: Kind, directory: Path) -> dict[str, Any]:
-    """Return a score that differs between ranks, so that each alone would choose another checkpoint."""
+    """Return a score that differs between ranks, so that each alone would choose
+    another checkpoint.
+    """
 
     class Scores(L.Callback):
         def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -210,7 +257,9 @@ def best_by_rank(kind: Kind, directory: Path) -> dict[str, Any]:
             module.log("score", float(mine), rank_zero_only=False)
 
     options = {"save_top_k": 2, "save_weights_only": True}
-    callback = RankZeroCheckpoint(directory / "best", "{epoch}-{score:.1f}", monitor="score", **options)
+    callback = RankZeroCheckpoint(
+        directory / "best", "{epoch}-{score:.1f}", monitor="score", **options
+    )
     other = RankZeroCheckpoint(directory / "other", "{epoch}", every_n_epochs=3)
     trainer_for(kind, directory, None, [Scores(), callback, other], max_epochs=4).fit(Net())
     return {name: value for name, value in callback.state_dict().items() if name != "dirpath"}
@@ -230,41 +279,72 @@ def test_the_best_scores_are_rank_zeros_on_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.lowest
 def test_the_callback_brings_its_io_to_a_single_device(tmp_path: Path) -> None:
-    """The callback saves without a strategy of several ranks; another IO in the Trainer is an error."""
+    """The callback saves without a strategy of several ranks; another IO in the Trainer
+    is an error.
+    """
     callback = RankZeroCheckpoint(tmp_path, checkpoint_io=RankZeroCheckpointIO(background=True))
     options = {"devices": 1, "callbacks": [callback], "enable_checkpointing": True, "max_epochs": 1}
-    trainer, other = (make_trainer("auto", plugins=plugins, **options) for plugins in ([], [RankZeroCheckpointIO()]))
+    trainer, other = (
+        make_trainer("auto", plugins=plugins, **options)
+        for plugins in ([], [RankZeroCheckpointIO()])
+    )
     trainer.fit(Net())
     assert isinstance(trainer.strategy.checkpoint_io, RankZeroCheckpointIO)
     assert torch.load(callback.best_model_path)["epoch"] == 0
     replaced = {"save_checkpoint", "remove_checkpoint", "load_checkpoint", "teardown"}
-    assert not replaced & {*vars(trainer.strategy), *vars(trainer.strategy.checkpoint_io)}, "a run leaves no methods"
-    with pytest.raises(ConfigurationError, match="would replace the Trainer's RankZeroCheckpointIO"):
+    assert not replaced & {
+        *vars(trainer.strategy),
+        *vars(trainer.strategy.checkpoint_io),
+    }, "a run leaves no methods"
+    with pytest.raises(
+        ConfigurationError, match="would replace the Trainer's RankZeroCheckpointIO"
+    ):
         other.fit(Net())
 
 
 @pytest.mark.lowest
 def test_the_callbacks_state_is_that_of_model_checkpoint() -> None:
-    """A run that was started with Lightning's callback can be resumed with ours, and the other way round."""
-    ours, stock = (kind(monitor="loss", save_top_k=2) for kind in (RankZeroCheckpoint, ModelCheckpoint))
+    """A run that was started with Lightning's callback can be resumed with ours, and
+    the other way round.
+    """
+    ours, stock = (
+        kind(monitor="loss", save_top_k=2) for kind in (RankZeroCheckpoint, ModelCheckpoint)
+    )
     assert ours.state_key == stock.state_key
     with pytest.raises(TypeError, match="save_topk"):
         RankZeroCheckpoint(save_topk=2)
 
 
 def forked(rank: int, world_size: int, directory: Path) -> list[bool]:
-    """Fork ranks from a process that keeps the model; return whether it has the old weights, and the saved ones."""
-    io, model = RankZeroCheckpointIO(background=True), Net()
-    io.save_checkpoint({"used": "before"}, directory / "before.ckpt")  # its thread is not there after a fork
-    before, callback = weights(model), ModelCheckpoint(directory, "it")
-    options: dict[str, Any] = {"plugins": [io], "callbacks": [callback], "enable_checkpointing": True, "max_epochs": 1}
+    """Fork ranks from a process that keeps the model; return whether it has the old
+    weights, and the saved ones.
+    """
+    io = RankZeroCheckpointIO(background=True)
+    model = Net()
+    io.save_checkpoint(
+        {"used": "before"}, directory / "before.ckpt"
+    )  # its thread is not there after a fork
+    before = weights(model)
+    callback = ModelCheckpoint(directory, "it")
+    options: dict[str, Any] = {
+        "plugins": [io],
+        "callbacks": [callback],
+        "enable_checkpointing": True,
+        "max_epochs": 1,
+    }
     make_trainer(DDPExtStrategy(start_method="fork"), **options).fit(model)
-    saved, after = torch.load(callback.best_model_path)["state_dict"], weights(model)
-    return [all(torch.equal(other[name], value) for name, value in after.items()) for other in (before, saved)]
+    saved = torch.load(callback.best_model_path)["state_dict"]
+    after = weights(model)
+    return [
+        all(torch.equal(other[name], value) for name, value in after.items())
+        for other in (before, saved)
+    ]
 
 
 def test_forked_ranks_give_their_weights_to_the_process_that_forked_them(tmp_path: Path) -> None:
-    """After `fit` the script's model is the trained one, and its checkpoint exists, also with background saves."""
+    """After `fit` the script's model is the trained one, and its checkpoint exists,
+    also with background saves.
+    """
     assert run_ranks(forked, 1, tmp_path) == [[False, True]]
 
 
@@ -279,12 +359,18 @@ class Waits:
 class OwnIO(RankZeroCheckpointIO):
     """A user's checkpoint IO."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         torch.save(checkpoint, path)
 
 
 def saves_slowly(
-    rank: int, world_size: int, directory: Path, io: type[RankZeroCheckpointIO], save_deadline: float
+    rank: int,
+    world_size: int,
+    directory: Path,
+    io: type[RankZeroCheckpointIO],
+    save_deadline: float,
 ) -> None:
     save = At("on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt"))
     strategy = make_strategy("ours", directory, checkpoint_io=io(), save_deadline=save_deadline)
@@ -298,11 +384,15 @@ def saves_slowly(
 def test_a_save_is_finished_when_another_rank_dies(
     io: type[RankZeroCheckpointIO], save_deadline: float, is_finished: bool, tmp_path: Path
 ) -> None:
-    """A save does not need the other ranks, so rank 0 finishes it before it exits, or exits at the deadline."""
+    """A save does not need the other ranks, so rank 0 finishes it before it exits, or
+    exits at the deadline.
+    """
     with RankProcesses(saves_slowly, 2, tmp_path, io, save_deadline) as ranks:
         ranks.wait_for("saving", rank=0)
         ranks.kill(1)
-        ranks.wait_for_output("This rank will finish writing its checkpoint before it exits", rank=0)
+        ranks.wait_for_output(
+            "This rank will finish writing its checkpoint before it exits", rank=0
+        )
         if is_finished:
             ranks.release(0)
         outcome, _ = ranks.wait()
@@ -320,13 +410,17 @@ NAMES = "abcd"
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_a_killed_save_leaves_a_whole_checkpoint(background: bool, tmp_path: Path) -> None:
-    """Many kills at random moments each leave a whole file and at most one leftover, which the next start removes."""
+    """Many kills at random moments each leave a whole file and at most one leftover,
+    which the next start removes.
+    """
     [hits] = run_ranks(kill_writers, 1, tmp_path / "it.ckpt", background, time_limit=170)
     assert hits > KILLS / 10, "kills that came in the midst of writing"
 
 
 def kill_writers(rank: int, world_size: int, path: Path, background: bool) -> int:
-    """Fork one writer after another, and kill each; how many left something half-written."""
+    """Fork one writer after another, and kill each; how many left something
+    half-written.
+    """
     moments = random.Random(1)
     number = hits = 0
     for _ in range(KILLS):
@@ -337,7 +431,9 @@ def kill_writers(rank: int, world_size: int, path: Path, background: bool) -> in
 
 
 def kill_once(path: Path, background: bool, first: int, saves: float) -> tuple[int, bool]:
-    """Kill a writer about in its ``saves``-th save; return the next number, and whether the save was hit."""
+    """Kill a writer about in its ``saves``-th save; return the next number, and whether
+    the save was hit.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -352,7 +448,10 @@ def kill_once(path: Path, background: bool, first: int, saves: float) -> tuple[i
     leftovers = find_leftovers(path.parent)
     for leftover in leftovers:
         os.utime(leftover.path, (0, 0))  # an hour passes
-    assert {each.name for each in path.parent.iterdir()} <= {path.name, *(left.path.name for left in leftovers)}
+    assert {each.name for each in path.parent.iterdir()} <= {
+        path.name,
+        *(left.path.name for left in leftovers),
+    }
     assert len(leftovers) <= 1, "those of earlier kills are removed when a writer starts"
     if not path.exists():  # in the background the first may not be there yet
         assert background
@@ -360,7 +459,9 @@ def kill_once(path: Path, background: bool, first: int, saves: float) -> tuple[i
         return 0, bool(leftovers)
     content: dict[str, Any] = torch.load(path)
     Archive.open(path).check()
-    assert all(torch.all(content[name] == content["number"]) for name in NAMES), "the content is of one moment"
+    assert all(torch.all(content[name] == content["number"]) for name in NAMES), (
+        "the content is of one moment"
+    )
     assert content["number"] >= last - (2 if background else 0), "what was saved before is not lost"
     return int(content["number"]) + 1, bool(leftovers)
 

@@ -1,4 +1,6 @@
-"""Several Trainers one after another in one process: each gets its settings, or an error with the reason."""
+"""Several Trainers one after another in one process: each gets its settings, or an
+error with the reason.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +58,13 @@ def refusal(trainer: L.Trainer) -> str:
 
 
 def trials(kind: Kind, directory: Path) -> list[Any]:
-    """Return the results of calls after a script caught an exception that all ranks raised, in each of these hooks."""
+    """Return the results of calls after a script caught an exception that all ranks
+    raised, in each of these hooks.
+    """
     found: list[Any] = []
     for hook in ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end"):
-        trainer, path = make_trainer(make_strategy(kind, directory), callbacks=[Fault(hook, boom)]), directory / hook
+        trainer = make_trainer(make_strategy(kind, directory), callbacks=[Fault(hook, boom)])
+        path = directory / hook
         group = dist.group.WORLD
         try:
             trainer.fit(Net())
@@ -77,15 +82,21 @@ def trials(kind: Kind, directory: Path) -> list[Any]:
 
 
 def test_an_exception_that_all_ranks_raise_and_catch_parts_none_of_them(tmp_path: Path) -> None:
-    """As with stock, after a pruned trial the group is the same, a save waits for its file, the next Trainer works."""
+    """As with stock, after a pruned trial the group is the same, a save waits for its
+    file, the next Trainer works.
+    """
     ours, stock = on_both(trials, tmp_path)
     assert ours == stock
 
 
 def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[Any]:
-    named = [make_strategy("ours", directory, timeout=timeout) for timeout in (timedelta(seconds=600), 77.5, None)]
+    named = [
+        make_strategy("ours", directory, timeout=timeout)
+        for timeout in (timedelta(seconds=600), 77.5, None)
+    ]
     other_backend = make_strategy("ours", directory, process_group_backend="cpu:gloo")
-    groups, timeouts = [], []
+    groups = []
+    timeouts = []
     for strategy in ("ddp_ext", *named, "ddp_ext", other_backend, "destroy", "ddp_ext"):
         if strategy == "destroy":
             dist.barrier()
@@ -97,12 +108,18 @@ def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[Any]
     return [timeouts, [groups.index(group) for group in groups]]
 
 
-def resources_of_trainers(rank: int, world_size: int, directory: Path, *, is_destroyed: bool) -> list[list[int]]:
-    """Count descriptors and threads after each Trainer, whose group differs from the one before."""
+def resources_of_trainers(
+    rank: int, world_size: int, directory: Path, *, is_destroyed: bool
+) -> list[list[int]]:
+    """Count descriptors and threads after each Trainer, whose group differs from the
+    one before.
+    """
     found = []
     for number in range(5):
         interface = None if is_destroyed or number % 2 else "lo"
-        make_trainer(DDPExtStrategy(f"file://{directory}/store", interface=interface), max_steps=1).fit(Net())
+        make_trainer(
+            DDPExtStrategy(f"file://{directory}/store", interface=interface), max_steps=1
+        ).fit(Net())
         if is_destroyed:
             dist.destroy_process_group()
         gc.collect()
@@ -111,15 +128,24 @@ def resources_of_trainers(rank: int, world_size: int, directory: Path, *, is_des
 
 
 @pytest.mark.parametrize("is_destroyed", [True, False])
-def test_groups_formed_one_after_another_free_their_sockets_and_threads(is_destroyed: bool, tmp_path: Path) -> None:
-    """A script may destroy the group after each fit, or alternate between network interfaces."""
-    for found in run_ranks(resources_of_trainers, 2, tmp_path, env=BY_HAND, is_destroyed=is_destroyed):
-        # A thread that looks for deadlocks may be reading at that moment; a leak adds some for each group.
+def test_groups_formed_one_after_another_free_their_sockets_and_threads(
+    is_destroyed: bool, tmp_path: Path
+) -> None:
+    """A script may destroy the group after each fit, or alternate between network
+    interfaces.
+    """
+    for found in run_ranks(
+        resources_of_trainers, 2, tmp_path, env=BY_HAND, is_destroyed=is_destroyed
+    ):
+        # A thread that looks for deadlocks may be reading at that moment; a leak adds
+        # some for each group.
         assert all(last <= first + 1 for first, last in zip(found[1], found[4], strict=True)), found
 
 
 def objects_of_run(directory: Path, end: Callable[[], object]) -> dict[str, weakref.ref[Any]]:
-    """Return references to what a run used, which ends in its second step as ``end`` does."""
+    """Return references to what a run used, which ends in its second step as ``end``
+    does.
+    """
     strategy = make_strategy("ours", directory, checkpoint_io=RankZeroCheckpointIO(background=True))
     callbacks = [At("on_train_batch_start", lambda _: end(), earlier=1), HangWatchdog(600)]
     options = {"enable_checkpointing": True, "default_root_dir": directory}
@@ -138,7 +164,9 @@ def objects_of_run(directory: Path, end: Callable[[], object]) -> dict[str, weak
     return {name: weakref.ref(each) for name, each in used.items() if each is not None}
 
 
-def left_after_run(rank: int, world_size: int, directory: Path, end: Callable[[], object]) -> list[str]:
+def left_after_run(
+    rank: int, world_size: int, directory: Path, end: Callable[[], object]
+) -> list[str]:
     used = objects_of_run(directory, end)
     assert {"Trainer", "strategy", "module", "optimiser", "loader"} <= set(used)
     gc.collect()
@@ -147,12 +175,16 @@ def left_after_run(rank: int, world_size: int, directory: Path, end: Callable[[]
 
 @pytest.mark.parametrize("end", [int, boom, stop], ids=["finished", "failed", "stopped"])
 def test_a_run_that_ended_holds_no_memory(end: Callable[[], object], tmp_path: Path) -> None:
-    """What a run used is freed with the script's last reference to it, before the next run."""
+    """What a run used is freed with the script's last reference to it, before the next
+    run.
+    """
     assert run_ranks(left_after_run, 2, tmp_path, end, env=BY_HAND) == [[], []]
 
 
 def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path) -> None:
-    """It may leave the init method out; another backend, or a group that was destroyed, means a new group."""
+    """It may leave the init method out; another backend, or a group that was destroyed,
+    means a new group.
+    """
     env = {**BY_HAND, "DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
     for timeouts, groups in run_ranks(groups_of_trainers, 2, tmp_path, env=env):
         assert timeouts == [1800, 600, 77.5, 1800, 1800, 1800, 1800]
@@ -162,7 +194,10 @@ def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path
 def fit_then_fit(rank: int, world_size: int, directory: Path) -> list[str]:
     make_trainer(make_strategy("ours", directory)).fit(Net())
     ours = make_strategy("ours", directory)
-    further = [make_trainer(ours, devices=3), make_trainer(make_strategy("ours", Path("/elsewhere")))]
+    further = [
+        make_trainer(ours, devices=3),
+        make_trainer(make_strategy("ours", Path("/elsewhere"))),
+    ]
     further.append(make_trainer(make_strategy("ours", directory, rank=1 - rank, world_size=2)))
     return [refusal(trainer) for trainer in further]
 
@@ -172,13 +207,21 @@ def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
     # Without RANK the contradiction only shows when the second Trainer starts.
     found = run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
     for rank, (devices, place, another) in enumerate(found):
-        wants = f"this process is already rank {rank} of 2, but this Trainer needs it to be rank {rank} of 3; use"
-        assert devices.startswith(wants)
-        assert place == (
-            f"this process's group was formed with init_method 'file://{tmp_path}/store', but this Trainer requests "
-            "'file:///elsewhere/store'; use the same init_method for every Trainer of a script"
+        wants = (
+            f"this process is already rank {rank} of 2, but this Trainer needs it to be rank {rank}"
+            " of 3; use"
         )
-        wants = f"this process is already rank {rank} of 2, but this Trainer needs it to be rank {1 - rank} of 2; use"
+        assert devices.startswith(wants)
+        assert (
+            place
+            == f"this process's group was formed with init_method 'file://{tmp_path}/store', but"
+            " this Trainer requests 'file:///elsewhere/store'; use the same init_method for"
+            " every Trainer of a script"
+        )
+        wants = (
+            f"this process is already rank {rank} of 2, but this Trainer needs it to be rank"
+            f" {1 - rank} of 2; use"
+        )
         assert another.startswith(wants)
 
 
@@ -202,22 +245,29 @@ def ours_then_stock(rank: int, world_size: int, directory: Path) -> dict[str, An
 
 
 def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
-    """Ours works in a group that is already open, with a warning, and stock in ours; the numbers are the same.
+    """Ours works in a group that is already open, with a warning, and stock in ours;
+    the numbers are the same.
 
     An init method of the user's own cannot be followed there, and is refused.
     """
-    first, second = tmp_path / "stock first", tmp_path / "ours first"
+    first = tmp_path / "stock first"
+    second = tmp_path / "ours first"
     first.mkdir()
     second.mkdir()
     adopted = launch_ranks(ours_between_stock, 2, first, env=BY_HAND)
     lent = run_ranks(ours_then_stock, 2, second, env=BY_HAND)
     for rank, outcome in enumerate(adopted):
         assert outcome.exit_code == 0, outcome
-        said = outcome.output.count("using a process group that other code opened: init_timeout and timeout have")
+        said = outcome.output.count(
+            "using a process group that other code opened: init_timeout and timeout have"
+        )
         assert said == (rank == 0), "only one rank logs a line that is the same on all"
         found, refused = outcome.result
         assert_same(found, lent[rank])
-        assert f"needs rank {rank} of 2 with init_method file://{first}/store; call torch.distributed." in refused
+        assert (
+            f"needs rank {rank} of 2 with init_method file://{first}/store; call torch.distributed."
+            in refused
+        )
         assert refused.endswith("or omit init_method")
 
 
@@ -243,38 +293,57 @@ TESTS_ALONE = """
 
 
 def test_rank_zero_tests_alone_between_fits() -> None:
-    """A script may destroy the group and test each sample once, on one device; the next fit uses all ranks again."""
+    """A script may destroy the group and test each sample once, on one device; the next
+    fit uses all ranks again.
+    """
     done = run_script(TESTS_ALONE)
     assert done.exit_code == 0, done.output
     trained = ["rank 0 of 2 trained"] * 2 + ["rank 1 of 2 trained"] * 2
-    assert sorted(re.findall(r"^rank .* trained", done.output, re.MULTILINE)) == trained, done.output
-    assert re.findall(r"^\[?.* tested by \d", done.output, re.MULTILINE) == ["[4] tested by 1"] * 2, done.output
+    assert sorted(re.findall(r"^rank .* trained", done.output, re.MULTILINE)) == trained, (
+        done.output
+    )
+    assert (
+        re.findall(r"^\[?.* tested by \d", done.output, re.MULTILINE) == ["[4] tested by 1"] * 2
+    ), done.output
 
 
 class Measure(L.Callback):
-    """Reports what a rank sees of its group by the metrics that the launching process gets."""
+    """Reports what a rank sees of its group by the metrics that the launching process
+    gets.
+    """
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         module.log("ranks", float(dist.get_world_size()))
         module.log("timeout", timeout_of_collectives())
-        module.log("channel", float(any(thread.name == "ddpx-channel" for thread in threading.enumerate())))
+        module.log(
+            "channel", float(any(thread.name == "ddpx-channel" for thread in threading.enumerate()))
+        )
 
 
 def fit_in_turn(rank: int, world_size: int, worlds: list[tuple[Any, int]]) -> list[list[float]]:
-    """Fit and validate with each start method and number of devices; what each Trainer has seen."""
+    """Fit and validate with each start method and number of devices; what each Trainer
+    has seen.
+    """
     found = []
     for number, (start_method, devices) in enumerate(worlds):
-        model, strategy = Net(), DDPExtStrategy(start_method=start_method, timeout=60 + number)
+        model = Net()
+        strategy = DDPExtStrategy(start_method=start_method, timeout=60 + number)
         trainer = make_trainer(strategy, devices=devices, max_epochs=1, callbacks=[Measure()])
         trainer.fit(model)
-        found.append([trainer.callback_metrics[name].item() for name in ("ranks", "timeout", "channel")])
+        found.append(
+            [trainer.callback_metrics[name].item() for name in ("ranks", "timeout", "channel")]
+        )
         assert sorted(trainer.validate(model, verbose=False)[0]) == ["val_loss"]
     return found
 
 
 def test_worlds_of_other_sizes_in_turn() -> None:
-    """The order is free, without a launcher and without an address; a single rank has no connections."""
+    """The order is free, without a launcher and without an address; a single rank has
+    no connections.
+    """
     worlds = [("popen", 1), ("fork", 2), ("popen", 1), ("fork", 3), ("fork", 1)]
-    env = {"OMP_NUM_THREADS": "1"}  # a forked process cannot use OpenMP threads that its parent has started
+    env = {
+        "OMP_NUM_THREADS": "1"
+    }  # a forked process cannot use OpenMP threads that its parent has started
     expected = [[devices, 60 + number, devices > 1] for number, (_, devices) in enumerate(worlds)]
     assert run_ranks(fit_in_turn, 1, worlds, env=env) == [expected]

@@ -1,4 +1,6 @@
-"""Signals at other moments than in the middle of training, other signals, and whose they are besides."""
+"""Signals at other moments than in the middle of training, other signals, and whose
+they are besides.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,31 @@ EVALUATIONS = {
 End = tuple[int | None, list[str], int]  # status, checkpoints, and steps made
 
 
-def on_rank_one(rank: int, hook: str, number: int = 0, signum: int = signal.SIGTERM) -> list[L.Callback]:
+def on_rank_one(
+    rank: int, hook: str, number: int = 0, signum: int = signal.SIGTERM
+) -> list[L.Callback]:
     return [signalled(hook, number, signum)] if rank == 1 else []
 
 
-def fit(directory: Path, name: str, *callbacks: L.Callback, strategy: dict[str, Any] | None = None, **more: Any) -> End:
+def fit(
+    directory: Path,
+    name: str,
+    *callbacks: L.Callback,
+    strategy: dict[str, Any] | None = None,
+    **more: Any,
+) -> End:
     """Train for two epochs of three steps, or until all stop."""
     training = Training(shuffled(), directory, strategy=strategy or {}, options={"max_epochs": 2})
     run = training.run(callbacks=callbacks, default_root_dir=directory / name, **more)
-    files = sorted(str(path.relative_to(directory / name)) for path in (directory / name).rglob("*.ckpt"))
+    files = sorted(
+        str(path.relative_to(directory / name)) for path in (directory / name).rglob("*.ckpt")
+    )
     return run.status, files, len(run.steps)
 
 
-def run(rank: int, directory: Path, name: str, *callbacks: L.Callback, signum: int = signal.SIGTERM) -> End:
+def run(
+    rank: int, directory: Path, name: str, *callbacks: L.Callback, signum: int = signal.SIGTERM
+) -> End:
     """Return a run in whose second step rank 1 gets a signal."""
     return fit(directory, name, *callbacks, *on_rank_one(rank, "on_train_batch_end", 1, signum))
 
@@ -59,7 +73,9 @@ def stopped_in_evaluation(rank: int, world_size: int, directory: Path) -> list[A
         trainer = make_trainer(make_strategy("ours", directory), callbacks=callbacks, **settings)
         net = Evaluated(shuffled())
         try:
-            getattr(trainer, function)(net, **({} if function == "fit" else {"dataloaders": net.val_dataloader()}))
+            getattr(trainer, function)(
+                net, **({} if function == "fit" else {"dataloaders": net.val_dataloader()})
+            )
         except SystemExit as end:
             found.append((function, end.code, net.evaluated, sorted(directory.glob("*.ckpt"))))
     return found
@@ -84,12 +100,16 @@ def test_an_evaluation_stops_in_the_middle(tmp_path: Path) -> None:
     """All ranks stop after the same step, without saving."""
     found = run_ranks(stopped_in_evaluation, 2, tmp_path, env=by_hand_env(2))
     assert found[0] == found[1]
-    assert [(function, status) for function, status, *_ in found[0]] == [(function, 143) for function in EVALUATIONS]
+    assert [(function, status) for function, status, *_ in found[0]] == [
+        (function, 143) for function in EVALUATIONS
+    ]
     assert all(1 <= steps < 60 and not files for _, _, steps, files in found[0])
 
 
 def informed_and_terminated(rank: int, world_size: int, directory: Path) -> None:
-    """After rank 0's death the launcher sends SIGTERM: to rank 1 in a hook, to rank 2 after its Trainer's run."""
+    """After rank 0's death the launcher sends SIGTERM: to rank 1 in a hook, to rank 2
+    after its Trainer's run.
+    """
     faults = [signalled(STEP, 1, signal.SIGKILL), signalled("on_exception"), L.Callback()]
     try:
         fit(directory, "run", faults[rank], devices=world_size)
@@ -101,32 +121,50 @@ def informed_and_terminated(rank: int, world_size: int, directory: Path) -> None
 
 
 def test_a_launchers_sigterm_leaves_time_to_name_the_dead_rank(tmp_path: Path) -> None:
-    """It follows within a tenth of a second, and ends the process only some seconds later."""
+    """It follows within a tenth of a second, and ends the process only some seconds
+    later.
+    """
     for told in launch_ranks(informed_and_terminated, 3, tmp_path, env=by_hand_env(3))[1:]:
         assert told.exit_code == 143, told.story()
         assert "\nrank 0 (host " in told.output
 
 
 def saved_elsewhere(rank: int, world_size: int, directory: Path) -> list[list[str]]:
-    """Return the files of runs that save in the background, that are stopped in a save, and that shall not save."""
+    """Return the files of runs that save in the background, that are stopped in a save,
+    and that shall not save.
+    """
 
-    def files_of(name: str, *callbacks: L.Callback, hook: str = "on_train_batch_end", **strategy: Any) -> list[str]:
+    def files_of(
+        name: str, *callbacks: L.Callback, hook: str = "on_train_batch_end", **strategy: Any
+    ) -> list[str]:
         own = [*callbacks, *on_rank_one(rank, hook, 1)]
-        status, files, _ = fit(directory, name, *own, strategy=strategy, enable_checkpointing=bool(callbacks))
+        status, files, _ = fit(
+            directory, name, *own, strategy=strategy, enable_checkpointing=bool(callbacks)
+        )
         assert status == 143
         return files
 
     often = {"every_n_train_steps": 1, "save_top_k": -1}
     background = RankZeroCheckpointIO(background=True)
     return [
-        files_of("background", RankZeroCheckpoint(directory / "background", **often), checkpoint_io=background),
-        files_of("saving", RankZeroCheckpoint(directory / "saving", "{step}", **often), hook="on_save_checkpoint"),
+        files_of(
+            "background",
+            RankZeroCheckpoint(directory / "background", **often),
+            checkpoint_io=background,
+        ),
+        files_of(
+            "saving",
+            RankZeroCheckpoint(directory / "saving", "{step}", **often),
+            hook="on_save_checkpoint",
+        ),
         files_of("nothing", stop_checkpoint=None),
     ]
 
 
 def test_a_save_is_finished_before_the_one_of_the_stop(tmp_path: Path) -> None:
-    """This covers a save that has begun, and one in the background; ``stop_checkpoint=None`` saves nothing."""
+    """This covers a save that has begun, and one in the background;
+    ``stop_checkpoint=None`` saves nothing.
+    """
     for background, saving, nothing in run_ranks(saved_elsewhere, 2, tmp_path, env=by_hand_env(2)):
         assert "last-preempted.ckpt" in background
         assert len(background) >= 3
@@ -145,14 +183,20 @@ def resumes_in_a_job(rank: int, world_size: int, directory: Path, is_stopped: bo
 
 
 def test_only_the_requeued_job_resumes(tmp_path: Path) -> None:
-    """As with stock, no ``ckpt_path`` has to ask for it; other jobs of the command begin from the start."""
+    """As with stock, no ``ckpt_path`` has to ask for it; other jobs of the command
+    begin from the start.
+    """
     job = by_srun()
     stopped, _ = launch_ranks(resumes_in_a_job, 2, tmp_path, True, env=job)
     assert stopped.result is False, stopped.story()
-    assert "the ranks will finish the current step, save and stop" in stopped.output, stopped.story()
+    assert "the ranks will finish the current step, save and stop" in stopped.output, (
+        stopped.story()
+    )
     assert f"SLURM did not requeue job {job['SLURM_JOB_ID']}" in stopped.output, stopped.story()
     for env, resumes in ((by_srun(), False), (job, True)):
-        found = run_ranks(resumes_in_a_job, 2, tmp_path, False, env={**env, "SLURM_RESTART_COUNT": "1"})
+        found = run_ranks(
+            resumes_in_a_job, 2, tmp_path, False, env={**env, "SLURM_RESTART_COUNT": "1"}
+        )
         assert found == [resumes] * 2
     assert not list(tmp_path.rglob("*.ckpt"))
 
@@ -161,30 +205,48 @@ IN_GROUPS = {"fork": (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), "spawn": (
 
 
 def signalled_in_groups(rank: int, world_size: int, directory: Path, context: str) -> list[End]:
-    """Return the ends of runs whose rank 1 gets a signal together with its loader's workers."""
+    """Return the ends of runs whose rank 1 gets a signal together with its loader's
+    workers.
+    """
     os.setpgid(0, 0)
     ends = []
     for signum in IN_GROUPS[context]:
         loaders = shuffled(120, num_workers=1, multiprocessing_context=context)
-        callbacks = [At(STEP, lambda _, signum=signum: os.killpg(0, signum), earlier=2)] if rank == 1 else []
+        callbacks = (
+            [At(STEP, lambda _, signum=signum: os.killpg(0, signum), earlier=2)]
+            if rank == 1
+            else []
+        )
         place = directory / str(signum)
         stopped = Training(loaders, directory).run(callbacks=callbacks, default_root_dir=place)
-        ends.append((stopped.status, [path.name for path in place.rglob("*.ckpt")], 3 <= len(stopped.steps) < 30))
+        ends.append(
+            (
+                stopped.status,
+                [path.name for path in place.rglob("*.ckpt")],
+                3 <= len(stopped.steps) < 30,
+            )
+        )
     return ends
 
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_workers_leave_the_signal_of_a_group_to_their_rank(context: str, tmp_path: Path) -> None:
-    """A rank needs them until it stops; torchrun and terminals send a signal to all processes of a group."""
+    """A rank needs them until it stops; torchrun and terminals send a signal to all
+    processes of a group.
+    """
     expected = [(128 + signum, ["last-preempted.ckpt"], True) for signum in IN_GROUPS[context]]
-    assert run_ranks(signalled_in_groups, 2, tmp_path, context, env=by_hand_env(2)) == [expected] * 2
+    assert (
+        run_ranks(signalled_in_groups, 2, tmp_path, context, env=by_hand_env(2)) == [expected] * 2
+    )
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """Return the ends of runs by signal, with and without a user's handler, and whether handlers are restored."""
+    """Return the ends of runs by signal, with and without a user's handler, and whether
+    handlers are restored.
+    """
     found: list[Any] = []
 
     def users(number: int, frame: Any) -> None:
@@ -201,7 +263,9 @@ def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_each_signal_ends_with_its_status_and_is_passed_on(tmp_path: Path) -> None:
-    """The user's earlier handler is called, and restored afterwards; SIGUSR1 and SIGHUP reach only that handler."""
+    """The user's earlier handler is called, and restored afterwards; SIGUSR1 and SIGHUP
+    reach only that handler.
+    """
     expected: list[Any] = []
     for signum in SIGNALS:
         stopped = (128 + signum, ["last-preempted.ckpt"], True)
@@ -213,12 +277,18 @@ def test_each_signal_ends_with_its_status_and_is_passed_on(tmp_path: Path) -> No
 
 
 def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """Return exit statuses of runs with other handlers for signals: 143, or None if the signal is not ours."""
-    ends = [run(rank, directory, "woken", At(STEP, lambda _: signal.set_wakeup_fd(-1)))]  # as asyncio does
+    """Return exit statuses of runs with other handlers for signals: 143, or None if the
+    signal is not ours.
+    """
+    ends = [
+        run(rank, directory, "woken", At(STEP, lambda _: signal.set_wakeup_fd(-1)))
+    ]  # as asyncio does
     inner = make_trainer(make_strategy("ours", directory), limit_val_batches=2)
     nested = At(STEP, lambda _: inner.validate(Evaluated(shuffled()), verbose=False), earlier=1)
     ends.append(run(rank, directory, "nested", nested))
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a shell runs in the background
+    before = signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # as for what a shell runs in the background
     ends.append(run(rank, directory, "ignored", signum=signal.SIGINT))
     assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
@@ -231,8 +301,12 @@ def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_signals_with_other_handlers(tmp_path: Path) -> None:
-    """Ours act beside another loop's wake-up descriptor and after a nested run; the user's handlers are kept."""
-    for woken, nested, ignored, nohup, stacks in run_ranks(beside_others, 2, tmp_path, env=by_hand_env(2)):
+    """Ours act beside another loop's wake-up descriptor and after a nested run; the
+    user's handlers are kept.
+    """
+    for woken, nested, ignored, nohup, stacks in run_ranks(
+        beside_others, 2, tmp_path, env=by_hand_env(2)
+    ):
         assert woken[:2] == nested[:2] == (143, ["last-preempted.ckpt"])
         assert woken[2] in range(2, 6)
         assert nested[2] in range(2, 6)
@@ -258,20 +332,30 @@ def interrupted_twice(rank: int, world_size: int, directory: Path) -> Any:
 
 
 def test_a_second_interrupt_exits_immediately(tmp_path: Path) -> None:
-    """It exits as Lightning does on Ctrl-C, without waiting for the step, and so without a checkpoint."""
+    """It exits as Lightning does on Ctrl-C, without waiting for the step, and so
+    without a checkpoint.
+    """
     assert run_ranks(interrupted_twice, 2, tmp_path, env=by_hand_env(2)) == [(1, [])] * 2
 
 
-def held(rank: int, world_size: int, directory: Path, timeout: float | None, **strategy: Any) -> None:
-    """Run with all ranks but 0 stuck in the middle of a step, and with a default timeout for sockets."""
+def held(
+    rank: int, world_size: int, directory: Path, timeout: float | None, **strategy: Any
+) -> None:
+    """Run with all ranks but 0 stuck in the middle of a step, and with a default
+    timeout for sockets.
+    """
     socket.setdefaulttimeout(timeout)
     callbacks = [At(STEP, lambda _: hold("in step 1"), earlier=1)] if rank > 0 else []
     fit(directory, "run", *callbacks, strategy=strategy, devices=world_size)
 
 
 @pytest.mark.parametrize("timeout", [None, 0.001])
-def test_all_end_within_the_deadline_though_a_rank_does_not_stop(timeout: float | None, tmp_path: Path) -> None:
-    """They exit with the signal's status, and print where each of them was and which one did not reply."""
+def test_all_end_within_the_deadline_though_a_rank_does_not_stop(
+    timeout: float | None, tmp_path: Path
+) -> None:
+    """They exit with the signal's status, and print where each of them was and which
+    one did not reply.
+    """
     with RankProcesses(held, 2, tmp_path, timeout, env=by_hand_env(2), save_deadline=1) as ranks:
         ranks.wait_for("in step 1", rank=1)
         ranks.kill(1, signal.SIGSTOP)
@@ -285,7 +369,9 @@ def test_all_end_within_the_deadline_though_a_rank_does_not_stop(timeout: float 
 
 
 def end_while_signalled(rank: int, world_size: int) -> None:
-    """Send SIGTERM while the handlers of a rank that failed are restored, as torchrun may."""
+    """Send SIGTERM while the handlers of a rank that failed are restored, as torchrun
+    may.
+    """
     signals = StopSignals(lambda signum: None)
     signals.install(signal.SIGTERM)
     listener: Any = signals._listener

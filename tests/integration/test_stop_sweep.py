@@ -1,6 +1,8 @@
-"""A signal in any hook, beside any callback, and the same command again: as if there had been none.
+"""A signal in any hook, beside any callback, and the same command again: as if there
+had been none.
 
-``make test`` plays a cover, ``make nightly`` cases of a new seed (``SWEEP_SEED``, ``SWEEP_COUNT``).
+``make test`` plays a cover, ``make nightly`` cases of a new seed (``SWEEP_SEED``,
+``SWEEP_COUNT``).
 """
 
 from __future__ import annotations
@@ -24,13 +26,21 @@ from lightning.pytorch.core import hooks
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_ddp_ext.errors import RankFailedError
-from tests.harness.sweeps import chosen_cases, expect_nothing_wrong, greedy_cover, new_seed, play_cases
+from tests.harness.sweeps import (
+    chosen_cases,
+    expect_nothing_wrong,
+    greedy_cover,
+    new_seed,
+    play_cases,
+)
 from tests.harness.training import At, make_strategy, make_trainer
 from tests.integration.continuing import LongValidated, Run, Training, difference, shuffled
 
 
 class Swapping(L.Callback):
-    """Validates with other weights, as users' averaging callbacks do; Lightning's callbacks swap one hook later."""
+    """Validates with other weights, as users' averaging callbacks do; Lightning's
+    callbacks swap one hook later.
+    """
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         self.other = [torch.zeros_like(each) for each in module.parameters()]
@@ -64,7 +74,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "early": lambda: callbacks.EarlyStopping("result", patience=1, mode="max"),
     "timer": lambda: callbacks.Timer("00:01:00:00"),
     "pruning": lambda: callbacks.ModelPruning("l1_unstructured", amount=0.2),
-    "lambda": lambda: callbacks.LambdaCallback(on_validation_start=lambda *_: None, on_validation_end=lambda *_: None),
+    "lambda": lambda: callbacks.LambdaCallback(
+        on_validation_start=lambda *_: None, on_validation_end=lambda *_: None
+    ),
     "tqdm": callbacks.TQDMProgressBar,
     "rich": callbacks.RichProgressBar,
     "throughput": lambda: callbacks.ThroughputMonitor(batch_size_fn=len),
@@ -75,22 +87,45 @@ LOGGED = ("lr_monitor", "throughput", "devices", "save_last")
 
 
 def _named(*owners: type) -> set[str]:
-    members = [name for owner in owners for name, _ in inspect.getmembers(owner, inspect.isfunction)]
-    # Called when a run is over, where a signal is that of the process; or by a resumed run alone.
-    left_out = ("_", "on_fit_end", "teardown", "on_exception", "on_load", "load_", "state_dict", "configure_sharded")
+    members = [
+        name for owner in owners for name, _ in inspect.getmembers(owner, inspect.isfunction)
+    ]
+    # Called when a run is over, where a signal is that of the process; or by a resumed
+    # run alone.
+    left_out = (
+        "_",
+        "on_fit_end",
+        "teardown",
+        "on_exception",
+        "on_load",
+        "load_",
+        "state_dict",
+        "configure_sharded",
+    )
     return {name for name in members if not name.startswith(left_out)}
 
 
 OF_MODULES = _named(hooks.ModelHooks, hooks.DataHooks, hooks.CheckpointHooks) | {
     *("configure_optimizers", "training_step", "validation_step", "test_step", "predict_step"),
-    *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping"),
+    *(
+        "backward",
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "lr_scheduler_step",
+        "configure_gradient_clipping",
+    ),
 }
-HOOKS = sorted([f"callback.{name}" for name in _named(L.Callback)] + [f"module.{name}" for name in OF_MODULES])
+HOOKS = sorted(
+    [f"callback.{name}" for name in _named(L.Callback)] + [f"module.{name}" for name in OF_MODULES]
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """The signal that one of the ranks gets, and its moment. Its ``str`` in the variable ``SWEEP`` repeats it."""
+    """The signal that one of the ranks gets, and its moment.
+
+    Its ``str`` in the variable ``SWEEP`` repeats it.
+    """
 
     hook: str
     kind: str
@@ -115,7 +150,15 @@ class Case:
             for phase in ("sanity", "validation", "save", "epoch", "train_end", "start"):
                 if phase in name and name != "on_train_batch_start":
                     return phase
-        early = ("setup", "configure", "prepare", "train_data", "val_data", "test_data", "predict_data")
+        early = (
+            "setup",
+            "configure",
+            "prepare",
+            "train_data",
+            "val_data",
+            "test_data",
+            "predict_data",
+        )
         return "start" if name.startswith(early) and "clipping" not in name else "step"
 
     @property
@@ -125,7 +168,10 @@ class Case:
             return False
         if self.kind == "on_exception" and self.function != "fit":
             return False
-        others = {"fit": ("test", "predict"), "validate": ("test", "predict", "train", "backward", "optimizer", "grad")}
+        others = {
+            "fit": ("test", "predict"),
+            "validate": ("test", "predict", "train", "backward", "optimizer", "grad"),
+        }
         others |= {"test": (*others["validate"][1:], "validation", "val_", "sanity")}
         others |= {"predict": (*others["test"][1:], "test")}
         return not any(word in self.hook for word in others[self.function])
@@ -142,7 +188,9 @@ class Stopped(LongValidated):
             super().happens(what, *results)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam([each for each in self.parameters() if each.requires_grad], lr=0.01)
+        optimizer = torch.optim.Adam(
+            [each for each in self.parameters() if each.requires_grad], lr=0.01
+        )
         return [optimizer], [StepLR(optimizer, 1, 0.6)]
 
     def test_step(self, batch: torch.Tensor, index: int) -> None:
@@ -169,7 +217,8 @@ class Signalled(Stopped):
 
     def __init__(self, case: Case, *args: Any) -> None:
         super().__init__(*args)
-        method, calls = getattr(self, case.hook.partition(".")[2]), iter(range(case.earlier + 1))
+        method = getattr(self, case.hook.partition(".")[2])
+        calls = iter(range(case.earlier + 1))
 
         @functools.wraps(method)
         def signalling(*args: Any, **kwargs: Any) -> Any:
@@ -192,7 +241,11 @@ def signals_of(case: Case, rank: int) -> tuple[Any, list[L.Callback]]:
 
 def made(case: Case, place: Path) -> Any:
     """Return the case's callback."""
-    return callbacks.OnExceptionCheckpoint(place) if case.kind == "on_exception" else KINDS[case.kind]()
+    return (
+        callbacks.OnExceptionCheckpoint(place)
+        if case.kind == "on_exception"
+        else KINDS[case.kind]()
+    )
 
 
 wholes: dict[str, Any] = {}  # by callback: the run of these ranks that gets no signal
@@ -209,7 +262,8 @@ def play(case: Case, rank: int, ranks: int, place: Path) -> str:
 
 
 def stop_and_resume(case: Case, rank: int, place: Path) -> str:
-    directory, status = place.parent, 128 + signal.Signals[case.signal]
+    directory = place.parent
+    status = 128 + signal.Signals[case.signal]
     is_saved = isinstance(KINDS[case.kind](), callbacks.Checkpoint)
     options: dict[str, Any] = {
         "max_epochs": 2,
@@ -217,13 +271,19 @@ def stop_and_resume(case: Case, rank: int, place: Path) -> str:
         "num_sanity_val_steps": 1,
         "val_check_interval": 2,
     }
-    options |= {"enable_checkpointing": is_saved, "logger": case.kind in LOGGED, "log_every_n_steps": 1}
+    options |= {
+        "enable_checkpointing": is_saved,
+        "logger": case.kind in LOGGED,
+        "log_every_n_steps": 1,
+    }
     options["enable_progress_bar"] = case.kind in ("tqdm", "rich")
     training = Training(shuffled(6 * case.ranks), directory, case.ranks, options)
 
     def run(at: Path, module: Any = Stopped, more: Sequence[L.Callback] = ()) -> tuple[Run, str]:
         own = made(case, at)
-        done = training.run(kind=module, callbacks=[own, *more], default_root_dir=at, ckpt_path="last")
+        done = training.run(
+            kind=module, callbacks=[own, *more], default_root_dir=at, ckpt_path="last"
+        )
         if case.ranks > 1:
             dist.barrier()  # one rank's run must not look for what the other one's removes
         is_compared = not isinstance(own, (callbacks.Checkpoint, callbacks.Timer))
@@ -241,17 +301,30 @@ def stop_and_resume(case: Case, rank: int, place: Path) -> str:
         return f"ends with {stopped.status}, after {stopped.steps} instead of {whole.steps}"
     resumed, resumed_state = run(place)
     wrong = difference(training, whole, len(stopped.steps), resumed)
-    is_same = resumed_state == state or not resumed.steps  # without a step no callback's training begins
+    is_same = (
+        resumed_state == state or not resumed.steps
+    )  # without a step no callback's training begins
     return wrong or ("" if is_same else f"its callback has {resumed_state} instead of {state}")
 
 
 def evaluate(
-    case: Case, module: Any, signalling: list[L.Callback], place: Path, options: dict[str, Any], status: int
+    case: Case,
+    module: Any,
+    signalling: list[L.Callback],
+    place: Path,
+    options: dict[str, Any],
+    status: int,
 ) -> str:
     """Describe the faults of a finished evaluation; empty without any."""
     L.seed_everything(7, verbose=False)
-    own = {**options, "devices": case.ranks, "callbacks": [made(case, place), *signalling], "default_root_dir": place}
-    trainer, ended = make_trainer(make_strategy("ours", place.parent), **own), None
+    own = {
+        **options,
+        "devices": case.ranks,
+        "callbacks": [made(case, place), *signalling],
+        "default_root_dir": place,
+    }
+    trainer = make_trainer(make_strategy("ours", place.parent), **own)
+    ended = None
     try:
         getattr(trainer, case.function)(
             module(shuffled()), **({} if case.function == "predict" else {"verbose": False})
@@ -266,16 +339,27 @@ def evaluate(
 
 # Cases that fail, with which others of the same cause are left out.
 KNOWN: dict[str, Callable[[Case], bool]] = {
-    # Lightning's callback saves weights that are pruned for good, and prunes those of a resumed run anew.
-    "hook=module.on_train_batch_end kind=pruning earlier=3 ranks=1": lambda case: case.kind == "pruning",
-    # Lightning's callback makes its scheduler when an epoch starts, and so not in one that is resumed in its middle.
+    # Lightning's callback saves weights that are pruned for good, and prunes those of a
+    # resumed run anew.
+    "hook=module.on_train_batch_end kind=pruning earlier=3 ranks=1": (
+        lambda case: case.kind == "pruning"
+    ),
+    # Lightning's callback makes its scheduler when an epoch starts, and so not in one
+    # that is resumed in its middle.
     "hook=module.on_train_batch_end kind=swa earlier=3 ranks=1": lambda case: case.kind == "swa",
-    # Lightning's callback unfreezes the backbone when an epoch starts, and so not in one that is resumed in its middle.
-    "hook=callback.on_train_batch_start kind=finetuning earlier=3 ranks=1": lambda case: case.kind == "finetuning",
-    # Lightning's callback sets the accumulation when an epoch starts, and so not in one that is resumed in its middle.
-    "hook=module.on_train_batch_end kind=accumulation earlier=4 ranks=1": lambda case: case.kind == "accumulation",
+    # Lightning's callback unfreezes the backbone when an epoch starts, and so not in
+    # one that is resumed in its middle.
+    "hook=callback.on_train_batch_start kind=finetuning earlier=3 ranks=1": (
+        lambda case: case.kind == "finetuning"
+    ),
+    # Lightning's callback sets the accumulation when an epoch starts, and so not in one
+    # that is resumed in its middle.
+    "hook=module.on_train_batch_end kind=accumulation earlier=4 ranks=1": (
+        lambda case: case.kind == "accumulation"
+    ),
 }
-# Callbacks that the daily cover leaves to the nightly sweep: they do nearly what others do.
+# Callbacks that the daily cover leaves to the nightly sweep: they do nearly what others
+# do.
 NIGHTLY = ("saves", "save_steps", "average", "summary", "lambda", "rich", "devices", "lr_monitor")
 REPEAT = "SWEEP='{}' .venv/bin/python -m pytest tests/integration/test_stop_sweep.py -k stopped"
 
@@ -297,16 +381,23 @@ def drawn(chance: random.Random) -> Case:
 
 
 def cover(seed: int = 0) -> list[Case]:
-    """Return cases that try each hook, and each callback, signal and number of ranks in each phase, found greedily.
+    """Return cases that try each hook, and each callback, signal and number of ranks in
+    each phase, found greedily.
 
-    A module's hook and that of a callback count as one, and so do those of the three evaluations.
+    A module's hook and that of a callback count as one, and so do those of the three
+    evaluations.
     """
     chance = random.Random(seed)
 
     def tried_by(case: Case) -> set[tuple[object, ...]]:
         levels = ("kind", case.kind), ("signal", case.signal), ("ranks", case.ranks)
-        is_fit, name = case.function == "fit", case.hook.partition(".")[2]
-        return {(is_fit, name), (case.function, case.phase), *((is_fit, case.phase, *level) for level in levels)}
+        is_fit = case.function == "fit"
+        name = case.hook.partition(".")[2]
+        return {
+            (is_fit, name),
+            (case.function, case.phase),
+            *((is_fit, case.phase, *level) for level in levels),
+        }
 
     cases = [case for _ in range(4000) if (case := drawn(chance)).kind not in NIGHTLY]
     tried = {case: tried_by(case) for case in cases}
@@ -316,13 +407,18 @@ def cover(seed: int = 0) -> list[Case]:
 def play_all(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
     """Play cases; by case, what is wrong."""
     played = play_cases(play, cases, lambda case: case.ranks, directory)
-    found = {case: texts if isinstance(texts, str) else max(texts, key=len) for case, texts in played.items()}
+    found = {
+        case: texts if isinstance(texts, str) else max(texts, key=len)
+        for case, texts in played.items()
+    }
     return {case: text for case, text in found.items() if text}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_run_continues_as_if_uninterrupted(ranks: int, tmp_path: Path) -> None:
-    """Steps, validations and weights are the same, and no rank waits for another one in vain."""
+    """Steps, validations and weights are the same, and no rank waits for another one in
+    vain.
+    """
     cases = [case for case in chosen_cases(Case.parse, cover()) if case.ranks == ranks]
     expect_nothing_wrong(play_all(cases, tmp_path), REPEAT)
 

@@ -1,6 +1,8 @@
-"""After a signal to any rank, all ranks save and stop after the same step, and the same command continues there.
+"""After a signal to any rank, all ranks save and stop after the same step, and the same
+command continues there.
 
-``test_resume_sweep`` and ``test_stop_sweep`` compare resumed runs with runs that were not stopped.
+``test_resume_sweep`` and ``test_stop_sweep`` compare resumed runs with runs that were
+not stopped.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from tests.integration.continuing import Net, Run, Training, shuffled, signalled
 
 Moment = tuple[str, int]  # a hook of a callback, and how often it has been called before
 
-# The moment of the signal, and the fewest steps after which the ranks stop; a run has 2 epochs, each with 3 training
-# and 2 validation steps. The ranks agree on the step by messages, so on a busy machine they stop some steps later.
+# The moment of the signal, and the fewest steps after which the ranks stop; a run has 2
+# epochs, each with 3 training and 2 validation steps. The ranks agree on the step by
+# messages, so on a busy machine they stop some steps later.
 MOMENTS: dict[Moment, int] = {
     ("on_train_batch_start", 0): 1,
     ("on_train_batch_start", 1): 2,
@@ -35,40 +38,69 @@ MOMENTS: dict[Moment, int] = {
 
 
 def stop_at_moments(rank: int, world_size: int, directory: Path) -> list[tuple[Any, ...]]:
-    """Return how runs end after a signal to one of the ranks: status, files, and steps made after it."""
+    """Return how runs end after a signal to one of the ranks: status, files, and steps
+    made after it.
+    """
     found = []
     for number, (moment, steps) in enumerate(MOMENTS.items()):
         place = directory / str(moment)
-        training = Training(shuffled(), directory, options={"max_epochs": 2, "limit_val_batches": 1.0})
+        training = Training(
+            shuffled(), directory, options={"max_epochs": 2, "limit_val_batches": 1.0}
+        )
         callbacks = [signalled(*moment)] if rank == number % world_size else []
         stopped = training.run(callbacks=callbacks, default_root_dir=place)
-        found.append((stopped.status, [path.name for path in place.glob("*.ckpt")], len(stopped.steps) - steps))
+        found.append(
+            (
+                stopped.status,
+                [path.name for path in place.glob("*.ckpt")],
+                len(stopped.steps) - steps,
+            )
+        )
     return found
 
 
 @pytest.mark.lowest
 def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
-    """At every moment, and on either rank: the ranks stop after the same step, save, and exit with status 143."""
+    """At every moment, and on either rank: the ranks stop after the same step, save,
+    and exit with status 143.
+    """
     first, second = run_ranks(stop_at_moments, 2, tmp_path, env=by_hand_env(2))
     assert first == second
-    assert all(end in [(143, ["last-preempted.ckpt"], later) for later in range(4)] for end in first), first
+    assert all(
+        end in [(143, ["last-preempted.ckpt"], later) for later in range(4)] for end in first
+    ), first
 
 
-# Trainer options that choose the checkpoint directory, made on a rank; each with a pattern for the stop checkpoint.
+# Trainer options that choose the checkpoint directory, made on a rank; each with a
+# pattern for the stop checkpoint.
 OF_COMMAND = "checkpoints/*-*/last-preempted.ckpt"
 PLACES: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
     "as Lightning chooses": (OF_COMMAND, lambda place: {"logger": True}),
-    "save_last": (OF_COMMAND, lambda place: {"logger": True, "callbacks": [ModelCheckpoint(save_last=True)]}),
+    "save_last": (
+        OF_COMMAND,
+        lambda place: {"logger": True, "callbacks": [ModelCheckpoint(save_last=True)]},
+    ),
     "fixed version": (OF_COMMAND, lambda place: {"logger": CSVLogger(place, version="fixed")}),
     "no logger": ("checkpoints/last-preempted.ckpt", lambda place: {}),
-    "no callback": ("last-preempted.ckpt", lambda place: {"logger": True, "enable_checkpointing": False}),
-    "dirpath": ("own/last-preempted.ckpt", lambda place: {"callbacks": [ModelCheckpoint(place / "own")]}),
-    "path": ("given/stop.ckpt", lambda place: {"logger": True, "stop_checkpoint": f"{place}/given/stop.ckpt"}),
+    "no callback": (
+        "last-preempted.ckpt",
+        lambda place: {"logger": True, "enable_checkpointing": False},
+    ),
+    "dirpath": (
+        "own/last-preempted.ckpt",
+        lambda place: {"callbacks": [ModelCheckpoint(place / "own")]},
+    ),
+    "path": (
+        "given/stop.ckpt",
+        lambda place: {"logger": True, "stop_checkpoint": f"{place}/given/stop.ckpt"},
+    ),
 }
 
 
 def commands(rank: int, world_size: int, directory: Path) -> list[str]:
-    """List faults of a command that runs until a signal, again to its end, and once more; by its save path."""
+    """List faults of a command that runs until a signal, again to its end, and once
+    more; by its save path.
+    """
     wrong = []
     for name, (pattern, make) in PLACES.items():
         place = directory / name
@@ -78,7 +110,12 @@ def commands(rank: int, world_size: int, directory: Path) -> list[str]:
             strategy = {each: options.pop(each) for each in ("stop_checkpoint",) if each in options}
             own = [*options.pop("callbacks", ()), *callbacks]
             training = Training(shuffled(), directory, strategy=strategy)
-            chosen = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": place, **options}
+            chosen = {
+                "max_epochs": 2,
+                "enable_checkpointing": True,
+                "default_root_dir": place,
+                **options,
+            }
             return training.run(callbacks=own, ckpt_path="last", **chosen)
 
         stopped = run(*([signalled("on_train_batch_end", 1)] if rank == 1 else []))
@@ -97,39 +134,76 @@ def commands(rank: int, world_size: int, directory: Path) -> list[str]:
             "continues": whole is None or stopped.steps + resumed.steps == whole.steps,
             "steps": (len(resumed.steps), resumed.status) == (6 - done, None),
         }
-        wrong += [f"{name}: {what}, {stopped} {resumed}" for what, is_right in seen.items() if not is_right]
+        wrong += [
+            f"{name}: {what}, {stopped} {resumed}"
+            for what, is_right in seen.items()
+            if not is_right
+        ]
     return wrong
 
 
 def test_the_same_command_continues_wherever_it_saves(tmp_path: Path) -> None:
-    """It also resumes if Lightning's directory is new in each run. A finished run leaves no stop checkpoint."""
+    """It also resumes if Lightning's directory is new in each run.
+
+    A finished run leaves no stop checkpoint.
+    """
     assert run_ranks(commands, 2, tmp_path, env=by_hand_env(2)) == [[], []]
 
 
-def commands_in_turn(rank: int, world_size: int, directory: Path, words: list[str], stops: bool) -> tuple[int, ...]:
-    """Return the first step of a command, which is stopped in its second one or runs to its end."""
+def commands_in_turn(
+    rank: int, world_size: int, directory: Path, words: list[str], stops: bool
+) -> tuple[int, ...]:
+    """Return the first step of a command, which is stopped in its second one or runs to
+    its end.
+    """
     sys.argv = ["train.py", *words]
-    options = {"logger": True, "enable_checkpointing": True, "max_epochs": 1, "default_root_dir": directory}
+    options = {
+        "logger": True,
+        "enable_checkpointing": True,
+        "max_epochs": 1,
+        "default_root_dir": directory,
+    }
     callbacks = [signalled("on_train_batch_end", 1)] if stops else []
-    return Training(shuffled(), directory, 1, options).run(callbacks=callbacks, ckpt_path="last").steps[0][:2]
+    return (
+        Training(shuffled(), directory, 1, options)
+        .run(callbacks=callbacks, ckpt_path="last")
+        .steps[0][:2]
+    )
 
 
 def test_another_command_names_a_stop_checkpoint_and_leaves_it(tmp_path: Path) -> None:
     """Two experiments may share a directory."""
-    begun, output = [], ""
-    for words, stops in ((["--lr", "1"], True), (["--lr", "2"], False), (["--lr", "1", "--ckpt_path", "last"], False)):
+    begun = []
+    output = ""
+    for words, stops in (
+        (["--lr", "1"], True),
+        (["--lr", "2"], False),
+        (["--lr", "1", "--ckpt_path", "last"], False),
+    ):
         [outcome] = launch_ranks(commands_in_turn, 1, tmp_path, words, stops)
         begun.append(outcome.result)
         output += outcome.output
     assert begun == [(0, 0), (0, 0), (0, 2)], output
-    assert output.count("last-preempted.ckpt belongs to another command; pass its path to resume from it") == 1
+    assert (
+        output.count(
+            "last-preempted.ckpt belongs to another command; pass its path to resume from it"
+        )
+        == 1
+    )
 
 
 def test_a_first_run_with_last_gets_one_hint(tmp_path: Path) -> None:
-    """The line names the file of a later run; Lightning's hint about ``save_last`` would be a second one."""
+    """The line names the file of a later run; Lightning's hint about ``save_last``
+    would be a second one.
+    """
     [outcome] = launch_ranks(commands_in_turn, 1, tmp_path, [], False)
     assert outcome.result == (0, 0)
-    assert outcome.output.count("ckpt_path='last': no checkpoint yet; if the ranks are stopped, they save ") == 1
+    assert (
+        outcome.output.count(
+            "ckpt_path='last': no checkpoint yet; if the ranks are stopped, they save "
+        )
+        == 1
+    )
     assert "no last checkpoint available" not in outcome.output
 
 
@@ -143,14 +217,19 @@ class Fold(Net):
 
 WIDTH = 1
 FOLDS = 3
-Stop = tuple[int, str] | None  # the number of a fold, and the hook in whose second call rank 1 gets a signal
+Stop = (
+    tuple[int, str] | None
+)  # the number of a fold, and the hook in whose second call rank 1 gets a signal
 
 
-def cross_validate(rank: int, world_size: int, directory: Path, name: str, stop: Stop, **model: int) -> list[Any]:
+def cross_validate(
+    rank: int, world_size: int, directory: Path, name: str, stop: Stop, **model: int
+) -> list[Any]:
     """Return the first batch of each fold, and the files that its end leaves."""
     global WIDTH
     WIDTH = model.get("width", 1)
-    place, begun = directory / name, []
+    place = directory / name
+    begun = []
     for fold in range(FOLDS):
         options = PLACES[name][1](place)
         strategy = {"stop_checkpoint": options.pop("stop_checkpoint", "last-preempted.ckpt")}
@@ -176,31 +255,52 @@ OF_FOLDS = ("as Lightning chooses", "no logger", "path")
 
 @pytest.mark.parametrize("name", OF_FOLDS)
 def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(name: str, tmp_path: Path) -> None:
-    """In a cross-validation, no fold resumes from another fold's weights, nor replaces another fold's file."""
+    """In a cross-validation, no fold resumes from another fold's weights, nor replaces
+    another fold's file.
+    """
 
     def again(stop: Stop, **model: int) -> list[str]:
-        first, second = run_ranks(cross_validate, 2, tmp_path, name, stop, env=by_hand_env(2), **model)
+        first, second = run_ranks(
+            cross_validate, 2, tmp_path, name, stop, env=by_hand_env(2), **model
+        )
         assert first == second
         return in_words(first)
 
     assert again((1, "on_train_batch_end")) == ["from the start"] * 2
     assert again((0, "on_train_batch_end")) == ["from the start"]
     assert len(list(tmp_path.rglob("*.ckpt"))) >= 2
-    assert again((0, "on_train_batch_end"), width=2) == ["from the start"], "another model is in the same fold"
+    assert again((0, "on_train_batch_end"), width=2) == ["from the start"], (
+        "another model is in the same fold"
+    )
     assert again(None) == ["resumed", "resumed", "from the start"]
     assert again(None, width=2) == ["resumed", "from the start", "from the start"]
     assert not [path for path in tmp_path.rglob("*.ckpt") if "epoch" not in path.name]
 
 
-def in_an_environment(rank: int, world_size: int, directory: Path, stops: bool, last: str | None) -> tuple[Any, ...]:
-    """Return the first batch of a run whose environment selects its data, with a directory that all such runs share."""
-    options = {"enable_checkpointing": True, "logger": True, "default_root_dir": directory, "max_epochs": 2}
+def in_an_environment(
+    rank: int, world_size: int, directory: Path, stops: bool, last: str | None
+) -> tuple[Any, ...]:
+    """Return the first batch of a run whose environment selects its data, with a
+    directory that all such runs share.
+    """
+    options = {
+        "enable_checkpointing": True,
+        "logger": True,
+        "default_root_dir": directory,
+        "max_epochs": 2,
+    }
     callbacks = [signalled("on_train_batch_end", 1)] if stops else []
-    return Training(shuffled(), directory, 1, options).run(callbacks=callbacks, ckpt_path=last).steps[0][:2]
+    return (
+        Training(shuffled(), directory, 1, options)
+        .run(callbacks=callbacks, ckpt_path=last)
+        .steps[0][:2]
+    )
 
 
 def test_runs_that_differ_by_environment_keep_their_stop_checkpoints(tmp_path: Path) -> None:
-    """Each finds its own file; one without a file says in which variables it differs from the run that saved it."""
+    """Each finds its own file; one without a file says in which variables it differs
+    from the run that saved it.
+    """
 
     def launch(part: str, stops: bool, last: str | None = "last") -> tuple[str, str]:
         [outcome] = launch_ranks(in_an_environment, 1, tmp_path, stops, last, env={"PART": part})
@@ -222,11 +322,15 @@ def test_runs_that_differ_by_environment_keep_their_stop_checkpoints(tmp_path: P
 
 
 def saved_by_a_callback(rank: int, world_size: int, directory: Path, stops: bool) -> int:
-    """Return the first step of a run whose ``ModelCheckpoint`` saves to the path of the stop checkpoint."""
+    """Return the first step of a run whose ``ModelCheckpoint`` saves to the path of the
+    stop checkpoint.
+    """
     callbacks: list[Any] = [ModelCheckpoint(directory, save_last=True)]
     if stops and rank == 1:
         callbacks.append(signalled("on_train_batch_end", 1))
-    training = Training(shuffled(), directory, strategy={"stop_checkpoint": "last.ckpt"}, options={"max_epochs": 2})
+    training = Training(
+        shuffled(), directory, strategy={"stop_checkpoint": "last.ckpt"}, options={"max_epochs": 2}
+    )
     run = training.run(callbacks=callbacks, enable_checkpointing=True, ckpt_path="last")
     return 6 - len(run.steps)
 
@@ -241,7 +345,9 @@ def test_a_finished_run_keeps_a_file_that_it_has_written_again(tmp_path: Path) -
 
 
 def in_relative_directories(rank: int, world_size: int, directory: Path) -> list[list[str]]:
-    """Return the files that finished runs leave, after each was stopped and resumed in its directory."""
+    """Return the files that finished runs leave, after each was stopped and resumed in
+    its directory.
+    """
     os.chdir(directory)
     left = []
     for number in range(6):
@@ -254,5 +360,7 @@ def in_relative_directories(rank: int, world_size: int, directory: Path) -> list
 
 
 def test_a_file_has_one_name_though_the_root_directory_is_relative(tmp_path: Path) -> None:
-    """A run removes the stop checkpoint that it resumed from, by whichever name it found it."""
+    """A run removes the stop checkpoint that it resumed from, by whichever name it
+    found it.
+    """
     assert run_ranks(in_relative_directories, 1, tmp_path) == [[[]] * 6]

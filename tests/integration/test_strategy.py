@@ -1,4 +1,6 @@
-"""The strategy works by name and as an object, in either Lightning, and takes the plugins that ddp takes."""
+"""The strategy works by name and as an object, in either Lightning, and takes the
+plugins that ddp takes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,17 @@ from lightning_ddp_ext.integration import compat
 from lightning_ddp_ext.integration.replaced_methods import ReplacedMethods
 from tests.harness.ranks import free_port, run_ranks
 from tests.harness.scripts import run_script
-from tests.harness.training import At, Kind, Net, assert_same, make_strategy, make_trainer, on_both, on_ranks, weights
+from tests.harness.training import (
+    At,
+    Kind,
+    Net,
+    assert_same,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+    weights,
+)
 
 START_METHODS = {
     "ddp_ext": "popen",
@@ -40,14 +52,20 @@ SUFFIXES = {
 
 @pytest.mark.lowest
 def test_a_name_stands_for_its_start_method_and_option() -> None:
-    """Fifteen names are added; a reload changes nothing; Lightning's own names are unchanged."""
+    """Fifteen names are added; a reload changes nothing; Lightning's own names are
+    unchanged.
+    """
     expected = {
         name + suffix: {"start_method": start_method, **options}
         for name, start_method in START_METHODS.items()
         for suffix, options in SUFFIXES.items()
     }
     importlib.reload(lightning_ddp_ext)
-    ours = {name: entry["init_params"] for name, entry in StrategyRegistry.items() if _is_ours(entry["strategy"])}
+    ours = {
+        name: entry["init_params"]
+        for name, entry in StrategyRegistry.items()
+        if _is_ours(entry["strategy"])
+    }
     assert ours == expected
     assert isinstance(make_trainer("DDP_EXT_Fork").strategy, DDPExtStrategy)
     assert not isinstance(make_trainer("ddp").strategy, DDPExtStrategy)
@@ -59,10 +77,17 @@ def _is_ours(strategy: object) -> bool:
 
 @pytest.mark.lowest
 def test_a_notebook_may_fork_ranks_and_do_nothing_else() -> None:
-    """Lightning refuses other start methods in an interactive session; the example shows how a notebook trains."""
+    """Lightning refuses other start methods in an interactive session; the example
+    shows how a notebook trains.
+    """
     names = ("ddp_ext_notebook", "ddp_ext_fork", "ddp_ext", "ddp_ext_spawn")
     launchers: list[Any] = [make_trainer(name).strategy.launcher for name in names]
-    assert [launcher.is_interactive_compatible for launcher in launchers] == [True, True, False, False]
+    assert [launcher.is_interactive_compatible for launcher in launchers] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
@@ -87,10 +112,14 @@ def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
-    """`world` is right as soon as the strategy has a Trainer, `barrier` works, and the strategy can be pickled."""
+    """`world` is right as soon as the strategy has a Trainer, `barrier` works, and the
+    strategy can be pickled.
+    """
     for rank, found in enumerate(on_ranks("ours", use_strategy, tmp_path)):
         counts = {"world_size": 2, "local_world_size": 2, "node_rank": 0}
-        world = World(rank=rank, local_rank=rank, source="RANK, WORLD_SIZE and LOCAL_RANK", **counts)
+        world = World(
+            rank=rank, local_rank=rank, source="RANK, WORLD_SIZE and LOCAL_RANK", **counts
+        )
         assert found == {
             "worlds": [world, world],
             "copies": [f"file://{tmp_path}/ours/store"] * 2,
@@ -99,20 +128,28 @@ def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
 
 
 def open_by_hand(kind: Kind, directory: Path) -> tuple[Any, ...]:
-    """Open a group before a run, with a backend that is registered after the strategy is made; return errors."""
+    """Open a group before a run, with a backend that is registered after the strategy
+    is made; return errors.
+    """
     strategy = make_strategy(kind, directory, process_group_backend="later")
-    dist.Backend.register_backend("later", lambda *options: dist.ProcessGroupGloo(*options), devices=["cpu"])
+    dist.Backend.register_backend(
+        "later", lambda *options: dist.ProcessGroupGloo(*options), devices=["cpu"]
+    )
     trainer = make_trainer(strategy)
     strategy.setup_environment()
     backend = dist.get_backend()
     trainer.fit(Net())
-    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+    error = RuntimeError(
+        "Expected to have finished reduction in the prior iteration before starting a new one."
+    )
     strategy.on_exception(error)
     return backend, trainer.global_step, str(error)
 
 
 def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
-    """`setup_environment` works without a module, a backend may be registered late, and Lightning's hints appear."""
+    """`setup_environment` works without a module, a backend may be registered late, and
+    Lightning's hints appear.
+    """
     ours, stock = on_both(open_by_hand, tmp_path)
     assert [facts[0] for facts in ours] == ["later", "later"]
     assert [facts[1:] for facts in ours] == [facts[1:] for facts in stock]
@@ -120,12 +157,15 @@ def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
 
 @pytest.mark.lowest
 def test_a_private_name_that_lightning_removed_is_named() -> None:
-    """The error names the class, the name, the version and the remedy, and nothing is replaced; clocks may lack."""
+    """The error names the class, the name, the version and the remedy, and nothing is
+    replaced; clocks may lack.
+    """
 
     class Owner:
         pass
 
-    owner, needs = Owner(), r"needs .*Owner\.{}, which \S+ \d\S* does not .*; install"
+    owner = Owner()
+    needs = r"needs .*Owner\.{}, which \S+ \d\S* does not .*; install"
     with pytest.raises(ImportError, match=needs.format("forget")):
         ReplacedMethods().replace(owner, "forget", lambda: None)
     assert not hasattr(owner, "forget")
@@ -186,28 +226,36 @@ class HouseEnvironment(LightningEnvironment):
 
 def with_plugins(kind: Kind, directory: Path) -> dict[str, Any]:
     L.seed_everything(1)
-    io, path = CountingIO(), directory / "it.ckpt"
+    io = CountingIO()
+    path = directory / "it.ckpt"
     plugins = [AsyncCheckpointIO(io)]
     save = At("on_train_end", lambda trainer: trainer.save_checkpoint(path))
     trainer = make_trainer(make_strategy(kind, directory), plugins=plugins, callbacks=[save])
     trainer.fit(Net())
     trainer.strategy.barrier()  # rank 0 has written its file
     model = Net()
-    make_trainer(make_strategy(kind, directory), plugins=plugins, max_epochs=3).fit(model, ckpt_path=path)
+    make_trainer(make_strategy(kind, directory), plugins=plugins, max_epochs=3).fit(
+        model, ckpt_path=path
+    )
     return {"io": io.calls, "weights": weights(model)}
 
 
 def test_a_users_own_checkpoint_io_does_what_it_does_with_stock(tmp_path: Path) -> None:
-    """It writes on rank 0 and reads on every rank, also in Lightning's AsyncCheckpointIO."""
+    """It writes on rank 0 and reads on every rank, also in Lightning's
+    AsyncCheckpointIO.
+    """
     ours, stock = on_both(with_plugins, tmp_path)
-    assert_same([result.pop("weights") for result in ours], [result.pop("weights") for result in stock])
+    assert_same(
+        [result.pop("weights") for result in ours], [result.pop("weights") for result in stock]
+    )
     assert ours == stock
     assert [result["io"] for result in ours] == [["save", "load"], ["load"]]
 
 
 def in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> dict[str, Any]:
     L.seed_everything(1)
-    model, environment = Net(), HouseEnvironment()
+    model = Net()
+    environment = HouseEnvironment()
     trainer = make_trainer(strategy(), plugins=[environment])
     trainer.fit(model)
     return {"rank": trainer.global_rank, "asked": environment.settings, "weights": weights(model)}
@@ -216,7 +264,9 @@ def in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> dic
 def test_a_users_cluster_environment_sets_ranks_and_address() -> None:
     """Rank, address and port are its own, and it validates devices and nodes."""
     ours, stock = (
-        run_ranks(in_the_house, 2, strategy, env={"HOUSE_RANK": str, "HOUSE_PORT": str(free_port())})
+        run_ranks(
+            in_the_house, 2, strategy, env={"HOUSE_RANK": str, "HOUSE_PORT": str(free_port())}
+        )
         for strategy in (DDPExtStrategy, DDPStrategy)
     )
     assert_same(ours, stock)
@@ -272,7 +322,8 @@ OTHER_TREE = """
 
 
 def test_the_other_tree_trains(tmp_path: Path) -> None:
-    """With `import pytorch_lightning as pl` its Trainer trains, resumes and predicts; `lightning` is not imported.
+    """With `import pytorch_lightning as pl` its Trainer trains, resumes and predicts;
+    `lightning` is not imported.
 
     Where the script imports it later, its Trainer trains on the same ranks.
     """
@@ -280,7 +331,10 @@ def test_the_other_tree_trains(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     told = [json.loads(line) for line in done.output.splitlines() if line[:1] == "{"]
     reports = sorted(told, key=lambda report: report["rank"])
-    assert [(report["rank"], report["world"], report["steps"]) for report in reports] == [(0, 2, 4), (1, 2, 4)]
+    assert [(report["rank"], report["world"], report["steps"]) for report in reports] == [
+        (0, 2, 4),
+        (1, 2, 4),
+    ]
     assert [report["predictions"] for report in reports] == [64, None]
     assert len({report["weights"] for report in reports}) == 1
     assert all(report["is of this tree"] for report in reports)
@@ -298,7 +352,9 @@ def give_other_callback(rank: int, world_size: int) -> str:
     class Mine(HangWatchdog):
         pass
 
-    trainer = L.Trainer(strategy="ddp_ext", devices=1, accelerator="cpu", callbacks=[Mine(60)], logger=False)
+    trainer = L.Trainer(
+        strategy="ddp_ext", devices=1, accelerator="cpu", callbacks=[Mine(60)], logger=False
+    )
     with pytest.raises(ConfigurationError) as caught:
         trainer.fit(BoringModel())
     return str(caught.value)

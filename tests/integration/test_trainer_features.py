@@ -1,4 +1,6 @@
-"""What people do with a Trainer, its callbacks, loggers and data modules works with `DDPExtStrategy` as with `ddp`."""
+"""What people do with a Trainer, its callbacks, loggers and data modules works with
+`DDPExtStrategy` as with `ddp`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ Result = dict[str, Any]
 def trainer_in(kind: Kind, directory: Path, **options: Any) -> L.Trainer:
     """Return a Trainer that writes to the directory; ranks connect in its parent."""
     L.seed_everything(7)
-    return make_trainer(make_strategy(kind, directory.parent), default_root_dir=directory, **options)
+    return make_trainer(
+        make_strategy(kind, directory.parent), default_root_dir=directory, **options
+    )
 
 
 def fit(kind: Kind, directory: Path, model: Net | None = None, **options: Any) -> Result:
@@ -56,8 +60,14 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "fast_dev_run": lambda: {"fast_dev_run": 2},
     "detect_anomaly": lambda: {"detect_anomaly": True},
     "max_time": lambda: {"max_time": timedelta(microseconds=1), "max_epochs": -1},
-    "accumulation": lambda: {"callbacks": [callbacks.GradientAccumulationScheduler({0: 1, 1: 2})], "max_epochs": 3},
-    "stochastic average": lambda: {"callbacks": [callbacks.StochasticWeightAveraging(0.01, 1)], "max_epochs": 3},
+    "accumulation": lambda: {
+        "callbacks": [callbacks.GradientAccumulationScheduler({0: 1, 1: 2})],
+        "max_epochs": 3,
+    },
+    "stochastic average": lambda: {
+        "callbacks": [callbacks.StochasticWeightAveraging(0.01, 1)],
+        "max_epochs": 3,
+    },
     "moving average": lambda: {"callbacks": [callbacks.EMAWeightAveraging(decay=0.5)]},
 }
 
@@ -70,7 +80,14 @@ class Writer(callbacks.BasePredictionWriter):
         self.written: list[Any] = []
 
     def write_on_batch_end(
-        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, index: int, loader: int
+        self,
+        trainer: Any,
+        module: Any,
+        prediction: Any,
+        indices: Any,
+        batch: Any,
+        index: int,
+        loader: int,
     ) -> None:
         self.written.append((prediction, list(indices)))
 
@@ -80,16 +97,27 @@ class Writer(callbacks.BasePredictionWriter):
 
 def prediction_writer(kind: Kind, directory: Path) -> Result:
     writer = Writer()
-    predictions = trainer_in(kind, directory, callbacks=[writer]).predict(Net(), return_predictions=True)
+    predictions = trainer_in(kind, directory, callbacks=[writer]).predict(
+        Net(), return_predictions=True
+    )
     return {"returned": predictions, "written": writer.written}
 
 
 def loggers(kind: Kind, directory: Path) -> Result:
     board = TensorBoardLogger(directory, name="board", version=0, log_graph=False)
     chosen = [CSVLogger(directory, name="csv", version=0), board]
-    result = fit(kind, directory, logger=chosen, log_every_n_steps=1, callbacks=[callbacks.LearningRateMonitor()])
+    result = fit(
+        kind,
+        directory,
+        logger=chosen,
+        log_every_n_steps=1,
+        callbacks=[callbacks.LearningRateMonitor()],
+    )
     with (directory / "csv" / "version_0" / "metrics.csv").open() as file:
-        rows = [{name: float(value or "nan") for name, value in row.items()} for row in csv.DictReader(file)]
+        rows = [
+            {name: float(value or "nan") for name, value in row.items()}
+            for row in csv.DictReader(file)
+        ]
     events = list((directory / "board" / "version_0").glob("events.out.tfevents.*"))
     return {**result, "csv": rows, "event files": len(events)}
 
@@ -125,9 +153,14 @@ class GettingWorse(Net):
 
 
 def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
-    checkpoint = callbacks.ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
-    stopping, module = callbacks.EarlyStopping("val_loss", patience=2), Module()
-    trainer = trainer_in(kind, directory, callbacks=[checkpoint, stopping], enable_checkpointing=True, max_epochs=9)
+    checkpoint = callbacks.ModelCheckpoint(
+        directory, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True
+    )
+    stopping = callbacks.EarlyStopping("val_loss", patience=2)
+    module = Module()
+    trainer = trainer_in(
+        kind, directory, callbacks=[checkpoint, stopping], enable_checkpointing=True, max_epochs=9
+    )
     model = GettingWorse()
     trainer.fit(model, datamodule=module)
     trainer.strategy.barrier()  # rank 0 has written its files
@@ -144,7 +177,9 @@ def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
 
 
 class Counting(Net):
-    """Asks for the number of steps in the first hook, and records the batches that it is trained on."""
+    """Asks for the number of steps in the first hook, and records the batches that it
+    is trained on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +201,9 @@ def steps_in_configure_callbacks(kind: Kind, directory: Path) -> Result:
 
 
 class Collating(Module):
-    """Its spawned worker gets a bound method, and with it this data module and its Trainer."""
+    """Its spawned worker gets a bound method, and with it this data module and its
+    Trainer.
+    """
 
     def val_dataloader(self) -> DataLoader[Any]:
         workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
@@ -210,7 +247,9 @@ def use_all(kind: Kind, directory: Path) -> dict[str, Result]:
 
 
 def test_features_do_what_they_do_with_stock(tmp_path: Path) -> None:
-    """Weights, metrics, files and the numbers of calls are equal on each rank, to the last bit."""
+    """Weights, metrics, files and the numbers of calls are equal on each rank, to the
+    last bit.
+    """
     ours, stock = on_both(use_all, tmp_path)
     for mine, theirs in zip(ours, stock, strict=True):
         for name in (*OPTIONS, *FEATURES):
@@ -223,9 +262,16 @@ def test_features_do_what_they_do_with_stock(tmp_path: Path) -> None:
 
 
 def assert_same_result(ours: Result, stock: Result) -> None:
-    names = {key for key, value in ours.items() if isinstance(value, str) or key in ("kept", "hooks", "files")}
+    names = {
+        key
+        for key, value in ours.items()
+        if isinstance(value, str) or key in ("kept", "hooks", "files")
+    }
     assert {key: ours[key] for key in names} == {key: stock[key] for key in names}
-    assert_same({key: ours[key] for key in ours.keys() - names}, {key: stock[key] for key in stock.keys() - names})
+    assert_same(
+        {key: ours[key] for key in ours.keys() - names},
+        {key: stock[key] for key in stock.keys() - names},
+    )
 
 
 class Compiled(Net):
@@ -240,7 +286,9 @@ def compiled(kind: Kind, directory: Path) -> Result:
 @pytest.mark.nightly
 def test_a_compiled_network_learns_what_it_learns_with_stock(tmp_path: Path) -> None:
     """This holds for torch's own compiler, inductor."""
-    skip_because(None if shutil.which(os.environ.get("CXX", "g++")) else "inductor needs a C++ compiler")
+    skip_because(
+        None if shutil.which(os.environ.get("CXX", "g++")) else "inductor needs a C++ compiler"
+    )
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     ours, stock = (on_ranks(kind, compiled, tmp_path, env=env) for kind in KINDS)
     assert_same(ours, stock)

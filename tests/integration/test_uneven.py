@@ -1,4 +1,6 @@
-"""Ranks with different numbers of training batches end epochs together, or raise; and ranks with the same data."""
+"""Ranks with different numbers of training batches end epochs together, or raise; and
+ranks with the same data.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Data:
     """A dataset with this rank's numbers, as many as the epoch has."""
 
     def __init__(self, rank: int, lengths: Lengths) -> None:
-        self.rank, self.lengths, self.epoch = rank, lengths, 0
+        self.rank = rank
+        self.lengths = lengths
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -85,16 +89,25 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def training(self, rank: int, directory: Path, *, cut: bool = False) -> Training:
-        """Return a training whose ranks stop at the shortest, or one on data that are ``cut`` to equal lengths."""
-        defaults = {"max_epochs": len(self.lengths[0]), "use_distributed_sampler": False, "limit_val_batches": 1.0}
-        options, lengths = {**defaults, "dropout": False, **self.options}, self.lengths[rank]
+        """Return a training whose ranks stop at the shortest, or one on data that are
+        ``cut`` to equal lengths.
+        """
+        defaults = {
+            "max_epochs": len(self.lengths[0]),
+            "use_distributed_sampler": False,
+            "limit_val_batches": 1.0,
+        }
+        options = {**defaults, "dropout": False, **self.options}
+        lengths = self.lengths[rank]
         if cut:
             limit = options.pop("limit_train_batches", 99)
             lengths = [min(*each, limit) for each in zip(*self.lengths, strict=True)]
         # A DataLoader over samples has one length for all epochs.
         loaders = stream if cut and self.loaders is indexed else self.loaders
         strategy = {} if cut else STOP
-        return Training(lambda: loaders(rank, lengths), directory, options=options, strategy=strategy)
+        return Training(
+            lambda: loaders(rank, lengths), directory, options=options, strategy=strategy
+        )
 
 
 CASES = {
@@ -102,7 +115,9 @@ CASES = {
     "no data on one rank": Case([[0, 0], [3, 3]]),
     "samples": Case([[4], [3]], indexed, {"max_epochs": 2}),
     "a loader with a state": Case([[4, 2], [3, 5]], stateful, {"accumulate_grad_batches": 2}),
-    "limit": Case([[5, 2, 6], [3, 6, 7]], options={"limit_train_batches": 4, "val_check_interval": 2}),
+    "limit": Case(
+        [[5, 2, 6], [3, 6, 7]], options={"limit_train_batches": 4, "val_check_interval": 2}
+    ),
     "max_steps": Case([[5, 4], [3, 6]], options={"max_steps": 5, "max_epochs": -1}),
     **{mode: Case([[5, 4], [4, 6]], two_streams(mode)) for mode in ("max_size", "max_size_cycle")},
 }
@@ -111,16 +126,24 @@ CASES = {
 def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, list[Run]]:
     warnings.simplefilter("ignore")
     return {
-        name: [case.training(rank, directory, cut=cut).run() for cut in (False, True)] for name, case in CASES.items()
+        name: [case.training(rank, directory, cut=cut).run() for cut in (False, True)]
+        for name, case in CASES.items()
     }
 
 
 def test_an_epoch_ends_as_if_no_rank_had_more_data_than_the_shortest(tmp_path: Path) -> None:
-    """Steps, validations, ends of epochs, counts and weights are those of data that are cut to equal lengths."""
+    """Steps, validations, ends of epochs, counts and weights are those of data that are
+    cut to equal lengths.
+    """
     by_rank = run_ranks(run_cases, 2, tmp_path)
     for found in by_rank:
         for name, (uneven, cut) in found.items():
-            assert (name, uneven.steps, uneven.events, uneven.counts) == (name, cut.steps, cut.events, cut.counts)
+            assert (name, uneven.steps, uneven.events, uneven.counts) == (
+                name,
+                cut.steps,
+                cut.events,
+                cut.counts,
+            )
             assert torch.equal(uneven.weights, cut.weights), name
             assert torch.equal(uneven.weights, by_rank[0][name][0].weights), name
 
@@ -129,7 +152,9 @@ def resume(rank: int, world_size: int, directory: Path) -> list[dict[str, str]]:
     warnings.simplefilter("ignore")
     found = []
     for loaders in (stateful, stream_and_samples):
-        case = Case([[4, 2], [3, 3]], loaders, {"accumulate_grad_batches": 2, "limit_val_batches": 0})
+        case = Case(
+            [[4, 2], [3, 3]], loaders, {"accumulate_grad_batches": 2, "limit_val_batches": 0}
+        )
         training = case.training(rank, directory)
         training.name = loaders.__name__
         found.append(generations(training, ["train_batch_end-1", "train_batch_end-4"]))
@@ -138,7 +163,9 @@ def resume(rank: int, world_size: int, directory: Path) -> list[dict[str, str]]:
 
 @pytest.mark.lowest
 def test_an_epoch_that_will_end_early_can_be_resumed_in_its_middle(tmp_path: Path) -> None:
-    """From each checkpoint a run trains on the same batches as without a stop, and its epochs end at the same step."""
+    """From each checkpoint a run trains on the same batches as without a stop, and its
+    epochs end at the same step.
+    """
     assert run_ranks(resume, 2, tmp_path) == [[{}, {}]] * 2
 
 
@@ -151,27 +178,38 @@ class Broken(Stream):
 def break_on_one(rank: int, world_size: int, directory: Path) -> Any:
     warnings.simplefilter("ignore")
     data = (Broken if rank == 1 else Stream)(rank, [4 if rank == 1 else 40])
-    with pytest.raises(OSError if rank == 1 else RankFailedError, match="the disk of this rank failed") as caught:
+    with pytest.raises(
+        OSError if rank == 1 else RankFailedError, match="the disk of this rank failed"
+    ) as caught:
         Training(lambda: DataLoader(data, batch_size=1), directory, strategy=STOP).run()
     return getattr(caught.value, "rank", None)
 
 
 def test_data_that_raise_on_one_rank_end_all(tmp_path: Path) -> None:
-    """The other ranks wait for the exchange about the next batch, and raise the cause instead."""
+    """The other ranks wait for the exchange about the next batch, and raise the cause
+    instead.
+    """
     assert run_ranks(break_on_one, 2, tmp_path) == [1, None]
 
 
-def fit(directory: Path, loaders: Any, strategy: dict[str, Any] | None = None, **options: Any) -> int:
+def fit(
+    directory: Path, loaders: Any, strategy: dict[str, Any] | None = None, **options: Any
+) -> int:
     """Train, and return the number of steps."""
     training = Training(lambda: loaders, directory, strategy=strategy or {})
     return len(training.run(**{"max_epochs": 2, "use_distributed_sampler": False, **options}).steps)
 
 
 def refused(rank: int, world_size: int, directory: Path) -> tuple[list[str], list[int]]:
-    """Return the errors for different lengths, and the steps of runs whose limits make the lengths irrelevant."""
+    """Return the errors for different lengths, and the steps of runs whose limits make
+    the lengths irrelevant.
+    """
     warnings.simplefilter("ignore")
     found = []
-    for loaders, strategy in ((indexed(rank, [3 + rank]), {}), ((stream, indexed)[rank](rank, [3]), STOP)):
+    for loaders, strategy in (
+        (indexed(rank, [3 + rank]), {}),
+        ((stream, indexed)[rank](rank, [3]), STOP),
+    ):
         with pytest.raises(SamplingError) as caught:
             fit(directory, loaders, strategy)
         found.append(str(caught.value))
@@ -180,17 +218,18 @@ def refused(rank: int, world_size: int, directory: Path) -> tuple[list[str], lis
 
 
 def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: Path) -> None:
-    """Every rank raises with all numbers and a remedy, unless a limit in batches or steps makes them even."""
+    """Every rank raises with all numbers and a remedy, unless a limit in batches or
+    steps makes them even.
+    """
     (first, steps), (second, others) = run_ranks(refused, 2, tmp_path)
     assert steps == others == [6, 3]
     assert (
         first[0]
         == second[0]
-        == (
-            "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), so some ranks would wait "
-            "forever after 3 batches; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a "
-            "sampler or drop_last=True so that every rank gets the same number of batches"
-        )
+        == "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), so"
+        " some ranks would wait forever after 3 batches; pass"
+        " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True"
+        " so that every rank gets the same number of batches"
     )
     for message in (first[1], second[1]):  # each names the rank's own loader
         assert "or training would hang (lengths by rank: (inf, 3); inf means no length)" in message
@@ -204,14 +243,21 @@ class Counting(Net):
 
 def count_too_early(rank: int, world_size: int, directory: Path) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        make_trainer(make_strategy("ours", directory, uneven_inputs="stop_at_shortest")).fit(Counting())
+        make_trainer(make_strategy("ours", directory, uneven_inputs="stop_at_shortest")).fit(
+            Counting()
+        )
     return str(caught.value)
 
 
 def test_lengths_that_the_ranks_cannot_compare_yet_are_refused(tmp_path: Path) -> None:
-    """`configure_callbacks` runs before the ranks connect; the error names a hook that runs afterwards."""
+    """`configure_callbacks` runs before the ranks connect; the error names a hook that
+    runs afterwards.
+    """
     for message in run_ranks(count_too_early, 2, tmp_path):
-        assert "configure_callbacks runs before they connect; read estimated_stepping_batches in setup" in message
+        assert (
+            "configure_callbacks runs before they connect; read estimated_stepping_batches in setup"
+            in message
+        )
 
 
 def warned(rank: int, world_size: int, directory: Path) -> list[list[str]]:
@@ -220,18 +266,23 @@ def warned(rank: int, world_size: int, directory: Path) -> list[list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit(directory, loaders)
-        found.append([text for each in caught if "the same on ranks" in (text := str(each.message))])
+        found.append(
+            [text for each in caught if "the same on ranks" in (text := str(each.message))]
+        )
     return found
 
 
 @pytest.mark.lowest
 def test_ranks_that_read_the_same_are_warned_once(tmp_path: Path) -> None:
-    """Rank 0 names the class of data that are not divided among the ranks; other data cause no warning."""
+    """Rank 0 names the class of data that are not divided among the ranks; other data
+    cause no warning.
+    """
     first, second = run_ranks(warned, 2, tmp_path)
     assert [len(each) for each in first] == [1, 0, 1, 0]
     assert first[0][0].startswith(
-        "the first training batch is the same on ranks 0, 1: Stream is probably not split among the ranks, so each "
-        "sample is trained on 2 times per epoch; in __iter__, yield only the samples of this rank (call torch.distrib"
+        "the first training batch is the same on ranks 0, 1: Stream is probably not split among the"
+        " ranks, so each sample is trained on 2 times per epoch; in __iter__, yield only the"
+        " samples of this rank (call torch.distrib"
     )
     assert "Tensor is probably not split" in first[2][0]
     assert second == [[], [], [], []]
@@ -258,40 +309,61 @@ class TooLong(Stream):
 
 
 def part(rank: int, samples: int) -> DataLoader[Any]:
-    """Return a loader of this rank's own part of the samples, which the strategy divides once more."""
+    """Return a loader of this rank's own part of the samples, which the strategy
+    divides once more.
+    """
     own = range(samples)[rank::2]
     return DataLoader(Subset(Numbers(samples), own), 1)
 
 
 def share_out(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Return the warnings about loaders whose samples the ranks divide, and the error about different lengths."""
+    """Return the warnings about loaders whose samples the ranks divide, and the error
+    about different lengths.
+    """
     ended = DataLoader(TooLong(rank, [2]), 1)
     loaders = {
         "parts": (part(rank, 8), "the tensors or lists in the dataset differ between the ranks"),
-        "orders": (DataLoader(Numbers(8), 1, sampler=Clocked(rank)), "the list that BatchSampler over SharedSampler"),
+        "orders": (
+            DataLoader(Numbers(8), 1, sampler=Clocked(rank)),
+            "the list that BatchSampler over SharedSampler",
+        ),
         "same": (DataLoader(Subset(Numbers(8), range(4)), 1), ""),
-        "length": (ended, "TooLong ended after 2 batches, but its length is 4, so Lightning did not know which batch"),
+        "length": (
+            ended,
+            (
+                "TooLong ended after 2 batches, but its length is 4, so Lightning did not know"
+                " which batch"
+            ),
+        ),
     }
     found: dict[str, Any] = {}
     for name, (loader, expected) in loaders.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit(directory, loader, use_distributed_sampler=True, max_epochs=1)
-        texts = [text for each in caught if "ranks" in (text := str(each.message)) or "batches" in text]
-        found[name] = [expected in text and expected != "" for text in texts if "num_workers" not in text]
+        texts = [
+            text for each in caught if "ranks" in (text := str(each.message)) or "batches" in text
+        ]
+        found[name] = [
+            expected in text and expected != "" for text in texts if "num_workers" not in text
+        ]
     with pytest.raises(SamplingError) as refused:
         fit(directory, part(rank, 9), use_distributed_sampler=True)
     return {**found, "refused": str(refused.value)}
 
 
 def test_data_that_the_ranks_cannot_share_out_are_named(tmp_path: Path) -> None:
-    """Rank 0 warns, as stock reads less than all data silently; lengths that differ are an error on every rank."""
+    """Rank 0 warns, as stock reads less than all data silently; lengths that differ are
+    an error on every rank.
+    """
     first, second = run_ranks(share_out, 2, tmp_path)
     refused = first.pop("refused")
     assert first == {"parts": [True], "orders": [True], "same": [], "length": [True]}
     assert second == {**{name: [] for name in first}, "refused": refused}
-    assert refused == (
-        "the ranks cannot share out the samples of Subset, because the length differs (5 on rank 0, 4 on rank 1); "
-        "create the same dataset and sampler on every rank (seed random_split, for example), or pass "
-        "Trainer(use_distributed_sampler=False) if each rank has different data"
+    assert (
+        refused
+        == "the ranks cannot share out the samples of Subset, because the length differs (5 on rank"
+        " 0, 4 on rank 1); create the same dataset and sampler on every rank (seed random_split,"
+        " for example), or pass Trainer(use_distributed_sampler=False) if each rank has"
+        " different data"
     )

@@ -1,6 +1,8 @@
-"""Each launcher, on one node and on two, and each init method: weights are those of stock.
+"""Each launcher, on one node and on two, and each init method: weights are those of
+stock.
 
-Processes of the harness are the script, or the launcher that starts it: they have imported torch and Lightning already.
+Processes of the harness are the script, or the launcher that starts it: they have
+imported torch and Lightning already.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ ROOT = str(Path(__file__).parents[2])
 
 
 class Runs:
-    """Runs one after another in one script, a method each, on ``nodes`` nodes with two ranks each.
+    """Runs one after another in one script, a method each, on ``nodes`` nodes with two
+    ranks each.
 
     Args:
         directory: for files of init methods; a fresh one.
@@ -40,7 +43,8 @@ class Runs:
     """
 
     def __init__(self, directory: Path, *methods: str, nodes: int = 1, **urls: str) -> None:
-        self._directory, self._nodes = directory, nodes
+        self._directory = directory
+        self._nodes = nodes
         made = {"none": "env://", "env": "env://", "tcp": f"tcp://127.0.0.1:{free_port()}"}
         made |= {"file": f"file://{directory}/store", **urls}
         self._urls = {method: made[method] for method in methods}
@@ -50,12 +54,16 @@ class Runs:
         urls = [None if method == "none" else url for method, url in self._urls.items()]
         return json.dumps({"urls": urls, "devices": 2, "num_nodes": self._nodes, **options})
 
-    def expect_trained(self, output: str, *, returns: int | None = None, launches: Sequence[int] | None = None) -> None:
-        """Fail unless in each run every rank took part, connected to the others, and learned what it learns with stock.
+    def expect_trained(
+        self, output: str, *, returns: int | None = None, launches: Sequence[int] | None = None
+    ) -> None:
+        """Fail unless in each run every rank took part, connected to the others, and
+        learned what it learns with stock.
 
         Args:
             output: what all processes have printed.
-            returns: how often a process has returned from training, in all runs; None: once on each rank.
+            returns: how often a process has returned from training, in all runs; None:
+                once on each rank.
             launches: how often ranks connected in each run; None: once.
         """
         size = 2 * self._nodes
@@ -66,10 +74,14 @@ class Runs:
         assert {report["weights"] for report in told} == {weights}
         assert all(report["results"] in ([], results) for report in returned)
         for run, method in enumerate(self._urls):
-            trained = [report for report in told if (report["what"], report["run"]) == ("trained", run)]
+            trained = [
+                report for report in told if (report["what"], report["run"]) == ("trained", run)
+            ]
             places = {(*report["place"], report["pid"]) for report in trained}
             assert len(places) == len(trained) >= size, output
-            assert {place[:4] for place in places} == {(rank, size, rank % 2, rank // 2) for rank in range(size)}
+            assert {place[:4] for place in places} == {
+                (rank, size, rank % 2, rank // 2) for rank in range(size)
+            }
             files = ["store"] if method == "file" else []
             assert all(report["files"] == files for report in trained), output
         met = re.findall(rf"process group: gloo, {size} ranks, (\S+)$", output, re.MULTILINE)
@@ -80,30 +92,47 @@ class Runs:
 
 def ranks_that_name(victim: int, output: str) -> list[int]:
     """Return the ranks that reported this one's death, each once."""
-    death = rf"rank {victim} \(host .+, pid \d+\) died: its process ended unexpectedly; every rank stops\."
-    return sorted(int(rank) for rank in re.findall(rf"^\[rank (\d)\] RankDiedError: {death}", output, re.MULTILINE))
+    death = (
+        rf"rank {victim} \(host .+, pid \d+\) died: its process ended unexpectedly; every rank"
+        r" stops\."
+    )
+    return sorted(
+        int(rank)
+        for rank in re.findall(rf"^\[rank (\d)\] RankDiedError: {death}", output, re.MULTILINE)
+    )
 
 
 @functools.cache
 def learned_with_stock(world_size: int) -> tuple[str, list[Any]]:
-    """Return stock ``ddp``'s result on that many ranks: a fingerprint of the weights, and the results of a test."""
+    """Return stock ``ddp``'s result on that many ranks: a fingerprint of the weights,
+    and the results of a test.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        learned: tuple[str, list[Any]] = on_ranks("stock", learn_as, Path(directory), world_size=world_size)[0]
+        learned: tuple[str, list[Any]] = on_ranks(
+            "stock", learn_as, Path(directory), world_size=world_size
+        )[0]
         return learned
 
 
 def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
-    weights, returned = train.learn(make_strategy(kind, directory), ("fit", "test"), devices=dist.get_world_size())
+    weights, returned = train.learn(
+        make_strategy(kind, directory), ("fit", "test"), devices=dist.get_world_size()
+    )
     return weights, returned[1:]
 
 
 def run_script(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
-    """Run the script in that many processes without a launcher; all must succeed; return their output."""
-    return output_of_all(launch_ranks(be_the_script, processes, argument, env=env | {"PYTHONPATH": ROOT}, **options))
+    """Run the script in that many processes without a launcher; all must succeed;
+    return their output.
+    """
+    return output_of_all(
+        launch_ranks(be_the_script, processes, argument, env=env | {"PYTHONPATH": ROOT}, **options)
+    )
 
 
 def run_launcher(module: str, *words: str, nodes: int = 1, **options: Any) -> str:
-    """Run a launcher of torch's, ``python -m module words``, on each node to a good end; what all processes print.
+    """Run a launcher of torch's, ``python -m module words``, on each node to a good
+    end; what all processes print.
 
     ``{node}`` in a word becomes the node's number.
     """
@@ -112,13 +141,20 @@ def run_launcher(module: str, *words: str, nodes: int = 1, **options: Any) -> st
 
 
 def be_the_script(rank: int, world_size: int, argument: str) -> None:
-    """Run the training script in this process; ``"{rank}"`` in its argument becomes its rank."""
-    sys.argv = [SCRIPT, argument.replace('"{rank}"', str(rank))]  # a rank that starts others starts them with it
+    """Run the training script in this process; ``"{rank}"`` in its argument becomes its
+    rank.
+    """
+    sys.argv = [
+        SCRIPT,
+        argument.replace('"{rank}"', str(rank)),
+    ]  # a rank that starts others starts them with it
     train.main(**json.loads(sys.argv[1]))
 
 
 def be_the_launcher(node: int, nodes: int, module: str, words: Sequence[str]) -> None:
-    """Run a launcher in this process; the ranks that it starts import everything themselves."""
+    """Run a launcher in this process; the ranks that it starts import everything
+    themselves.
+    """
     importlib.import_module(module).main([word.replace("{node}", str(node)) for word in words])
 
 
@@ -130,10 +166,14 @@ def test_by_hand_with_three_variables(tmp_path: Path) -> None:
 
 @pytest.mark.lowest
 def test_by_hand_with_arguments(tmp_path: Path) -> None:
-    """``rank=`` and ``world_size=`` make any process a rank; a month is a longer time limit than the kernel counts."""
+    """``rank=`` and ``world_size=`` make any process a rank; a month is a longer time
+    limit than the kernel counts.
+    """
     runs = Runs(tmp_path, "none", *METHODS)
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    limits = dict.fromkeys(("init_timeout", "heartbeat_timeout", "timeout", "save_deadline"), 30 * 86400)
+    limits = dict.fromkeys(
+        ("init_timeout", "heartbeat_timeout", "timeout", "save_deadline"), 30 * 86400
+    )
     argument = runs.argument(strategy={"rank": "{rank}", "world_size": 2, **limits})
     runs.expect_trained(run_script(argument, env))
 
@@ -145,7 +185,9 @@ def test_srun(tmp_path: Path) -> None:
 
 
 def test_mpirun(tmp_path: Path) -> None:
-    """A process of Open MPI's mpirun is a rank, also where mpi4py is not installed; rank 0 may have an IPv6 address."""
+    """A process of Open MPI's mpirun is a rank, also where mpi4py is not installed;
+    rank 0 may have an IPv6 address.
+    """
     host = loopback()[-1]
     address = f"[{host}]" if ":" in host else host
     runs = Runs(tmp_path, "tcp", "file", tcp=f"tcp://{address}:{free_port(host)}")
@@ -160,8 +202,11 @@ def test_mpirun(tmp_path: Path) -> None:
         ("fork", METHODS, ["fit", "test"]),
     ],
 )
-def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[str], tmp_path: Path) -> None:
-    """Ranks can be started from any process, also from one that runs no script, and the init method is theirs.
+def test_start_methods(
+    start_method: str, methods: tuple[str, ...], calls: list[str], tmp_path: Path
+) -> None:
+    """Ranks can be started from any process, also from one that runs no script, and the
+    init method is theirs.
 
     What they have learned comes home, and a second call starts ranks with it.
     """
@@ -174,9 +219,17 @@ def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    """Ranks connect by the init method, again after rank 0 was killed, which the other rank reports first."""
+    """Ranks connect by the init method, again after rank 0 was killed, which the other
+    rank reports first.
+    """
     runs = Runs(tmp_path, "env", "tcp", "file")
-    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT, runs.argument(deaths=[(0, 0, 1)])]
+    words = [
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        SCRIPT,
+        runs.argument(deaths=[(0, 0, 1)]),
+    ]
     output = run_launcher("torch.distributed.run", *words)
     runs.expect_trained(output, returns=8, launches=[2, 2, 1])
     assert ranks_that_name(0, output) == [1], output
@@ -187,10 +240,14 @@ PORT = 29500  # free on every host, as each has its own network
 
 @pytest.fixture
 def nodes(two_hosts: Network) -> Network:
-    """Two hosts without ``::1`` that take their own name for 127.0.1.1, as Debian does: gloo would stay there."""
+    """Two hosts without ``::1`` that take their own name for 127.0.1.1, as Debian does:
+    gloo would stay there.
+    """
     for host in two_hosts:
         text = host.hosts_file.read_text()
-        host.hosts_file.write_text(text.replace(f"{host.address} {host.name}", f"127.0.1.1 {host.name}"))
+        host.hosts_file.write_text(
+            text.replace(f"{host.address} {host.name}", f"127.0.1.1 {host.name}")
+        )
         if host.address6:
             host.ip("addr del ::1/128 dev lo")
     return two_hosts
@@ -199,7 +256,9 @@ def nodes(two_hosts: Network) -> Network:
 @pytest.mark.nightly
 @pytest.mark.netns
 def test_torchrun_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
-    """An agent on each node starts its ranks, and restarts them after a kill; the other ranks name the killed one."""
+    """An agent on each node starts its ranks, and restarts them after a kill; the other
+    ranks name the killed one.
+    """
     runs = Runs(shared_dir, "file", "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
     words = ["--nnodes=2", "--nproc-per-node=2", "--node-rank={node}", "--max-restarts=1"]
     words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=host-a:{PORT + 1}", "--rdzv-id=run42"]
@@ -212,7 +271,10 @@ def test_torchrun_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
 @pytest.mark.netns
 def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
     """Each rank is a process that a user starts on its node; the network may use IPv6."""
-    urls = {"tcp": f"tcp://{nodes[0].address}:{PORT + 1}", "ipv6": f"tcp://[{nodes[0].address6}]:{PORT + 2}"}
+    urls = {
+        "tcp": f"tcp://{nodes[0].address}:{PORT + 1}",
+        "ipv6": f"tcp://[{nodes[0].address6}]:{PORT + 2}",
+    }
     runs = Runs(shared_dir, *METHODS, "ipv6", nodes=2, **urls)
     env: Environment = {
         "RANK": str,
@@ -230,7 +292,9 @@ def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.netns
 def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
-    """A plain script, started by hand on each node with its NODE_RANK, starts the other ranks of its node."""
+    """A plain script, started by hand on each node with its NODE_RANK, starts the other
+    ranks of its node.
+    """
     runs = Runs(shared_dir, "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
     env: Environment = {"NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
     output = run_script(runs.argument(), env, namespaces=list(nodes))

@@ -1,4 +1,6 @@
-"""A script's ranks start as it was started, and programs that a rank starts are not that rank."""
+"""A script's ranks start as it was started, and programs that a rank starts are not
+that rank.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def test_ranks_start_as_their_script_did(start: str, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert len(seen) == 2
     assert seen[0] == seen[1]
-    assert f"'--lr', '0.1', '/dev/null'], '{tmp_path}', 1, 1, ['ignore::DeprecationWarning'])" in seen[0]
+    assert (
+        f"'--lr', '0.1', '/dev/null'], '{tmp_path}', 1, 1, ['ignore::DeprecationWarning'])"
+        in seen[0]
+    )
 
 
 def test_a_command_on_the_path_starts_its_ranks(tmp_path: Path) -> None:
@@ -68,7 +73,9 @@ def test_a_command_on_the_path_starts_its_ranks(tmp_path: Path) -> None:
     command.chmod(0o755)
     done = run_script("/dev/null", launcher=("env", f"--chdir={tmp_path}", str(command)))
     assert done.exit_code == 0, done.output
-    assert len(re.findall(rf"^rank \d of 2: .*'{tmp_path}'", done.output, re.MULTILINE)) == 2, done.output
+    assert len(re.findall(rf"^rank \d of 2: .*'{tmp_path}'", done.output, re.MULTILINE)) == 2, (
+        done.output
+    )
 
 
 EVALUATES = f"""{TRAINS}

@@ -1,4 +1,6 @@
-"""Pairs of launcher and init method that cannot work raise an error with the reason before any rank connects."""
+"""Pairs of launcher and init method that cannot work raise an error with the reason
+before any rank connects.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ BY_ARGUMENTS: Options = {"rank": 0, "world_size": 2}
 
 def by_torchrun() -> Environment:
     """``torchrun --nproc-per-node``; the address has no listener."""
-    return {**by_hand_env(2, port=29500), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    return {
+        **by_hand_env(2, port=29500),
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+    }
 
 
 def refusals(rank: int, world_size: int, choices: list[Options]) -> list[str]:
@@ -42,30 +49,42 @@ def refusals(rank: int, world_size: int, choices: list[Options]) -> list[str]:
         ({}, BY_ARGUMENTS, "arguments", False),
     ],
 )
-def test_lone_ranks_are_refused(env: Environment, options: Options, name: str, is_told: bool) -> None:
-    """Spawn, fork and forkserver are refused in a process that is a rank, by the name of what has made it one.
+def test_lone_ranks_are_refused(
+    env: Environment, options: Options, name: str, is_told: bool
+) -> None:
+    """Spawn, fork and forkserver are refused in a process that is a rank, by the name
+    of what has made it one.
 
     Without an address from a launcher, each rank would choose its own.
     """
     address = (
-        "RendezvousError: init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment if you start each "
-        "process yourself (got MASTER_ADDR=None, MASTER_PORT=None); export both with the same values on every rank, or "
-        "choose init_method='tcp://HOST:PORT' or 'file:///PATH'"
+        "RendezvousError: init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment"
+        " if you start each process yourself (got MASTER_ADDR=None, MASTER_PORT=None); export both"
+        " with the same values on every rank, or choose init_method='tcp://HOST:PORT' or"
+        " 'file:///PATH'"
     )
     start_methods = ("spawn", "fork", "forkserver")
     choices: list[Options] = [{"start_method": method} for method in start_methods]
     expected = [
-        f"ConfigurationError: start_method={method!r} starts the ranks itself, but this process is already rank "
-        f"0 of 2 according to {name}; use strategy='ddp_ext' here, or start the script without a launcher"
+        f"ConfigurationError: start_method={method!r} starts the ranks itself, but this process is"
+        f" already rank 0 of 2 according to {name}; use strategy='ddp_ext' here, or start the"
+        " script without a launcher"
         for method in start_methods
     ]
     if not is_told:
         choices += [{}, {"init_method": "env://"}]
         expected += [address, address]
-    assert run_ranks(refusals, 1, [{**options, **choice} for choice in choices], env=env) == [expected]
+    assert run_ranks(refusals, 1, [{**options, **choice} for choice in choices], env=env) == [
+        expected
+    ]
 
 
-JOB_OF_TWO = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
+JOB_OF_TWO = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NNODES": "1",
+}
 BATCH_SCRIPT = {**JOB_OF_TWO, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
@@ -74,12 +93,21 @@ BATCH_SCRIPT = {**JOB_OF_TWO, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
     [
         (
             BATCH_SCRIPT,
-            r"this script runs without srun, so SLURM has not started the 2 tasks of the job \(.+\); write srun .+",
+            (
+                r"this script runs without srun, so SLURM has not started the 2 tasks of the job"
+                r" \(.+\); write srun .+"
+            ),
         ),
-        (BATCH_SCRIPT | {"SLURM_NTASKS": "1"}, r"devices \* num_nodes must equal world_size \(.+, from SLURM\); .+"),
+        (
+            BATCH_SCRIPT | {"SLURM_NTASKS": "1"},
+            r"devices \* num_nodes must equal world_size \(.+, from SLURM\); .+",
+        ),
         (
             {**by_srun(), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NAME": "bash"},
-            "srun started 2 tasks, but Lightning ignores SLURM in a job named 'bash', .+; use srun --job-name=.+",
+            (
+                "srun started 2 tasks, but Lightning ignores SLURM in a job named 'bash', .+; use"
+                " srun --job-name=.+"
+            ),
         ),
     ],
 )
@@ -90,8 +118,10 @@ def test_tasks_of_slurm_that_do_not_become_ranks(env: Environment, expected: str
 
 
 def test_arguments_that_contradict_the_launcher() -> None:
-    """Torchrun assigns the ranks; ``rank=`` beside it is a mistake, and the error names both."""
+    """Torchrun assigns the ranks; ``rank=`` beside it is a mistake, and the error names
+    both.
+    """
     assert run_ranks(refusals, 1, [{"rank": 1, "world_size": 2}], env=by_torchrun())[0] == [
-        "ConfigurationError: rank=1 and world_size=2 contradict torchrun, which made this process rank 0 of 2; remove "
-        "the arguments, or start the processes by hand"
+        "ConfigurationError: rank=1 and world_size=2 contradict torchrun, which made this process"
+        " rank 0 of 2; remove the arguments, or start the processes by hand"
     ]

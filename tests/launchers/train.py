@@ -1,8 +1,10 @@
-"""The training script that every launcher of these tests starts: a few steps of a small model for each init method.
+"""The training script that every launcher of these tests starts: a few steps of a small
+model for each init method.
 
-Its only argument has the options of ``main`` as JSON. Each rank prints a line at the end of training: who it was, its
-weights, and the files of the init methods. Each process that returns from the Trainer prints the weights that it has
-then, and what the Trainer has returned.
+Its only argument has the options of ``main`` as JSON. Each rank prints a line at the
+end of training: who it was, its weights, and the files of the init methods. Each
+process that returns from the Trainer prints the weights that it has then, and what the
+Trainer has returned.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def main(
     Args:
         urls: init methods; None for none.
         calls: methods of each Trainer.
-        deaths: rank, restart and training: then the rank's process is killed in its second step.
+        deaths: rank, restart and training: then the rank's process is killed in its
+            second step.
         strategy: further options of the strategy.
         options: of the Trainer.
     """
@@ -54,7 +57,9 @@ def main(
 
 
 def learn(strategy: Any, calls: Sequence[str], **options: Any) -> tuple[str, list[Any]]:
-    """Call a Trainer's methods one after another; fingerprint of the weights, and what the methods returned."""
+    """Call a Trainer's methods one after another; fingerprint of the weights, and what
+    the methods returned.
+    """
     L.seed_everything(5)
     model = Net()
     trainer = make_trainer(strategy, **options)
@@ -71,7 +76,14 @@ def report_rank(run: int, url: str | None, trainer: L.Trainer) -> None:
     place = [trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.node_rank]
     scheme, _, path = (url or "").partition("://")
     files = os.listdir(os.path.dirname(path)) if scheme == "file" else []
-    report("trained", run=run, place=place, pid=os.getpid(), weights=fingerprint(trainer.lightning_module), files=files)
+    report(
+        "trained",
+        run=run,
+        place=place,
+        pid=os.getpid(),
+        weights=fingerprint(trainer.lightning_module),
+        files=files,
+    )
 
 
 def fingerprint(module: nn.Module) -> str:

@@ -1,4 +1,6 @@
-"""Test the rendezvous without Lightning: ranks that connect, and servers in place of rank 0."""
+"""Test the rendezvous without Lightning: ranks that connect, and servers in place of
+rank 0.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hol
 Answer = Callable[[socket.socket], None]
 HOST = os.uname().nodename
 LONG = 60.0  # an init_timeout that cannot be what ends a test
-# What one process asks for: arguments of ``request``, ``stop``, what it stands still in front of, and ``tunnels``, the
-# ends of those that this process runs to its end.
+# What one process asks for: arguments of ``request``, ``stop``, what it stands still in
+# front of, and ``tunnels``, the ends of those that this process runs to its end.
 Settings = Mapping[str, Any]
 tunnels: list[AbstractContextManager[Tcp]] = []
 
@@ -57,7 +59,12 @@ def request(
 ) -> Request:
     """Return the request of a Trainer on CPU; ``fields`` are those of ``Request``."""
     world = World(
-        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, node_rank=0, source="tests"
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        node_rank=0,
+        source="tests",
     )
     return Request(
         world=world,
@@ -103,7 +110,9 @@ def web(connection: socket.socket) -> None:
     """Answer as a web server does."""
     with contextlib.suppress(OSError):
         connection.recv(1 << 16)
-        connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        connection.sendall(
+            b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        )
         connection.shutdown(socket.SHUT_WR)
 
 
@@ -144,7 +153,9 @@ def add_ones() -> float:
 
 
 def connect(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings]) -> float:
-    """Once the test lets it go, join as this seat wants to, and add ones with the others."""
+    """Once the test lets it go, join as this seat wants to, and add ones with the
+    others.
+    """
     mine = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
     announce_connected_ranks()
     stop_in_front_of(mine.pop("stop", None))
@@ -170,16 +181,22 @@ def announce_connected_ranks() -> None:
 
 
 def stop_in_front_of(name: str | None) -> None:
-    """Hold when a function of ``torch.distributed`` is called; seek the store for a moment only."""
+    """Hold when a function of ``torch.distributed`` is called; seek the store for a
+    moment only.
+    """
     if name == "the store":
         find = Handshake._find_store
-        Handshake._find_store = lambda self, *args: find(vars(self).update(_deadline=Deadline(0.5)) or self, *args)
+        Handshake._find_store = lambda self, *args: find(
+            vars(self).update(_deadline=Deadline(0.5)) or self, *args
+        )
     elif name is not None:
         setattr(dist, name, lambda *args, **kwargs: hold("in front"))
 
 
 @contextlib.contextmanager
-def started(where: Tcp | str, settings: Sequence[Settings], **options: Any) -> Iterator[RankProcesses]:
+def started(
+    where: Tcp | str, settings: Sequence[Settings], **options: Any
+) -> Iterator[RankProcesses]:
     """Start a process for each entry of ``settings``; all of them join immediately."""
     with RankProcesses(connect, len(settings), where, settings, **options) as ranks:
         for seat in ranks.pids:
@@ -189,7 +206,9 @@ def started(where: Tcp | str, settings: Sequence[Settings], **options: Any) -> I
         yield ranks
 
 
-def endings(where: Tcp | str, settings: Sequence[Settings], *, init_timeout: float = 4.0) -> list[Outcome]:
+def endings(
+    where: Tcp | str, settings: Sequence[Settings], *, init_timeout: float = 4.0
+) -> list[Outcome]:
     """Return the outcomes of processes that join at the same time."""
     with started(where, [{"init_timeout": init_timeout, **mine} for mine in settings]) as ranks:
         return ranks.wait()

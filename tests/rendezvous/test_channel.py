@@ -1,4 +1,6 @@
-"""The control channel between rank 0 and others, what its connections take from strangers, and sockets in general."""
+"""The control channel between rank 0 and others, what its connections take from
+strangers, and sockets in general.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,31 @@ def fail(body: Message) -> None:
     raise ValueError("rain")
 
 
-def test_messages_are_passed_on_in_their_order_whatever_is_wrong_with_some(caplog: pytest.LogCaptureFixture) -> None:
-    """Earlier ones arrive first; a listener that raises, and a long message, do not close the channel."""
+def test_messages_are_passed_on_in_their_order_whatever_is_wrong_with_some(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Earlier ones arrive first; a listener that raises, and a long message, do not
+    close the channel.
+    """
     with listen("127.0.0.1", 0) as listener:
         sockets = socket.create_connection(listener.getsockname()[:2]), listener.accept()[0]
-    zero, other = Channel(heartbeat=30.0), Channel(heartbeat=30.0)
+    zero = Channel(heartbeat=30.0)
+    other = Channel(heartbeat=30.0)
     for rank, channel in enumerate((other, zero)):
         channel.connect(rank, sockets[rank])
     zero.listen("bad weather", fail)
-    for topic, body in (("weather", {"number": 0}), ("bad weather", {}), ("weather", {"text": "x" * MAX_MESSAGE})):
+    for topic, body in (
+        ("weather", {"number": 0}),
+        ("bad weather", {}),
+        ("weather", {"text": "x" * MAX_MESSAGE}),
+    ):
         other.send(topic, body)
     received = queue.SimpleQueue[Message]()
     zero.listen("weather", received.put)
     other.send("weather", {"number": 1})
-    assert [received.get(timeout=WITHIN) for _ in range(2)] == [{"number": number, "from": 1} for number in range(2)]
+    assert [received.get(timeout=WITHIN) for _ in range(2)] == [
+        {"number": number, "from": 1} for number in range(2)
+    ]
     assert "the control channel continues after an error" in caplog.text
     assert "a message on 'weather' was not sent: it has 1048602 bytes" in caplog.text
     other.close()
@@ -49,17 +62,26 @@ def test_messages_are_passed_on_in_their_order_whatever_is_wrong_with_some(caplo
 
 
 def run_out_of_descriptors(rank: int, world_size: int) -> int:
-    """Connect where no descriptor is left, until one is given back; the rank that has been admitted."""
-    zero, listener, admitted = Channel(heartbeat=30.0), listen("127.0.0.1", 0), queue.SimpleQueue[int]()
+    """Connect where no descriptor is left, until one is given back; the rank that has
+    been admitted.
+    """
+    zero = Channel(heartbeat=30.0)
+    listener = listen("127.0.0.1", 0)
+    admitted = queue.SimpleQueue[int]()
     zero.accept(listener, lambda connection, topic, body: admitted.put(body["rank"]))
-    given_back, late = socket.socket(), socket.socket()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    given_back = socket.socket()
+    late = socket.socket()
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (late.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
     held = []
     with suppress(OSError):
         while True:
             held.append(socket.socket())
     has_warned = threading.Event()
-    logging.getLogger("lightning_ddp_ext.rendezvous.channel").addFilter(lambda _: has_warned.set() or True)
+    logging.getLogger("lightning_ddp_ext.rendezvous.channel").addFilter(
+        lambda _: has_warned.set() or True
+    )
     late.connect(listener.getsockname()[:2])
     late.sendall(encode("hello", {"rank": 3}))
     assert has_warned.wait(WITHIN), "no descriptor was missing"
@@ -72,17 +94,23 @@ def test_without_descriptors_rank_0_logs_and_waits() -> None:
     with RankProcesses(run_out_of_descriptors, 1) as ranks:
         (outcome,) = ranks.wait()
     assert outcome.result == 3, outcome.story()
-    assert "rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)" in outcome.output
+    assert (
+        "rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)"
+        in outcome.output
+    )
 
 
 def test_sending_never_waits() -> None:
-    """Data that the kernel does not accept are sent later, up to a limit: beyond it the peer is dropped."""
+    """Data that the kernel does not accept are sent later, up to a limit: beyond it the
+    peer is dropped.
+    """
     text = "x" * (MAX_MESSAGE // 2)
     with listen("127.0.0.1", 0) as listener:
         there = socket.create_connection(listener.getsockname()[:2])
         here = listener.accept()[0]
     there.settimeout(WITHIN)
-    zero, ended = Channel(heartbeat=30.0), queue.SimpleQueue[tuple[int, str]]()
+    zero = Channel(heartbeat=30.0)
+    ended = queue.SimpleQueue[tuple[int, str]]()
     zero.connect(1, here)
     zero.on_closed(lambda rank, reason: ended.put((rank, reason)))
     with there, there.makefile("rb") as stream:
@@ -96,12 +124,16 @@ def test_sending_never_waits() -> None:
 
 
 def test_the_last_messages_arrive_even_if_sending_fails_first() -> None:
-    """A rank that fails sends the cause and exits; a message to it may then fail before the cause is read."""
+    """A rank that fails sends the cause and exits; a message to it may then fail before
+    the cause is read.
+    """
     with listen("127.0.0.1", 0) as listener:
         there = socket.create_connection(listener.getsockname()[:2])
         here = listener.accept()[0]
-    zero, received = Channel(heartbeat=30.0), queue.SimpleQueue[Message]()
-    is_busy, is_closed = threading.Event(), threading.Event()
+    zero = Channel(heartbeat=30.0)
+    received = queue.SimpleQueue[Message]()
+    is_busy = threading.Event()
+    is_closed = threading.Event()
 
     def send_to_closed(body: Message) -> None:
         is_busy.set()
@@ -145,7 +177,9 @@ def listener() -> Iterator[socket.socket]:
         yield listener
 
 
-def test_a_descriptor_that_means_something_else_by_now_is_left_alone(listener: socket.socket) -> None:
+def test_a_descriptor_that_means_something_else_by_now_is_left_alone(
+    listener: socket.socket,
+) -> None:
     """The inode shows that another connection has the number now."""
     with OpenedSockets() as opened:
         first = RawConnection(listener)
@@ -158,7 +192,9 @@ def test_a_descriptor_that_means_something_else_by_now_is_left_alone(listener: s
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::"])
 def test_ranks_reach_rank_0_by_either_family_or_on_this_host_only(host: str) -> None:
-    """A run on one machine is not reachable from the network; gloo's listeners stay open, since gloo needs them."""
+    """A run on one machine is not reachable from the network; gloo's listeners stay
+    open, since gloo needs them.
+    """
     with OpenedSockets() as opened:
         listener = listen(host, 0)
     opened.abort()

@@ -1,4 +1,6 @@
-"""The handshake between rank 0 and others: accepted ranks, and the error that all raise otherwise."""
+"""The handshake between rank 0 and others: accepted ranks, and the error that all raise
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,14 @@ from tests.rendezvous.servers import (
     web,
 )
 
-CLAIMED = r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; set a different RANK .* for each process"
-DIFFERENT = r"{} must be the same on all ranks: .+; start every rank with the same settings and the same installation"
+CLAIMED = (
+    r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; set a different RANK .*"
+    r" for each process"
+)
+DIFFERENT = (
+    r"{} must be the same on all ranks: .+; start every rank with the same settings and the same"
+    r" installation"
+)
 SOON = Timeouts(after_refusal=1.0, answer=3.0, connect=2.0)
 
 
@@ -55,11 +63,16 @@ SOON = Timeouts(after_refusal=1.0, answer=3.0, connect=2.0)
         ("tcp", {"init_method": "env://"}, DIFFERENT.format("init_method")),
     ],
 )
-def test_a_start_that_cannot_be(kind: str, third: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    """All ranks name those that claim the same rank, or that differ in a setting, and the remedy."""
+def test_a_start_that_cannot_be(
+    kind: str, third: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    """All ranks name those that claim the same rank, or that differ in a setting, and
+    the remedy.
+    """
     settings = [{"timeouts": SOON, **each} for each in ({}, {}, third)]
     assert re.fullmatch(
-        expected, same_sentence(endings(place(kind, tmp_path), settings, init_timeout=LONG), RendezvousError)
+        expected,
+        same_sentence(endings(place(kind, tmp_path), settings, init_timeout=LONG), RendezvousError),
     )
 
 
@@ -78,10 +91,13 @@ def test_late_ranks_raise_why_the_start_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> None:
     """The active run is not affected."""
-    where, late = place(kind, tmp_path), ((0, 2), (1, 2), (4, 5))
+    where = place(kind, tmp_path)
+    late = ((0, 2), (1, 2), (4, 5))
     settings: list[dict[str, Any]] = [{"world_size": 2, "stop": "all_reduce"}] * 2
     settings += [{"rank": rank, "world_size": world_size} for rank, world_size in late]
-    with RankProcesses(connect, 5, where, [{"init_timeout": LONG, **each} for each in settings]) as ranks:
+    with RankProcesses(
+        connect, 5, where, [{"init_timeout": LONG, **each} for each in settings]
+    ) as ranks:
         for seat in range(2):
             ranks.release(seat)
         for seat in range(2):
@@ -93,35 +109,44 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
             ranks.release(seat)
         running = ranks.wait(0, 1)
     for (rank, world_size), outcome in zip(late, refused, strict=True):
-        assert sentence(outcome, RendezvousError) == (
-            f"another run of 2 ranks is active at {url(where)} with {process(0, running[0].pid)}, and "
-            f"{process(rank, outcome.pid)} of {world_size} cannot join it; stop that run, or choose another "
-            "init_method for this one"
+        assert (
+            sentence(outcome, RendezvousError)
+            == f"another run of 2 ranks is active at {url(where)} with"
+            f" {process(0, running[0].pid)}, and {process(rank, outcome.pid)} of {world_size}"
+            " cannot join it; stop that run, or choose another init_method for this one"
         )
     assert [outcome.exit_code for outcome in running] == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_ranks_of_another_run_are_refused(kind: str, tmp_path: Path) -> None:
-    """Two steps of a SLURM job get the same port; the run whose rank 0 listens first starts with its own ranks."""
+    """Two steps of a SLURM job get the same port; the run whose rank 0 listens first
+    starts with its own ranks.
+    """
     where = place(kind, tmp_path)
     common = {"world_size": 2, "init_timeout": LONG}
-    settings = [{"rank": rank, "run": run, **common} for run in ("STEP=0", "STEP=1") for rank in (0, 1)]
+    settings = [
+        {"rank": rank, "run": run, **common} for run in ("STEP=0", "STEP=1") for rank in (0, 1)
+    ]
     with RankProcesses(connect, 4, where, settings) as ranks:
         ranks.release(0)
         for seat in (3, 2):
             ranks.release(seat)
             (refused,) = ranks.wait(seat)
-            assert sentence(refused, RendezvousError) == (
-                f"rank 0 at {url(where)} belongs to another run (STEP=0) than {process(seat - 2, refused.pid)} "
-                "(STEP=1); give each run its own MASTER_PORT or init_method"
+            assert (
+                sentence(refused, RendezvousError)
+                == f"rank 0 at {url(where)} belongs to another run (STEP=0) than"
+                f" {process(seat - 2, refused.pid)} (STEP=1); give each run its own MASTER_PORT"
+                " or init_method"
             )
         ranks.release(1)
         assert [outcome.result for outcome in ranks.wait(0, 1)] == [2.0, 2.0]
 
 
 def run_in_turn(seat: int, seats: int, where: Tcp | str) -> float:
-    """Join as one of two ranks of the first or second run; rank 0 of the first one exits when the test lets it."""
+    """Join as one of two ranks of the first or second run; rank 0 of the first one
+    exits when the test lets it.
+    """
     reply = coordinator._reply
 
     def reply_and_announce(connection: Connection, body: Message) -> None:
@@ -139,8 +164,12 @@ def run_in_turn(seat: int, seats: int, where: Tcp | str) -> float:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(kind: str, tmp_path: Path) -> None:
-    """``srun bash -c "python fit.py; python test.py"`` starts them when their predecessors exit."""
+def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
+    kind: str, tmp_path: Path
+) -> None:
+    """``srun bash -c "python fit.py; python test.py"`` starts them when their
+    predecessors exit.
+    """
     with RankProcesses(run_in_turn, 4, place(kind, tmp_path)) as ranks:
         for seat in (0, 1):
             ranks.release(seat)
@@ -163,7 +192,9 @@ def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> N
         address = other.look_up(Deadline(LONG))
         assert address is not None
         ours.publish(replace(address, nonce="of a killed run"))
-        (lost,) = endings(str(ours.path), [{"rank": 1, "world_size": 2, "timeouts": SOON}], init_timeout=2.0)
+        (lost,) = endings(
+            str(ours.path), [{"rank": 1, "world_size": 2, "timeouts": SOON}], init_timeout=2.0
+        )
     # The last attempt may have had no time for an answer.
     found = (
         r"\((another run is answering there|it accepted the connection, but did not reply); "
@@ -176,14 +207,17 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     """Rank 0 names the rank, the reason and a remedy."""
     path = tmp_path / "removed" / "run"
     (outcome,) = endings(str(path), [{"world_size": 2, "timeouts": SOON}])
-    assert sentence(outcome, RendezvousError) == (
-        f"init_method 'file://{path}': rank 0 on {HOST} (pid {outcome.pid}) cannot write its address there: No such "
-        "file or directory; create the directory, free disk space, or choose another file"
+    assert (
+        sentence(outcome, RendezvousError)
+        == f"init_method 'file://{path}': rank 0 on {HOST} (pid {outcome.pid}) cannot write its"
+        " address there: No such file or directory; create the directory, free disk space, or"
+        " choose another file"
     )
 
 
 def test_other_connections_do_not_disturb_a_start() -> None:
-    """Port scanners, ranks beyond their own world, and many silent connections do not matter.
+    """Port scanners, ranks beyond their own world, and many silent connections do not
+    matter.
 
     At a loopback address only those of this host reach rank 0 and its store.
     """
@@ -192,7 +226,9 @@ def test_other_connections_do_not_disturb_a_start() -> None:
         ranks.release(0)
         ranks.wait_for("listens", 0)
         connections = psutil.Process(ranks.pids[0]).net_connections()
-        assert {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+        assert {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN} == {
+            "127.0.0.1"
+        }
         beyond = asdict(Hello(RankInfo(7), 4, "", {}))
         strangers = []
         for sent in (
@@ -218,10 +254,14 @@ def test_other_connections_do_not_disturb_a_start() -> None:
 
 @pytest.mark.parametrize("answer", [silent, web, drip])
 def test_a_stale_address_is_replaced(answer: Answer, tmp_path: Path) -> None:
-    """A rank that read the address of a killed run reads it again, even if another program now listens there."""
+    """A rank that read the address of a killed run reads it again, even if another
+    program now listens there.
+    """
     path = tmp_path / "run"
     with server(answer) as where:
-        FileEndpoint(str(path)).publish(Address((where.host,), where.port, "of a killed run", "network"))
+        FileEndpoint(str(path)).publish(
+            Address((where.host,), where.port, "of a killed run", "network")
+        )
         outcomes = endings(str(path), [{"timeouts": SOON}] * 2, init_timeout=LONG)
     assert [outcome.result for outcome in outcomes] == [2.0, 2.0]
     assert list(tmp_path.iterdir()) == []

@@ -19,13 +19,21 @@ from tests.harness.training import Net, make_trainer
 NAMES = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 # Settings of each type, and their variables.
 OTHERS = NCCLOptions(p2p_level="NVL", ib_disable=False, p2p_disable=True, buffsize=2**23)
-VARIABLES = {"NCCL_P2P_LEVEL": "NVL", "NCCL_IB_DISABLE": "0", "NCCL_P2P_DISABLE": "1", "NCCL_BUFFSIZE": "8388608"}
+VARIABLES = {
+    "NCCL_P2P_LEVEL": "NVL",
+    "NCCL_IB_DISABLE": "0",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_BUFFSIZE": "8388608",
+}
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"p2p_level": "NVLINK"}, r"NCCLOptions.p2p_level must be one of LOC, .*SYS \(got 'NVLINK'\); omit it"),
+        (
+            {"p2p_level": "NVLINK"},
+            r"NCCLOptions.p2p_level must be one of LOC, .*SYS \(got 'NVLINK'\); omit it",
+        ),
         ({"socket_nthreads": "4"}, r"NCCLOptions.socket_nthreads must be of type int \(got '4'\)"),
         ({"ib_disable": 1}, r"NCCLOptions.ib_disable must be of type bool \(got 1\)"),
     ],
@@ -55,7 +63,8 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
     first = fit(NCCLOptions(debug="WARN"))
     assert first.values == ["WARN", "=lo", "lo"]
     assert fit(OTHERS).variables == VARIABLES
-    second, third = fit(None), fit(None)
+    second = fit(None)
+    third = fit(None)
     assert second.values == third.values == [None, "=lo", "lo"]
     assert second.group is not first.group, "other settings need a new group"
     assert third.group is second.group
@@ -63,7 +72,8 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
     assert not os.environ.keys() & set(NAMES)
     os.environ["NCCL_DEBUG"] = "INFO"
     with pytest.raises(
-        ConfigurationError, match=r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; remove"
+        ConfigurationError,
+        match=r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; remove",
     ):
         fit(NCCLOptions(debug="WARN"))
     assert fit(NCCLOptions(debug="INFO")).values == ["INFO", "=lo", "lo"]
@@ -72,5 +82,8 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
-    """A later Trainer with other settings gets a new group. What the user has exported stays, and must agree."""
+    """A later Trainer with other settings gets a new group.
+
+    What the user has exported stays, and must agree.
+    """
     run_ranks(several_trainers, 2, tmp_path, env=by_hand_env(2))

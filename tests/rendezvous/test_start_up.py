@@ -1,4 +1,6 @@
-"""Processes join: they form one group and leave it in good order, or each of them names the reason."""
+"""Processes join: they form one group and leave it in good order, or each of them names
+the reason.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from typing import Any
 
 import pytest
 
-from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RankFailedError, RendezvousError
+from lightning_ddp_ext.errors import (
+    MissingRanksError,
+    RankDiedError,
+    RankFailedError,
+    RendezvousError,
+)
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import connect_store
 from lightning_ddp_ext.rendezvous.init_method import Tcp
@@ -42,8 +49,12 @@ from tests.rendezvous.servers import (
 
 
 def connect_early(seat: int, seats: int, where: Tcp) -> float:
-    """Seek rank 0 before it listens, while the kernel prefers rank 0's port for this end of the connection."""
-    ports, tries, create = Path("/proc/sys/net/ipv4/ip_local_port_range"), count(1), socket.create_connection
+    """Seek rank 0 before it listens, while the kernel prefers rank 0's port for this
+    end of the connection.
+    """
+    ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    tries = count(1)
+    create = socket.create_connection
     usual = ports.read_text()
 
     def create_connection(*args: Any, **kwargs: Any) -> socket.socket:
@@ -71,7 +82,8 @@ def join_with_few_descriptors(number: int, world_size: int, where: Tcp | str) ->
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_ranks_connect_in_any_order_and_exit_in_good_order(kind: str, tmp_path: Path) -> None:
-    """All ranks join one group, exit with status 0 without calling ``leave``, and leave no file behind.
+    """All ranks join one group, exit with status 0 without calling ``leave``, and leave
+    no file behind.
 
     Rank 0, to which all connect, raises its limit of open files by what it needs.
     """
@@ -83,56 +95,83 @@ def test_ranks_connect_in_any_order_and_exit_in_good_order(kind: str, tmp_path: 
 
 @pytest.mark.parametrize("init_method", [None, "env://"])
 def test_a_rank_that_never_starts(init_method: str | None, tmp_path: Path) -> None:
-    """After init_timeout all name the missing rank, the present ones, the address and the remedy."""
+    """After init_timeout all name the missing rank, the present ones, the address and
+    the remedy.
+    """
     where: Any = place("tcp", tmp_path)
     common = {"world_size": 3, "init_method": init_method}
     outcomes = endings(where, [{"init_timeout": wait, **common} for wait in (LONG, 5.0)])
     where = f"{where} (env://)" if init_method else where
     present = ", ".join(process(outcome.rank, outcome.pid) for outcome in outcomes)
-    assert same_sentence(outcomes, MissingRanksError) == (
-        f"rank 2 of 3 did not connect to {where} within {LONG:g} s (init_timeout); present: {present}; "
-        "check that every rank is running and can reach rank 0, or raise init_timeout"
+    assert (
+        same_sentence(outcomes, MissingRanksError)
+        == f"rank 2 of 3 did not connect to {where} within {LONG:g} s (init_timeout); present:"
+        f" {present}; check that every rank is running and can reach rank 0, or raise"
+        " init_timeout"
     )
 
 
 @pytest.mark.nightly
 @pytest.mark.netns
 def test_a_link_cut_while_the_group_forms(two_hosts: Network) -> None:
-    """Both sides name a rank beyond the cut, also on a rank whose main thread is blocked."""
+    """Both sides name a rank beyond the cut, also on a rank whose main thread is
+    blocked.
+    """
     where = Tcp(two_hosts[0].address, free_port())
     hosts = [two_hosts[0], two_hosts[1], two_hosts[0]]
-    settings: list[dict[str, Any]] = [{"init_timeout": LONG, "timeouts": Timeouts(heartbeat=3.0)} for _ in hosts]
+    settings: list[dict[str, Any]] = [
+        {"init_timeout": LONG, "timeouts": Timeouts(heartbeat=3.0)} for _ in hosts
+    ]
     settings[2]["stop"] = "all_reduce"
     with started(where, settings, namespaces=hosts) as ranks:
         ranks.wait_for("in front", 2)
         two_hosts.cut()
         here, there, blocked = ranks.wait()
-    assert f"rank 1 (host host-b, pid {there.pid}) died: no sign of life" in sentence(here, RankDiedError)
-    assert f"rank 0 (host host-a, pid {here.pid}) died: no sign of life" in sentence(there, RankDiedError)
+    assert f"rank 1 (host host-b, pid {there.pid}) died: no sign of life" in sentence(
+        here, RankDiedError
+    )
+    assert f"rank 0 (host host-a, pid {here.pid}) died: no sign of life" in sentence(
+        there, RankDiedError
+    )
     assert f"[rank 2] RankDiedError: rank 1 (host host-b, pid {there.pid}) died" in blocked.output
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
-    """The others name the address that they tried, what they found there, and what to check."""
+    """The others name the address that they tried, what they found there, and what to
+    check.
+    """
     where = place(kind, tmp_path)
     (outcome,) = endings(where, [{"rank": 1, "world_size": 2}])
     looked = f"127.0.0.1:{where.port}" if isinstance(where, Tcp) else url(where)
-    found, remedy = "Connection refused", "that its host has this address"
+    found = "Connection refused"
+    remedy = "that its host has this address"
     if kind == "file":
-        found, remedy = "rank 0 has not published its address there", "that it uses the same init_method"
-    assert sentence(outcome, RendezvousError) == (
-        f"{process(1, outcome.pid)} did not find rank 0 at {looked} within 4 s ({found}); check that rank 0 is "
-        f"running, {remedy}, and that no firewall blocks the connection"
+        found = "rank 0 has not published its address there"
+        remedy = "that it uses the same init_method"
+    assert (
+        sentence(outcome, RendezvousError)
+        == f"{process(1, outcome.pid)} did not find rank 0 at {looked} within 4 s ({found}); check"
+        f" that rank 0 is running, {remedy}, and that no firewall blocks the connection"
     )
 
 
 @pytest.mark.parametrize(
     ("kind", "victim", "end", "says"),
     [
-        ("tcp", 1, signal.SIGKILL, r"{} exited before all ranks had connected \(its process ended unexpectedly\)"),
+        (
+            "tcp",
+            1,
+            signal.SIGKILL,
+            r"{} exited before all ranks had connected \(its process ended unexpectedly\)",
+        ),
         ("file", 1, signal.SIGINT, r"{} gave up before all ranks had connected: KeyboardInterrupt"),
-        ("file", 0, signal.SIGKILL, r"rank 0 at 127\.0\.0\.1:\d+ closed the connection after accepting rank \d \("),
+        (
+            "file",
+            0,
+            signal.SIGKILL,
+            r"rank 0 at 127\.0\.0\.1:\d+ closed the connection after accepting rank \d \(",
+        ),
     ],
 )
 def test_a_rank_that_ends_before_all_have_connected(
@@ -149,15 +188,22 @@ def test_a_rank_that_ends_before_all_have_connected(
 
 
 @pytest.mark.parametrize(("kind", "victim"), [("tcp", 0), ("file", 0), ("file", 2)])
-def test_a_rank_killed_while_the_group_forms_is_named_immediately(kind: str, victim: int, tmp_path: Path) -> None:
-    """The channel reports a death long before init_timeout, with host and pid; no address is left behind."""
+def test_a_rank_killed_while_the_group_forms_is_named_immediately(
+    kind: str, victim: int, tmp_path: Path
+) -> None:
+    """The channel reports a death long before init_timeout, with host and pid; no
+    address is left behind.
+    """
     settings: list[dict[str, Any]] = [{"init_timeout": LONG} for _ in range(3)]
     settings[victim]["stop"] = "init_process_group"
     with started(place(kind, tmp_path), settings) as ranks:
         ranks.wait_for("in front", victim)
         ranks.kill(victim)
         others = ranks.wait(*({0, 1, 2} - {victim}))
-    death = f"{process(victim, ranks.pids[victim])} died: its process ended unexpectedly; every rank stops."
+    death = (
+        f"{process(victim, ranks.pids[victim])} died: its process ended unexpectedly; every rank"
+        " stops."
+    )
     assert same_sentence(others, RankDiedError).startswith(death)
     assert not list(tmp_path.iterdir())
 
@@ -165,10 +211,17 @@ def test_a_rank_killed_while_the_group_forms_is_named_immediately(kind: str, vic
 @pytest.mark.netns
 @pytest.mark.parametrize(("host", "stop"), [("127.0.0.1", "the store"), ("10.77.0.1", None)])
 def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts: Network) -> None:
-    """As ``ssh -L`` does: the store is found at rank 0's host, or all ranks raise the reason after their welcome."""
-    there, port = two_hosts[0].address, free_port()
+    """As ``ssh -L`` does: the store is found at rank 0's host, or all ranks raise the
+    reason after their welcome.
+    """
+    there = two_hosts[0].address
+    port = free_port()
     settings = [
-        {"init_timeout": LONG, "tunnels": [((there, port + 1), ("127.0.0.1", port))], "where": Tcp(host, port)},
+        {
+            "init_timeout": LONG,
+            "tunnels": [((there, port + 1), ("127.0.0.1", port))],
+            "where": Tcp(host, port),
+        },
         {"init_timeout": LONG, "tunnels": [(("127.0.0.1", port), (there, port + 1))], "stop": stop},
     ]
     with started(Tcp("127.0.0.1", port), settings, namespaces=list(two_hosts)) as ranks:
@@ -176,16 +229,28 @@ def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts:
     if stop is None:
         assert [first.result, second.result] == [2.0, 2.0], stories([first, second])
         return
-    reason, name = sentence(second, RendezvousError), process(1, second.pid, "host-b")
-    assert reason.startswith(f"{name} reached rank 0 at 127.0.0.1:{port}, but not its store at port ")
-    assert reason.endswith("; allow connections between all hosts on every port, which collectives also need")
-    assert sentence(first, RankFailedError) == f"{name} failed, so this rank stops: RendezvousError: {reason}"
+    reason = sentence(second, RendezvousError)
+    name = process(1, second.pid, "host-b")
+    assert reason.startswith(
+        f"{name} reached rank 0 at 127.0.0.1:{port}, but not its store at port "
+    )
+    assert reason.endswith(
+        "; allow connections between all hosts on every port, which collectives also need"
+    )
+    assert (
+        sentence(first, RankFailedError)
+        == f"{name} failed, so this rank stops: RendezvousError: {reason}"
+    )
 
 
 @pytest.mark.netns
 def test_a_rank_that_is_connected_to_itself(two_hosts: Network) -> None:
-    """The kernel may choose rank 0's port for the attempt: the rank retries, and leaves the port to rank 0."""
-    with RankProcesses(connect_early, 2, Tcp("127.0.0.1", 40000), namespaces=[two_hosts[0]] * 2) as ranks:
+    """The kernel may choose rank 0's port for the attempt: the rank retries, and leaves
+    the port to rank 0.
+    """
+    with RankProcesses(
+        connect_early, 2, Tcp("127.0.0.1", 40000), namespaces=[two_hosts[0]] * 2
+    ) as ranks:
         ranks.wait_for("late", 0)
         ranks.wait_for("tried", 1)
         ranks.release(0)
@@ -194,21 +259,29 @@ def test_a_rank_that_is_connected_to_itself(two_hosts: Network) -> None:
 
 @pytest.mark.netns
 def test_a_link_local_address(two_hosts: Network) -> None:
-    """Its scope names the network interface, also for the store, and for gloo where names do not help."""
+    """Its scope names the network interface, also for the store, and for gloo where
+    names do not help.
+    """
     for host in two_hosts:
         host.hosts_file.write_text("127.0.0.1 localhost host-a host-b\n")
     two_hosts[0].ip("addr add fe80::77/64 dev eth0 nodad")
-    with started(Tcp("fe80::77%eth0", free_port()), [{"init_timeout": LONG}] * 2, namespaces=list(two_hosts)) as ranks:
+    with started(
+        Tcp("fe80::77%eth0", free_port()), [{"init_timeout": LONG}] * 2, namespaces=list(two_hosts)
+    ) as ranks:
         assert [outcome.result for outcome in ranks.wait()] == [2.0, 2.0]
 
 
 @pytest.mark.netns
 def test_a_name_that_resolves_late(two_hosts: Network) -> None:
-    """Like the name of a headless service: rank 0 listens and logs the reason; the others retry."""
+    """Like the name of a headless service: rank 0 listens and logs the reason; the
+    others retry.
+    """
     known = two_hosts[0].hosts_file.read_text()
     for host in two_hosts:
         host.hosts_file.write_text("127.0.0.1 localhost\n")
-    with started(Tcp("host-a", free_port()), [{"init_timeout": LONG}] * 2, namespaces=list(two_hosts)) as ranks:
+    with started(
+        Tcp("host-a", free_port()), [{"init_timeout": LONG}] * 2, namespaces=list(two_hosts)
+    ) as ranks:
         ranks.wait_for_output("does not resolve on host-a", 0)
         for host in two_hosts:
             host.hosts_file.write_text(known)
@@ -225,32 +298,44 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
         ranks.wait_for("connected", 0)
         two_hosts.cut()
         here, there = ranks.wait()
-    assert f"of 3 did not connect to {where} within 6 s (init_timeout)" in sentence(here, MissingRanksError)
-    assert f"rank 0 at {where.host}:{where.port} did not reply after accepting" in sentence(there, RendezvousError)
+    assert f"of 3 did not connect to {where} within 6 s (init_timeout)" in sentence(
+        here, MissingRanksError
+    )
+    assert f"rank 0 at {where.host}:{where.port} did not reply after accepting" in sentence(
+        there, RendezvousError
+    )
 
 
 @pytest.mark.parametrize("answer", [silent, web, drip])
 def test_a_server_that_is_not_ours(answer: Answer) -> None:
-    """Rank 0 reports that it cannot bind the port, rank 1 that another program listens there."""
+    """Rank 0 reports that it cannot bind the port, rank 1 that another program listens
+    there.
+    """
     with server(answer) as where:
         first, second = endings(where, [{}, {}], init_timeout=4.0)
-    assert sentence(first, RendezvousError) == (
-        f"init_method '{where}': rank 0 on {HOST} (pid {first.pid}) cannot bind port {where.port}: Address already in "
-        "use; stop the program that uses the port, or choose another port"
+    assert (
+        sentence(first, RendezvousError)
+        == f"init_method '{where}': rank 0 on {HOST} (pid {first.pid}) cannot bind port"
+        f" {where.port}: Address already in use; stop the program that uses the port, or choose"
+        " another port"
     )
     assert sentence(second, RendezvousError) == (
-        f"{process(1, second.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it accepted the "
-        "connection, but did not reply); check that rank 0 is running, that its host has this address, and that no "
-        "firewall blocks the connection"
+        f"{process(1, second.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it"
+        " accepted the connection, but did not reply); check that rank 0 is running, that its host"
+        " has this address, and that no firewall blocks the connection"
         if answer is not web
-        else f"a program other than rank 0 is listening at 127.0.0.1:{where.port}; choose a port that no "
-        "other program uses, or correct the address of rank 0's host"
+        else (
+            f"a program other than rank 0 is listening at 127.0.0.1:{where.port}; choose a port"
+            " that no other program uses, or correct the address of rank 0's host"
+        )
     )
 
 
 @pytest.mark.parametrize("answer", [silent, web])
 def test_a_server_that_is_not_a_store_raises(answer: Answer) -> None:
-    """The error follows soon after the deadline, even if torch's client would wait for ever."""
+    """The error follows soon after the deadline, even if torch's client would wait for
+    ever.
+    """
     with (
         server(answer) as where,
         pytest.raises(RendezvousError, match=f"the store at 127.0.0.1:{where.port} cannot be used"),
@@ -262,12 +347,18 @@ def test_a_host_name_that_does_not_resolve() -> None:
     """Every rank raises that the name does not resolve, with a remedy."""
     outcomes = endings(Tcp("no-such-host.invalid", 29500), [{}, {}], init_timeout=1.0)
     message = same_sentence(outcomes, RendezvousError)
-    assert message.startswith("init_method 'tcp://no-such-host.invalid:29500': host 'no-such-host.invalid' does not")
-    assert message.endswith("use the address of rank 0's host, or a name that every host can resolve")
+    assert message.startswith(
+        "init_method 'tcp://no-such-host.invalid:29500': host 'no-such-host.invalid' does not"
+    )
+    assert message.endswith(
+        "use the address of rank 0's host, or a name that every host can resolve"
+    )
 
 
 def test_a_file_that_is_empty_or_left_by_a_killed_run_will_do(tmp_path: Path) -> None:
-    """The next run starts there, and removes the file at its end; ``tempfile.mkstemp`` makes such files."""
+    """The next run starts there, and removes the file at its end; ``tempfile.mkstemp``
+    makes such files.
+    """
     path = tmp_path / "store"
     path.touch()
     with started(str(path), [{"init_timeout": LONG, "stop": "all_reduce"}] * 2) as ranks:
@@ -278,7 +369,9 @@ def test_a_file_that_is_empty_or_left_by_a_killed_run_will_do(tmp_path: Path) ->
         ranks.wait()
     assert path.stat().st_size > 0
     assert path.stat().st_mode & 0o777 == 0o600, "for this user's eyes only"
-    assert [outcome.result for outcome in endings(str(path), [{}, {}], init_timeout=LONG)] == [2.0] * 2
+    assert [outcome.result for outcome in endings(str(path), [{}, {}], init_timeout=LONG)] == [
+        2.0
+    ] * 2
     assert not path.exists()
 
 
@@ -286,8 +379,9 @@ def test_a_file_with_something_else_is_left_alone(tmp_path: Path) -> None:
     """Every rank refuses it, shows how it begins, and changes nothing in it."""
     path = tmp_path / "config.yaml"
     path.write_text("learning_rate: 0.1\n")
-    assert same_sentence(endings(str(path), [{}, {}]), RendezvousError) == (
-        f"init_method 'file://{path}': the file does not contain the address of a rank 0 (it "
+    assert (
+        same_sentence(endings(str(path), [{}, {}]), RendezvousError)
+        == f"init_method 'file://{path}': the file does not contain the address of a rank 0 (it "
         "begins with b'learning_rate'); choose a file that does not exist yet"
     )
     assert path.read_text() == "learning_rate: 0.1\n"

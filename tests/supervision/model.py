@@ -66,7 +66,9 @@ def who(rank: int, pid: int, host: str = HERE) -> str:
     return f"rank {rank} (host {host}, pid {pid})"
 
 
-def error_of(told: Outcome, kind: type[RankFailedError], culprit: int, pid: int, host: str = HERE) -> RankFailedError:
+def error_of(
+    told: Outcome, kind: type[RankFailedError], culprit: int, pid: int, host: str = HERE
+) -> RankFailedError:
     """Return a rank's error; fail unless it is of this kind and names the culprit."""
     error = told.failure.exception
     assert type(error) is kind, told.story()
@@ -75,11 +77,16 @@ def error_of(told: Outcome, kind: type[RankFailedError], culprit: int, pid: int,
 
 
 class Fault(At):
-    """Calls ``action`` when a hook runs, after a number of ``earlier`` calls; on ``ranks``, by default on all."""
+    """Calls ``action`` when a hook runs, after a number of ``earlier`` calls; on
+    ``ranks``, by default on all.
+    """
 
-    def __init__(self, hook: str, action: Callable[[], object], *ranks: int, earlier: int = 0) -> None:
+    def __init__(
+        self, hook: str, action: Callable[[], object], *ranks: int, earlier: int = 0
+    ) -> None:
         super().__init__(hook, self._strike, earlier=earlier)
-        self._action, self._ranks = action, ranks
+        self._action = action
+        self._ranks = ranks
 
     def _strike(self, trainer: pl.Trainer) -> None:
         if not self._ranks or trainer.global_rank in self._ranks:
@@ -94,7 +101,9 @@ def in_step(action: Callable[[], object], *ranks: int) -> Fault:
 IN_THIRD_STEP = Fault("on_train_batch_start", announce_step, earlier=2)
 
 
-def make_trainer(devices: int, strategy: str | ddpx.DDPExtStrategy, *callbacks: pl.Callback, **options: Any) -> Any:
+def make_trainer(
+    devices: int, strategy: str | ddpx.DDPExtStrategy, *callbacks: pl.Callback, **options: Any
+) -> Any:
     options = {"max_epochs": 1, "num_sanity_val_steps": 0, **options}
     return training.make_trainer(strategy, devices=devices, callbacks=list(callbacks), **options)
 
@@ -102,14 +111,18 @@ def make_trainer(devices: int, strategy: str | ddpx.DDPExtStrategy, *callbacks: 
 def by_hand(
     rank: int, world_size: int, url: str, *, grace: dict[str, float] | None = None, **options: Any
 ) -> ddpx.DDPExtStrategy:
-    """Return the strategy of a rank that was started by hand; for ``grace`` see ``Timeouts``."""
+    """Return the strategy of a rank that was started by hand; for ``grace`` see
+    ``Timeouts``.
+    """
     strategy = ddpx.DDPExtStrategy(url, rank=rank, world_size=world_size, **options)
     timeouts = strategy.rendezvous.timeouts
     strategy.rendezvous.timeouts = replace(timeouts, grace={**timeouts.grace, **(grace or {})})
     return strategy
 
 
-def fit(rank: int, world_size: int, url: str, *faults: Fault, model: Net | None = None, **options: Any) -> None:
+def fit(
+    rank: int, world_size: int, url: str, *faults: Fault, model: Net | None = None, **options: Any
+) -> None:
     """Train once on a rank that was started by hand."""
     strategy = by_hand(rank, world_size, url, **options)
     make_trainer(world_size, strategy, *faults).fit(model or Net())
@@ -119,5 +132,7 @@ def lines_of(stderr: str) -> list[str]:
     """Return the lines without torch's prefixes, warnings and addresses of errors."""
     text = re.sub(r"^\[rank\d+\]: ?", "", stderr, flags=re.MULTILINE)
     return [
-        line for line in text.splitlines() if line.strip() and "LeafSpec" not in line and not line.startswith("See ")
+        line
+        for line in text.splitlines()
+        if line.strip() and "LeafSpec" not in line and not line.startswith("See ")
     ]

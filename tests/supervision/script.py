@@ -1,7 +1,9 @@
-"""A training script, ``script.py STRATEGY [WHAT ...]``; each rank prints at its start and in its third step.
+"""A training script, ``script.py STRATEGY [WHAT ...]``; each rank prints at its start
+and in its third step.
 
-It says that it begins before anything is imported. Rank 1 then ``stays`` there, or ``lingers`` after the
-training, or ``raises`` or ``dies`` there; ``endless`` has all train for ever.
+It says that it begins before anything is imported. Rank 1 then ``stays`` there, or
+``lingers`` after the training, or ``raises`` or ``dies`` there; ``endless`` has all
+train for ever.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The reports of all ranks give one sentence: the stuck rank, and the ranks that wait for it."""
+"""The reports of all ranks give one sentence: the stuck rank, and the ranks that wait
+for it.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,19 @@ def who(rank: int) -> RankInfo:
 
 
 def report(rank: int, flights: list[Flight] | None = None, **values: Any) -> Report:
-    chosen = {"idle": 61.0, "is_still": True, "doing": "train_dataloader_next", "place": "dataset.py:41", **values}
+    chosen = {
+        "idle": 61.0,
+        "is_still": True,
+        "doing": "train_dataloader_next",
+        "place": "dataset.py:41",
+        **values,
+    }
     return Report(who(rank), flights=flights or [], **chosen)
 
 
-def flight(entered: int, pending: int | None = None, name: str = "all_reduce", label: str = "") -> Flight:
+def flight(
+    entered: int, pending: int | None = None, name: str = "all_reduce", label: str = ""
+) -> Flight:
     recent = {str(number): Collective("all_reduce") for number in range(1, entered)}
     return Flight(label or "0", label, entered, pending, {**recent, str(entered): Collective(name)})
 
@@ -33,22 +43,35 @@ MOVING = {"is_still": False, "idle": 0.5}
 CASES: dict[str, tuple[Findings, str | None]] = {
     "several never came": (
         Findings([report(0, [flight(5, 5)]), report(1, [flight(4)]), report(2)]),
-        "rank 1 (host host1, pid 101) never entered all_reduce #5 (nor did rank 2); it is in "
-        "train_dataloader_next, dataset.py:41; rank 0 has waited for it for 61 s",
+        (
+            "rank 1 (host host1, pid 101) never entered all_reduce #5 (nor did rank 2); it is in "
+            "train_dataloader_next, dataset.py:41; rank 0 has waited for it for 61 s"
+        ),
     ),
     "all are in it": (
         Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),
-        "rank 1 (host host1, pid 101) has made no progress for 62 s; it is in all_reduce #5, train_dataloader_next, "
-        "dataset.py:41; rank 0 has been in all_reduce #5, train_dataloader_next, dataset.py:41 for 61 s",
+        (
+            "rank 1 (host host1, pid 101) has made no progress for 62 s; it is in all_reduce #5,"
+            " train_dataloader_next, dataset.py:41; rank 0 has been in all_reduce #5,"
+            " train_dataloader_next, dataset.py:41 for 61 s"
+        ),
     ),
     "one does not answer while others move": (
-        Findings([report(0, [flight(5, 5)]), report(2, [flight(5)], **MOVING)], [Silence(who(1), 5.0)]),
+        Findings(
+            [report(0, [flight(5, 5)]), report(2, [flight(5)], **MOVING)], [Silence(who(1), 5.0)]
+        ),
         None,
     ),
-    "waiting for one that moves": (Findings([report(0, [flight(5, 5)]), report(1, [flight(4)], **MOVING)]), None),
+    "waiting for one that moves": (
+        Findings([report(0, [flight(5, 5)]), report(1, [flight(4)], **MOVING)]),
+        None,
+    ),
     "stuck while another moves": (
         Findings([report(0), report(1, [flight(4)], **MOVING)]),
-        "rank 0 (host host0, pid 100) has made no progress for 61 s; it is in train_dataloader_next, dataset.py:41",
+        (
+            "rank 0 (host host0, pid 100) has made no progress for 61 s; it is in"
+            " train_dataloader_next, dataset.py:41"
+        ),
     ),
 }
 
@@ -62,21 +85,37 @@ def test_the_sentence(name: str) -> None:
 
 def entry(number: int, op: int, state: str = "completed", group: str = "0") -> dict[str, Any]:
     label = "default_pg" if group == "0" else "undefined"
-    return {"collective_seq_id": number, "op_id": op, "process_group": [group, label], "state": state}
+    return {
+        "collective_seq_id": number,
+        "op_id": op,
+        "process_group": [group, label],
+        "state": state,
+    }
 
 
 def test_collectives_of_a_trace() -> None:
-    """Each group has its last entered and its first unfinished collective; a new group with an old name starts at 0."""
+    """Each group has its last entered and its first unfinished collective; a new group
+    with an old name starts at 0.
+    """
     old = [entry(1, 1), entry(2, 2, "started")]
     new = [entry(1, 7), entry(2, 8), entry(3, 9, "started"), entry(4, 10, "started")]
-    first, other = flights_in({"entries": [*old, *new, entry(1, 1, group="5"), {**entry(9, 9), "is_p2p": True}]}, {})
+    first, other = flights_in(
+        {"entries": [*old, *new, entry(1, 1, group="5"), {**entry(9, 9), "is_p2p": True}]}, {}
+    )
     assert (first.label, first.entered, first.pending) == ("", 4, 3)
     assert (other.label, other.entered, other.pending) == ("5", 1, None)
 
 
-def waiting(rank: int, *pending: tuple[str, int, int | None], calls: int = 0, call: int = 0, **values: Any) -> Report:
-    """Return the report of a rank: (group, entered, pending) of its groups, and its calls of named barriers."""
-    flights = [Flight(group, group, entered, number, members=[0, 1, 2]) for group, entered, number in pending]
+def waiting(
+    rank: int, *pending: tuple[str, int, int | None], calls: int = 0, call: int = 0, **values: Any
+) -> Report:
+    """Return the report of a rank: (group, entered, pending) of its groups, and its
+    calls of named barriers.
+    """
+    flights = [
+        Flight(group, group, entered, number, members=[0, 1, 2])
+        for group, entered, number in pending
+    ]
     awaited = Call(rank, call, 0, "saving", "saving", "train.py:7") if call else None
     chosen = {"is_blocked": True, "calls": calls, "awaited": awaited, "run": 1, **values}
     return Report(who(rank), place="train.py:5", flights=flights, **chosen)
@@ -87,7 +126,11 @@ LEFT = {"is_blocked": False, "is_in_run": False}
 # Reports, and the ranks of the deadlock.
 WAITS: dict[str, tuple[list[Report], set[int]]] = {
     "a collective and a barrier": (
-        [waiting(0, ("", 5, 5)), waiting(1, ("", 4, None), calls=3, call=3), waiting(2, ("", 5, 5))],
+        [
+            waiting(0, ("", 5, 5)),
+            waiting(1, ("", 4, None), calls=3, call=3),
+            waiting(2, ("", 5, 5)),
+        ],
         {0, 1, 2},
     ),
     "a circle of three groups": (
@@ -96,7 +139,11 @@ WAITS: dict[str, tuple[list[Report], set[int]]] = {
     ),
     "one computes": ([waiting(0, ("", 5, 5)), waiting(1, ("", 4, None), **COMPUTING)], set()),
     "one computes, others wait for each other": (
-        [waiting(0, ("", 5, 5)), waiting(1, ("", 4, None), calls=1, call=1), waiting(2, **COMPUTING)],
+        [
+            waiting(0, ("", 5, 5)),
+            waiting(1, ("", 4, None), calls=1, call=1),
+            waiting(2, **COMPUTING),
+        ],
         {0, 1},
     ),
     "all are in the same call": ([waiting(0, ("", 5, 5)), waiting(1, ("", 5, 5))], set()),
@@ -118,7 +165,9 @@ def test_ranks_of_a_deadlock(name: str) -> None:
 
 
 def test_a_deadlock_must_persist() -> None:
-    """It is certain if a second look finds the same calls, and no rank that waits has computed since."""
+    """It is certain if a second look finds the same calls, and no rank that waits has
+    computed since.
+    """
     first = [waiting(0, ("", 5, 5)), waiting(1, ("", 4, None), calls=1, call=1)]
     found = deadlock_in(first)
     assert found is not None

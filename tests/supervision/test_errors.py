@@ -1,4 +1,6 @@
-"""An exception or a death on one rank, on real Trainers: every other rank gets the cause, and none waits for it."""
+"""An exception or a death on one rank, on real Trainers: every other rank gets the
+cause, and none waits for it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ from tests.supervision.model import (
 )
 
 BOOM = "BoomError: no such layer"
-STUCK = r"process raised an exception and has not exited within 0\.3 s \(save_deadline\), so rank \d exits at \S+:\d+"
+STUCK = (
+    r"process raised an exception and has not exited within 0\.3 s \(save_deadline\), so rank \d"
+    r" exits at \S+:\d+"
+)
 
 
 @pytest.fixture
@@ -54,9 +59,13 @@ def expect_error(told: Outcome, culprit: int, pid: int) -> None:
     assert error.traceback_text in str(error.__cause__)
 
 
-def catch_and_stay(rank: int, world_size: int, url: str, fault: Fault, hook: str, directory: Path) -> None:
-    strategy, saver = by_hand(rank, world_size, url), OnExceptionCheckpoint(directory)
-    trainer, model = make_trainer(world_size, strategy, fault, saver, enable_checkpointing=True), Net()
+def catch_and_stay(
+    rank: int, world_size: int, url: str, fault: Fault, hook: str, directory: Path
+) -> None:
+    strategy = by_hand(rank, world_size, url)
+    saver = OnExceptionCheckpoint(directory)
+    trainer = make_trainer(world_size, strategy, fault, saver, enable_checkpointing=True)
+    model = Net()
     if not hasattr(Callback, hook):  # a method of models alone
         setattr(model, hook, lambda *_: getattr(fault, hook)(trainer))
     try:
@@ -66,12 +75,15 @@ def catch_and_stay(rank: int, world_size: int, url: str, fault: Fault, hook: str
 
 
 @pytest.mark.parametrize(
-    ("hook", "culprit", "steps"), [("setup", 0, 0), ("on_train_batch_start", 0, 1), ("validation_step", 1, 4)]
+    ("hook", "culprit", "steps"),
+    [("setup", 0, 0), ("on_train_batch_start", 0, 1), ("validation_step", 1, 4)],
 )
 def test_others_raise_while_the_failed_rank_continues(
     hook: str, culprit: int, steps: int, url: str, tmp_path: Path
 ) -> None:
-    """The other rank exits and names the cause, even if the failed one keeps running; rank 0 can still save."""
+    """The other rank exits and names the cause, even if the failed one keeps running;
+    rank 0 can still save.
+    """
     fault = Fault(hook, boom, culprit, earlier=1 if steps else 0)
     with RankProcesses(catch_and_stay, 2, url, fault, hook, tmp_path) as ranks:
         ranks.wait_for("caught", culprit)
@@ -93,7 +105,9 @@ def test_others_raise_while_the_failed_rank_continues(
     ],
 )
 def test_a_rank_that_nothing_can_wake_exits(end: Callable[[], None], said: str, url: str) -> None:
-    """The process exits and prints the reason even if its main thread blocks in user code for ever."""
+    """The process exits and prints the reason even if its main thread blocks in user
+    code for ever.
+    """
     faults = in_step(end, 0), in_step(wait_for_ever, 1)
     culprit, ended = launch_ranks(fit, 2, url, *faults, grace={"failed": 0.1, "died": 0.3})
     assert f"[rank 1] {said.format(who(0, culprit.pid))}" in ended.output
@@ -105,12 +119,22 @@ def leave_a_thread() -> None:
     boom()
 
 
-@pytest.mark.parametrize("faults", [(Fault("on_exception", wait_for_ever),), ()], ids=["in a hook", "at the end"])
-def test_a_rank_that_raised_exits_within_the_save_deadline(faults: tuple[Fault, ...], url: str) -> None:
-    """It exits even if hooks, or threads of its script, block; the message has the line where they do."""
-    for outcome in launch_ranks(fit, 2, url, in_step(leave_a_thread, 0), *faults, save_deadline=0.3):
+@pytest.mark.parametrize(
+    "faults", [(Fault("on_exception", wait_for_ever),), ()], ids=["in a hook", "at the end"]
+)
+def test_a_rank_that_raised_exits_within_the_save_deadline(
+    faults: tuple[Fault, ...], url: str
+) -> None:
+    """It exits even if hooks, or threads of its script, block; the message has the line
+    where they do.
+    """
+    for outcome in launch_ranks(
+        fit, 2, url, in_step(leave_a_thread, 0), *faults, save_deadline=0.3
+    ):
         assert outcome.exit_code == 1, outcome.story()
-        assert re.search(STUCK, outcome.output) or (outcome.rank == 1 and not faults), outcome.story()
+        assert re.search(STUCK, outcome.output) or (outcome.rank == 1 and not faults), (
+            outcome.story()
+        )
 
 
 def wait_for_the_limit(thread: str = "ddpx-stop-deadline") -> None:
@@ -120,9 +144,18 @@ def wait_for_the_limit(thread: str = "ddpx-stop-deadline") -> None:
             timers[0].join()
 
 
-def catch_and_work(rank: int, world_size: int, url: str, next_step: Callable[[], None] | None) -> None:
+def catch_and_work(
+    rank: int, world_size: int, url: str, next_step: Callable[[], None] | None
+) -> None:
     with pytest.raises(LookupError):
-        fit(rank, world_size, url, in_step(boom), Fault("on_exception", collapse_otherwise), save_deadline=3)
+        fit(
+            rank,
+            world_size,
+            url,
+            in_step(boom),
+            Fault("on_exception", collapse_otherwise),
+            save_deadline=3,
+        )
     if next_step is None:
         wait_for_the_limit()
     else:
@@ -133,9 +166,15 @@ def collapse_otherwise() -> None:
     raise LookupError("no such run")
 
 
-@pytest.mark.parametrize("next_step", [None, wait_for_the_limit], ids=["other work", "the next fit"])
-def test_a_script_that_catches_an_exception_of_a_hook_continues(next_step: Callable[[], None] | None, url: str) -> None:
-    """Lightning skips teardown if ``on_exception`` raises; the limit still ends with the Trainer's call."""
+@pytest.mark.parametrize(
+    "next_step", [None, wait_for_the_limit], ids=["other work", "the next fit"]
+)
+def test_a_script_that_catches_an_exception_of_a_hook_continues(
+    next_step: Callable[[], None] | None, url: str
+) -> None:
+    """Lightning skips teardown if ``on_exception`` raises; the limit still ends with
+    the Trainer's call.
+    """
     run_ranks(catch_and_work, 2, url, next_step)
 
 
@@ -169,8 +208,12 @@ def raise_a_book() -> None:
         (raise_a_book, "BoomError: no such layer!!!"),
     ],
 )
-def test_unusual_exceptions_reach_the_other_ranks(action: Callable[[], None], reason: str, url: str) -> None:
-    """``sys.exit``, Ctrl-C, and exceptions without a text or with one of megabytes, are reported like any other."""
+def test_unusual_exceptions_reach_the_other_ranks(
+    action: Callable[[], None], reason: str, url: str
+) -> None:
+    """``sys.exit``, Ctrl-C, and exceptions without a text or with one of megabytes, are
+    reported like any other.
+    """
     told, culprit = launch_ranks(fit, 2, url, in_step(action, 1))
     assert told.failure.type_name == "RankFailedError", told.story()
     assert f"failed, so this rank stops: {reason}" in told.failure.message
@@ -194,11 +237,18 @@ def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], cul
         (sys.exit, 1, "RankFailedError: {} finished and exited, but this rank still needs it"),
     ],
 )
-def test_a_rank_that_ends_between_two_fits_is_named(end: Callable[[], None], culprit: int, said: str, url: str) -> None:
-    """Ranks that wait in the second fit raise after an exception outside of Trainer calls, and after an early exit."""
+def test_a_rank_that_ends_between_two_fits_is_named(
+    end: Callable[[], None], culprit: int, said: str, url: str
+) -> None:
+    """Ranks that wait in the second fit raise after an exception outside of Trainer
+    calls, and after an early exit.
+    """
     outcomes = launch_ranks(fit_twice, 2, url, end, culprit)
-    gone, needy = outcomes[culprit], outcomes[1 - culprit]
-    assert f"{needy.failure.type_name}: {needy.failure.message}".startswith(said.format(who(culprit, gone.pid)))
+    gone = outcomes[culprit]
+    needy = outcomes[1 - culprit]
+    assert f"{needy.failure.type_name}: {needy.failure.message}".startswith(
+        said.format(who(culprit, gone.pid))
+    )
     assert (gone.exit_code, needy.exit_code) == (int(end is boom), 1)
 
 
@@ -215,7 +265,9 @@ def fit_work_and_fit(rank: int, world_size: int, url: str) -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, url: str) -> None:
-    """A rank in the user's own code continues; one that needs the dead rank again raises immediately."""
+    """A rank in the user's own code continues; one that needs the dead rank again
+    raises immediately.
+    """
     with RankProcesses(fit_work_and_fit, 2, url) as ranks:
         for rank in range(2):
             ranks.wait_for("after fit", rank)
@@ -225,7 +277,9 @@ def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, url: str) -> 
         outcomes = ranks.wait()
     pid = outcomes[culprit].pid
     error = error_of(outcomes[1 - culprit], RankDiedError, culprit, pid)
-    assert str(error).startswith(f"{who(culprit, pid)} died: its process ended unexpectedly; every rank stops.")
+    assert str(error).startswith(
+        f"{who(culprit, pid)} died: its process ended unexpectedly; every rank stops."
+    )
 
 
 def fit_again(rank: int, world_size: int, url: str) -> tuple[list[str], list[float]]:
@@ -242,7 +296,9 @@ def fit_again(rank: int, world_size: int, url: str) -> tuple[list[str], list[flo
 
 
 def test_processes_that_have_caught_the_failure_train_again(url: str) -> None:
-    """After failures that every rank caught, the same processes connect again each time."""
+    """After failures that every rank caught, the same processes connect again each
+    time.
+    """
     (first, mine), (second, others), (third, thirds) = run_ranks(fit_again, 3, url)
     assert first == ["RankFailedError 1", "BoomError 0"]
     assert second == ["BoomError 1", "RankFailedError 0"]

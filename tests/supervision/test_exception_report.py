@@ -1,4 +1,6 @@
-"""A failed rank prints a traceback, and the others one line: errors that only echo another rank's exit are known."""
+"""A failed rank prints a traceback, and the others one line: errors that only echo
+another rank's exit are known.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def fail_otherwise_once_informed() -> None:
 
 
 def fit(rank: int, world_size: int, terminal: Path, *faults: Fault) -> None:
-    """Train with all ranks' stderr in one file, as on one terminal; without faults, fail after it."""
+    """Train with all ranks' stderr in one file, as on one terminal; without faults,
+    fail after it.
+    """
     logging.disable(logging.WARNING)  # Lightning's greetings
     os.dup2(os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
     model.fit(rank, world_size, f"file://{terminal}.store", *faults)
@@ -66,7 +70,9 @@ def printed(directory: Path, *faults: Fault, world_size: int = 3) -> list[str]:
 
 @pytest.mark.parametrize("faults", [[Fault("setup", boom)], []], ids=["in fit", "after fit"])
 def test_the_same_exception_everywhere_is_printed_once(faults: list[Fault], tmp_path: Path) -> None:
-    """Ranks with the same failure print one traceback together, also outside of the Trainer."""
+    """Ranks with the same failure print one traceback together, also outside of the
+    Trainer.
+    """
     lines = printed(tmp_path, *faults)
     remark = "BoomError: no such layer (another rank prints the traceback)"
     assert sum(line.startswith("[rank ") and line.endswith(remark) for line in lines) == 2, lines
@@ -74,8 +80,14 @@ def test_the_same_exception_everywhere_is_printed_once(faults: list[Fault], tmp_
 
 
 def test_different_exceptions_are_all_printed(tmp_path: Path) -> None:
-    """A rank prints its own failure, followed by errors that a callback raises because of it."""
-    faults = [in_step(boom, 0), Fault("on_exception", fail_otherwise, 0), in_step(fail_otherwise_once_informed, 1)]
+    """A rank prints its own failure, followed by errors that a callback raises because
+    of it.
+    """
+    faults = [
+        in_step(boom, 0),
+        Fault("on_exception", fail_otherwise, 0),
+        in_step(fail_otherwise_once_informed, 1),
+    ]
     lines = printed(tmp_path, *faults, world_size=2)
     assert lines.count(BOOM) == 1
     assert lines.count("LookupError: no such file") == 2
@@ -83,18 +95,30 @@ def test_different_exceptions_are_all_printed(tmp_path: Path) -> None:
 
 
 def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
-    """The rank that failed, and no other one, is the root cause, though all ended in the same second."""
+    """The rank that failed, and no other one, is the root cause, though all ended in
+    the same second.
+    """
     variables = {"TORCHELASTIC_ERROR_FILE": lambda rank: f"{tmp_path}/{rank}.json"}
     outcomes = launch_ranks(fit, 3, tmp_path / "terminal", in_step(boom, 1), env=variables)
-    assert os.listdir(tmp_path).count("1.json") == sum(name.endswith(".json") for name in os.listdir(tmp_path)) == 1
-    ended = {each.rank: ProcessFailure(each.rank, each.pid, 1, f"{tmp_path}/{each.rank}.json") for each in outcomes}
+    assert (
+        os.listdir(tmp_path).count("1.json")
+        == sum(name.endswith(".json") for name in os.listdir(tmp_path))
+        == 1
+    )
+    ended = {
+        each.rank: ProcessFailure(each.rank, each.pid, 1, f"{tmp_path}/{each.rank}.json")
+        for each in outcomes
+    }
     assert re.search(
-        r"Root Cause [^@]*rank +: 1 [^@]*BoomError: no such layer", ChildFailedError("script", ended).format_msg()
+        r"Root Cause [^@]*rank +: 1 [^@]*BoomError: no such layer",
+        ChildFailedError("script", ended).format_msg(),
     )
 
 
 def fail_with_a_hook(rank: int, world_size: int, directory: Path, chains: bool) -> int:
-    """Count the calls of a user's hook after groups were formed again, as Trainers form them."""
+    """Count the calls of a user's hook after groups were formed again, as Trainers form
+    them.
+    """
     calls = []
     before = sys.excepthook
 
@@ -107,7 +131,9 @@ def fail_with_a_hook(rank: int, world_size: int, directory: Path, chains: bool) 
     for number in range(3):
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.FileStore(f"{directory}/{number}", 1), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(f"{directory}/{number}", 1), rank=0, world_size=1
+        )
         install_excepthook()
     try:
         boom()
@@ -118,14 +144,20 @@ def fail_with_a_hook(rank: int, world_size: int, directory: Path, chains: bool) 
 
 @pytest.mark.parametrize("chains", [True, False])
 def test_a_users_hook_is_called_once(chains: bool, tmp_path: Path) -> None:
-    """The number of groups does not matter; the hook calls the one before it, and torch's hook at most once."""
+    """The number of groups does not matter; the hook calls the one before it, and
+    torch's hook at most once.
+    """
     (outcome,) = launch_ranks(fail_with_a_hook, 1, tmp_path, chains)
     assert outcome.result == 1, outcome.story()
-    assert [line for line in outcome.output.splitlines() if BOOM in line] == [f"[rank0]: {BOOM}"] * chains
+    assert [line for line in outcome.output.splitlines() if BOOM in line] == [
+        f"[rank0]: {BOOM}"
+    ] * chains
 
 
 class Reading(torch.utils.data.Dataset[Any]):
-    """Rank 0 reads a sample for a long time; in a loader worker of rank 1, a client of a store fails meanwhile."""
+    """Rank 0 reads a sample for a long time; in a loader worker of rank 1, a client of
+    a store fails meanwhile.
+    """
 
     reads = 0
 
@@ -135,7 +167,9 @@ class Reading(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self.reads += 1
         if self.reads == 5 and torch.utils.data.get_worker_info() is not None:
-            raise RuntimeError("store: gloo: [Errno 104] Connection reset by peer, process group, socket")
+            raise RuntimeError(
+                "store: gloo: [Errno 104] Connection reset by peer, process group, socket"
+            )
         if self.reads == 5 and dist.get_rank() == 0:
             hold("reading")
         return torch.ones(4), torch.ones(1)
@@ -143,7 +177,9 @@ class Reading(torch.utils.data.Dataset[Any]):
 
 class ReadsFromStore(Net):
     def train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
-        return torch.utils.data.DataLoader(Reading(), batch_size=2, num_workers=int(self.global_rank == 1))
+        return torch.utils.data.DataLoader(
+            Reading(), batch_size=2, num_workers=int(self.global_rank == 1)
+        )
 
 
 class FailsInBackward(Net):
@@ -157,8 +193,14 @@ class FailsInBackward(Net):
 
 
 OWN: dict[str, tuple[type[Net], str]] = {
-    "a loader worker": (ReadsFromStore, r"RuntimeError: .*store: gloo: \[Errno 104\] Connection reset by peer"),
-    "a backward pass": (FailsInBackward, "RuntimeError: element 0 of tensors does not require grad"),
+    "a loader worker": (
+        ReadsFromStore,
+        r"RuntimeError: .*store: gloo: \[Errno 104\] Connection reset by peer",
+    ),
+    "a backward pass": (
+        FailsInBackward,
+        "RuntimeError: element 0 of tensors does not require grad",
+    ),
 }
 
 
@@ -168,7 +210,9 @@ def train(rank: int, world_size: int, directory: Path, model: type[Net]) -> None
 
 @pytest.mark.parametrize("name", OWN)
 def test_an_error_with_the_words_of_a_backend_is_the_ranks_own(name: str, tmp_path: Path) -> None:
-    """Its rank raises and prints it while another rank reads for a long time, and that rank names the first one."""
+    """Its rank raises and prints it while another rank reads for a long time, and that
+    rank names the first one.
+    """
     model, sentence = OWN[name]
     with RankProcesses(train, 2, tmp_path, model, env=by_hand_env(2)) as ranks:
         ranks.wait_for("reading", 0)
@@ -200,14 +244,21 @@ def need_another_rank() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-REPLACED = r"this exception probably follows .*in need_another_rank.*RuntimeError: .*RankFailedError: rank 1"
+REPLACED = (
+    r"this exception probably follows .*in need_another_rank.*RuntimeError: .*RankFailedError:"
+    r" rank 1"
+)
 CLOSED = "ValueError: Default process group has not been initialized"
 
 
 @pytest.mark.parametrize(
     ("work", "sentence", "printed"),
     [
-        (use_socket, "RuntimeError: gloo: no socket is left", "RuntimeError: gloo: no socket is left"),
+        (
+            use_socket,
+            "RuntimeError: gloo: no socket is left",
+            "RuntimeError: gloo: no socket is left",
+        ),
         (use_closed_group, CLOSED, CLOSED),
         (need_another_rank, "RuntimeError: ", REPLACED),
     ],
@@ -215,7 +266,8 @@ CLOSED = "ValueError: Default process group has not been initialized"
 def test_an_error_after_fit_is_the_ranks_own(
     work: Callable[[], object], sentence: str, printed: str, tmp_path: Path
 ) -> None:
-    """Whatever its text, it is raised and printed, although another rank has finished and exited.
+    """Whatever its text, it is raised and printed, although another rank has finished
+    and exited.
 
     After a collective that needed that rank, an error that names it is also printed.
     """
@@ -224,7 +276,9 @@ def test_an_error_after_fit_is_the_ranks_own(
         ranks.wait(1)
         ranks.release(0)
         (failed,) = ranks.wait(0)
-    assert f"{failed.failure.type_name}: {failed.failure.message}".startswith(sentence), failed.story()
+    assert f"{failed.failure.type_name}: {failed.failure.message}".startswith(sentence), (
+        failed.story()
+    )
     assert re.search(printed, failed.output, re.DOTALL), failed.story()
 
 
@@ -243,12 +297,14 @@ def fit_asynchronously(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_collective_that_user_code_waits_for_names_the_dead_rank(tmp_path: Path) -> None:
-    """The backend raises in the user's own line, and the error still names the rank that died."""
+    """The backend raises in the user's own line, and the error still names the rank
+    that died.
+    """
     with RankProcesses(fit_asynchronously, 2, tmp_path, env=by_hand_env(2)) as ranks:
         ranks.wait_for("dying", 1)
         ranks.wait_for("waiting", 0)
         ranks.kill(1)
-        (told, died) = ranks.wait()
+        told, died = ranks.wait()
     error_of(told, RankDiedError, 1, died.pid)
 
 
@@ -264,7 +320,9 @@ class Fatal(torch.utils.data.Dataset[int]):
 
 
 def lose_a_worker() -> None:
-    gc.disable()  # Hypothesis has a callback in collections, which would swallow the error of torch's signal handler
+    # Hypothesis has a callback in collections, which would swallow the error of torch's
+    # signal handler
+    gc.disable()
     try:
         list(torch.utils.data.DataLoader(Fatal(), num_workers=1))
     finally:
@@ -282,7 +340,9 @@ def fail_in_backend() -> None:
 
 
 def finding(work: Callable[[], object]) -> tuple[str, bool]:
-    """Return type and text of the exception, and whether another rank may have caused it."""
+    """Return type and text of the exception, and whether another rank may have caused
+    it.
+    """
     try:
         work()
     except Exception as error:
@@ -295,8 +355,12 @@ ELSEWHERE: dict[str, Callable[[], object]] = {
     "other weights": lambda: torch.nn.Linear(2, 2).load_state_dict({"wight": torch.ones(2, 2)}),
     "other shapes": lambda: torch.ones(2, 3) @ torch.ones(2, 3),
     "a user's connection": lambda: throw(ConnectionRefusedError(111, "Connection refused by peer")),
-    "a text": lambda: throw(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")),
-    "what names a rank": lambda: throw(RankDiedError("gloo: rank 1 died", rank=1, host="here", pid=4242)),
+    "a text": lambda: throw(
+        RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    ),
+    "what names a rank": lambda: throw(
+        RankDiedError("gloo: rank 1 died", rank=1, host="here", pid=4242)
+    ),
     "no group": lambda: dist.all_reduce(torch.ones(1)),
 }
 

@@ -1,6 +1,8 @@
-"""Runs whose ranks are forked functions end correctly: after a failure, after a kill, after a signal.
+"""Runs whose ranks are forked functions end correctly: after a failure, after a kill,
+after a signal.
 
-The forking process has imported everything already; every test fails if one of its processes is left.
+The forking process has imported everything already; every test fails if one of its
+processes is left.
 """
 
 from __future__ import annotations
@@ -18,12 +20,28 @@ import pytest
 from tests.harness.ranks import RankProcesses
 from tests.harness.training import Net
 from tests.supervision import model
-from tests.supervision.model import IN_THIRD_STEP, Fault, announce_step, boom, die, in_step, lines_of, make_trainer, who
+from tests.supervision.model import (
+    IN_THIRD_STEP,
+    Fault,
+    announce_step,
+    boom,
+    die,
+    in_step,
+    lines_of,
+    make_trainer,
+    who,
+)
 
 
-def train(rank: int, world_size: int, directory: Path, *faults: Fault, endless: bool = False) -> None:
+def train(
+    rank: int, world_size: int, directory: Path, *faults: Fault, endless: bool = False
+) -> None:
     """Start two ranks from a process that is not a rank."""
-    options = {"max_epochs": -1 if endless else 1, "limit_val_batches": 0, "default_root_dir": directory}
+    options = {
+        "max_epochs": -1 if endless else 1,
+        "limit_val_batches": 0,
+        "default_root_dir": directory,
+    }
     make_trainer(2, "ddp_ext_fork", *faults, **options).fit(Net())
 
 
@@ -45,19 +63,27 @@ ENDS = {
     "died": (
         [in_step(model.wait_for_ever, 0), in_step(die, 1)],
         "[rank 0] RankDiedError: {rank_1} died: its process ended unexpectedly; every rank stops.",
-        "lightning_ddp_ext.errors.RankDiedError: local {rank_1} died: it was killed by SIGKILL; the other ranks were",
+        (
+            "lightning_ddp_ext.errors.RankDiedError: local {rank_1} died: it was killed by SIGKILL;"
+            " the other ranks were"
+        ),
     ),
     "left": (
         [in_step(leave)],
         "",
-        "lightning_ddp_ext.errors.RankFailedError: local {rank_0} exited with status 0 before it finished its work;",
+        (
+            "lightning_ddp_ext.errors.RankFailedError: local {rank_0} exited with status 0 before"
+            " it finished its work;"
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_the_launching_process_raises_the_cause(end: str, tmp_path: Path) -> None:
-    """Rank 0 prints a line; the launching process prints the error of the rank that failed, died or exited early."""
+    """Rank 0 prints a line; the launching process prints the error of the rank that
+    failed, died or exited early.
+    """
     faults, line, error = ENDS[end]
     with RankProcesses(train, 1, tmp_path, Fault("setup", announce_step), *faults) as launching:
         pids = pids_of_ranks(launching)
@@ -94,7 +120,9 @@ def plant_report(marker: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can write files as another user")
 def test_a_report_that_another_user_wrote_is_not_read(tmp_path: Path) -> None:
-    """The launching process names the rank's exit status, and runs no code from the file."""
+    """The launching process names the rank's exit status, and runs no code from the
+    file.
+    """
     marker = tmp_path / "marker"
     with RankProcesses(train, 1, tmp_path, in_step(partial(plant_report, marker), 1)) as launching:
         (outcome,) = launching.wait()
@@ -104,12 +132,17 @@ def test_a_report_that_another_user_wrote_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "status", "said"),
-    [(signal.SIGTERM, 143, "all ranks stop after step"), (signal.SIGINT, 1, "Detected KeyboardInterrupt")],
+    [
+        (signal.SIGTERM, 143, "all ranks stop after step"),
+        (signal.SIGINT, 1, "Detected KeyboardInterrupt"),
+    ],
 )
 def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
     number: int, status: int, said: str, tmp_path: Path
 ) -> None:
-    """In a notebook only the kernel gets Ctrl-C, not its children; after SIGTERM all ranks save and stop."""
+    """In a notebook only the kernel gets Ctrl-C, not its children; after SIGTERM all
+    ranks save and stop.
+    """
     with RankProcesses(train, 1, tmp_path, IN_THIRD_STEP, endless=True) as launching:
         pids_of_ranks(launching)
         launching.kill(0, number)

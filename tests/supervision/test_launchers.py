@@ -1,9 +1,11 @@
-"""Runs whose ranks a script started end correctly: after a kill during the start, after Ctrl-C, and after success.
+"""Runs whose ranks a script started end correctly: after a kill during the start, after
+Ctrl-C, and after success.
 
-The script is a process of the harness, which has imported everything; the ranks that it starts are run as a user runs
-them. What is so whichever way functions are started is in ``test_fork``, where nothing is imported anew; what torchrun
-makes of a killed rank is in ``tests.launchers.test_launchers``; kills of ranks and of launching processes in the middle
-of training are in ``tests.faults``.
+The script is a process of the harness, which has imported everything; the ranks that it
+starts are run as a user runs them. What is so whichever way functions are started is in
+``test_fork``, where nothing is imported anew; what torchrun makes of a killed rank is
+in ``tests.launchers.test_launchers``; kills of ranks and of launching processes in the
+middle of training are in ``tests.faults``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ SCRIPT = str(Path(__file__).with_name("script.py"))
 def train(
     *what: str, strategy: str = "ddp_ext", ends_within: float = 60.0, env: Environment | None = None
 ) -> Iterator[RankProcesses]:
-    """Run the training script; fail unless all its processes exit within these seconds after the first."""
+    """Run the training script; fail unless all its processes exit within these seconds
+    after the first.
+    """
     mark = f"{os.environ[MARK]}/script"
     env = {**(env or {}), "PYTHONPATH": str(Path(__file__).parents[2]), MARK: mark}
     with (
@@ -44,7 +48,9 @@ def train(
     ):
         yield script
         (outcome,) = script.wait()
-        left = [name_of(process) for process in wait_until_exited(lambda: marked(mark), ends_within)]
+        left = [
+            name_of(process) for process in wait_until_exited(lambda: marked(mark), ends_within)
+        ]
         assert not left, f"{left}\n{outcome.story()}"
 
 
@@ -68,7 +74,9 @@ def wait_for_rank_one(script: RankProcesses) -> int:
     ],
 )
 def test_a_kill_during_start_up_is_reported_by_the_launcher(strategy: str, verdict: str) -> None:
-    """The error names a rank that was killed before it imported anything, long before ``init_timeout``."""
+    """The error names a rank that was killed before it imported anything, long before
+    ``init_timeout``.
+    """
     with train("stays", strategy=strategy) as script:
         pid = wait_for_rank_one(script)
         os.kill(pid, signal.SIGKILL)
@@ -79,7 +87,9 @@ def test_a_kill_during_start_up_is_reported_by_the_launcher(strategy: str, verdi
 
 @pytest.mark.nightly
 def test_a_rank_that_is_orphaned_while_it_starts_ends() -> None:
-    """If its launcher is killed during the imports, the rank exits once it has imported this package."""
+    """If its launcher is killed during the imports, the rank exits once it has imported
+    this package.
+    """
     with train() as script:
         wait_for_rank_one(script)
         script.kill(0)
@@ -101,7 +111,9 @@ SHELL = ("sh", "-c", '"$@"; exit $?', "sh")
 
 @pytest.mark.parametrize("shells", [(), SHELL], ids=["outside", "first"])
 def test_a_parent_that_cannot_be_seen_has_not_exited(shells: tuple[str, ...]) -> None:
-    """A rank runs on as the first process of a container, or below a shell that is the first process."""
+    """A rank runs on as the first process of a container, or below a shell that is the
+    first process.
+    """
     skip_because(why_unavailable())
     done = run_script(WATCHES, launcher=("unshare", "--pid", "--fork", *shells, "python"))
     assert done.output.splitlines()[-1:] == ["still runs"], done.output
@@ -109,7 +121,9 @@ def test_a_parent_that_cannot_be_seen_has_not_exited(shells: tuple[str, ...]) ->
 
 @pytest.mark.nightly
 def test_an_interrupt_from_the_terminal_ends_all_processes() -> None:
-    """Ctrl-C reaches all processes of a run together; they stop together, and none reports a death."""
+    """Ctrl-C reaches all processes of a run together; they stop together, and none
+    reports a death.
+    """
     with train("endless") as script:
         wait_for_ranks(script)
         os.killpg(script.pids[0], signal.SIGINT)
@@ -121,7 +135,9 @@ def test_an_interrupt_from_the_terminal_ends_all_processes() -> None:
 
 @pytest.mark.nightly
 def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> None:
-    """Rank 0 started the others and exits after them; a rank that still works after ``fit`` is not an orphan."""
+    """Rank 0 started the others and exits after them; a rank that still works after
+    ``fit`` is not an orphan.
+    """
     env = {"DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
     with train("lingers", env=env, ends_within=0.0) as script:
         (done,) = script.wait()
@@ -135,10 +151,14 @@ def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> N
     [("raises", 1, "exited with status 1"), ("dies", 137, "was killed by SIGKILL")],
 )
 def test_a_script_fails_with_a_rank_that_it_started(end: str, status: int, verdict: str) -> None:
-    """Its exit handlers still run, although rank 1 fails after ``fit`` and rank 0 does not."""
+    """Its exit handlers still run, although rank 1 fails after ``fit`` and rank 0 does
+    not.
+    """
     done = run_script(SCRIPT, "ddp_ext", end)
     assert done.exit_code == status, done.output
-    assert re.search(rf"^local rank 1 \(pid \d+\) {verdict}$", done.output, re.MULTILINE), done.output
+    assert re.search(rf"^local rank 1 \(pid \d+\) {verdict}$", done.output, re.MULTILINE), (
+        done.output
+    )
     handlers_of_rank_one = 1 if end == "raises" else 0
     assert done.output.count("exit handlers ran\n") == 1 + handlers_of_rank_one, done.output
 
@@ -146,7 +166,9 @@ def test_a_script_fails_with_a_rank_that_it_started(end: str, status: int, verdi
 def test_a_child_that_is_stuck_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A finished script names the rank that it waits for, and kills it after the time limit."""
+    """A finished script names the rank that it waits for, and kills it after the time
+    limit.
+    """
     monkeypatch.delattr(sys, "last_value", raising=False)  # of another test that has failed
     with subprocess.Popen(["sleep", "99"]) as child:
         assert ChildScripts([child], at_most=0.1, notice_after=0.1).join_or_kill() == 137

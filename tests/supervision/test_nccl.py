@@ -1,4 +1,6 @@
-"""With NCCL, an aborted collective returns arbitrary values, and an abort may never return; gloo plays its part."""
+"""With NCCL, an aborted collective returns arbitrary values, and an abort may never
+return; gloo plays its part.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ BY_HAND = by_hand_env(2)
 
 
 def behave_like_nccl(*, returns: bool = True) -> None:
-    """Have collectives of this process wait for their abort, and then return zeros, as NCCL's do.
+    """Have collectives of this process wait for their abort, and then return zeros, as
+    NCCL's do.
 
     The abort itself returns or not.
     """
@@ -75,7 +78,9 @@ def fit(rank: int, world_size: int, directory: Path, work: Any) -> None:
 
 @pytest.mark.parametrize("work", [exchange, compare])
 def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: Path) -> None:
-    """A survivor that gets them raises the same error as with gloo, in place of an error that follows from them."""
+    """A survivor that gets them raises the same error as with gloo, in place of an
+    error that follows from them.
+    """
     with RankProcesses(fit, 2, tmp_path, work, env=BY_HAND) as ranks:
         ranks.wait_for("working", 0)
         ranks.kill(0)
@@ -107,7 +112,9 @@ def test_a_thread_uses_the_device_of_its_process(monkeypatch: pytest.MonkeyPatch
     calls: list[Any] = []
     monkeypatch.setattr("lightning_ddp_ext.threads._device", None)
     monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device))
+        torch.cuda,
+        "set_device",
+        lambda device: calls.append((threading.current_thread().name, device)),
     )
     device = torch.device("cuda", 3)
     use_device(device)

@@ -27,35 +27,47 @@ from .rank_debugger import rank_debugger_of
 
 
 class HangWatchdog(pl.Callback):
-    """Reports which rank is stuck, and where, when a rank has made no progress for ``timeout``.
+    """Reports which rank is stuck, and where, when a rank has made no progress for
+    ``timeout``.
 
-    It reports nothing while all such ranks are only waiting for ranks that make progress.
+    It reports nothing while all such ranks are only waiting for ranks that make
+    progress.
 
-    A rank makes progress when it starts or ends a batch, an epoch, training, the sanity check or an evaluation, or
-    when it has restored a checkpoint or starts a save. After ``timeout`` without progress, rank 0 collects the Python
-    stacks, the running hook, the last step and the collectives in torch's Flight Recorder (NCCL and gloo) from every
-    rank. It prints one sentence, and writes this sentence and all stacks to a file::
+    A rank makes progress when it starts or ends a batch, an epoch, training, the sanity
+    check or an evaluation, or when it has restored a checkpoint or starts a save. After
+    ``timeout`` without progress, rank 0 collects the Python stacks, the running hook,
+    the last step and the collectives in torch's Flight Recorder (NCCL and gloo) from
+    every rank. It prints one sentence, and writes this sentence and all stacks to a
+    file::
 
-        rank 3 (host b, pid 17) never entered all_reduce #512 [[4096]]; it is in train_dataloader_next, dataset.py:41;
+        rank 3 (host b, pid 17) never entered all_reduce #512 [[4096]]; it is in
+        train_dataloader_next, dataset.py:41;
         ranks 0-2 have waited for it for 61 s
 
-    If a rank does not answer within 5 s, because its process is stopped (SIGSTOP) or C code holds the GIL, the report
-    names it without its stacks. If that rank is rank 0, each waiting rank reports its own stacks.
+    If a rank does not answer within 5 s, because its process is stopped (SIGSTOP) or C
+    code holds the GIL, the report names it without its stacks. If that rank is rank 0,
+    each waiting rank reports its own stacks.
 
-    With ``on_hang="abort"``, every rank then raises ``RankHungError``; a rank that cannot be interrupted exits a few
-    seconds later with status 1. A stopped process on the reporting rank's host is continued so that it also exits. If a
-    process never releases the GIL, only its launcher can end it.
+    With ``on_hang="abort"``, every rank then raises ``RankHungError``; a rank that
+    cannot be interrupted exits a few seconds later with status 1. A stopped process on
+    the reporting rank's host is continued so that it also exits. If a process never
+    releases the GIL, only its launcher can end it.
 
-    With other strategies, the ranks cannot exchange messages: each rank reports its own stacks and where it waits and,
-    with ``on_hang="abort"``, exits with ``os._exit(1)``, without an exception.
+    With other strategies, the ranks cannot exchange messages: each rank reports its own
+    stacks and where it waits and, with ``on_hang="abort"``, exits with ``os._exit(1)``,
+    without an exception.
 
-    Choose a ``timeout`` longer than the longest step plus a save. Pass this callback first, because it starts watching
-    in its ``setup``. With ``TORCH_FR_BUFFER_SIZE=0``, the sentence only says where each rank is.
+    Choose a ``timeout`` longer than the longest step plus a save. Pass this callback
+    first, because it starts watching in its ``setup``. With ``TORCH_FR_BUFFER_SIZE=0``,
+    the sentence only says where each rank is.
 
     Args:
-        timeout: seconds or ``timedelta`` without progress after which the callback reports.
-        on_hang: ``"abort"``, or ``"continue"`` to report again after another ``timeout``.
-        directory: where reports ``hang-<time>-rank<n>.txt`` are written; ``None``: ``trainer.default_root_dir``.
+        timeout: seconds or ``timedelta`` without progress after which the callback
+            reports.
+        on_hang: ``"abort"``, or ``"continue"`` to report again after another
+            ``timeout``.
+        directory: where reports ``hang-<time>-rank<n>.txt`` are written; ``None``:
+            ``trainer.default_root_dir``.
 
     Raises:
         ConfigurationError: an argument is invalid.
@@ -75,7 +87,9 @@ class HangWatchdog(pl.Callback):
         self.timeout = to_timedelta(timeout, field="timeout")
         check_choice("on_hang", on_hang, *get_args(OnHang))
         if directory is not None and "://" in os.fspath(directory):
-            raise ConfigurationError(f"directory must be local (got {os.fspath(directory)!r}); pass a local path")
+            raise ConfigurationError(
+                f"directory must be local (got {os.fspath(directory)!r}); pass a local path"
+            )
         self.on_hang = on_hang
         self.directory = directory
         self._watchdog: Watchdog | None = None
@@ -118,7 +132,9 @@ class HangWatchdog(pl.Callback):
 
 
 def report_progress(trainer: pl.Trainer) -> None:
-    """Tell a Trainer's ``HangWatchdog`` that this rank makes progress outside Lightning's hooks."""
+    """Tell a Trainer's ``HangWatchdog`` that this rank makes progress outside
+    Lightning's hooks.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, HangWatchdog):
             callback._move()

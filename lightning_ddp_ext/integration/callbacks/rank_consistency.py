@@ -20,28 +20,34 @@ from ..named_calls import ranks_of
 
 
 class RankConsistency(pl.Callback):
-    """Detects ranks with different weights, at the start of training, after every n-th step, and at the end.
+    """Detects ranks with different weights, at the start of training, after every n-th
+    step, and at the end.
 
-    It compares all bits of parameters, optimiser states and statistics of synchronised BatchNorm layers, with one
-    checksum per tensor and a single collective. It skips other buffers, which DDP broadcasts, and the state of a
-    ``ZeroRedundancyOptimizer``. With one rank it does nothing.
+    It compares all bits of parameters, optimiser states and statistics of synchronised
+    BatchNorm layers, with one checksum per tensor and a single collective. It skips
+    other buffers, which DDP broadcasts, and the state of a ``ZeroRedundancyOptimizer``.
+    With one rank it does nothing.
 
     Args:
-        every_n_steps: the number of optimiser steps between checks, or of training batches with manual optimisation.
+        every_n_steps: the number of optimiser steps between checks, or of training
+            batches with manual optimisation.
 
     Raises:
-        ConfigurationError: ``every_n_steps`` is not a positive integer, or, in ``fit``, the strategy has no replicas
-            to compare.
+        ConfigurationError: ``every_n_steps`` is not a positive integer, or, in ``fit``,
+            the strategy has no replicas to compare.
         DivergenceError: in ``fit``, on every rank: the ranks differ.
 
     Example::
 
-        trainer = L.Trainer(strategy="ddp", devices=2, callbacks=[RankConsistency(every_n_steps=500)])
+        callback = RankConsistency(every_n_steps=500)
+        trainer = L.Trainer(strategy="ddp", devices=2, callbacks=[callback])
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
         if type(every_n_steps) is not int or every_n_steps < 1:
-            raise ConfigurationError(f"every_n_steps must be an integer of at least 1 (got {every_n_steps!r})")
+            raise ConfigurationError(
+                f"every_n_steps must be an integer of at least 1 (got {every_n_steps!r})"
+            )
         self.every_n_steps = every_n_steps
         self._last_step = 0
 
@@ -61,30 +67,40 @@ class RankConsistency(pl.Callback):
             self._compare(trainer, "at the end of training")
 
     def _compare(self, trainer: pl.Trainer, when: str) -> None:
-        self._last_step, strategy = _steps(trainer), trainer.strategy
+        self._last_step = _steps(trainer)
+        strategy = trainer.strategy
         if trainer.world_size == 1:
             return
         if not isinstance(strategy.model, DistributedDataParallel) or averages_models(strategy):
             name = type(strategy).__name__
-            rule = "needs a strategy with the same model on each rank, such as 'ddp' without post-local SGD"
+            rule = (
+                "needs a strategy with the same model on each rank, such as 'ddp' without"
+                " post-local SGD"
+            )
             raise ConfigurationError(f"RankConsistency {rule} (got {name}); remove the callback")
         raise_if_different(dict(_replica(trainer)), ranks_of(strategy), when=when)
 
 
 def _steps(trainer: pl.Trainer) -> int:
-    """Return a count that is the same on all ranks, even if a module steps its optimisers on some ranks only."""
+    """Return a count that is the same on all ranks, even if a module steps its
+    optimisers on some ranks only.
+    """
     is_automatic = trainer.lightning_module.automatic_optimization
     return trainer.global_step if is_automatic else trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
 def _replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that must be the same on all ranks, with their names."""
-    model, world_size = trainer.lightning_module, trainer.world_size
+    model = trainer.lightning_module
+    world_size = trainer.world_size
     for name, parameter in model.named_parameters():
         yield f"parameter {name}", parameter
     for name, buffer in model.named_buffers():
         layer = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm) and get_world_size(layer.process_group) == world_size:
+        if (
+            isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
+            and get_world_size(layer.process_group) == world_size
+        ):
             yield f"buffer {name}", buffer
     for index, optimizer in enumerate(trainer.optimizers):
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):

@@ -21,20 +21,23 @@ _HOST = "127.0.0.1"  # local, since any client of the port can run code
 
 
 class RankDebugger(pl.Callback):
-    """Makes one rank wait until VS Code, PyCharm or another debugger that speaks the Debug Adapter Protocol attaches.
+    """Makes one rank wait until VS Code, PyCharm or another debugger that speaks the
+    Debug Adapter Protocol attaches.
 
-    The rank prints the address at which a debugger can attach, and waits before the module's ``setup``, unless an
-    editor is already connected. This needs debugpy: ``pip install debugpy``. With ``DDPExtStrategy``, ``timeout``, the
-    limits of named barriers and ``heartbeat_timeout`` do not apply in practice, and ``HangWatchdog`` is off, but
-    ``save_deadline`` still applies. If a rank exits, all ranks still stop. With another strategy, the other ranks wait
-    for at most its ``timeout``.
+    The rank prints the address at which a debugger can attach, and waits before the
+    module's ``setup``, unless an editor is already connected. This needs debugpy: ``pip
+    install debugpy``. With ``DDPExtStrategy``, ``timeout``, the limits of named
+    barriers and ``heartbeat_timeout`` do not apply in practice, and ``HangWatchdog`` is
+    off, but ``save_deadline`` still applies. If a rank exits, all ranks still stop.
+    With another strategy, the other ranks wait for at most its ``timeout``.
 
     Args:
         rank: the rank that waits, counted from 0.
         port: the port it listens on, reachable only from its own host.
 
     Raises:
-        ConfigurationError: in a Trainer's run: the rank does not exist, debugpy is missing, or the port is taken.
+        ConfigurationError: in a Trainer's run: the rank does not exist, debugpy is
+            missing, or the port is taken.
 
     Example::
 
@@ -49,22 +52,30 @@ class RankDebugger(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         rank_debugger_of(trainer)  # raises if the rank does not exist
         if self.rank == trainer.global_rank:
-            wait_for_debugger(self.rank, self.port)  # returns immediately if our strategy has already waited
+            wait_for_debugger(
+                self.rank, self.port
+            )  # returns immediately if our strategy has already waited
 
 
 def rank_debugger_of(trainer: Any) -> RankDebugger | None:
-    """Return the Trainer's ``RankDebugger``, or ``None``; raise if its rank does not exist."""
+    """Return the Trainer's ``RankDebugger``, or ``None``; raise if its rank does not
+    exist.
+    """
     for callback in getattr(trainer, "callbacks", ()):
         if isinstance(callback, RankDebugger):
             if not 0 <= callback.rank < trainer.world_size:
                 highest = trainer.world_size - 1
-                raise ConfigurationError(f"RankDebugger needs a rank from 0 to {highest} (got {callback.rank})")
+                raise ConfigurationError(
+                    f"RankDebugger needs a rank from 0 to {highest} (got {callback.rank})"
+                )
             return callback
     return None
 
 
 def without_limits(request: Request) -> Request:
-    """Return the request with time limits too long to apply in practice, for a run in which a rank is debugged."""
+    """Return the request with time limits too long to apply in practice, for a run in
+    which a rank is debugged.
+    """
     heartbeat = 12 * 3600.0  # close to the kernel's maximum
     timeouts = replace(request.timeouts, heartbeat=heartbeat, deadlock=NO_LIMIT.total_seconds())
     return replace(request, timeout=NO_LIMIT, timeouts=timeouts)
@@ -72,22 +83,33 @@ def without_limits(request: Request) -> Request:
 
 @functools.cache
 def wait_for_debugger(rank: int, port: int) -> None:
-    """Wait until a debugger has attached to this rank, unless one is connected; a second call does nothing.
+    """Wait until a debugger has attached to this rank, unless one is connected; a
+    second call does nothing.
 
     Raises:
         ConfigurationError: debugpy is not installed, or the port cannot be used.
     """
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # prevents warnings about Python's own modules
+    os.environ.setdefault(
+        "PYDEVD_DISABLE_FILE_VALIDATION", "1"
+    )  # prevents warnings about Python's own modules
     try:
         import debugpy
     except ImportError:
-        raise ConfigurationError("RankDebugger needs debugpy (not installed); run pip install debugpy") from None
+        raise ConfigurationError(
+            "RankDebugger needs debugpy (not installed); run pip install debugpy"
+        ) from None
     if debugpy.is_client_connected():  # an editor started the script and is debugging its processes
         return
     debugpy.configure(subProcess=False)  # loader workers need no debugger
     try:
         debugpy.listen((_HOST, port))
     except (OSError, RuntimeError) as error:
-        raise ConfigurationError(f"rank {rank} cannot listen on port {port}: {error}; pass another port=") from error
-    print(f"[rank {rank}] waiting for a debugger at {_HOST}:{port}, without a time limit", file=sys.stderr, flush=True)
+        raise ConfigurationError(
+            f"rank {rank} cannot listen on port {port}: {error}; pass another port="
+        ) from error
+    print(
+        f"[rank {rank}] waiting for a debugger at {_HOST}:{port}, without a time limit",
+        file=sys.stderr,
+        flush=True,
+    )
     debugpy.wait_for_client()

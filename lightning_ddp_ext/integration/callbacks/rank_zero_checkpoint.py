@@ -1,4 +1,6 @@
-"""A ``ModelCheckpoint`` that makes all ranks act together, unless the strategy overrides ``save_checkpoint``."""
+"""A ``ModelCheckpoint`` that makes all ranks act together, unless the strategy
+overrides ``save_checkpoint``.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,16 @@ from ..strategy import DDPExtStrategy
 class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, with ranks that save, fail and resume together.
 
-    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO` unless the user has set another checkpoint IO. With a
-    strategy that overrides ``save_checkpoint``, such as FSDP, it warns and behaves like ``ModelCheckpoint``.
-    With a stock ``ddp`` strategy, all ranks save, remove and restore together: every rank raises rank 0's error,
-    ``ckpt_path="last"`` and ``"best"`` mean the file that rank 0 finds, and every rank is restored even if only rank 0
-    sees that file. All ranks use rank 0's scores and the file names made from them.
+    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO` unless the user has
+    set another checkpoint IO. With a strategy that overrides ``save_checkpoint``, such
+    as FSDP, it warns and behaves like ``ModelCheckpoint``. With a stock ``ddp``
+    strategy, all ranks save, remove and restore together: every rank raises rank 0's
+    error, ``ckpt_path="last"`` and ``"best"`` mean the file that rank 0 finds, and
+    every rank is restored even if only rank 0 sees that file. All ranks use rank 0's
+    scores and the file names made from them.
 
-    Its state in a checkpoint is the same as ``ModelCheckpoint``'s, so each can read the other's checkpoints.
+    Its state in a checkpoint is the same as ``ModelCheckpoint``'s, so each can read the
+    other's checkpoints.
 
     Args:
         *args: see ``ModelCheckpoint``.
@@ -33,14 +38,18 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         **kwargs: see ``ModelCheckpoint``.
 
     Raises:
-        ConfigurationError: ``checkpoint_io`` differs from the IO of the Trainer or of another of these callbacks.
+        ConfigurationError: ``checkpoint_io`` differs from the IO of the Trainer or of
+            another of these callbacks.
 
     Example::
 
-        trainer = L.Trainer(strategy="ddp", devices=2, callbacks=[RankZeroCheckpoint(save_last=True)])
+        callback = RankZeroCheckpoint(save_last=True)
+        trainer = L.Trainer(strategy="ddp", devices=2, callbacks=[callback])
     """
 
-    def __init__(self, *args: Any, checkpoint_io: RankZeroCheckpointIO | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, checkpoint_io: RankZeroCheckpointIO | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._checkpoint_io = checkpoint_io
         self._checkpoints: Checkpoints | None = None
@@ -49,7 +58,9 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     @property
     @override
     def state_key(self) -> str:
-        return super().state_key.replace(type(self).__qualname__, pl.callbacks.ModelCheckpoint.__qualname__, 1)
+        return super().state_key.replace(
+            type(self).__qualname__, pl.callbacks.ModelCheckpoint.__qualname__, 1
+        )
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -77,36 +88,45 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 def _checkpoints_of(
     trainer: pl.Trainer, io: RankZeroCheckpointIO | None, replaced: ReplacedMethods
 ) -> Checkpoints | None:
-    """Return the object that makes ranks save and restore together, or ``None``; install it in a stock strategy."""
+    """Return the object that makes ranks save and restore together, or ``None``;
+    install it in a stock strategy.
+    """
     strategy = trainer.strategy
     has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
     if has_own_save and not isinstance(strategy, DDPExtStrategy):
         rank_zero_warn(
-            f"{type(strategy).__name__} overrides save_checkpoint, so RankZeroCheckpoint leaves saving to it and "
-            "behaves like an ordinary ModelCheckpoint"
+            f"{type(strategy).__name__} overrides save_checkpoint, so RankZeroCheckpoint leaves"
+            " saving to it and behaves like an ordinary ModelCheckpoint"
         )
         return None
     _install_io(strategy, io)
     if isinstance(strategy, DDPExtStrategy):
         return strategy.checkpoints
-    installed = getattr(strategy.save_checkpoint, "__self__", None)  # if another callback has installed it
+    installed = getattr(
+        strategy.save_checkpoint, "__self__", None
+    )  # if another callback has installed it
     return installed if isinstance(installed, Checkpoints) else _install(trainer, replaced)
 
 
 def _install_io(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | None) -> None:
     present = strategy.checkpoint_io
-    is_default = type(present) is pl.plugins.TorchCheckpointIO or getattr(present, "is_default", False)
+    is_default = type(present) is pl.plugins.TorchCheckpointIO or getattr(
+        present, "is_default", False
+    )
     if is_default:
         strategy.checkpoint_io = io or RankZeroCheckpointIO()
     elif io is not None and io is not present:
         raise ConfigurationError(
-            f"RankZeroCheckpoint(checkpoint_io={type(io).__name__}) would replace the Trainer's "
-            f"{type(present).__name__}; pass only one checkpoint IO, either in plugins or in one callback"
+            f"RankZeroCheckpoint(checkpoint_io={type(io).__name__}) would replace the Trainer's"
+            f" {type(present).__name__}; pass only one checkpoint IO, either in plugins or in one"
+            " callback"
         )
 
 
 def _install(trainer: pl.Trainer, replaced: ReplacedMethods) -> Checkpoints:
-    """Make the ranks of a stock strategy save and restore together until the strategy's teardown."""
+    """Make the ranks of a stock strategy save and restore together until the strategy's
+    teardown.
+    """
     strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
     checkpoints = Checkpoints(strategy)
     teardown = io.teardown

@@ -1,4 +1,6 @@
-"""A callback that calls ``set_epoch`` on all objects inside the loaders, with any strategy."""
+"""A callback that calls ``set_epoch`` on all objects inside the loaders, with any
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,22 @@ from ..replaced_methods import Prepare, ReplacedMethods
 
 
 class SamplerEpochSeeding(pl.Callback):
-    """Calls ``set_epoch`` on all objects inside the loaders, so each epoch has a new order, and can seed each epoch.
+    """Calls ``set_epoch`` on all objects inside the loaders, so each epoch has a new
+    order, and can seed each epoch.
 
-    Before a loader is iterated over, in training, in evaluation and after a resume, the callback passes the current
-    training epoch to every object in the loader that has a method ``set_epoch``: samplers and batch samplers, the
-    objects that they wrap, datasets and the objects that they wrap, loaders that are not a ``DataLoader``, and datasets
-    in persistent workers.
+    Before a loader is iterated over, in training, in evaluation and after a resume, the
+    callback passes the current training epoch to every object in the loader that has a
+    method ``set_epoch``: samplers and batch samplers, the objects that they wrap,
+    datasets and the objects that they wrap, loaders that are not a ``DataLoader``, and
+    datasets in persistent workers.
 
-    ``DDPExtStrategy`` does this itself, so with it the callback is only needed for ``seed``.
+    ``DDPExtStrategy`` does this itself, so with it the callback is only needed for
+    ``seed``.
 
     Args:
-        seed: if given, Python's ``random``, NumPy and torch are seeded at the start of each training epoch, on each
-            rank and in each worker, with a seed derived from (``seed``, epoch, rank, worker). ``None`` does not seed.
+        seed: if given, Python's ``random``, NumPy and torch are seeded at the start of
+            each training epoch, on each rank and in each worker, with a seed derived
+            from (``seed``, epoch, rank, worker). ``None`` does not seed.
 
     Raises:
         ConfigurationError: ``seed`` is negative or not an integer.
@@ -52,7 +58,9 @@ class SamplerEpochSeeding(pl.Callback):
             return
         self._replaced.restore_all()
 
-        def prepare(as_lightning: Prepare, dataloader: object, shuffle: bool, stage: RunningStage) -> object:
+        def prepare(
+            as_lightning: Prepare, dataloader: object, shuffle: bool, stage: RunningStage
+        ) -> object:
             source = source_of(dataloader)
             if not is_shared_out(source):
                 source = as_lightning(source, shuffle, stage)
@@ -74,5 +82,7 @@ class SamplerEpochSeeding(pl.Callback):
         self._replaced.restore_all()
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self._replaced.restore_all()

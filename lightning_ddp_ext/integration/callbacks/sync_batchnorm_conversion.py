@@ -17,38 +17,45 @@ from ..lightning_tree import pl
 class SyncBatchNormConversion(pl.Callback):
     """Gives BatchNorm layers the statistics of all ranks' batches during training.
 
-    When ``fit`` begins, layers are converted to synchronised ones, on both CPU and CUDA. When training ends, they are
-    restored, so exports, and the ``on_train_end`` hooks of the module and of later callbacks, see plain BatchNorm.
-    State dicts keep the same keys. Copies of layers made during training stay synchronised until ``restore_batchnorm``
-    restores them. Layers that are added later are not converted. Rank 0 logs the conversion. With one rank nothing is
-    done.
+    When ``fit`` begins, layers are converted to synchronised ones, on both CPU and
+    CUDA. When training ends, they are restored, so exports, and the ``on_train_end``
+    hooks of the module and of later callbacks, see plain BatchNorm. State dicts keep
+    the same keys. Copies of layers made during training stay synchronised until
+    ``restore_batchnorm`` restores them. Layers that are added later are not converted.
+    Rank 0 logs the conversion. With one rank nothing is done.
 
-    A subclass of BatchNorm that overrides ``forward`` is not converted, and rank 0 names it in a warning, unless
-    ``include`` or ``predicate`` selects it; ``include="*"`` selects all layers. Its ``forward`` then runs unchanged and
-    synchronises when it calls ``super().forward(input)``. If this call is missing, the first training step raises a
-    ``ConfigurationError`` that names the layer.
+    A subclass of BatchNorm that overrides ``forward`` is not converted, and rank 0
+    names it in a warning, unless ``include`` or ``predicate`` selects it;
+    ``include="*"`` selects all layers. Its ``forward`` then runs unchanged and
+    synchronises when it calls ``super().forward(input)``. If this call is missing, the
+    first training step raises a ``ConfigurationError`` that names the layer.
 
-    DDP sends rank 0's running statistics to all ranks before each step, which changes nothing if all ranks have the
-    same statistics; for groups of ranks with separate statistics, disable it with ``broadcast_buffers=False``.
+    DDP sends rank 0's running statistics to all ranks before each step, which changes
+    nothing if all ranks have the same statistics; for groups of ranks with separate
+    statistics, disable it with ``broadcast_buffers=False``.
 
-    ``Trainer(strategy="ddp_ext", sync_batchnorm=True)`` does the same for all layers and all ranks, until just before
-    ``on_fit_end``.
+    ``Trainer(strategy="ddp_ext", sync_batchnorm=True)`` does the same for all layers
+    and all ranks, until just before ``on_fit_end``.
 
     Args:
-        include, exclude: convert only, or do not convert, layers that match a pattern of layer names, such as
-            ``"backbone.*"``, a class of layers, or one of several of these. If a module matches, so do all its layers.
+        include, exclude: convert only, or do not convert, layers that match a pattern
+            of layer names, such as ``"backbone.*"``, a class of layers, or one of
+            several of these. If a module matches, so do all its layers.
         predicate: convert only layers for which ``predicate(name, layer)`` is true.
-        process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on the same machine, a
-            number ``n`` for groups of ``n`` consecutive ranks, or a ``torch.distributed.ProcessGroup`` that was
-            created before the Trainer.
+        process_group: the ranks whose batches are joined: ``None`` for all, ``"node"``
+            for those on the same machine, a number ``n`` for groups of ``n``
+            consecutive ranks, or a ``torch.distributed.ProcessGroup`` that was created
+            before the Trainer.
 
     Raises:
-        ConfigurationError: ``process_group`` is invalid; in ``fit``, ``include`` or ``exclude`` matches no layer, or
-            layers or ranks were selected in addition to ``sync_batchnorm=True``.
+        ConfigurationError: ``process_group`` is invalid; in ``fit``, ``include`` or
+            ``exclude`` matches no layer, or layers or ranks were selected in addition
+            to ``sync_batchnorm=True``.
 
     Example::
 
-        trainer = L.Trainer(strategy="ddp_ext", devices=2, callbacks=[SyncBatchNormConversion(exclude="head.*")])
+        conversion = SyncBatchNormConversion(exclude="head.*")
+        trainer = L.Trainer(strategy="ddp_ext", devices=2, callbacks=[conversion])
     """
 
     def __init__(
@@ -69,8 +76,11 @@ class SyncBatchNormConversion(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._layers.apply(pl_module)
 
-    def _revert(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
+    def _revert(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
+    ) -> None:
         self._layers.revert(pl_module)
 
-    # The later hooks are for a run with nothing left to train, and for one that Lightning's Tuner ends early.
+    # The later hooks are for a run with nothing left to train, and for one that
+    # Lightning's Tuner ends early.
     on_train_end = on_fit_end = teardown = on_exception = _revert
