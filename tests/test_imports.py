@@ -10,18 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-import lightning_ddp_ext
+from tests.sources import FILES, PACKAGE
 
-ROOT = Path(lightning_ddp_ext.__file__).parent
-PACKAGE = ROOT.name
-FILES = {
-    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path
-    for path in ROOT.rglob("*.py")
-}
 # Modules beside the subpackages are below all of them; those that gather the public
 # names are above.
 ORDER = (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_ddp_ext.integration.compat import active_loop_of
-from tests.test_imports import FILES, PACKAGE
+from tests.sources import FILES, PACKAGE
 
 # These modules check that Lightning has each name.
 COMPAT = {"integration.compat", "integration.lightning_tree", "integration.replaced_methods"}

@@ -93,7 +93,7 @@ def _last_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:
         rf"{callback.CHECKPOINT_NAME_LAST}(-(\d+))?.*{re.escape(callback.FILE_EXTENSION)}"
     )
     try:
-        files = _files_in(str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer)))  # type: ignore[attr-defined]
+        files = _files_in(chosen_directory_of(callback, trainer))
     except (OSError, NotImplementedError):
         return set()
     return {each for each in files if name.fullmatch(os.path.basename(each))}
