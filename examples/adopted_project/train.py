@@ -18,12 +18,8 @@ class Data(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         generator = torch.Generator().manual_seed(0)
-        vectors = (
-            torch.rand(1797, 8, generator=generator) @ torch.rand(8, 64, generator=generator) / 4
-        )
-        self.train, self.val = random_split(
-            TensorDataset(vectors), [1536, 261], generator=generator
-        )
+        vectors = torch.rand(1797, 8, generator=generator) @ torch.rand(8, 64, generator=generator) / 4
+        self.train, self.val = random_split(TensorDataset(vectors), [1536, 261], generator=generator)
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.train, batch_size=32, shuffle=True)
@@ -50,27 +46,15 @@ class Autoencoder(L.LightningModule):
 
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
-        }
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     L.seed_everything(1)
-    callbacks = [
-        ModelCheckpoint(monitor="val_loss", save_last=True),
-        EarlyStopping("val_loss"),
-        LearningRateMonitor(),
-    ]
-    options = {
-        "accelerator": "cpu",
-        "devices": 2,
-        "max_epochs": parser.parse_args().epochs,
-        "log_every_n_steps": 10,
-    }
+    callbacks = [ModelCheckpoint(monitor="val_loss", save_last=True), EarlyStopping("val_loss"), LearningRateMonitor()]
+    options = {"accelerator": "cpu", "devices": 2, "max_epochs": parser.parse_args().epochs, "log_every_n_steps": 10}
     trainer = L.Trainer(strategy="ddp", logger=CSVLogger("."), callbacks=callbacks, **options)
     trainer.fit(Autoencoder(), Data())
     metrics = trainer.callback_metrics

@@ -16,7 +16,7 @@ from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedE
 from lightning_ddp_ext.ranks import RemoteTraceback, shortened
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.request import RankInfo, Timeouts
-from lightning_ddp_ext.rendezvous.run import is_in_joint_run
+from lightning_ddp_ext.rendezvous.run import current_run
 from lightning_ddp_ext.rendezvous.wire import Message
 
 Kind = Literal["died", "failed", "left", "absent", "hung"]
@@ -211,11 +211,16 @@ class Peers:
         with self.arrived:
             # Outside of a run the process continues. Since Python 3.12, no thread can
             # start during shutdown.
-            if not self.has_raised and is_in_joint_run():
+            if not self.has_raised and self._is_in_run():
                 self._forced_exit.start(
                     seconds,
                     1,
                     lambda: sentence,
-                    is_void=lambda: not is_in_joint_run(),
+                    is_void=lambda: not self._is_in_run(),
                     after_saves=seconds,
                 )
+
+    def _is_in_run(self) -> bool:
+        """Whether the main thread is in a run of these ranks."""
+        run = current_run()
+        return run is not None and (run.is_joint or len(self.table) == 1)

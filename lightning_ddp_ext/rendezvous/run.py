@@ -55,14 +55,6 @@ def current_run() -> Run | None:
     return _under_way[-1] if _under_way else None
 
 
-def is_in_joint_run() -> bool:
-    """Whether the innermost run that is under way in the main thread is one of all
-    ranks.
-    """
-    run = current_run()
-    return run is not None and run.is_joint
-
-
 def joint_runs() -> int:
     """Return the number of runs that all ranks make and that this rank has started."""
     return _joint_runs
