@@ -11,7 +11,6 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from torch.distributed import Store, TCPStore
@@ -84,6 +83,8 @@ class Handshake:
             table = self._await_welcome()
         except BaseException as error:
             if "welcome" in self._answers:
+                if 0 in self._channel.ended:
+                    self._withdraw()
                 self._channel.send(
                     "event", asdict(event_of("failed", self._hello.info, reason_of(error)))
                 )
@@ -95,9 +96,12 @@ class Handshake:
         route = self._own_address
         if self._hello.info.network == table[0].network:
             route = self._answers["route"]
-        assert self._published is not None
-        withdraw = partial(self._endpoint.withdraw, self._published)
-        return Connections(self._channel, table, store, store_sockets, route, withdraw)
+        return Connections(self._channel, table, store, store_sockets, route, self._withdraw)
+
+    def _withdraw(self) -> None:
+        """Remove the address of a rank 0 that died."""
+        if self._published is not None:
+            self._endpoint.withdraw(self._published)
 
     # Finding rank 0.
 
