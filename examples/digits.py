@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
+# Importing it registers the strategy "ddp_ext".
 from lightning_ddp_ext import (
     SyncBatchNormConversion,
-)  # importing it registers the strategy "ddp_ext"
+)
 
-DIGITS = Path(__file__).with_name(
-    "digits.npz"
-)  # 1797 grey images of 8 x 8 pixels with values from 0 to 16, and labels
+# 1797 grey images of 8 x 8 pixels with values from 0 to 16, and labels.
+DIGITS = Path(__file__).with_name("digits.npz")
 
 Batch = tuple[Tensor, Tensor]
 

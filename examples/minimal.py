@@ -21,9 +21,8 @@ class Line(L.LightningModule):
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         x, y = batch
         loss = nn.functional.mse_loss(self.line(x), y)
-        self.log(
-            "loss", loss, on_step=False, on_epoch=True, sync_dist=True
-        )  # the mean over both ranks
+        # The mean over both ranks.
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

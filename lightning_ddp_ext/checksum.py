@@ -19,10 +19,11 @@ from lightning_ddp_ext.ranks import Ranks
 
 # multiplier of Knuth's MMIX generator; odd, so no bit of an earlier chunk is lost
 _FACTOR = 0x5851F42D4C957F2D
+# By element size in bytes; wider elements consist of 32-bit words.
 _WORDS = {
     1: torch.uint8,
     2: torch.int16,
-}  # by element size in bytes; wider elements consist of 32-bit words
+}
 
 # Returns a number that changes whenever a tensor is changed in place.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
@@ -91,15 +92,13 @@ def _chunks(tensor: Tensor, longest: int) -> Iterator[Tensor]:
             yield from _chunks(part, longest)
         return
     plain = tensor.resolve_conj().resolve_neg().contiguous()
-    yield plain.as_strided(
-        (plain.numel(),), (1,)
-    )  # reshape() may leave a stride that view(dtype) refuses
+    # reshape() may leave a stride that view(dtype) refuses.
+    yield plain.as_strided((plain.numel(),), (1,))
 
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    size = (
-        1 << 15 if device.type == "cpu" else 1 << 20
-    )  # 0.5 MiB of weights and products fit into the cache
+    # 0.5 MiB of weights and products fit into the cache.
+    size = 1 << 15 if device.type == "cpu" else 1 << 20
     generator = torch.Generator().manual_seed(0)  # the same weights on all ranks
     return (torch.randint(-(1 << 63), (1 << 63) - 1, (size,), generator=generator) | 1).to(device)

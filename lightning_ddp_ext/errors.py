@@ -62,9 +62,8 @@ class DDPExtError(Exception):
     def __init__(self, *args: object, **attributes: object) -> None:
         super().__init__(*args)
         vars(self).update(attributes)
-        ours = next(
-            cls for cls in type(self).__mro__ if cls.__module__ == __name__
-        )  # the user may have a subclass
+        # The user may have a subclass.
+        ours = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
         page = f"docs/reference/errors.md#{ours.__name__.lower()}"
         # Since version 3.11, Python prints notes below the message.
         self.__notes__ = [f"See {page} in the repository of lightning-ddp-ext."]

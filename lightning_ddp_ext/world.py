@@ -113,9 +113,8 @@ BY_HAND = Launcher(
 )
 TORCHRUN = Launcher("torchrun", *_PLAIN, node_rank=("GROUP_RANK",), run=("TORCHELASTIC_RUN_ID",))
 OPEN_MPI = Launcher("Open MPI", *_MPI, run=("PMIX_NAMESPACE",))
-HYDRA = Launcher(
-    "PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
-)  # MPICH, Intel MPI
+# MPICH, Intel MPI.
+HYDRA = Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 SLURM = Launcher(
     "SLURM", *_SLURM, node_rank=("SLURM_NODEID",), run=("SLURM_JOB_ID", "SLURM_STEP_ID")
 )

@@ -43,9 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     gc.disable()  # until all tests are imported
     os.environ[MARK] = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # in a shell's background; scripts would inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # In a shell's background; scripts would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["OMP_WAIT_POLICY"] = (
         "passive"  # threads that spin while they wait would take time from other tests

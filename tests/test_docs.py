@@ -29,11 +29,12 @@ from tests.harness.training import Net
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+# Set by the package for the processes that it starts.
 INTERNAL = {
     "DDPX_RANK_PID",
     "DDPX_LAUNCHER_PID",
     "DDPX_PRIVATE_FILE",
-}  # set by the package for the processes that it starts
+}
 
 
 def blocks(text: str, language: str = "python") -> list[tuple[str, str]]:
@@ -55,9 +56,8 @@ FILES = [
 TEXTS = {os.path.relpath(path, DOCS): path.read_text() for path in FILES}
 README = TEXTS["../README.md"]
 PAGES = {name: blocks(text) for name, text in TEXTS.items()}
-SCRIPTS = {
-    code: name for name, found in PAGES.items() for title, code in found if title
-}  # run as files
+# Run as files.
+SCRIPTS = {code: name for name, found in PAGES.items() for title, code in found if title}
 # Packages that only scripts of pages use; where one is missing, the script is not run.
 OPTIONAL = {
     "WandbLogger": "wandb",
@@ -320,9 +320,8 @@ def test_a_traceback_ends_with_the_address_of_its_error() -> None:
     """The address leads to a heading that exists, also after pickling."""
     error = lightning_ddp_ext.MissingRanksError("rank 3 is missing", missing=(3,))
     address, _, anchor = error.__notes__[0].split()[1].partition("#")
-    assert (
-        anchor == "missingrankserror"
-    )  # as code hosts and the site write the address of a heading
+    # As code hosts and the site write the address of a heading.
+    assert anchor == "missingrankserror"
     assert "\n### MissingRanksError\n" in (ROOT / address).read_text()
     assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
     assert traceback.format_exception(error)[-1] == error.__notes__[0] + "\n"

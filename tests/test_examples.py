@@ -207,9 +207,8 @@ def test_kubernetes() -> None:
     assert [mount["name"] for mount in container["volumeMounts"]] == [
         volume["name"] for volume in pod["volumes"]
     ]
-    assert (
-        pod["terminationGracePeriodSeconds"] > 30
-    )  # torchrun kills ranks that have not stopped 30 s after SIGTERM
+    # Torchrun kills ranks that have not stopped 30 s after SIGTERM.
+    assert pod["terminationGracePeriodSeconds"] > 30
 
 
 def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(
@@ -247,9 +246,8 @@ def test_a_notebook_trains_in_its_cells(tmp_path: Path) -> None:
     """In a kernel, the second cell that trains starts new ranks, and resumes from the
     first cell's checkpoint.
     """
-    nbclient, nbformat = (
-        pytest.importorskip(name) for name in ("nbclient", "nbformat")
-    )  # slow to import
+    # Slow to import.
+    nbclient, nbformat = (pytest.importorskip(name) for name in ("nbclient", "nbformat"))
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     client = nbclient.NotebookClient(
         notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}

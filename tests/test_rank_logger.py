@@ -23,10 +23,11 @@ TORCHRUN = {
 SCRIPT = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}
 SECOND_NODE = {"LOCAL_RANK": "0", "NODE_RANK": "1", "WORLD_SIZE": "4"}
 BROKEN = {"TORCHELASTIC_RUN_ID": "7"}
+# Before, an adapter's ``stacklevel`` also counts frames of ``logging``.
 COUNTS_CALLERS = sys.version_info >= (
     3,
     11,
-)  # before, an adapter's ``stacklevel`` also counts frames of ``logging``
+)
 
 
 class Unprintable:

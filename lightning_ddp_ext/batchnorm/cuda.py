@@ -62,9 +62,8 @@ class _Normalise(TorchSyncBatchNorm):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         dy = grad_outputs[0]
-        if (
-            dy.stride() != ctx.strides
-        ):  # some kernels check only the input's memory format, or the gradient's
+        if dy.stride() != ctx.strides:
+            # Some kernels check only the input's memory format, or the gradient's.
             dy = dy.new_empty_strided(dy.shape, ctx.strides).copy_(dy)
         gradients = TorchSyncBatchNorm.backward(ctx, dy)[:3]
         if dy.numel() == 0:  # torch has no kernel for an empty batch

@@ -87,9 +87,8 @@ class SyncContext:
         message[: len(numbers)] = numbers
         received = np.empty((self.world_size, len(message)))
         # With a list of tensors, torch would copy everything once more.
-        gather = (
-            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        )  # its name before torch 2.13
+        # Its name before torch 2.13.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         into = torch.from_numpy(received).view(-1)
         _wait_for(gather(into, torch.from_numpy(message), group=self.process_group, async_op=True))
         if (received[:, :_HEADER] != message[:_HEADER]).any():

@@ -235,9 +235,8 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
             f" the file has {size} bytes and was probably truncated; {_ANOTHER}"
         ) from None
     for record, following in pairwise(records):
-        if (
-            record.header_offset + record.file_size >= following.header_offset
-        ):  # could take forever to check
+        if record.header_offset + record.file_size >= following.header_offset:
+            # Could take forever to check.
             raise DamagedCheckpointError(
                 f"checkpoint {name} is damaged: records {_name(record)} and {_name(following)}"
                 f" overlap; {_ANOTHER}"
@@ -258,9 +257,8 @@ def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
         return zipfile.ZipFile(file)
     except (zipfile.BadZipFile, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
-        if (
-            isinstance(cause, OSError) and cause.errno != errno.EINVAL
-        ):  # EINVAL: an offset outside the file
+        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:
+            # EINVAL: an offset outside the file.
             raise cause from None
         raise zipfile.BadZipFile(str(error)) from None
 

@@ -47,10 +47,12 @@ class Saver:
         weakref.finalize(self, _log, self._unreported).atexit = False
 
     def __reduce__(self) -> Any:
+        # Started ranks get a new one, because threads and the buffer belong to this
+        # process.
         return (
             Saver,
             (),
-        )  # started ranks get a new one, because threads and the buffer belong to this process
+        )
 
     def save(self, path: str, job: Callable[[], None]) -> None:
         """Write a checkpoint now by calling ``job``, then run the removals that were
@@ -111,9 +113,9 @@ class Saver:
         if self._last_thread is None:
             at_exit(partial(_finish, weakref.ref(self)))
         jobs: list[Callable[[], None]] = []
-        with (
-            self._starting
-        ):  # the thread waits for the end of this block; if interrupted, the thread has no job
+        with self._starting:
+            # The thread waits for the end of this block; if interrupted, the thread has
+            # no job.
             self._last_thread = start_thread(
                 "ddpx-checkpoints", self._run, jobs, self._last_thread, daemon=False
             )

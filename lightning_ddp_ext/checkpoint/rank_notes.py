@@ -75,9 +75,8 @@ class RankNotes:
         if len(self._mapped[slot]) < end + _TRAILER.size:
             size = end + _TRAILER.size
             begin = slot * _SLOT
-            os.posix_fallocate(
-                self._descriptor, begin, size
-            )  # a write to a page without space would kill the process
+            # A write to a page without space would kill the process.
+            os.posix_fallocate(self._descriptor, begin, size)
             self._mapped[slot] = mmap.mmap(self._descriptor, size, offset=begin)
         self._mapped[slot][:end] = content
         self._mapped[slot][end : end + _TRAILER.size] = _TRAILER.pack(self._number)

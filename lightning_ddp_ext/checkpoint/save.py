@@ -136,8 +136,10 @@ def link(target: PathLike, path: PathLike) -> None:
         CheckpointSaveError: the file system does not support links, or the path is a
             directory.
     """
-    local, source = locate(path).local, locate(target).local
-    assert local is not None and source is not None, "Lightning refuses links elsewhere"  # noqa: PT018
+    local = locate(path).local
+    source = locate(target).local
+    assert local is not None, "Lightning refuses links elsewhere"
+    assert source is not None
     try:
         atomic_symlink(source, local)
     except OSError as error:

@@ -80,9 +80,8 @@ class _Pickler(pickle.Pickler):
         number = self._numbers.setdefault(identity_of(storage), len(self.storages))
         if number == len(self.storages):
             self.storages.append(storage)
-        return number, (
-            obj.dtype if isinstance(obj, TypedStorage) else torch.uint8
-        )  # as torch.load returns it
+        # As torch.load returns it.
+        return number, (obj.dtype if isinstance(obj, TypedStorage) else torch.uint8)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -143,9 +142,8 @@ class Buffer:
         )
         for copied, storage in zip(copies, storages, strict=True):
             setattr(copied, _LOCATION, location_tag(storage))
-            with torch.cuda.stream(
-                sides.get(storage.device)
-            ):  # for the CPU: None, which does nothing
+            with torch.cuda.stream(sides.get(storage.device)):
+                # For the CPU: None, which does nothing.
                 bytes_of(copied).copy_(bytes_of(storage), non_blocking=True)
         for gpu, side in sides.items():
             torch.cuda.current_stream(gpu).wait_stream(side)

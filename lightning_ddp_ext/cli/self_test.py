@@ -86,9 +86,8 @@ def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
             raise DDPExtError(
                 f"the resumed run stopped after step {trainer.global_step}, not {2 * _STEPS}"
             )
-        trainer.strategy.barrier(
-            "the end of the test"
-        )  # rank 0 keeps its file until all ranks have read it
+        # Rank 0 keeps its file until all ranks have read it.
+        trainer.strategy.barrier("the end of the test")
         report("restored")
     report(f"all tests passed (ranks: {trainer.world_size}, nodes: {trainer.num_nodes})")
     return 0

@@ -57,9 +57,8 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
     ]
     keeps_workers = False
     for each in kept:
-        is_stream = isinstance(
-            each.dataset, IterableDataset
-        )  # its order may be drawn in its workers
+        # Its order may be drawn in its workers.
+        is_stream = isinstance(each.dataset, IterableDataset)
         if (
             seed is not None
             or is_stream

@@ -22,10 +22,11 @@ _SAMPLED = 128  # elements of a tensor
 _LISTED = 32  # elements of a collection
 _DEEPEST = 6  # nested collections
 _SCALARS = (str, bytes, int, float, complex, type(None), np.generic)
+# By element size in bytes, for floating-point numbers that NumPy lacks.
 _WORDS = {
     1: torch.uint8,
     2: torch.int16,
-}  # by element size in bytes, for floating-point numbers that NumPy lacks
+}
 _STABLE_FORMAT = 2  # of `marshal`; newer ones depend on which objects are identical
 
 

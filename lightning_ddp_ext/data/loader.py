@@ -47,9 +47,8 @@ class DistributedLoader:
 
     def __init__(self, source: Any, start_iterator: StartIterator) -> None:
         self.source = source
-        self.loader = (
-            source if is_stateful(source) else own_copy(source)
-        )  # its owner may read that state
+        # Its owner may read that state.
+        self.loader = source if is_stateful(source) else own_copy(source)
         self.start_iterator = start_iterator
         self.length: int | None = None
         self.position: Any = None

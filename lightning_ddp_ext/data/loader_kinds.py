@@ -107,9 +107,8 @@ class OrderPosition(LoaderPosition):
             self._sampler.resume_at(self.epoch, start.at)
             self._sampler.next_order = order
             at_start = self._batch_size
-            keeps_size = getattr(
-                self._batches, "drop_last", True
-            )  # torch then reads the size when an epoch begins
+            # Torch then reads the size when an epoch begins.
+            keeps_size = getattr(self._batches, "drop_last", True)
             self._sampler.next_size = lambda: start.drawn.add_size(
                 at_start if keeps_size else self._batch_size
             )
@@ -173,15 +172,13 @@ class IndexPosition(LoaderPosition):
         start.drawn = self._trace()
         order = start.drawn.follow_indices(iter(self._sampler.batch_sampler))
         self._drop(order, start.at)
-        ahead = list(
-            islice(order, start.own or 0)
-        )  # drawn before the random states were saved; the rest was not
+        # Drawn before the random states were saved; the rest was not.
+        ahead = list(islice(order, start.own or 0))
 
         def read() -> Iterator[Any]:
             self._sampler.draw_next_by(lambda: chain(ahead, order))
-            with workers_seeded_apart(
-                self.loader, self.epoch, self.given
-            ):  # the sampler may draw more numbers later
+            with workers_seeded_apart(self.loader, self.epoch, self.given):
+                # The sampler may draw more numbers later.
                 return iter(self.loader)
 
         return read
@@ -189,9 +186,8 @@ class IndexPosition(LoaderPosition):
     @override
     def state_dict(self, done: int, given: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
-        if (
-            given < start.after + batches
-        ):  # recorded before this position, as when the first loader ended earlier
+        if given < start.after + batches:
+            # Recorded before this position, as when the first loader ended earlier.
             given = self.given
         ahead = given + self.ahead - start.after - batches + self._prefetched
         return {**super().state_dict(done, given), "own": ahead}
@@ -223,18 +219,16 @@ class StatePosition(LoaderPosition):
             latest.states.append((self._drawn, self.loader.state_dict(), fingerprint))
         known = [each for each in start.states if each[0] <= batches]
         drawn, state, fingerprint = known[-1] if known else (-start.at, None, 0)
-        start.states = [
-            each for each in start.states if each[0] >= drawn
-        ]  # no later checkpoint needs an older state
+        # No later checkpoint needs an older state.
+        start.states = [each for each in start.states if each[0] >= drawn]
         own = {"state": state, "dropped": batches - drawn, "drawn": fingerprint}
         return {**super().state_dict(done, given), "own": own}
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
         if self._restored is not None and self._drawn == self._left:
-            next(
-                self._restored, None
-            )  # some loaders, such as litdata's, forget a restored state only at the end
+            # Some loaders, such as litdata's, forget a restored state only at the end.
+            next(self._restored, None)
         self._restored = None
         rewind(self.loader)  # an earlier iterator of this epoch may have continued in the middle
         return self._count_drawn(super()._begin(start))

@@ -91,9 +91,8 @@ class LoaderPosition:
         self.loader = loader
         self._world_size = world_size
         self.name = name_of(loader)
-        self._parameters = parameters_of(
-            loader
-        )  # read now, because a sampler may count epochs in its seed
+        # Read now, because a sampler may count epochs in its seed.
+        self._parameters = parameters_of(loader)
         self.epoch = -1
         self.given = 0
         self.generators = generators_of(loader, *samplers_below(index_sampler_of(loader)))
@@ -137,17 +136,16 @@ class LoaderPosition:
             state["number"], done, state["at"], state["random"] or [], state.get("own")
         )
         self._starts.append(start)
-        with preserve_random_state(
-            self.generators
-        ):  # the resumed run had already created this iterator
+        with preserve_random_state(self.generators):
+            # The resumed run had already created this iterator.
             self._continue = self._redraw(start)
         return state.get("drawn") in (None, self._drawn_by(start, start.at))
 
     def start_iterator(self) -> Iterator[Any]:
         """Start the next iterator of the epoch."""
-        if (
-            self._has_to_end
-        ):  # Lightning ends the epoch once it has seen the end of each loader, even a cycled one
+        if self._has_to_end:
+            # Lightning ends the epoch once it has seen the end of each loader, even a
+            # cycled one.
             self._has_to_end = False
             return iter(())
         if self._continue is None:
@@ -158,9 +156,8 @@ class LoaderPosition:
         if not self._starts[-1].number:
             return batches
         first = list(islice(batches, 1))
-        return (
-            chain(first, batches) if first else self._start_at_beginning()
-        )  # a second end would end the epoch
+        # A second end would end the epoch.
+        return chain(first, batches) if first else self._start_at_beginning()
 
     def _start_at_beginning(self) -> Iterator[Any]:
         start = IteratorStart(self._starts[-1].number + 1 if self._starts else 0, self.given)
@@ -248,9 +245,8 @@ class LoaderPosition:
         return self._record_first(start, iter(self.loader))
 
     def _record_first(self, start: IteratorStart, batches: Iterator[Any]) -> Iterator[Any]:
-        self._record(
-            start
-        )  # an __iter__ that is a generator function only draws for its first item
+        # An __iter__ that is a generator function only draws for its first item.
+        self._record(start)
         yield from start.drawn.follow_batches(batches)
 
     def _drawn_by(self, start: IteratorStart, position: int) -> int | None:

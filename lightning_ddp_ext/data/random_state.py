@@ -27,9 +27,8 @@ def generators_of(*owners: object) -> list[Any]:
     """
     values = [each for owner in owners for each in getattr(owner, "__dict__", {}).values()]
     found = {id(each): each for each in values if isinstance(each, _KINDS)}
-    return [
-        each for each in found.values() if not isinstance(each, random.SystemRandom)
-    ]  # it has no state
+    # It has no state.
+    return [each for each in found.values() if not isinstance(each, random.SystemRandom)]
 
 
 def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:

@@ -68,9 +68,8 @@ def _exchange(batch_sampler: Any, sampler: GlobalOrderSampler) -> Any:
     if _is_like_torch(batch_sampler):
         return _create_like(batch_sampler, sampler)
     read = getattr(batch_sampler, "__dict__", {}).get("sampler")
-    if not hasattr(read, "__iter__") or hasattr(
-        read, "batch_size"
-    ):  # it may be a batch sampler itself
+    if not hasattr(read, "__iter__") or hasattr(read, "batch_size"):
+        # It may be a batch sampler itself.
         return None
     copied = copy.copy(batch_sampler)
     vars(copied)["sampler"] = sampler

@@ -115,9 +115,8 @@ class Checkpoints:
         except Exception as error:
             if not self.is_interrupted:
                 raise
-            rank_zero_warn(
-                f"a background save also failed: {error}"
-            )  # the user already sees another error
+            # The user already sees another error.
+            rank_zero_warn(f"a background save also failed: {error}")
 
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
         """Run ``work`` on rank 0, and return its result or raise its error on every

@@ -173,9 +173,8 @@ def end_epoch_after(trainer: Any, batches: int) -> None:
     if fetcher.length is not None:
         fetcher.length = batches
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0:
-        trainer.val_check_batch = (
-            math.inf
-        )  # validate after the last batch, regardless of its number
+        # Validate after the last batch, regardless of its number.
+        trainer.val_check_batch = math.inf
 
 
 def schedule_timed_validation(trainer: Any, last: float) -> None:
@@ -196,9 +195,8 @@ def schedule_timed_validation(trainer: Any, last: float) -> None:
             int(time.monotonic() - last >= interval), device=trainer.strategy.root_device
         )
         dist.broadcast(is_due, src=0)
-        trainer._last_val_time = (
-            -math.inf if is_due else math.inf
-        )  # compared with the clock after the batch
+        # Compared with the clock after the batch.
+        trainer._last_val_time = -math.inf if is_due else math.inf
 
 
 def needs_sampler(trainer: Any, loader: Any) -> bool:

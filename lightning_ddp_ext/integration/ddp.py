@@ -68,9 +68,8 @@ class GradientAveraging:
             if module is None
             else [each for each in module.named_parameters() if each[0] not in ignored]
         )
-        self._averaged = [
-            name for name, parameter in known if parameter.requires_grad
-        ]  # in DDP's order
+        # In DDP's order.
+        self._averaged = [name for name, parameter in known if parameter.requires_grad]
         self._frozen = [parameter for _, parameter in known if not parameter.requires_grad]
         hook = self._hook
         if module is not None and hook is not None and self._strategy.root_device.type == "cpu":
@@ -83,9 +82,8 @@ class GradientAveraging:
         what DDP does.
         """
         model = self._strategy.model
-        is_on_gpu = (
-            self._strategy.root_device.type != "cpu"
-        )  # on a GPU, DDP also moves inputs to the device
+        # On a GPU, DDP also moves inputs to the device.
+        is_on_gpu = self._strategy.root_device.type != "cpu"
         if self._strategy.world_size > 1 or is_on_gpu or type(model) is not DistributedDataParallel:
             return
         # If torch renames this, DDP is not bypassed, which is only slower.

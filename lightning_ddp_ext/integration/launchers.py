@@ -267,9 +267,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
         try:
             self._wrapping_function(local_rank, trainer, function, args, kwargs, results, state)
         except RankFailedError as error:
-            print_line(
-                error
-            )  # the launching process prints the traceback of the rank that failed first
+            # The launching process prints the traceback of the rank that failed first.
+            print_line(error)
             raise
         finally:
             leave()

@@ -87,9 +87,8 @@ def find_restart(
     if epoch["started"] == epoch["processed"]:
         if is_last or has_ended or not done:
             return Restart("epoch_start", epoch["processed"])
-        return _after_last_step(
-            epoch["processed"] - 1, done, accumulated
-        )  # ended early by max_steps
+        # Ended early by max_steps.
+        return _after_last_step(epoch["processed"] - 1, done, accumulated)
     if is_last and batch["current"]["ready"] == done:
         if batch["current"]["completed"] < done:  # saved in on_train_batch_end
             return Restart("epoch_start", epoch["processed"] + 1)
@@ -132,19 +131,18 @@ def change_to(
     begun = restart.epoch if restart.at == "epoch_start" else restart.epoch + 1
     _count(epoch, begun=begun, processed=restart.epoch, completed=restart.epoch)
     if restart.at == "validation":
-        _count(
-            changed["epoch_loop.val_loop.batch_progress"], begun=1
-        )  # Lightning then runs it from the beginning
+        # Lightning then runs it from the beginning.
+        _count(changed["epoch_loop.val_loop.batch_progress"], begun=1)
         return changed
     dropped = restart.dropped_of(processed)
     is_after_batch = dropped > 0 or is_between_epochs or ready > processed or stopped == "batch"
-    if (
-        restart.at == "batch_end" and is_after_batch
-    ):  # already counted, and `_TrainingEpochLoop.reset` adds one
+    if restart.at == "batch_end" and is_after_batch:
+        # Already counted, and `_TrainingEpochLoop.reset` adds one.
         changed["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if is_in_last_batch_end:
         changed["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
-    done, completed = restart.done, max(0, restart.done - 1)
+    done = restart.done
+    completed = max(0, done - 1)
     earlier = batch["total"]["processed"] - dropped - done
     _count(batch, begun=done, processed=done, completed=completed, earlier=earlier)
     batch["is_last_batch"] = False

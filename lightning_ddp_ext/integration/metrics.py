@@ -217,9 +217,8 @@ class LoggedValues:
         if session is not None:
             context = session.context
             if not self._is_expected:
-                check = (
-                    session.survey.check_that_all_answer
-                )  # detects a stopped process before the timeout
+                # Detects a stopped process before the timeout.
+                check = session.survey.check_that_all_answer
                 what = f"the reduction of {listed(dict.fromkeys(map(str, values)))}"
                 context.barriers.enter(
                     what, call_site(), name="a reduction of logged values", check=check

@@ -90,9 +90,8 @@ def _keys_of(trainer: Any) -> set[str]:
     kinds = (pl.callbacks.ModelCheckpoint, pl.callbacks.EarlyStopping)
     found = [each.monitor for each in trainer.callbacks if isinstance(each, kinds)]
     found += [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    return {
-        key for key in found if key not in (None, "epoch", "step")
-    }  # a ModelCheckpoint computes the last two
+    # A ModelCheckpoint computes the last two.
+    return {key for key in found if key not in (None, "epoch", "step")}
 
 
 def _record_of(callback: Any) -> dict[str, Any]:

@@ -125,8 +125,8 @@ class Recorder:
         self._raise_cause()
 
     def _raise_cause(self) -> None:
-        if self._own is not None and self._peers.cause is not None:
-            raise self._peers.cause.to_error()
+        if self._own is not None:
+            self._peers.check()
 
     @contextmanager
     def backward(self) -> Iterator[None]:

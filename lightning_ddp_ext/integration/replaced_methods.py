@@ -141,9 +141,8 @@ class ReplacedMethods:
             connector._original_handlers = private(connector, "_get_current_signal_handlers")()
 
         self.replace(connector, "register_signal_handlers", register)
-        if hasattr(
-            trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"
-        ):  # not in Lightning 2.5.0
+        if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+            # Not in Lightning 2.5.0.
             self.replace(
                 trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda *args: None
             )

@@ -92,9 +92,8 @@ class Rescue:
         self._training = training
         self._recorder = recorder
         self._trainer: Any = None  # the Trainer, while its run may be saved
-        self._delays = (
-            ExitStack()
-        )  # of a forced exit, while another rank's failure leaves a step to save
+        # Of a forced exit, while another rank's failure leaves a step to save.
+        self._delays = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what spawned ranks need, without the state of this process."""

@@ -140,9 +140,8 @@ class Resume:
         if restart.is_within and data == "epoch":
             restart = _start_again(restart)
             self._ranks = ()
-        if (
-            section or restart.has_started
-        ):  # `combined_loader` has rank 0's states, but each rank has its own or none
+        if section or restart.has_started:
+            # `combined_loader` has rank 0's states, but each rank has its own or none.
             loops["state_dict"].pop("combined_loader", None)
         if restart.is_within:
             self._from_epoch_start = change_to(loops, _start_again(restart), stopped=stopped)
@@ -211,9 +210,9 @@ class Resume:
         epoch was read.
         """
         self.end()
-        if (
-            self.restart.is_within
-        ):  # otherwise the end of the epoch would skip schedulers that monitor a metric
+        if self.restart.is_within:
+            # Otherwise the end of the epoch would skip schedulers that monitor a
+            # metric.
             end_restart(self._trainer.fit_loop)
 
     def on_validation_end(self) -> None:

@@ -215,9 +215,9 @@ class RunFiles:
         existing = {path: time for path, time in times.items() if time is not None}
         newest_first = sorted(existing, key=existing.__getitem__, reverse=True)
         found = next(iter(newest_first), None)
-        if (
-            is_rank_zero
-        ):  # rank_zero_info does not know a started rank's number yet, so all ranks would log
+        if is_rank_zero:
+            # rank_zero_info does not know a started rank's number yet, so all ranks
+            # would log.
             self._has_searched = True
             found = self._found = self._search(newest_first, own - of_lightning, trainer)
         if found is None and not (self._hides_hint(trainer) and of_lightning.isdisjoint(existing)):

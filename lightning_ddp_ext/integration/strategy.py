@@ -326,15 +326,13 @@ class DDPExtStrategy(RankDevicesStrategy):
         super().connect(model)
         if trainer_of(model) is not None:  # a user may connect a model without a run
             self.set_world_ranks()  # not yet set in a spawned rank
-            self.data.attach(
-                model.trainer, self._replaced
-            )  # configure_callbacks runs next and may load the data
+            # configure_callbacks runs next and may load the data.
+            self.data.attach(model.trainer, self._replaced)
 
     @override
     def setup_environment(self) -> None:
-        if (
-            self.lightning_module is None
-        ):  # called by the user to create the process group before a run
+        if self.lightning_module is None:
+            # Called by the user to create the process group before a run.
             super().setup_environment()
             return
         trainer = self.current_trainer
@@ -489,9 +487,8 @@ class DDPExtStrategy(RankDevicesStrategy):
             return
         self.metrics.flush()
         is_past_barrier = report_call(f"barrier {name!r}" if name else "a barrier", is_waiting=True)
-        if (
-            not is_past_barrier or self.root_device.type != "cpu"
-        ):  # also waits for earlier work on the accelerator
+        if not is_past_barrier or self.root_device.type != "cpu":
+            # Also waits for earlier work on the accelerator.
             super().barrier(name, *args, **kwargs)
 
     @override
@@ -500,9 +497,8 @@ class DDPExtStrategy(RankDevicesStrategy):
             return obj
         self.metrics.flush()
         is_training = self.lightning_module is not None and self.lightning_module.trainer.training
-        if not (
-            is_training and called_by_lightning()
-        ):  # max_time, for example, requires one in every batch
+        if not (is_training and called_by_lightning()):
+            # max_time, for example, requires one in every batch.
             report_call(f"broadcast from rank {src}")
         return super().broadcast(obj, src)
 

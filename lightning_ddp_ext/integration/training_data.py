@@ -78,9 +78,8 @@ class TrainingData:
 
     def attach(self, trainer: Any = None) -> None:
         """Reset the state for a Trainer that has not loaded a checkpoint."""
-        if (
-            trainer is None or trainer.state.fn == "fit"
-        ):  # otherwise a checkpoint still describes the earlier training
+        if trainer is None or trainer.state.fn == "fit":
+            # Otherwise a checkpoint still describes the earlier training.
             self.known_seed: int | None = None
             self._has_ended = (
                 False  # whether the last epoch's data was exhausted when training ended
@@ -276,9 +275,8 @@ class TrainingData:
         has_loaders = combined_loader_of(trainer.fit_loop) is not None
         if has_loaders or not (restart.is_within or restart.epoch == 0):
             own = self._own_state(restart, loops)
-        elif (
-            self._at_end is not None and self._at_end[0] == restart
-        ):  # an evaluation has removed the loaders
+        elif self._at_end is not None and self._at_end[0] == restart:
+            # An evaluation has removed the loaders.
             own = self._at_end[1]
         else:
             return

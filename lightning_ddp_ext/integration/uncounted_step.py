@@ -32,9 +32,8 @@ def uncounted(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
             those logged from elsewhere.
     """
     before = {id(metric): (metric, dict(vars(metric))) for metric in _metrics(results, module)}
-    logged = {
-        key: dict(vars(result)) for key, result in results.items()
-    }  # values never change in place
+    # Values never change in place.
+    logged = {key: dict(vars(result)) for key, result in results.items()}
     for metric, held in before.values():
         vars(metric).update(
             (name, _copied(value)) for name, value in held.items() if name != "_modules"
@@ -93,9 +92,8 @@ def _restore(metric: nn.Module, before: dict[str, Any]) -> None:
     if isinstance(metric, Metric):
         before.update(_empty_lists(metric, before))
         before.update(_shaped(metric, before))
-        before["_computed"] = (
-            metric._computed
-        )  # a result to reuse, or none, as on the ranks that count the step
+        # A result to reuse, or none, as on the ranks that count the step.
+        before["_computed"] = metric._computed
     vars(metric).clear()
     vars(metric).update(before)
 

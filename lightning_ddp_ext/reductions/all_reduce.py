@@ -43,9 +43,8 @@ def all_reduce(
         tensor = tensor.to(torch.int64, copy=True)
     if dist.get_rank() in idle:
         _neutralise(tensor, op)
-    if op == ReduceOp.AVG and (
-        idle or is_mean_of_integers or is_gloo(tensor.device, group)
-    ):  # gloo has no AVG
+    if op == ReduceOp.AVG and (idle or is_mean_of_integers or is_gloo(tensor.device, group)):
+        # Gloo has no AVG.
         dist.all_reduce(tensor, op=ReduceOp.SUM, group=group)
         count = len(ranks) - len(idle)
         return tensor / count if is_mean_of_integers else tensor.div_(count)

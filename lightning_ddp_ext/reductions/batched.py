@@ -96,9 +96,8 @@ def reduce_common(
     if values:
         sent[0, 1 : 1 + len(values)] = sent.new_tensor([_digest(value) for value in values])
         sent[1, 1 : 1 + len(values)] = torch.stack([value.tensor.to(sent) for value in values])
-    gather = (
-        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    )  # its name before torch 2.13
+    # Its name before torch 2.13.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     received = sent.new_empty(dist.get_world_size(group) * sent.numel())
     gather(received, sent.flatten(), group=group)
     headers, rows = received.view(-1, *sent.shape).unbind(1)
@@ -176,9 +175,8 @@ def _mismatch(values: Sequence[Value], group: dist.ProcessGroup | None) -> Diver
     """Return an error that describes how the ranks differ. Collective."""
     by_rank: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(by_rank, tuple(map(str, values)), group=group)
-    with suppress(
-        RuntimeError
-    ):  # this rank raises the error even if another one has closed its group
+    with suppress(RuntimeError):
+        # This rank raises the error even if another one has closed its group.
         dist.barrier(group)
     usual, _ = Counter(by_rank).most_common(1)[0]
     usual_ranks = [rank for rank, names in enumerate(by_rank) if names == usual]

@@ -142,9 +142,8 @@ class Coordinator:
     # On the channel's thread, even after the start.
 
     def _admit(self, connection: Connection, topic: str, body: Message) -> None:
-        with suppress(
-            KeyError, TypeError, ValueError
-        ):  # the sender is not a rank; it may stay connected
+        with suppress(KeyError, TypeError, ValueError):
+            # The sender is not a rank; it may stay connected.
             if topic == "hello" and body["nonce"] != self._address.nonce:
                 _reply(connection, {"retry": "another run is answering there"})
             elif topic == "hello":
@@ -295,9 +294,8 @@ def _host_store(bound_to: str) -> TCPStore:
     """
     listener = listen(bound_to, 0)
     port = int(listener.getsockname()[1])
-    host = (
-        "127.0.0.1" if bound_to in ("::", "0.0.0.0") else bound_to
-    )  # a host may have IPv6 without ::1
+    # A host may have IPv6 without ::1.
+    host = "127.0.0.1" if bound_to in ("::", "0.0.0.0") else bound_to
     return TCPStore(
         host,
         port,

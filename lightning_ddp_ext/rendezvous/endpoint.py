@@ -161,7 +161,8 @@ class FileEndpoint(Endpoint):
             if error.errno in (
                 errno.ENOENT,
                 errno.ESTALE,
-            ):  # ESTALE: on NFS, a file replaced while being read
+            ):
+                # ESTALE: on NFS, a file replaced while being read.
                 return None
             raise RendezvousError(
                 f"init_method 'file://{self.path}': {error.strerror}; use another file"

@@ -161,7 +161,8 @@ def check_file(method: File, *, num_nodes: int) -> None:
             several nodes, or the path is not a regular file that this user can read and
             write.
     """
-    path, directory = method.path, os.path.dirname(method.path)
+    path = method.path
+    directory = os.path.dirname(path)
     if num_nodes > 1:
         _check_shared(method, os.path.realpath(directory), num_nodes)
     if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):

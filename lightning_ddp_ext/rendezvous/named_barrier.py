@@ -127,14 +127,10 @@ class NamedBarriers:
             where: file and line in the user's code, if known.
             name: the name that must be the same on every rank; by default ``what``.
         """
-        what, where, name = (
-            what[:_LONGEST_TEXT],
-            where[:_LONGEST_TEXT],
-            (name or what)[:_LONGEST_TEXT],
-        )
+        texts = [each[:_LONGEST_TEXT] for each in (name or what, what, where)]
         with self._peers.arrived:
             self.made += 1
-            call = Call(self._peers.rank, self.made, self._steps, name, what, where)
+            call = Call(self._peers.rank, self.made, self._steps, *texts)
         self._remote.call(self._everyone if self._peers.rank == 0 else [0], "record", asdict(call))
         return call
 

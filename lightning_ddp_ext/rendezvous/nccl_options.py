@@ -99,7 +99,6 @@ def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str
     }
     if interface is None:
         return variables
-    exact = (
-        interface if interface.startswith(("=", "^")) else f"={interface}"
-    )  # NCCL takes a name for a prefix
+    # NCCL takes a name for a prefix.
+    exact = interface if interface.startswith(("=", "^")) else f"={interface}"
     return {**variables, _OF_NCCL: exact, _OF_GLOO: interface.removeprefix("=")}

@@ -151,9 +151,8 @@ class ProcessGroups:
             self._set_timeout(group)
 
     def _set_timeout(self, group: dist.ProcessGroup | None = None) -> None:
-        if not isinstance(
-            group, dist.ProcessGroup | None
-        ):  # torch's placeholder for a group without this rank
+        if not isinstance(group, dist.ProcessGroup | None):
+            # Torch's placeholder for a group without this rank.
             return
         timeout = self.timeout + (_AFTER_OURS if self.uses_nccl else timedelta())
         dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -216,7 +215,8 @@ class ProcessGroups:
         with (
             self._aborting,
             suppress(Exception),
-        ):  # the channel's thread aborts while the main thread closes
+        ):
+            # The channel's thread aborts while the main thread closes.
             abort()
 
     def close(self, *, is_broken: bool) -> None:

@@ -128,9 +128,8 @@ def _origin_of(
     """
     if isinstance(exception, RankFailedError):
         return Origin.NAMED, None
-    if isinstance(
-        exception, _ERRORS_OF_DEVICE
-    ):  # torch's watchdog may end this process at any time
+    if isinstance(exception, _ERRORS_OF_DEVICE):
+        # Torch's watchdog may end this process at any time.
         return Origin.OWN, None
     peers = session.context.peers
     is_aborted = peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))

@@ -185,9 +185,8 @@ def flights_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> li
     by_group: dict[str, dict[int, Mapping[str, Any]]] = {}
     for entry in trace.get("entries", []):
         if not entry.get("is_p2p"):
-            backend = str(entry.get("profiling_name", "")).partition(":")[
-                0
-            ]  # a group may have several backends
+            # A group may have several backends.
+            backend = str(entry.get("profiling_name", "")).partition(":")[0]
             known = by_group.setdefault(f"{backend}:{entry['process_group'][0]}", {})
             number = int(entry["collective_seq_id"])
             same = known.get(number)

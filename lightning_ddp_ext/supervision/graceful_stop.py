@@ -135,11 +135,12 @@ class GracefulStop:
         self._forced_exit.lift()  # a run whose ``on_exception`` raised has skipped teardown
         with self._peers.arrived:
             self._job += 1
+            # After an exception, the ranks' counts may differ.
             self._position = (
                 self._job << 32,
                 0,
                 0,
-            )  # after an exception, the ranks' counts may differ
+            )
             self.is_active = True
             self._seconds = deadline.total_seconds()
             self._acknowledge = acknowledge or _ignore

@@ -28,9 +28,8 @@ def _current_directory() -> str | None:
     return None
 
 
-_directory = (
-    _current_directory()
-)  # a script usually imports this package before it changes the directory
+# A script usually imports this package before it changes the directory.
+_directory = _current_directory()
 
 
 def own_command() -> Command | None:
@@ -53,7 +52,8 @@ def own_command() -> Command | None:
     for path in (
         file,
         os.path.dirname(file),
-    ):  # Python also runs the ``__main__.py`` of a directory
+    ):
+        # Python also runs the ``__main__.py`` of a directory.
         if path == program:
             return Command(words, _directory)
         if path.endswith(os.sep + program):

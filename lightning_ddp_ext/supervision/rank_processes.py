@@ -184,9 +184,9 @@ class RankProcesses:
             self._wait_for_an_end()
             if self._failed():
                 late = self._end_the_rest(self._stop_within if self._stopped_by() else _END_WITHIN)
-        except (
-            BaseException
-        ):  # Ctrl-C reaches all processes in a terminal, but only this one in a notebook
+        except BaseException:
+            # Ctrl-C reaches all processes in a terminal, but only this one in a
+            # notebook.
             self._end_the_rest(_END_WITHIN / 2)
             raise
         finally:
@@ -202,9 +202,8 @@ class RankProcesses:
                 "exited with status 0 before it finished its work; look for sys.exit() or an"
                 " interrupt"
             )
-            raise self._error(
-                RankFailedError, 0, what
-            )  # Lightning would wait forever for the results
+            # Lightning would wait forever for the results.
+            raise self._error(RankFailedError, 0, what)
         return True
 
     def _wait_for_an_end(self) -> None:
@@ -227,9 +226,8 @@ class RankProcesses:
                 index for index, process in enumerate(self.processes) if process.exitcode is None
             ]
             for index in late:
-                os.kill(
-                    self.processes[index].pid, signal.SIGTERM
-                )  # a second SIGINT would interrupt a save
+                # A second SIGINT would interrupt a save.
+                os.kill(self.processes[index].pid, signal.SIGTERM)
             self._join_within(self._stop_within)
         finally:
             for process in self.processes:

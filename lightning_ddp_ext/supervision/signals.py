@@ -121,9 +121,8 @@ class StopSignals:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         before = self._before.get(signum)
-        if (
-            before is not None and self._is_over()
-        ):  # teardown was skipped, as an ``on_exception`` raised
+        if before is not None and self._is_over():
+            # Teardown was skipped, as an ``on_exception`` raised.
             signal.signal(signum, before)
             signal.raise_signal(signum)
             return

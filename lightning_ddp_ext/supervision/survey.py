@@ -251,9 +251,8 @@ class Survey:
         for silence in findings.silences:
             if kind == "hang" and is_stopped(silence.who, seen_from=self._mine):
                 with suppress(OSError):
-                    os.kill(
-                        silence.who.pid, signal.SIGCONT
-                    )  # it then receives the event and exits as well
+                    # It then receives the event and exits as well.
+                    os.kill(silence.who.pid, signal.SIGCONT)
 
     def _silence(self, rank: int) -> Silence:
         who = self._peers.table[rank]

@@ -86,9 +86,8 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._is_stopping.wait(self._seconds_left()):
             late = -self._seconds_left()
-            if (
-                late > _OVERSLEPT
-            ):  # the process was stopped and continued, so it gets another timeout
+            if late > _OVERSLEPT:
+                # The process was stopped and continued, so it gets another timeout.
                 self._reported_at = time.monotonic()
             elif late >= 0:
                 self._diagnose()
@@ -126,9 +125,8 @@ class Watchdog:
         return self._on_hang == "abort"
 
     def _report(self) -> Report:
-        self._reported_at = (
-            time.monotonic()
-        )  # a survey is running; the next one may follow after another timeout
+        # A survey is running; the next one may follow after another timeout.
+        self._reported_at = time.monotonic()
         doing, progress = self._describe(main_frame())
         idle = time.monotonic() - self.moved_at
         is_outside = self._is_stopping.is_set()

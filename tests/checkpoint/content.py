@@ -76,9 +76,8 @@ def unusual() -> dict[str, Any]:
     module = nn.Sequential(nn.BatchNorm1d(5000))
     module.register_buffer("scratch", numbers(5000), persistent=False)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # quantisation is deprecated, and strided nested tensors are in beta
+        # Quantisation is deprecated, and strided nested tensors are in beta.
+        warnings.simplefilter("ignore")
         scales = torch.linspace(0.1, 1, 100).double()
         zeros = torch.zeros(100, dtype=torch.long)
         return {

@@ -242,9 +242,8 @@ def test_another_seed_or_epoch_makes_another_order(kind: str) -> None:
         dealt(lambda w, r, s=seed: KINDS[kind](50, w, r, seed=s), 1, epoch)
         for seed, epoch in seeds_and_epochs
     ]
-    assert len({str(order[0][1:]) for order in orders}) == len(
-        orders
-    )  # the first one may tell the epoch
+    # The first one may tell the epoch.
+    assert len({str(order[0][1:]) for order in orders}) == len(orders)
 
 
 def test_the_exact_sampler_deals_each_sample_once_in_the_datasets_order() -> None:

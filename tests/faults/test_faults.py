@@ -104,9 +104,8 @@ def draw(seed: int) -> Case:
     """Return the case of a seed."""
     chance = random.Random(seed)
     started = chance.choice((*BY_HAND * 2, "popen", *LAUNCHED))
-    world_size = (
-        chance.choice((2, 3)) if started in (*BY_HAND, "fork") else 2
-    )  # the others import torch anew
+    # The others import torch anew.
+    world_size = chance.choice((2, 3)) if started in (*BY_HAND, "fork") else 2
     what = chance.choice(
         ("kill", "kill", "term", "raise", "stop", *["cut"] * (started == BY_HAND[1]))
     )

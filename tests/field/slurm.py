@@ -92,9 +92,8 @@ class Slurm:
             (self._root / name).mkdir()
         host = socket.gethostname().partition(".")[0]
         ports = [free_port() for _ in range(3)]
-        first_job = 1 + 100 * secrets.randbelow(
-            99
-        )  # the ranks' port follows, also in another SLURM on this machine
+        # The ranks' port follows, also in another SLURM on this machine.
+        first_job = 1 + 100 * secrets.randbelow(99)
         configuration = self._root / "slurm.conf"
         configuration.write_text(
             _CONFIGURATION.format(host=host, root=self._root, ports=ports, first_job=first_job)
@@ -151,9 +150,8 @@ class Slurm:
 
     def _start(self, program: str, *words: object) -> None:
         command = [str(_path_of(program)), *map(str, words)]
-        env = {
-            name: value for name, value in os.environ.items() if name != MARK
-        }  # they outlive a test
+        # They outlive a test.
+        env = {name: value for name, value in os.environ.items() if name != MARK}
         with open(self._root / f"{len(self._daemons)}-{program}.out", "wb") as output:
             self._daemons.append(
                 subprocess.Popen(

@@ -26,9 +26,8 @@ from multiprocessing import connection
 from pathlib import Path
 
 _PROGRAMS = ("ip", "nsenter", "unshare", "sh")
-_NEW_NAMESPACES = (
-    0x00020000 | 0x04000000 | 0x40000000
-)  # CLONE_NEWNS, CLONE_NEWUTS and CLONE_NEWNET of sched.h
+# CLONE_NEWNS, CLONE_NEWUTS and CLONE_NEWNET of sched.h.
+_NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x40000000
 # Ends when the test closes its end of the pipe, or is killed.
 _HOLD = (
     'echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && echo ready &&'
@@ -207,9 +206,8 @@ def carry(delay: float, loss: float) -> None:
 
 def _open(name: str) -> socket.socket:
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_EVERY_PROTOCOL))
-    port.setsockopt(
-        _SOL_PACKET, _PACKET_VNET_HDR, 1
-    )  # frames with unfinished checksums and many segments pass as is
+    # Frames with unfinished checksums and many segments pass as is.
+    port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     port.bind((name, 0))
     return port
 

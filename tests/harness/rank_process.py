@@ -84,9 +84,8 @@ def run_rank(
     os.environ.update(environment)
     os.chdir(cwd)
     _limit_deadlocks()
-    sys.argv = [
-        f"rank-{rank}-is-no-script"
-    ]  # never pytest's: a launcher would run all the tests again
+    # Never pytest's: a launcher would run all the tests again.
+    sys.argv = [f"rank-{rank}-is-no-script"]
     if "coverage" in sys.modules:  # a rank may run no line of the package
         warnings.filterwarnings(
             "ignore", category=sys.modules["coverage"].exceptions.CoverageWarning
@@ -121,9 +120,8 @@ def _write_to(path: Path, time_limit: float) -> None:
         stream.flush()
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
         os.dup2(output, stream.fileno())
-    faulthandler.enable(
-        output
-    )  # on SIGABRT C code writes the stacks of all threads, without the GIL
+    # On SIGABRT C code writes the stacks of all threads, without the GIL.
+    faulthandler.enable(output)
     faulthandler.dump_traceback_later(time_limit + _SECONDS_AFTER_LIMIT, file=output, exit=True)
 
 
@@ -204,9 +202,8 @@ class Rank:
     ) -> None:
         os.mkfifo(output)
         self.output = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
-        with contextlib.suppress(
-            PermissionError
-        ):  # users other than root have a limit for all of their pipes
+        with contextlib.suppress(PermissionError):
+            # Users other than root have a limit for all of their pipes.
             fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         self._written = b""
         self.pipe, theirs = _CONTEXT.Pipe()
@@ -218,9 +215,8 @@ class Rank:
             self.process.start()  # waits for the server to have imported what ranks need
         assert self.process.pid is not None
         self.outcome = Outcome(number, self.process.pid)
-        self.points: dict[str, list[Any]] = defaultdict(
-            list
-        )  # announcements that no test has waited for
+        # Announcements that no test has waited for.
+        self.points: dict[str, list[Any]] = defaultdict(list)
 
     @property
     def runs(self) -> bool:
@@ -261,7 +257,8 @@ class Rank:
         for number in (
             signal.SIGABRT,
             signal.SIGCONT,
-        ):  # a stopped rank does not handle other signals
+        ):
+            # A stopped rank does not handle other signals.
             self.signal_group(number)
 
     def kill_group(self) -> None:

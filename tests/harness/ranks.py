@@ -189,9 +189,8 @@ class RankProcesses:
         failed = self._failed()
         if not failed:
             return None
-        self._receive_while(
-            lambda: any(rank.runs for rank in failed), _soon()
-        )  # exit handlers of those that raise
+        # Exit handlers of those that raise.
+        self._receive_while(lambda: any(rank.runs for rank in failed), _soon())
         self._kill_all()
         return min(failed, key=lambda rank: rank.failed_at).outcome
 

@@ -105,8 +105,7 @@ def trainer_for(
         callbacks.append(checkpoint_callback(kind, save_top_k=0, checkpoint_io=io))
     elif io is not None:
         plugins.append(io)
-    enabled = any(
-        isinstance(callback, Checkpoint) for callback in callbacks
-    )  # otherwise Lightning adds one
+    # Otherwise Lightning adds one.
+    enabled = any(isinstance(callback, Checkpoint) for callback in callbacks)
     options = {"enable_checkpointing": enabled, "plugins": plugins, **options}
     return make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options)

@@ -156,9 +156,8 @@ class Net(L.LightningModule):
         self.events.append((what, steps_done(self.trainer), *results))
 
     def on_fit_start(self) -> None:
-        torch.manual_seed(
-            torch.initial_seed() + 10 * self.global_rank
-        )  # Lightning has seeded all ranks equally
+        # Lightning has seeded all ranks equally.
+        torch.manual_seed(torch.initial_seed() + 10 * self.global_rank)
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
@@ -308,9 +307,8 @@ def difference(training: Training, whole: Run, done: int, resumed: Run) -> str:
     """Describe how a run that was resumed after ``done`` steps differs from the whole
     one; empty if equal.
     """
-    again = len(resumed.steps) - len(
-        whole.steps[done:]
-    )  # steps that no optimiser step had followed yet
+    # Steps that no optimiser step had followed yet.
+    again = len(resumed.steps) - len(whole.steps[done:])
     is_within_step = 0 <= again < training.options.get("accumulate_grad_batches", 1)
     if not is_within_step or resumed.steps != whole.steps[done - again :]:
         return f"reads {resumed.steps} instead of {whole.steps[done:]}"

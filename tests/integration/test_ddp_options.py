@@ -353,9 +353,8 @@ def train_alone(kind: Kind, directory: Path) -> list[dict[str, Tensor]]:
             "on_fit_start",
             partial(lambda patch, name, _: patch.delattr(Wrapper, name, False), patch, name),
         )
-        find = At(
-            "on_train_end", partial(lambda patch, _: patch.undo(), patch)
-        )  # Lightning also needs it
+        # Lightning also needs it.
+        find = At("on_train_end", partial(lambda patch, _: patch.undo(), patch))
         make_trainer(make_strategy(kind, directory), callbacks=[lose, find], devices=1).fit(model)
         found.append(weights(model))
     return found

@@ -243,9 +243,8 @@ class Collects(L.LightningModule):
         for number, own in enumerate(self.metrics):
             computed = {name: own[name].compute() for name in UNLOGGED}  # type: ignore[index]
             self.exact[f"seen {number}"] = computed["seen"].sort().values
-            if (
-                computed["seen"].numel() > 3 * self.trainer.world_size
-            ):  # NaN where a rank has one sample
+            if computed["seen"].numel() > 3 * self.trainer.world_size:
+                # NaN where a rank has one sample.
                 self.exact[f"pearson {number}"] = computed["pearson"]
             self.collected |= {f"{name} {number}": computed[name] for name in ("each", "ranking")}
             for name in UNLOGGED:
@@ -284,9 +283,8 @@ def evaluate(kind: Kind, directory: Path, cases: list[Case]) -> dict[Case, Found
         trainer = make_trainer(strategy, devices=case.ranks, **limits)
         loaders = case.loaders()
         before = [each.batch_sampler for each in loaders]
-        torch.manual_seed(
-            trainer.global_rank
-        )  # as it may be: users' samplers draw differently on each rank
+        # As it may be: users' samplers draw differently on each rank.
+        torch.manual_seed(trainer.global_rank)
         model = Collects(len(loaders))
         if case.reader == "fit":
             trainer.fit(model, loader(6), loaders)

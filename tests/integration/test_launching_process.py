@@ -132,9 +132,8 @@ class Variables(L.Callback):
             os.environ["SET_BEFORE_FIT"],
             flag,
         ]
-        sys.stdout.write(
-            " ".join(map(str, ["variables", *settings])) + "\n"
-        )  # whole, beside another rank
+        # Whole, beside another rank.
+        sys.stdout.write(" ".join(map(str, ["variables", *settings])) + "\n")
         sys.stdout.flush()
 
 

@@ -55,6 +55,7 @@ from tests.integration.continuing import (
 from tests.supervision.model import BoomError, Fault, boom, interrupt
 
 FAMILIES = ("lightning.", "torch.utils.data")
+# In the names of classes.
 DATA = (
     "loader",
     "fetcher",
@@ -63,7 +64,7 @@ DATA = (
     "_maxsize",
     "_minsize",
     "_sequential",
-)  # in the names of classes
+)
 HOOKS = (
     "train_start",
     "train_batch_end",

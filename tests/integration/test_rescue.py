@@ -40,9 +40,8 @@ Weights = list[dict[str, torch.Tensor]]  # by rank
 # resumed run does anew.
 OPTIONS: dict[int, dict[str, Any]] = {2: {}, 3: {"find_unused_parameters": True}}
 
-Chain = tuple[
-    int, dict[str, Any], list[Kill]
-]  # ranks, options of the Trainer, and who is killed when
+# Ranks, options of the Trainer, and who is killed when.
+Chain = tuple[int, dict[str, Any], list[Kill]]
 CHAINS: list[Chain] = [
     (
         2,

@@ -365,9 +365,8 @@ def test_last_is_not_an_older_file_if_the_newest_cannot_be_read(tmp_path: Path) 
     """
     train_and_save(tmp_path / "last.ckpt")
     os.utime(tmp_path / "last.ckpt", (0, 0))
-    (tmp_path / "last-preempted.ckpt").symlink_to(
-        "/proc/self/mem"
-    )  # where nothing is mapped, reading is an error
+    # Where nothing is mapped, reading is an error.
+    (tmp_path / "last-preempted.ckpt").symlink_to("/proc/self/mem")
     one, other = on_ranks("ours", refused_last, tmp_path, tmp_path)
     assert one == other
     path = tmp_path / "last-preempted.ckpt"

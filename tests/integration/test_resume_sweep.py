@@ -46,13 +46,14 @@ LONG = 18
 SHORT = 12
 OF_STREAM = {LONG: 12, SHORT: 8}  # samples of each rank
 WITH_RANKS = ("scalable", "distributed", "dealt")  # share out by themselves
+# Are shared out by the strategy's sampler.
 INJECTED = (
     "shuffled",
     "sequential",
     "own",
     "weighted",
     "replacement",
-)  # are shared out by the strategy's sampler
+)
 HOOKS = {
     **dict.fromkeys(("middle", "last", "sigterm", "first"), "on_train_batch_end"),
     **dict(
@@ -81,9 +82,8 @@ class Case:
     stop: str = levels(*HOOKS)
     loaders: str = levels("one", "list", "dict", "min_size", "max_size", "max_size_cycle")
     beside: str = levels("same", "shuffled", "stream")  # what the second of two loaders reads
-    ranks: str = levels(
-        "2", "1", "3", "1>2", "1>3", "2>1", "2>3", "3>1", "3>2"
-    )  # before and after the first stop
+    # Before and after the first stop.
+    ranks: str = levels("2", "1", "3", "1>2", "1>3", "2>1", "2>3", "3>1", "3>2")
     workers: str = levels("none", "fresh", "kept")
     again: str = levels("no", *HOOKS)  # where the resumed run stops, in the epoch after
     epoch: str = levels("0", "1")  # in which it stops
@@ -459,9 +459,8 @@ def run_to(
 
 # Playing a case. A rank that finds something wrong continues, like the others.
 
-Half = tuple[
-    Case, "str | None"
-]  # a case, and a checkpoint of other ranks from which these ranks resume
+# A case, and a checkpoint of other ranks from which these ranks resume.
+Half = tuple[Case, "str | None"]
 
 
 @dataclass
@@ -701,9 +700,8 @@ def judge_rest(case: Case, epoch: int, befores: list[Played], afters: list[Playe
     read = count(step for played in befores for step in played.before)
     read += count(step for played in afters for step in played.after)
     allowed = case.sizes[1] - 1
-    if (
-        case.kinds[number] == "dealt"
-    ):  # pads by batches, and already on two ranks, which share nine of them
+    if case.kinds[number] == "dealt":
+        # Pads by batches, and already on two ranks, which share nine of them.
         whole = Counter(set(whole))
         allowed = 2 * case.sizes[1]
     if whole - read or (read - whole).total() > allowed:

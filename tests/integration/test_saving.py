@@ -321,9 +321,8 @@ def forked(rank: int, world_size: int, directory: Path) -> list[bool]:
     """
     io = RankZeroCheckpointIO(background=True)
     model = Net()
-    io.save_checkpoint(
-        {"used": "before"}, directory / "before.ckpt"
-    )  # its thread is not there after a fork
+    # Its thread is not there after a fork.
+    io.save_checkpoint({"used": "before"}, directory / "before.ckpt")
     before = weights(model)
     callback = ModelCheckpoint(directory, "it")
     options: dict[str, Any] = {

@@ -342,8 +342,7 @@ def test_worlds_of_other_sizes_in_turn() -> None:
     no connections.
     """
     worlds = [("popen", 1), ("fork", 2), ("popen", 1), ("fork", 3), ("fork", 1)]
-    env = {
-        "OMP_NUM_THREADS": "1"
-    }  # a forked process cannot use OpenMP threads that its parent has started
+    # A forked process cannot use OpenMP threads that its parent has started.
+    env = {"OMP_NUM_THREADS": "1"}
     expected = [[devices, 60 + number, devices > 1] for number, (_, devices) in enumerate(worlds)]
     assert run_ranks(fit_in_turn, 1, worlds, env=env) == [expected]

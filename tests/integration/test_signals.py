@@ -280,15 +280,13 @@ def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
     """Return exit statuses of runs with other handlers for signals: 143, or None if the
     signal is not ours.
     """
-    ends = [
-        run(rank, directory, "woken", At(STEP, lambda _: signal.set_wakeup_fd(-1)))
-    ]  # as asyncio does
+    # As asyncio does.
+    ends = [run(rank, directory, "woken", At(STEP, lambda _: signal.set_wakeup_fd(-1)))]
     inner = make_trainer(make_strategy("ours", directory), limit_val_batches=2)
     nested = At(STEP, lambda _: inner.validate(Evaluated(shuffled()), verbose=False), earlier=1)
     ends.append(run(rank, directory, "nested", nested))
-    before = signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # as for what a shell runs in the background
+    # As for what a shell runs in the background.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ends.append(run(rank, directory, "ignored", signum=signal.SIGINT))
     assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does

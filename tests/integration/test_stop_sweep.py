@@ -301,9 +301,8 @@ def stop_and_resume(case: Case, rank: int, place: Path) -> str:
         return f"ends with {stopped.status}, after {stopped.steps} instead of {whole.steps}"
     resumed, resumed_state = run(place)
     wrong = difference(training, whole, len(stopped.steps), resumed)
-    is_same = (
-        resumed_state == state or not resumed.steps
-    )  # without a step no callback's training begins
+    # Without a step no callback's training begins.
+    is_same = resumed_state == state or not resumed.steps
     return wrong or ("" if is_same else f"its callback has {resumed_state} instead of {state}")
 
 

@@ -217,9 +217,8 @@ class Fold(Net):
 
 WIDTH = 1
 FOLDS = 3
-Stop = (
-    tuple[int, str] | None
-)  # the number of a fold, and the hook in whose second call rank 1 gets a signal
+# The number of a fold, and the hook in whose second call rank 1 gets a signal.
+Stop = tuple[int, str] | None
 
 
 def cross_validate(

@@ -144,10 +144,11 @@ def be_the_script(rank: int, world_size: int, argument: str) -> None:
     """Run the training script in this process; ``"{rank}"`` in its argument becomes its
     rank.
     """
+    # A rank that starts others starts them with it.
     sys.argv = [
         SCRIPT,
         argument.replace('"{rank}"', str(rank)),
-    ]  # a rank that starts others starts them with it
+    ]
     train.main(**json.loads(sys.argv[1]))
 
 

@@ -52,9 +52,8 @@ class RankDebugger(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         rank_debugger_of(trainer)  # raises if the rank does not exist
         if self.rank == trainer.global_rank:
-            wait_for_debugger(
-                self.rank, self.port
-            )  # returns immediately if our strategy has already waited
+            # Returns immediately if our strategy has already waited.
+            wait_for_debugger(self.rank, self.port)
 
 
 def rank_debugger_of(trainer: Any) -> RankDebugger | None:
@@ -89,9 +88,8 @@ def wait_for_debugger(rank: int, port: int) -> None:
     Raises:
         ConfigurationError: debugpy is not installed, or the port cannot be used.
     """
-    os.environ.setdefault(
-        "PYDEVD_DISABLE_FILE_VALIDATION", "1"
-    )  # prevents warnings about Python's own modules
+    # Prevents warnings about Python's own modules.
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     try:
         import debugpy
     except ImportError:

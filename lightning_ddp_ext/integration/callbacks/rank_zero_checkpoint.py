@@ -73,11 +73,15 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         mine = super()._monitor_candidates(trainer)
         if self._checkpoints is None or self._checkpoints.is_interrupted:
             return mine
-        agreed = trainer.strategy.broadcast(fabric.utilities.move_data_to_device(mine, "cpu"))
-        return fabric.utilities.move_data_to_device(agreed, trainer.strategy.root_device)  # type: ignore[no-any-return]
+        move = fabric.utilities.move_data_to_device
+        agreed = trainer.strategy.broadcast(move(mine, "cpu"))
+        candidates: dict[str, Tensor] = move(agreed, trainer.strategy.root_device)
+        return candidates
 
     @override
-    def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
+    def _link_checkpoint(  # type: ignore[override]
+        self, trainer: pl.Trainer, filepath: str, linkpath: str
+    ) -> None:
         io = trainer.strategy.checkpoint_io
         if self._checkpoints is None or not isinstance(io, RankZeroCheckpointIO):
             super()._link_checkpoint(trainer, filepath, linkpath)
@@ -102,9 +106,8 @@ def _checkpoints_of(
     _install_io(strategy, io)
     if isinstance(strategy, DDPExtStrategy):
         return strategy.checkpoints
-    installed = getattr(
-        strategy.save_checkpoint, "__self__", None
-    )  # if another callback has installed it
+    # If another callback has installed it.
+    installed = getattr(strategy.save_checkpoint, "__self__", None)
     return installed if isinstance(installed, Checkpoints) else _install(trainer, replaced)
 
 
@@ -127,7 +130,8 @@ def _install(trainer: pl.Trainer, replaced: ReplacedMethods) -> Checkpoints:
     """Make the ranks of a stock strategy save and restore together until the strategy's
     teardown.
     """
-    strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
+    strategy = trainer.strategy
+    io = strategy.checkpoint_io
     checkpoints = Checkpoints(strategy)
     teardown = io.teardown
 
