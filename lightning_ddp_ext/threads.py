@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ def start_thread(
 
     def run() -> None:
         if device is not None and device.type == "cuda":
-            torch.cuda.set_device(device)
+            # After an error of the device, the thread still has to report it.
+            with suppress(RuntimeError):
+                torch.cuda.set_device(device)
         target(*args)
 
     thread = threading.Thread(target=run, name=name, daemon=daemon)

@@ -120,3 +120,16 @@ def test_a_thread_uses_the_device_of_its_process(monkeypatch: pytest.MonkeyPatch
     use_device(device)
     start_thread("worker", calls.append, "worked").join()
     assert calls == [("worker", device), "worked"]
+
+
+def test_a_thread_also_runs_on_a_broken_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error of CUDA, each call raises; the thread still has to report it."""
+    calls: list[str] = []
+
+    def set_device(device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr("lightning_ddp_ext.threads._device", torch.device("cuda", 3))
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    start_thread("worker", calls.append, "worked").join()
+    assert calls == ["worked"]
