@@ -23,7 +23,7 @@ extensions = [
 ]
 
 root_doc = "README"
-include_patterns = ["*.md", "docs/**", "examples/**", "benchmarks/**"]
+include_patterns = ["*.md", "docs/**", "examples/**", "benchmarks/**", "tests/README.md"]
 nitpicky = True
 # Names of other packages have no pages here, nor have type variables.
 nitpick_ignore_regex = [("py:.*", r"(?!lightning_ddp_ext\.).*|.*\.(T|ModuleT|RankLogger)")]

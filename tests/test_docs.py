@@ -219,7 +219,6 @@ def test_commands_of_pages_run(name: str, code: str, tmp_path: Path) -> None:
     ] == []
 
 
-@pytest.mark.nightly
 def test_site_builds_strictly_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
     """No broken link or reference; scripts, styles, fonts and pictures are the site's
     own.

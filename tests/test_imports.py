@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -103,6 +104,40 @@ def test_windows_is_refused_in_a_sentence() -> None:
     assert ended.returncode == 1
     assert ended.stderr.endswith(
         "\nImportError: lightning-ddp-ext needs Linux (got win32); on Windows, use WSL 2\n"
+    )
+
+
+PROCESS = """
+import os, signal, sys, threading
+
+def process():
+    handlers = [signal.getsignal(each) for each in sorted(signal.valid_signals())]
+    hooks = [sys.excepthook, threading.excepthook, sys.unraisablehook]
+    links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
+    sockets = [os.readlink(each) for each in links if os.path.islink(each) and "socket" in os.readlink(each)]
+    return dict(os.environ), handlers, hooks, os.listdir("/proc/self/task"), sockets
+
+import torch, torchmetrics, lightning.pytorch
+before = process()
+import lightning_ddp_ext
+after = process()
+names = ("variables", "handlers", "hooks", "threads", "sockets")
+print([name for name, old, new in zip(names, before, after) if old != new])
+"""
+LAUNCHERS = ("DDPX_", "LOCAL_RANK", "SLURM_", "TORCHELASTIC_")
+
+
+@pytest.mark.parametrize(
+    "launched", [{}, {"LOCAL_RANK": "0", "DDPX_LAUNCHER_PID": str(os.getpid())}]
+)
+def test_an_import_changes_nothing_else_in_the_process(launched: dict[str, str]) -> None:
+    """Only a rank that this package starts changes variables and starts a thread."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    found = subprocess.run(
+        [sys.executable, "-c", PROCESS], env=environ | launched, capture_output=True, check=True
+    )
+    assert found.stdout.decode().splitlines()[-1] == str(
+        ["variables", "threads"] if launched else []
     )
 
 
