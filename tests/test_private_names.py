@@ -11,11 +11,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_ddp_ext.integration.compat import active_loop_of
+from lightning_ddp_ext.integration.private.compat import active_loop_of
 from tests.sources import FILES, PACKAGE
 
 # These modules check that Lightning has each name.
-COMPAT = {"integration.compat", "integration.lightning_tree", "integration.replaced_methods"}
+COMPAT = {
+    "integration.private.compat",
+    "integration.private.lightning_tree",
+    "integration.private.replaced_methods",
+}
 # The other libraries' names, by module, each with what it is needed for.
 ALLOWED = {
     "batchnorm.cuda": {"_functions": "torch's kernels for statistics of several ranks"},
@@ -33,12 +37,12 @@ ALLOWED = {
     },
     "checksum": {"_version": "torch's count of changes in place"},
     "data.prediction_rows": {"_fields": "documented: the fields of a named tuple"},
-    "integration.checkpoints": {
+    "integration.checkpoints.collective": {
         "_load_from_state_dict": "whether a module changes the weights that it loads",
         "_load_state_dict_pre_hooks": "whether a module changes the weights that it loads",
     },
     "integration.ddp": {"_get_ddp_logging_data": "whether DDP has a comm hook"},
-    "integration.uncounted_step": {
+    "integration.data.uncounted_step": {
         "_computed": "torchmetrics' result, to restore it",
         "_defaults": "torchmetrics' neutral states",
         "_forward_cache": "torchmetrics' value of a step, to restore it",
@@ -122,7 +126,7 @@ def test_private_names_of_libraries_are_each_used_in_one_place() -> None:
     listed above, with a reason.
     """
     found = {module.removeprefix(f"{PACKAGE}."): names_of_others(module) for module in FILES}
-    assert found["integration.compat"]
+    assert found["integration.private.compat"]
     elsewhere = {module: names for module, names in found.items() if names and module not in COMPAT}
     assert elsewhere == {module: set(names) for module, names in ALLOWED.items()}
     names = [name for by_name in ALLOWED.values() for name in by_name]
@@ -133,7 +137,7 @@ def test_compat_reports_each_name_that_lightning_lacks() -> None:
     """It reads them with ``private``, so an attribute is only written, or checked
     before.
     """
-    tree = ast.parse(FILES[f"{PACKAGE}.integration.compat"].read_text())
+    tree = ast.parse(FILES[f"{PACKAGE}.integration.private.compat"].read_text())
     read = [
         node
         for node in ast.walk(tree)
@@ -144,7 +148,9 @@ def test_compat_reports_each_name_that_lightning_lacks() -> None:
 
 def test_overridden_private_methods_are_checked_when_lightning_is_imported() -> None:
     """Otherwise Lightning would no longer call ours, without an error."""
-    checked = re.findall(r'"(_\w+)"', FILES[f"{PACKAGE}.integration.lightning_tree"].read_text())
+    checked = re.findall(
+        r'"(_\w+)"', FILES[f"{PACKAGE}.integration.private.lightning_tree"].read_text()
+    )
     found: set[str] = set()
     for module in [name for name in FILES if name.startswith(f"{PACKAGE}.integration.")]:
         for node in ast.parse(FILES[module].read_text()).body:

@@ -21,7 +21,7 @@ from lightning_ddp_ext.errors import DDPExtError
 from lightning_ddp_ext.trees import adapter
 from lightning_ddp_ext.world import read_world
 
-pl: Any = adapter("lightning_tree").pl
+pl: Any = adapter("private.lightning_tree").pl
 
 _STEPS = 4
 

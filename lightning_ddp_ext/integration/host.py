@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .lightning_tree import ClusterEnvironment, pl
+from .private.lightning_tree import ClusterEnvironment, pl
 
 T = TypeVar("T")
 

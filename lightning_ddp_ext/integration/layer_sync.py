@@ -13,7 +13,7 @@ from lightning_ddp_ext.batchnorm.groups import Ranks, batchnorm_group, check_ran
 from lightning_ddp_ext.batchnorm.selection import Choice
 from lightning_ddp_ext.errors import ConfigurationError
 
-from .lightning_tree import pl, rank_zero_info, rank_zero_warn
+from .private.lightning_tree import pl, rank_zero_info, rank_zero_warn
 
 
 class RanksLayerSync(pl.plugins.LayerSync):

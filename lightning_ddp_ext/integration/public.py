@@ -8,9 +8,9 @@ from .callbacks.rank_debugger import RankDebugger
 from .callbacks.rank_zero_checkpoint import RankZeroCheckpoint
 from .callbacks.sampler_epoch_seeding import SamplerEpochSeeding
 from .callbacks.sync_batchnorm_conversion import SyncBatchNormConversion
-from .checkpoint_io import RankZeroCheckpointIO
-from .lightning_tree import pl
-from .predictions import gather_predictions
+from .checkpoints.checkpoint_io import RankZeroCheckpointIO
+from .data.predictions import gather_predictions
+from .private.lightning_tree import pl
 from .strategy import DDPExtStrategy
 
 __all__ = [

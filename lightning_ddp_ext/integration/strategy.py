@@ -20,29 +20,29 @@ from lightning_ddp_ext.supervision.call_site import called_by_lightning
 from lightning_ddp_ext.world import World, read_world
 
 from .callbacks.rank_debugger import rank_debugger_of
-from .checkpoint_io import RankZeroCheckpointIO
-from .checkpoints import Checkpoints
-from .compat import trainer_of
-from .data_path import DataPath, Order
+from .checkpoints.checkpoint_io import RankZeroCheckpointIO
+from .checkpoints.collective import Checkpoints
+from .checkpoints.run_files import KEY as FILE_KEY
+from .checkpoints.run_files import RunFiles
+from .data.loaders import Order, TrainerLoaders
+from .data.resume import ResumeData
+from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
-from .devices import RankDevicesStrategy
-from .environment import choose_environment, world_of
-from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, ConnectionSettings
-from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
-from .lightning_tree import ClusterEnvironment, pl, refuse_other_tree
-from .metrics import LoggedValues, Reduction
-from .monitored import MonitoredValues
+from .metrics.logged import LoggedValues, Reduction
+from .metrics.monitored import MonitoredValues
 from .named_calls import report_call
 from .options import check_choice, refuse_unknown
-from .recorder import Recorder
-from .replaced_methods import ReplacedMethods
-from .rescue import Rescue
-from .resume import ResumeData
-from .run_files import KEY as FILE_KEY
-from .run_files import RunFiles
-from .stopping import StopController, default_deadline
-from .uneven import UnevenMode
+from .private.compat import trainer_of
+from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
+from .private.replaced_methods import ReplacedMethods
+from .start.devices import RankDevicesStrategy
+from .start.environment import choose_environment, world_of
+from .start.joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, ConnectionSettings
+from .start.launchers import ProcessesLauncher, ScriptLauncher
+from .stopping.recorder import Recorder
+from .stopping.rescue import Rescue
+from .stopping.stops import StopController, default_deadline
 
 T = TypeVar("T")
 
@@ -204,7 +204,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.checkpoints = Checkpoints(self, deadline)
         self.stops = StopController(self, self.files, self.checkpoints, deadline)
         self.recorder = Recorder(self)
-        self.data = DataPath(
+        self.data = TrainerLoaders(
             self,
             self.checkpoints,
             self.stops,

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext import ExactDistributedSampler
 from lightning_ddp_ext.errors import SamplingError
-from lightning_ddp_ext.integration.predictions import gather_predictions
+from lightning_ddp_ext.integration.data.predictions import gather_predictions
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both
 

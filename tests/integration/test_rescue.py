@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_ddp_ext.checkpoint import rank_notes
-from lightning_ddp_ext.integration.checkpoint_paths import modified
+from lightning_ddp_ext.integration.checkpoints.paths import modified
 from tests.harness.outcomes import stories
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script

@@ -20,8 +20,8 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtStrategy, World
-from lightning_ddp_ext.integration import compat
-from lightning_ddp_ext.integration.replaced_methods import ReplacedMethods
+from lightning_ddp_ext.integration.private import compat
+from lightning_ddp_ext.integration.private.replaced_methods import ReplacedMethods
 from tests.harness.ranks import free_port, run_ranks
 from tests.harness.scripts import run_script
 from tests.harness.training import (

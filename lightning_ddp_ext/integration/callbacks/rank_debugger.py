@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.request import Request
 
-from ..lightning_tree import pl
+from ..private.lightning_tree import pl
 
 NO_LIMIT = timedelta(days=365)
 _HOST = "127.0.0.1"  # local, since any client of the port can run code

@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
 
-from ..checkpoint_io import RankZeroCheckpointIO
-from ..checkpoints import Checkpoints
-from ..lightning_tree import fabric, pl, rank_zero_warn
-from ..replaced_methods import ReplacedMethods
+from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
+from ..checkpoints.collective import Checkpoints
+from ..private.lightning_tree import fabric, pl, rank_zero_warn
+from ..private.replaced_methods import ReplacedMethods
 from ..strategy import DDPExtStrategy
 
 

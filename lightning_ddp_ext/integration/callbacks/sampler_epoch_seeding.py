@@ -14,10 +14,10 @@ from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.loader import DistributedLoader, source_of
 from lightning_ddp_ext.data.seeding import seed_generators
 
-from ..data_path import DataPath, is_shared_out
-from ..lightning_tree import RunningStage, pl
-from ..loop_state import epoch_of
-from ..replaced_methods import Prepare, ReplacedMethods
+from ..data.loaders import TrainerLoaders, is_shared_out
+from ..data.loop_state import epoch_of
+from ..private.lightning_tree import RunningStage, pl
+from ..private.replaced_methods import Prepare, ReplacedMethods
 
 
 class SamplerEpochSeeding(pl.Callback):
@@ -53,7 +53,7 @@ class SamplerEpochSeeding(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         data = getattr(trainer.strategy, "data", None)
-        if isinstance(data, DataPath):
+        if isinstance(data, TrainerLoaders):
             data.training.worker_seed = self.seed
             return
         self._replaced.restore_all()

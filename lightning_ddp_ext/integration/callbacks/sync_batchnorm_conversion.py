@@ -9,9 +9,9 @@ from typing_extensions import override
 from lightning_ddp_ext.batchnorm.groups import Ranks
 from lightning_ddp_ext.batchnorm.selection import Choice, Predicate, Selection
 
-from ..compat import layer_sync_of
 from ..layer_sync import RanksLayerSync
-from ..lightning_tree import pl
+from ..private.compat import layer_sync_of
+from ..private.lightning_tree import pl
 
 
 class SyncBatchNormConversion(pl.Callback):

@@ -22,8 +22,9 @@ from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
 from lightning_ddp_ext.data.random_state import record_random_state
 from lightning_ddp_ext.data.seeding import workers_seeded_apart
 
-from .checkpoints import Checkpoints
-from .compat import (
+from ..checkpoints.collective import Checkpoints
+from ..host import Host
+from ..private.compat import (
     combined_iterator_of,
     combined_loader_of,
     fetcher_of,
@@ -31,10 +32,10 @@ from .compat import (
     iterators_of,
     schedule_timed_validation,
 )
-from .host import Host
-from .lightning_tree import rank_zero_warn
+from ..private.lightning_tree import rank_zero_warn
+from ..stopping.recorder import Recorder
+from ..stopping.stops import StopController
 from .loop_state import Restart, Stopped, epoch_of, find_restart
-from .recorder import Recorder
 from .resume import (
     KEY,
     VERSION,
@@ -44,7 +45,6 @@ from .resume import (
     training_generators,
     without_random_state,
 )
-from .stopping import StopController
 from .uneven import UnevenInputs
 
 Recorded = Literal["epoch", "step", "validation"]

@@ -31,10 +31,9 @@ from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.version import __version__
 from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, World, launcher_of, run_of
 
-from .callbacks.rank_debugger import RankDebugger, wait_for_debugger, without_limits
-from .compat import backend_of, timeout_of
-from .environment import world_of
-from .lightning_tree import (
+from ..callbacks.rank_debugger import RankDebugger, wait_for_debugger, without_limits
+from ..private.compat import backend_of, timeout_of
+from ..private.lightning_tree import (
     ClusterEnvironment,
     LightningEnvironment,
     TorchElasticEnvironment,
@@ -43,6 +42,7 @@ from .lightning_tree import (
     pl,
     rank_zero_info,
 )
+from .environment import world_of
 
 INIT_TIMEOUT = timedelta(minutes=5)
 HEARTBEAT_TIMEOUT = timedelta(seconds=30)

@@ -35,11 +35,17 @@ from lightning_ddp_ext.rendezvous.run import Run
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.failure import explain, may_be_echo
 
+from ..host import AnyHost
+from ..named_calls import ranks_of
+from ..private.compat import trainer_of
+from ..private.lightning_tree import (
+    TrainerStatus,
+    lightning_version,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from .checkpoint_io import RankZeroCheckpointIO
-from .compat import trainer_of
-from .host import AnyHost
-from .lightning_tree import TrainerStatus, lightning_version, pl, rank_zero_info, rank_zero_warn
-from .named_calls import ranks_of
 
 
 class Checkpoints:

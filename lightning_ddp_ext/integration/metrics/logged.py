@@ -29,11 +29,11 @@ from lightning_ddp_ext.reductions.batched import (
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.session import current_session
 
-from .checkpoints import Checkpoints
-from .compat import is_computed, is_computing_epoch, result_reduced_by, results_of
-from .evaluation import Evaluation
-from .host import Host
-from .named_calls import report_step
+from ..checkpoints.collective import Checkpoints
+from ..data.evaluation import Evaluation
+from ..host import Host
+from ..named_calls import report_step
+from ..private.compat import is_computed, is_computing_epoch, result_reduced_by, results_of
 
 
 class Reduction:

@@ -14,8 +14,8 @@ from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 
-from .compat import checkpoint_of_requeued_job, chosen_directory_of
-from .lightning_tree import SLURMEnvironment, pl
+from ..private.compat import checkpoint_of_requeued_job, chosen_directory_of
+from ..private.lightning_tree import SLURMEnvironment, pl
 
 
 def checkpoint_directory(trainer: Any) -> str:

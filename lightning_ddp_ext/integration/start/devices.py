@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
 
-from .lightning_tree import pl
+from ..private.lightning_tree import pl
 
 
 class RankDevicesStrategy(pl.strategies.DDPStrategy):

@@ -15,7 +15,7 @@ from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.ranks import Ranks, is_gloo
 from lightning_ddp_ext.rendezvous.process_context import current
 
-from .lightning_tree import pl
+from ..private.lightning_tree import pl
 
 Predicted = list[list[PredictedBatch]]  # by loader
 

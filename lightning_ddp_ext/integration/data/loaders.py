@@ -1,9 +1,9 @@
 """Choose samplers for a strategy's loaders, wrap the loaders, and start the iterators
 over them.
 
-Lightning calls :meth:`DataPath.prepare` where it would put its own sampler into a
+Lightning calls :meth:`TrainerLoaders.prepare` where it would put its own sampler into a
 loader. The result is a proxy of a ``DistributedLoader``, whose iterators
-:meth:`DataPath.start_iterator` starts.
+:meth:`TrainerLoaders.start_iterator` starts.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from lightning_ddp_ext.data.samplers import (
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 
-from .checkpoints import Checkpoints
-from .compat import active_loop_of, has_saved_arguments, iterators_of, needs_sampler
+from ..checkpoints.collective import Checkpoints
+from ..host import Host
+from ..options import check_choice
+from ..private.compat import active_loop_of, has_saved_arguments, iterators_of, needs_sampler
+from ..private.lightning_tree import RunningStage, pl, update_dataloader
+from ..private.replaced_methods import Prepare, ReplacedMethods
+from ..stopping.recorder import Recorder
+from ..stopping.stops import StopController
 from .evaluation import EVALUATED, Evaluation, can_count_once
-from .host import Host
-from .lightning_tree import RunningStage, pl, update_dataloader
-from .options import check_choice
-from .recorder import Recorder
-from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
-from .stopping import StopController
 from .training_data import TrainingData
 from .uneven import UnevenInputs, UnevenMode
 
 Order = Literal["torch", "scalable"]
 
 
-class DataPath:
+class TrainerLoaders:
     """The loaders of a strategy's ranks.
 
     For ``order``, which is its ``sampler``, and the later arguments see

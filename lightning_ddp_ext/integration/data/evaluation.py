@@ -26,10 +26,10 @@ from lightning_ddp_ext.data.loader import (
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 
-from .compat import active_loop_of, combined_loader_of, mode_of, results_of, takes_iterator
-from .host import Host
-from .lightning_tree import RunningStage
-from .named_calls import ranks_of
+from ..host import Host
+from ..named_calls import ranks_of
+from ..private.compat import active_loop_of, combined_loader_of, mode_of, results_of, takes_iterator
+from ..private.lightning_tree import RunningStage
 from .uncounted_step import uncounted
 
 EVALUATED = (

@@ -25,8 +25,15 @@ from lightning_ddp_ext.rank_lists import ranks_in_words
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 
-from .checkpoint_io import RankZeroCheckpointIO
-from .compat import (
+from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
+from ..checkpoints.run_files import KEY as FILE_KEY
+from ..checkpoints.run_files import RunFiles
+from ..data.loop_state import Restart, Stopped, find_restart
+from ..data.resume import KEY, positions_of, shared_state, without_random_state
+from ..data.training_data import TrainingData
+from ..host import Host
+from ..named_calls import ranks_of
+from ..private.compat import (
     dump_checkpoint,
     fetcher_of,
     is_in_closure,
@@ -34,16 +41,9 @@ from .compat import (
     is_read_in_step,
     validates_next,
 )
-from .host import Host
-from .lightning_tree import pl, rank_zero_warn
-from .loop_state import Restart, Stopped, find_restart
-from .named_calls import ranks_of
+from ..private.lightning_tree import pl, rank_zero_warn
 from .recorder import Recorder
-from .resume import KEY, positions_of, shared_state, without_random_state
-from .run_files import KEY as FILE_KEY
-from .run_files import RunFiles
-from .stopping import StopController
-from .training_data import TrainingData
+from .stops import StopController
 
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVABLE = ("died", "failed", "hung")

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
-from .checkpoints import Checkpoints
-from .host import Host
-from .lightning_tree import pl, rank_zero_warn
-from .named_calls import ranks_of, report_call
+from ..checkpoints.collective import Checkpoints
+from ..host import Host
+from ..named_calls import ranks_of, report_call
+from ..private.lightning_tree import pl, rank_zero_warn
 
 # What a ModelCheckpoint records; each rank computes it from its own values.
 _RECORD = (

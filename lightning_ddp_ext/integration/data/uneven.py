@@ -20,10 +20,10 @@ from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.process_context import current
 
-from .compat import combined_loader_of, end_epoch_after, fetcher_of
-from .host import Host
-from .lightning_tree import rank_zero_warn
-from .named_calls import ranks_of, refuse, report_step
+from ..host import Host
+from ..named_calls import ranks_of, refuse, report_step
+from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
+from ..private.lightning_tree import rank_zero_warn
 from .resume import positions_of
 
 UnevenMode = Literal["stop_at_shortest"]

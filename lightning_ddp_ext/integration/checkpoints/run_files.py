@@ -30,7 +30,15 @@ from lightning_ddp_ext.errors import (
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.run import current_run
 
-from .checkpoint_paths import (
+from ..private.lightning_tree import (
+    SLURMEnvironment,
+    TrainerStatus,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from ..start.slurm import job_number
+from .paths import (
     checkpoint_directory,
     follows_logger,
     last_of_lightning,
@@ -40,8 +48,6 @@ from .checkpoint_paths import (
     versioned,
     versions_of,
 )
-from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info, rank_zero_warn
-from .slurm import job_number
 
 KEY = "lightning_ddp_ext_run"
 _UNUSABLE = (DamagedCheckpointError, CheckpointNotFoundError)

@@ -17,9 +17,9 @@ from lightning_ddp_ext.data.random_state import random_state_bytes
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.peers import Peers
 
-from .compat import batches_that_stepped_of
-from .host import Host
-from .resume import positions_of, training_generators
+from ..data.resume import positions_of, training_generators
+from ..host import Host
+from ..private.compat import batches_that_stepped_of
 
 
 class Recorder:

@@ -14,7 +14,7 @@ from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.world import World, check_devices, read_world
 
-from .lightning_tree import (
+from ..private.lightning_tree import (
     ClusterEnvironment,
     LightningEnvironment,
     SLURMEnvironment,

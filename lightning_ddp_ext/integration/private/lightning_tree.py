@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lightning_ddp_ext.errors import ConfigurationError
 
-_IS_SECOND = __package__ == "lightning_ddp_ext.pytorch_lightning"
+_IS_SECOND = __name__.startswith("lightning_ddp_ext.pytorch_lightning.")
 _OTHER_PACKAGE = (
     "lightning_ddp_ext.integration" if _IS_SECOND else "lightning_ddp_ext.pytorch_lightning"
 )

@@ -11,7 +11,7 @@ import torch
 
 from lightning_ddp_ext.checksum import checksum
 
-from .lightning_tree import pl
+from ..private.lightning_tree import pl
 
 
 class TrainingWeights:

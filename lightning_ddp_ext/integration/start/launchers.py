@@ -38,10 +38,9 @@ from lightning_ddp_ext.supervision.rank_processes import (
     started_ranks,
 )
 
-from .callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
-from .environment import source_of
-from .joining import ConnectionSettings, environment_of_started_ranks, temporary_path
-from .lightning_tree import (
+from ..callbacks.rank_debugger import NO_LIMIT, rank_debugger_of
+from ..checkpoints.run_files import RunFiles
+from ..private.lightning_tree import (
     ClusterEnvironment,
     GlobalStateSnapshot,
     MultiProcessingLauncher,
@@ -54,9 +53,10 @@ from .lightning_tree import (
     pl,
     set_num_threads_if_needed,
 )
-from .rescue import Rescue
-from .run_files import RunFiles
-from .stopping import StoppedException
+from ..stopping.rescue import Rescue
+from ..stopping.stops import StoppedException
+from .environment import source_of
+from .joining import ConnectionSettings, environment_of_started_ranks, temporary_path
 
 _HARMLESS = (TunerExitException, StoppedException)
 

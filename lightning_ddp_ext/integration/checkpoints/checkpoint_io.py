@@ -17,8 +17,8 @@ from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import link, remove, write
 from lightning_ddp_ext.ranks import Ranks
 
-from .lightning_tree import pl, rank_zero_info, rank_zero_warn
-from .options import check_choice
+from ..options import check_choice
+from ..private.lightning_tree import pl, rank_zero_info, rank_zero_warn
 
 # The file in which Lightning's launchers pass weights from a started rank to the
 # process that started it.

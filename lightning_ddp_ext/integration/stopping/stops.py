@@ -18,20 +18,20 @@ from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopReques
 from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.signals import StopSignals, status_of, without_handler
 
-from .checkpoints import Checkpoints
-from .compat import (
+from ..checkpoints.collective import Checkpoints
+from ..checkpoints.run_files import RunFiles
+from ..data.loop_state import Stopped
+from ..host import Host
+from ..private.compat import (
     active_loop_of,
     combined_loader_of,
     mode_of,
     restore_handlers,
     treat_next_exception_as_stop,
 )
-from .host import Host
-from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
-from .loop_state import Stopped
-from .replaced_methods import ReplacedMethods
-from .run_files import RunFiles
-from .slurm import is_preempted, requeue
+from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
+from ..private.replaced_methods import ReplacedMethods
+from ..start.slurm import is_preempted, requeue
 from .training_weights import TrainingWeights, saved_by
 
 # torchrun kills ranks 30 s after its SIGTERM; other launchers have no known limit.

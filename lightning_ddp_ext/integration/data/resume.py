@@ -21,12 +21,12 @@ from lightning_ddp_ext.data.random_state import restore_random_state
 from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.rank_lists import ranks_in_words
 
-from .callbacks.hang_watchdog import report_progress
-from .compat import combined_loader_of, end_epoch_after, end_restart, mode_of
-from .host import Host
-from .lightning_tree import rank_zero_warn
+from ..callbacks.hang_watchdog import report_progress
+from ..host import Host
+from ..named_calls import ranks_of, refuse
+from ..private.compat import combined_loader_of, end_epoch_after, end_restart, mode_of
+from ..private.lightning_tree import rank_zero_warn
 from .loop_state import Restart, change_to, find_restart
-from .named_calls import ranks_of, refuse
 
 ResumeData = Literal["exact", "strict", "epoch", "stock"]
 InEpoch = Callable[[DistributedLoader], AbstractContextManager[None]]

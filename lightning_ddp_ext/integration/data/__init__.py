@@ -1,0 +1,1 @@
+"""What each rank reads in training and evaluation, and where a resume continues."""

@@ -1,0 +1,1 @@
+"""Values that are logged and monitored on all ranks."""

@@ -1,0 +1,1 @@
+"""Private names of Lightning's, and its methods that a run replaces."""

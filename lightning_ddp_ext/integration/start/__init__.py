@@ -1,0 +1,1 @@
+"""Start the ranks and connect them."""
