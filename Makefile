@@ -10,13 +10,12 @@ COUNT  := 300
 BENCHMARKS := launching rendezvous resume save samplers loaders uneven batchnorm supervision rescue collectives
 BIN    := $(VENV)/bin
 
-VERSION   := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' lightning_ddp_ext/version.py)
 TORCH     := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # `dependencies` of pyproject.toml and what follows down to `debug`, each at its lower bound.
 LOWEST_OF := sed -n '/^dependencies/,/^debug/p' pyproject.toml | grep -o '[A-Za-z_]*>=[0-9.]*' | sed 's/>=/==/'
 LOWEST_TORCH := $(shell $(LOWEST_OF) | grep '^torch==')
 LIGHTNING_NEXT := git+https://github.com/Lightning-AI/pytorch-lightning.git@master
-INSTALLED := .installed-$(VERSION)
+INSTALLED := .installed
 # More than the cores of a small machine: tests wait for processes, and for limits to pass.
 PARALLEL  := --numprocesses 3 --dist worksteal
 PIP       := -m pip --disable-pip-version-check --no-input install --quiet
@@ -119,27 +118,27 @@ $(VENV)/$(INSTALLED): pyproject.toml constraints.txt
 	$(call make-environment,$(VENV))
 	$(VENV)/bin/python $(PIP) -c constraints.txt $(TORCH)
 	$(VENV)/bin/python $(PIP) -c constraints.txt -e '.[dev,examples]'
-	@rm -f $(VENV)/.installed-* && touch $@
+	@touch $@
 
 $(WHEEL)/$(INSTALLED): pyproject.toml constraints.txt
 	$(call make-environment,$(WHEEL))
 	$(WHEEL)/bin/python $(PIP) -c constraints.txt $(TORCH)
 	$(WHEEL)/bin/python $(PIP) -c constraints.txt '.[test,docs,examples]'
-	@rm -f $(WHEEL)/.installed-* && touch $@
+	@touch $@
 
 $(LOWEST)/$(INSTALLED): pyproject.toml constraints.txt
 	$(call make-environment,$(LOWEST))
 	@{ grep ^pytest constraints.txt; $(LOWEST_OF); $(LOWEST_OF) | sed -n 's/^lightning/pytorch-&/p'; } > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt $(LOWEST_TORCH)
 	$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[test,examples]'
-	@rm -f $(LOWEST)/.installed-* && touch $@
+	@touch $@
 
 $(NEXT)/$(INSTALLED): pyproject.toml constraints.txt
 	$(call make-environment,$(NEXT))
 	@grep -v lightning constraints.txt > $(NEXT)/constraints.txt
 	$(NEXT)/bin/python $(PIP) -c $(NEXT)/constraints.txt $(TORCH)
 	$(NEXT)/bin/python $(PIP) -c $(NEXT)/constraints.txt -e '.[test,examples]'
-	@rm -f $(NEXT)/.installed-* && touch $@
+	@touch $@
 
 # An environment that is already there is used as it is; a half-made one is completed.
 define make-environment

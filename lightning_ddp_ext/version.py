@@ -1,3 +1,10 @@
-"""The version of this package."""
+"""The version of this package: that of its release, or the commit that it was installed
+from.
+"""
 
-__version__ = "0.1.0"
+from importlib import metadata
+
+try:
+    __version__ = metadata.version("lightning-ddp-ext")
+except metadata.PackageNotFoundError:  # a copy of the source files that was not installed
+    __version__ = "0+unknown"

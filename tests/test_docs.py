@@ -360,6 +360,9 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
     assert sorted(shown) == sorted(names | {"DDPExtError"})
 
 
-def test_citation_names_the_version() -> None:
-    """``CITATION.cff`` has the version of the package."""
-    assert f"\nversion: {lightning_ddp_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+def test_citation_names_the_newest_release() -> None:
+    """``CITATION.cff`` has the version of the changelog's newest release."""
+    (version, *_) = re.findall(
+        r"^## \[(\d\S*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
