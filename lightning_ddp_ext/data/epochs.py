@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from lightning_ddp_ext.data.seeding import seed_generators
+from lightning_ddp_ext.data.seeding import WorkerSeeding
 
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
@@ -25,21 +25,22 @@ _SHORT = (
 )
 
 
-def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> bool:
+def start_epoch(
+    loader: Any, epoch: int, *, rank: int, seeding: WorkerSeeding | None = None
+) -> bool:
     """Call ``set_epoch`` on every sampler, dataset and loader inside a loader before it
     is iterated over.
 
     Persistent workers would not see the new epoch. So the next iterator starts new
-    workers if a dataset has ``set_epoch``, if the dataset is iterable, or if ``seed``
-    is given.
+    workers if a dataset has ``set_epoch``, if the dataset is iterable, or if
+    ``seeding`` is given.
 
     Args:
         loader: the loader to be iterated over. If it is a ``DataLoader``, its
             ``worker_init_fn`` is replaced.
         epoch: the epoch, from 0.
         rank: this process's rank.
-        seed: if given, ``seed_generators`` seeds the generators of the loader's
-            workers.
+        seeding: if given, it seeds the loader's workers.
 
     Returns:
         whether the loader keeps its workers from one epoch to the next.
@@ -48,7 +49,7 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
     if isinstance(loader, DataLoader):
         own = loader.worker_init_fn
         loader.worker_init_fn = StartWorker(
-            own.own if isinstance(own, StartWorker) else own, epoch, rank, seed
+            own.own if isinstance(own, StartWorker) else own, epoch, rank, seeding
         )
     kept = [
         each
@@ -60,7 +61,7 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
         # Its order may be drawn in its workers.
         is_stream = isinstance(each.dataset, IterableDataset)
         if (
-            seed is not None
+            seeding is not None
             or is_stream
             or any(has_set_epoch(below) for below in all_below(each.dataset))
         ):
@@ -82,14 +83,13 @@ class StartWorker:
         own: the loader's own function, or ``None``.
         epoch: from 0.
         rank: from 0.
-        seed: for :func:`seed_generators`; ``None`` leaves the generators as torch and
-            ``own`` seed them.
+        seeding: ``None`` leaves the generators as torch and ``own`` seed them.
     """
 
     own: Callable[[int], None] | None
     epoch: int
     rank: int
-    seed: int | None
+    seeding: WorkerSeeding | None
 
     def __call__(self, worker: int) -> None:
         """Start a worker."""
@@ -97,8 +97,10 @@ class StartWorker:
             os.setpgid(0, 0)
         if self.own is not None:
             self.own(worker)
-        if self.seed is not None:
-            seed_generators(self.seed, epoch=self.epoch, rank=self.rank, worker=worker)
+        if self.seeding is not None:
+            info = get_worker_info()
+            assert info is not None
+            self.seeding.seed_worker(info.dataset, epoch=self.epoch, rank=self.rank, worker=worker)
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext.data.epochs import set_epoch, start_epoch
+from lightning_ddp_ext.data.seeding import WorkerSeeding
 
 
 class Taker(Dataset[int]):
@@ -145,7 +146,7 @@ def read(make: Callable[[], Any], *, persistent: bool = True, **options: Any) ->
     loader = DataLoader(Mapped(make), num_workers=1, **options)
     samples = []
     for epoch in range(2):
-        start_epoch(loader, epoch, rank=0, seed=3 if make is draws else None)
+        start_epoch(loader, epoch, rank=0, seeding=WorkerSeeding(3) if make is draws else None)
         samples.append([sample for batch in loader for sample in batch])
     return samples
 

@@ -182,6 +182,7 @@ OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (RankConsistency, {"every_n_steps": 2.5}, NO_STEPS),
     (SamplerEpochSeeding, {"seed": -1}, "seed must be"),
     (SamplerEpochSeeding, {"seed": "7"}, "seed must be"),
+    (SamplerEpochSeeding, {"each_sample": True}, "each_sample=True needs a seed"),
 ]
 
 

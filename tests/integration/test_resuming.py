@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_ddp_ext import SamplerEpochSeeding
 from tests.harness.ranks import run_ranks
 from tests.harness.training import (
     At,
@@ -39,6 +43,7 @@ from tests.integration.continuing import (
     Training,
     difference,
     generations,
+    workers,
 )
 
 
@@ -446,3 +451,40 @@ def test_a_finder_of_learning_rates_restores_its_own_file(tmp_path: Path) -> Non
     path, _ = on_ranks("ours", save_early, tmp_path, Tuned)
     ours, stock = on_both(find_a_rate, tmp_path, path)
     assert ours == stock
+
+
+class Augmented(Numbers):
+    """Samples with a part that all three global generators draw."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        drawn = random.random() + np.random.random() + torch.rand(())
+        return torch.tensor([float(index) + 0.1 * float(drawn)])
+
+
+class AugmentedTogether(Augmented):
+    """The same, if the loader asks for all samples of a batch together."""
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [super(AugmentedTogether, self).__getitem__(index) for index in indices]
+
+
+def resume_augmented(rank: int, world_size: int, directory: Path) -> list[dict[str, str]]:
+    """Return the differences of runs that resume, and of one with fewer workers."""
+    found = []
+    for kind in (Augmented, AugmentedTogether):
+        two = partial(DataLoader, kind(24), 2, shuffle=True, **workers(2))
+        seeding = SamplerEpochSeeding(seed=3, each_sample=True)
+        training = Training(two, directory, options={"callbacks": [seeding]}, name=kind.__name__)
+        wrong = generations(training, ["train_batch_end-3"], ["train_batch_end-7"])
+        whole = training.run()
+        training.loaders = partial(two, num_workers=1)
+        found.append({**wrong, "one worker": difference(training, whole, 0, training.run())})
+    return found
+
+
+def test_augmentation_in_workers_is_that_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    """With ``each_sample=True``, a run that resumes within an epoch learns the same, bit
+    for bit, as does one with another number of workers.
+    """
+    found = run_ranks(resume_augmented, 2, tmp_path)
+    assert found == [[{"one worker": ""}, {"one worker": ""}]] * 2

@@ -12,7 +12,8 @@ from typing_extensions import override
 from lightning_ddp_ext.data.checks import seed_of
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.loader import DistributedLoader, source_of
-from lightning_ddp_ext.data.seeding import seed_generators
+from lightning_ddp_ext.data.seeding import WorkerSeeding, seed_generators
+from lightning_ddp_ext.errors import ConfigurationError
 
 from ..data.loaders import TrainerLoaders, is_shared_out
 from ..data.loop_state import epoch_of
@@ -37,24 +38,36 @@ class SamplerEpochSeeding(pl.Callback):
         seed: if given, Python's ``random``, NumPy and torch are seeded at the start of
             each training epoch, on each rank and in each worker, with a seed derived
             from (``seed``, epoch, rank, worker). ``None`` does not seed.
+        each_sample: whether workers are also seeded before each sample, with a seed
+            derived from (``seed``, epoch, index of the sample). What a map-style
+            dataset draws in workers, such as augmentation, then depends on nothing
+            else: it is the same with any number of workers, and a run that resumes
+            within an epoch draws the same as an uninterrupted run. A sample that is
+            read twice in an epoch is augmented in the same way. Takes about 20 µs a
+            sample. Datasets with ``__getitems__`` are seeded once for each batch, from
+            its indices.
 
     Raises:
-        ConfigurationError: ``seed`` is negative or not an integer.
+        ConfigurationError: ``seed`` is negative or not an integer, or missing with
+            ``each_sample=True``.
 
     Example::
 
         trainer = L.Trainer(strategy="ddp", devices=2, callbacks=[SamplerEpochSeeding(seed=42)])
     """
 
-    def __init__(self, *, seed: int | None = None) -> None:
+    def __init__(self, *, seed: int | None = None, each_sample: bool = False) -> None:
+        if each_sample and seed is None:
+            raise ConfigurationError("each_sample=True needs a seed; pass one such as seed=0")
         self.seed = None if seed is None else seed_of(seed)
+        self._of_workers = None if self.seed is None else WorkerSeeding(self.seed, each_sample)
         self._replaced = ReplacedMethods()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         data = getattr(trainer.strategy, "data", None)
         if isinstance(data, TrainerLoaders):
-            data.training.worker_seed = self.seed
+            data.training.seeding = self._of_workers
             return
         self._replaced.restore_all()
 
@@ -67,7 +80,12 @@ class SamplerEpochSeeding(pl.Callback):
             return DistributedLoader(source, start_iterator).shown()
 
         def start_iterator(loader: DistributedLoader, iterator: object) -> Iterator[Any]:
-            start_epoch(loader.loader, epoch_of(trainer), rank=trainer.global_rank, seed=self.seed)
+            start_epoch(
+                loader.loader,
+                epoch_of(trainer),
+                rank=trainer.global_rank,
+                seeding=self._of_workers,
+            )
             return iter(loader.loader)
 
         self._replaced.prepare_loaders(trainer, by=prepare)

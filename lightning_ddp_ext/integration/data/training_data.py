@@ -20,7 +20,7 @@ from lightning_ddp_ext.checkpoint.rank_notes import Kind
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
 from lightning_ddp_ext.data.random_state import record_random_state
-from lightning_ddp_ext.data.seeding import workers_seeded_apart
+from lightning_ddp_ext.data.seeding import WorkerSeeding, workers_seeded_apart
 
 from ..checkpoints.collective import Checkpoints
 from ..host import Host
@@ -56,7 +56,7 @@ class TrainingData:
 
     Attributes:
         known_seed: the seed for the order of samples, once it is known.
-        worker_seed: the seed of ``SamplerEpochSeeding``.
+        seeding: how ``SamplerEpochSeeding`` seeds loader workers.
     """
 
     def __init__(
@@ -81,13 +81,11 @@ class TrainingData:
         if trainer is None or trainer.state.fn == "fit":
             # Otherwise a checkpoint still describes the earlier training.
             self.known_seed: int | None = None
-            self._has_ended = (
-                False  # whether the last epoch's data was exhausted when training ended
-            )
-            self._at_end: tuple[Restart, dict[str, Any]] | None = (
-                None  # where it ended, if in the middle of an epoch
-            )
-        self.worker_seed: int | None = None
+            # Whether the last epoch's data was exhausted when training ended.
+            self._has_ended = False
+            # Where it ended, if in the middle of an epoch.
+            self._at_end: tuple[Restart, dict[str, Any]] | None = None
+        self.seeding: WorkerSeeding | None = None
         self.resume = self._new_resume()
         self._resumed_from: Mapping[str, Any] | None = None  # until Lightning's loops are restored
         # At the start of the last epoch, step and validation: random states, and the
@@ -188,7 +186,7 @@ class TrainingData:
         """
         epoch = self.epoch
         rank = self._strategy.global_rank
-        keeps_workers = start_epoch(loader.loader, epoch, rank=rank, seed=self.worker_seed)
+        keeps_workers = start_epoch(loader.loader, epoch, rank=rank, seeding=self.seeding)
         # A resumed run may start persistent workers in a later epoch; seeding them then
         # must not draw another number.
         is_later = keeps_workers and (epoch > 0 or loader.position is None)
