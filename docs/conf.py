@@ -35,7 +35,8 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 
 html_theme = "furo"
-html_title = f"{project} {version}"
+html_title = f"{project} {version.partition('+')[0]}"
+pygments_style = "friendly"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = html_copy_source = False
