@@ -46,9 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # In a shell's background; scripts would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["OMP_WAIT_POLICY"] = (
-        "passive"  # threads that spin while they wait would take time from other tests
-    )
+    # Threads that spin while they wait would take time from other tests.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
     _use_own_temporary_directory()
     measuring = measured_coverage()
     if measuring is not None:

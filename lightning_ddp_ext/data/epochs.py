@@ -20,9 +20,9 @@ from lightning_ddp_ext.data.seeding import WorkerSeeding
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
 _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearray, range, type)
-_SHORT = (
-    32  # longer collections are taken for samples, unless their first element may need the epoch
-)
+# Longer collections are taken for samples, unless their first element may need the
+# epoch.
+_SHORT = 32
 
 
 def start_epoch(

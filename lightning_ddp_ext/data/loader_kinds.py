@@ -203,12 +203,10 @@ class StatePosition(LoaderPosition):
 
     kind = "state"
     is_by_rank = True
-    _drawn: int | None = (
-        None  # number of batches drawn from the newest iterator; ``None`` after its end
-    )
-    _restored: Iterator[Any] | None = (
-        None  # the newest iterator, if it continues from a restored state
-    )
+    # Number of batches drawn from the newest iterator; ``None`` after its end.
+    _drawn: int | None = None
+    # The newest iterator, if it continues from a restored state.
+    _restored: Iterator[Any] | None = None
 
     @override
     def state_dict(self, done: int, given: int) -> dict[str, Any]:

@@ -39,9 +39,8 @@ FIRST = int(os.environ.get("SOAK_SEED", 0))
 COUNT = int(os.environ.get("SOAK_COUNT", 0))
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
-SECONDS_TO_TIDY = (
-    60.0  # until workers miss their rank, and torchrun has killed a rank that was stopped
-)
+# Until workers miss their rank, and torchrun has killed a rank that was stopped.
+SECONDS_TO_TIDY = 60.0
 SECONDS_TO_DUMP = 60.0
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "raise": FAIL}

@@ -35,9 +35,9 @@ from tests.supervision.model import boom, die, wait_for_ever
 
 pytestmark = pytest.mark.gpu
 
-BOUND = (
-    60.0  # seconds from a fault to the other rank's error; a GPU that two ranks share may be slow
-)
+# Seconds from a fault to the other rank's error; a GPU that two ranks share may be
+# slow.
+BOUND = 60.0
 POLLED_EVERY = 0.05  # seconds
 BEFORE = 2  # steps before the fault
 

@@ -67,9 +67,8 @@ class Checkpoints:
         self._strategy = strategy
         self._deadline = deadline
         self.run = None if deadline is None else Run(is_outermost=False)
-        self._restoring: str | None = (
-            None  # the file that the Trainer's own restore has yet to read
-        )
+        # The file that the Trainer's own restore has yet to read.
+        self._restoring: str | None = None
 
     # Writing.
 

@@ -108,9 +108,8 @@ class Resume:
         self._in_epoch = in_epoch
         self._ranks: Sequence[Mapping[str, Any]] = ()  # the saved state of each rank
         self._found: Sequence[LoaderPosition] = ()  # the positions in the loaders that continue
-        self._from_epoch_start: dict[str, Any] | None = (
-            None  # the loops' state if the epoch starts again after all
-        )
+        # The loops' state if the epoch starts again after all.
+        self._from_epoch_start: dict[str, Any] | None = None
         self._is_strict = data == "strict"
         self._warnings = ExitStack()
         self.restart = _NO_RESTART

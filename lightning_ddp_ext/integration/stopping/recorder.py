@@ -33,9 +33,8 @@ class Recorder:
         self._strategy = strategy
         self.notes: dict[int, RankNotes] = {}  # by rank, for the ranks on this host
         self.error: str | None = None  # why states are no longer recorded
-        self.has_new_iterator = (
-            False  # whether an iterator over training data is new and its start not noted yet
-        )
+        # Whether an iterator over training data is new and its start not noted yet.
+        self.has_new_iterator = False
         self.forward_passes = 0  # number of passes since this batch started
         self.stepped = 0  # optimiser steps before this batch, as Lightning's loggers count them
         self._buffers_at = -1  # the number of batches when the buffers were last noted

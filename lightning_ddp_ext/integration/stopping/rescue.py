@@ -378,9 +378,8 @@ def forget_missing_files(state: dict[str, Any], mode: str) -> None:
         if not is_missing(path)
     }
     if len(best) < len(state.get("best_k_models", {})):
-        state["best_k_models"] = (
-            best  # the callback finds the worst file once it has `save_top_k` of them
-        )
+        # The callback finds the worst file once it has `save_top_k` of them.
+        state["best_k_models"] = best
         state["best_model_path"] = (min if mode == "min" else max)(
             best, key=best.__getitem__, default=""
         )
