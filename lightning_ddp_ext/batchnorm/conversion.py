@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from lightning_ddp_ext.batchnorm.classes import overrides_forward, restore, synchronise
 from lightning_ddp_ext.batchnorm.groups import Ranks, group_of
 from lightning_ddp_ext.batchnorm.layer import BatchNorm, SyncBatchNorm
-from lightning_ddp_ext.batchnorm.selection import Choice, Predicate, Selection, batchnorm_layers
+from lightning_ddp_ext.batchnorm.selection import Choice, Selection, batchnorm_layers
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 
 ModuleT = TypeVar("ModuleT", bound=Module)
@@ -62,8 +62,8 @@ class Conversion:
         return (
             "some BatchNorm layers are not converted and use only each rank's own statistics:"
             f" {named}. To convert a layer that overrides forward and calls super().forward(input),"
-            " select it with include= or predicate= of SyncBatchNormConversion; to leave a layer"
-            " out without this warning, use exclude="
+            " select it with include= of SyncBatchNormConversion; to leave a layer out without this"
+            " warning, use exclude="
         )
 
 
@@ -71,7 +71,6 @@ def convert_sync_batchnorm(
     module: ModuleT,
     include: Selection = None,
     exclude: Selection = None,
-    predicate: Predicate | None = None,
     process_group: Ranks = None,
 ) -> ModuleT:
     """Make the BatchNorm layers of a model synchronise; ``restore_batchnorm`` undoes
@@ -83,11 +82,10 @@ def convert_sync_batchnorm(
     before or after DDP wraps the model. InstanceNorm, GroupNorm and layers that already
     synchronise do not change.
 
-    A subclass that overrides ``forward`` is converted only if ``include`` or
-    ``predicate`` chooses it. Its ``forward`` then runs unchanged, and its
-    ``super().forward(input)`` synchronises. If a training pass does not make that call,
-    for example because it calls ``F.batch_norm``, the layer raises a
-    ``ConfigurationError``.
+    A subclass that overrides ``forward`` is converted only if ``include`` chooses it.
+    Its ``forward`` then runs unchanged, and its ``super().forward(input)``
+    synchronises. If a training pass does not make that call, for example because it
+    calls ``F.batch_norm``, the layer raises a ``ConfigurationError``.
 
     Args:
         module: the model, or a layer.
@@ -95,7 +93,6 @@ def convert_sync_batchnorm(
             ``"backbone.*"``, a class of layers, or one of several of these. If a module
             matches, so do all layers in it.
         exclude: do not convert layers that match; takes the same values as ``include``.
-        predicate: convert only layers for which ``predicate(name, layer)`` is true.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"``
             for those on the same machine, a number ``n`` for groups of ``n``
             consecutive ranks, or a process group. ``"node"`` and numbers need an
@@ -118,7 +115,7 @@ def convert_sync_batchnorm(
     >>> type(restore_batchnorm(model)[1]) is torch.nn.BatchNorm2d
     True
     """
-    conversion = convert(module, Choice(include, exclude, predicate), group_of(process_group))
+    conversion = convert(module, Choice(include, exclude), group_of(process_group))
     warning = conversion.warning()
     if warning is not None:
         warnings.warn(warning, stacklevel=2)
@@ -132,7 +129,7 @@ def convert(
     layers, without a warning.
     """
     reasons = choice.reasons_against(module)
-    are_chosen = choice.include is not None or choice.predicate is not None
+    are_chosen = choice.include is not None
     converted: dict[str, BatchNorm] = {}
     left_alone: dict[str, str] = {}
     unsupported: dict[str, str] = {}

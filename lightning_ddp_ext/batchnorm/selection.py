@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 Selector = str | type
 Selection = Selector | Iterable[Selector] | None
-Predicate = Callable[[str, Module], bool]
 
 
 def batchnorm_layers(model: Module) -> dict[BatchNorm, str]:
@@ -28,7 +27,6 @@ class Choice:
 
     include: Selection = None
     exclude: Selection = None
-    predicate: Predicate | None = None
 
     def reasons_against(self, model: Module) -> dict[Module, str]:
         """Return the BatchNorm layers that are not chosen, with the reasons.
@@ -40,13 +38,11 @@ class Choice:
         included = _matching(model, self.include, "include")
         excluded = _matching(model, self.exclude, "exclude")
         reasons: dict[Module, str] = {}
-        for layer, name in batchnorm_layers(model).items():
+        for layer in batchnorm_layers(model):
             if self.include is not None and layer not in included:
                 reasons[layer] = "not in include"
             elif layer in excluded:
                 reasons[layer] = "in exclude"
-            elif self.predicate is not None and not self.predicate(name, layer):
-                reasons[layer] = "predicate returned False"
         return reasons
 
 
@@ -63,7 +59,7 @@ def _fitting(model: Module, selector: Any, field: str) -> set[Module]:
     if not isinstance(selector, (str, type)):
         raise ConfigurationError(
             f"{field} takes patterns of layer names and classes of layers (got {selector!r}); "
-            "for any other choice, use predicate="
+            "for any other choice, pass a list of names"
         )
     modules = model.named_modules(remove_duplicate=False)
     fitting = {

@@ -91,15 +91,11 @@ def facts(model: nn.Module) -> list[Any]:
         ({"include": []}, []),
         ({"include": Block, "exclude": Derived}, ["body.0.norm"]),
         ({"exclude": {"body", nn.Sequential}}, ["head"]),
-        (
-            {"exclude": "stem.*", "predicate": lambda _, layer: type(layer) is not Derived},
-            ["body.0.norm", "head"],
-        ),
     ],
 )
 def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]) -> None:
-    """Names, patterns, classes and a predicate choose layers, by themselves or by a
-    module that they are in.
+    """Names, patterns and classes choose layers, by themselves or by a module that they
+    are in.
     """
     assert synchronised(convert_sync_batchnorm(network(), **arguments)) == names
 
@@ -236,8 +232,7 @@ def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
     (message,) = warnings_of(model)
     assert [told for _, told in layers if told not in message] == []
     assert message.endswith(
-        "include= or predicate= of SyncBatchNormConversion; to leave a layer out without this"
-        " warning, use exclude="
+        "include= of SyncBatchNormConversion; to leave a layer out without this warning, use exclude="
     )
     assert [isinstance(layer, SyncBatchNorm) for layer in model] == [False] * 5 + [True]
     assert [type(layer) for layer in restore_batchnorm(model)] == types
@@ -245,9 +240,7 @@ def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
     assert "the module (Scaled) overrides forward" in warnings_of(Scaled(3))[0]
 
 
-@pytest.mark.parametrize(
-    "choice", [{"include": "*"}, {"include": nn.BatchNorm2d}, {"predicate": lambda *_: True}]
-)
+@pytest.mark.parametrize("choice", [{"include": "*"}, {"include": nn.BatchNorm2d}])
 def test_a_chosen_layer_runs_its_own_forward(choice: dict[str, Any]) -> None:
     """Its further inputs and a mixin's forward work; it is converted without a warning."""
     plain = nn.BatchNorm2d(3)

@@ -7,7 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.groups import Ranks
-from lightning_ddp_ext.batchnorm.selection import Choice, Predicate, Selection
+from lightning_ddp_ext.batchnorm.selection import Choice, Selection
 
 from ..layer_sync import RanksLayerSync
 from ..private.compat import layer_sync_of
@@ -25,8 +25,8 @@ class SyncBatchNormConversion(pl.Callback):
     Rank 0 logs the conversion. With one rank nothing is done.
 
     A subclass of BatchNorm that overrides ``forward`` is not converted, and rank 0
-    names it in a warning, unless ``include`` or ``predicate`` selects it;
-    ``include="*"`` selects all layers. Its ``forward`` then runs unchanged and
+    names it in a warning, unless ``include`` selects it; ``include="*"`` selects all
+    layers. Its ``forward`` then runs unchanged and
     synchronises when it calls ``super().forward(input)``. If this call is missing, the
     first training step raises a ``ConfigurationError`` that names the layer.
 
@@ -41,7 +41,6 @@ class SyncBatchNormConversion(pl.Callback):
         include, exclude: convert only, or do not convert, layers that match a pattern
             of layer names, such as ``"backbone.*"``, a class of layers, or one of
             several of these. If a module matches, so do all its layers.
-        predicate: convert only layers for which ``predicate(name, layer)`` is true.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"``
             for those on the same machine, a number ``n`` for groups of ``n``
             consecutive ranks, or a ``torch.distributed.ProcessGroup`` that was created
@@ -62,10 +61,9 @@ class SyncBatchNormConversion(pl.Callback):
         self,
         include: Selection = None,
         exclude: Selection = None,
-        predicate: Predicate | None = None,
         process_group: Ranks = None,
     ) -> None:
-        self._layers = RanksLayerSync(process_group, Choice(include, exclude, predicate))
+        self._layers = RanksLayerSync(process_group, Choice(include, exclude))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
