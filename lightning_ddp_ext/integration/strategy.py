@@ -22,7 +22,7 @@ from lightning_ddp_ext.world import World, read_world
 from .callbacks.rank_debugger import rank_debugger_of
 from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .checkpoints.collective import Checkpoints
-from .checkpoints.run_files import KEY as FILE_KEY
+from .checkpoints.fit_identity import KEY as FILE_KEY
 from .checkpoints.run_files import RunFiles
 from .data.loaders import Order, TrainerLoaders
 from .data.resume import ResumeData
@@ -285,7 +285,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     ) -> None:
         self.data.training.save_to(checkpoint, f"saving {os.fspath(filepath)}")
         if os.fspath(filepath) == self.files.stop_path:
-            checkpoint[FILE_KEY] = self.files.identity
+            checkpoint[FILE_KEY] = self.files.identity.content
         self.checkpoints.save(checkpoint, filepath, storage_options)
         self.monitored.share_record()
 

@@ -1,17 +1,13 @@
-"""Find the file that ``ckpt_path="last"`` means, and recognise stop and rescue
-checkpoints by their content.
+"""Find the file that ``ckpt_path="last"`` means, and remove stop and rescue checkpoints
+that are no longer needed.
 
-These checkpoints state who saved them, so that only the same fit of the same command
-finds them. A launcher needs the file before the ranks connect, so each rank searches
+A launcher needs the file before the ranks connect, so each rank searches
 its own disk, and later all ranks restore the file that rank 0 found.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -21,7 +17,6 @@ from typing import Any
 from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.rank_notes import lock_of
-from lightning_ddp_ext.checkpoint.structure import entry_of
 from lightning_ddp_ext.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -37,7 +32,7 @@ from ..private.lightning_tree import (
     rank_zero_info,
     rank_zero_warn,
 )
-from ..start.slurm import job_number
+from .fit_identity import FitIdentity, command, identify, identity_in
 from .paths import (
     checkpoint_directory,
     follows_logger,
@@ -49,31 +44,10 @@ from .paths import (
     versions_of,
 )
 
-KEY = "lightning_ddp_ext_run"
 _UNUSABLE = (DamagedCheckpointError, CheckpointNotFoundError)
 _PASS_PATH = "pass its path to resume from it"
-# Environment variables that number the tasks of a job array.
-_TASKS = (
-    "SLURM_ARRAY_TASK_ID",
-    "PBS_ARRAY_INDEX",
-    "LSB_JOBINDEX",
-    "SGE_TASK_ID",
-    "JOB_COMPLETION_INDEX",
-)
-# Other variables that launchers, schedulers, shells and Lightning set, possibly
-# differently in each run of the same command. They are not compared.
-_NOT_COMPARED = re.compile(
-    r"_|SHLVL|(OLD)?PWD|HOSTNAME|DISPLAY|TERM|TMPDIR|TMUX|STY|WINDOWID|INVOCATION_ID|JOURNAL_STREAM"
-    r"|CUDA_VISIBLE_DEVICES|(\w+_)?(RANK|WORLD_SIZE)|\w+_(PORT|SERVICE_HOST)(_\w+)?"
-    r"|(COV|DBUS|DDPX|HYDRA|JPY|KMP|KUBERNETES|LSB|MASTER|MPI|OMPI|PALS|PBS|PL|PMI|PMIX|PRTE|PYTEST"
-    r"|SGE|SLURM|SLURMD|SSH|TERM|TMUX|TORCHELASTIC|VSCODE|XDG)_\w+"
-)
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-_OF_REQUEUED_JOB = (  # Lightning also saves a file for it, whatever the settings
-    "last-preempted.ckpt"
-)
+# Lightning also saves a file for it, whatever the settings.
+_OF_REQUEUED_JOB = "last-preempted.ckpt"
 _fits = 0  # the number of fits that this process has begun, without those that a signal stopped
 
 
@@ -88,9 +62,7 @@ class RunFiles:
         stop_name: the argument ``stop``.
         requeue_name: the name or path of the file from which a requeued SLURM job
             continues.
-        identity: what the Trainer's files state about the fit that saves them: facts
-            that have to be the same in a resumed run, and the environment. Words and
-            values are hashed, because they may be secrets.
+        identity: the identity of the Trainer's fit.
         stop_path: the path at which the ranks save the stop checkpoint, after a stop.
     """
 
@@ -99,14 +71,12 @@ class RunFiles:
         self.requeue_name: PathLike = _OF_REQUEUED_JOB if stop is None else stop
         self._names = [name for name in (stop, rescue) if name is not None]
         self._fit = 0  # for a fit in a hook of another run
-        self._environment: dict[str, str] = {}
-        self.identity: dict[str, Any] = {}
+        self.identity = FitIdentity()
         self.stop_path: str | None = None
         self._has_searched = False
         self._found: str | None = None
-        self._obsolete: dict[
-            str, str
-        ] = {}  # own files not newer than the one found, and their states
+        # Own files not newer than the one found, and their states.
+        self._obsolete: dict[str, str] = {}
 
     @contextmanager
     def count_fit(self, trainer: Any) -> Iterator[None]:
@@ -133,7 +103,7 @@ class RunFiles:
         A SLURM job's number is part of it, because jobs that SLURM stops together may
         share a directory.
         """
-        path = place_of(name, _command(), trainer)
+        path = place_of(name, command(), trainer)
         if path is None:
             return None
         path = versioned(path, int(os.environ.get("SLURM_JOB_ID", 0)))
@@ -147,37 +117,16 @@ class RunFiles:
         if path == self._found or modified(path) is None:
             return True
         try:
-            saved = _identity_in(path)
+            saved = identity_in(path)
         except CheckpointError as error:
             return isinstance(error, _UNUSABLE)
         if saved is None:
             return True
         return not (
-            self._difference(saved)
-            or self._is_of_other_job(saved)
-            or self._changed_variables(saved)
+            self.identity.difference(saved)
+            or self.identity.is_of_other_job(saved)
+            or self.identity.changed_variables(saved)
         )
-
-    def _difference(self, saved: Mapping[str, Any]) -> str:
-        """Describe how the fit that saved a file differs from this one; empty for the
-        same fit.
-        """
-        own = self.identity["facts"]
-        others = saved["facts"]
-        changed = [each for each in {**own, **others} if own.get(each) != others.get(each)]
-        if not changed and not self._fit:
-            return "a fit in a hook"
-        return f"a fit with another {listed(changed)}" if changed else ""
-
-    def _changed_variables(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the names of environment variables that the saving run lacked or had
-        differently.
-        """
-        before = set(saved["environment"])
-        changed = [name for name, value in self._environment.items() if value not in before]
-        if not changed and before.difference(self._environment.values()):
-            return ["a variable that is not set now"]
-        return sorted(changed)
 
     # Resuming.
 
@@ -189,15 +138,7 @@ class RunFiles:
         """
         if trainer is None:
             return args
-        self._environment = _environment()
-        facts = {"command": _command(), "number in its script": str(self._fit), **_hparams(args)}
-        variables = sorted(self._environment.values())
-        self.identity = {
-            "facts": facts,
-            "environment": variables,
-            "job": job_number(),
-            "is_requeued": False,
-        }
+        self.identity = identify(args, self._fit)
         self._has_searched = False
         self._found = None
         self._obsolete = {}
@@ -212,9 +153,7 @@ class RunFiles:
                 self._find_requeued(trainer)
             return args
         own = {
-            each
-            for name in self._names
-            for each in versions_of(place_of(name, _command(), trainer))
+            each for name in self._names for each in versions_of(place_of(name, command(), trainer))
         }
         of_lightning = last_of_lightning(trainer)
         times = {path: modified(path) for path in own | of_lightning}
@@ -255,26 +194,19 @@ class RunFiles:
         rank_zero_info(
             "after SIGTERM, a requeued job only resumes with trainer.fit(..., ckpt_path='last')"
         )
-        versions = versions_of(place_of(self.requeue_name, _command(), trainer))
+        versions = versions_of(place_of(self.requeue_name, command(), trainer))
         for path, saved in _readable(
             [each for each in versions if modified(each) is not None]
         ).items():
             if (
                 saved
                 and saved.get("is_requeued")
-                and self._is_of_job(saved)
-                and not self._difference(saved)
+                and self.identity.is_of_job(saved)
+                and not self.identity.difference(saved)
             ):
                 self._has_searched = True
                 self._found = path
                 self._obsolete = {path: state_of(path)}
-
-    def _is_of_job(self, saved: Mapping[str, Any]) -> bool:
-        """Whether this job saved the file, possibly before it was requeued."""
-        return bool(self.identity["job"]) and saved.get("job") == self.identity["job"]
-
-    def _is_of_other_job(self, saved: Mapping[str, Any]) -> bool:
-        return bool(self.identity["job"] and saved.get("job")) and not self._is_of_job(saved)
 
     def _search(self, newest_first: list[str], only_ours: set[str], trainer: Any) -> str | None:
         """Return the newest usable file, and log it and the owners of the others."""
@@ -285,16 +217,16 @@ class RunFiles:
             if each is None and path in only_ours
         }
         owners = {
-            path: self._difference(each) if each else "" for path, each in saved.items()
+            path: self.identity.difference(each) if each else "" for path, each in saved.items()
         } | unknown
         own = {path: each for path, each in saved.items() if each and not owners[path]}
-        if any(map(self._is_of_job, own.values())):
+        if any(map(self.identity.is_of_job, own.values())):
             owners |= {
                 path: f"SLURM job {each['job']}"
                 for path, each in own.items()
-                if self._is_of_other_job(each)
+                if self.identity.is_of_other_job(each)
             }
-        changed = {path: self._changed_variables(each) for path, each in own.items()}
+        changed = {path: self.identity.changed_variables(each) for path, each in own.items()}
         if [] in changed.values():  # then files of other environments belong to other runs
             owners |= {path: _in_words(names) for path, names in changed.items() if names}
         usable = [path for path, owner in owners.items() if not owner]
@@ -376,17 +308,12 @@ def _readable(newest_first: list[str]) -> dict[str, Mapping[str, Any] | None]:
     found: dict[str, Mapping[str, Any] | None] = {}
     for path in newest_first:
         try:
-            found[path] = _identity_in(path)
+            found[path] = identity_in(path)
         except _UNUSABLE as error:
             _skip(error)
         except CheckpointError:
             found[path] = {}
     return found
-
-
-def _identity_in(path: str) -> Mapping[str, Any] | None:
-    saved = entry_of(locate(path), KEY)
-    return saved if isinstance(saved, dict) and {"facts", "environment"} <= saved.keys() else None
 
 
 def _newest_intact(newest_first: list[str]) -> str | None:
@@ -418,55 +345,3 @@ def _skip(error: CheckpointError) -> None:
 
 def _in_words(variables: list[str]) -> str:
     return f"a run with other values of {listed(variables)}"
-
-
-# What identifies a fit.
-
-
-def _command() -> str:
-    """Return a name for the running command, the same with and without its option to
-    resume.
-    """
-    script, *options = sys.argv or [""]
-    words = [os.path.realpath(script), *(word for word in options if not _asks_to_resume(word))]
-    words += [os.environ.get(each, "") for each in _TASKS]
-    return f"{Path(script).stem}-{_hashed(words)}"
-
-
-def _asks_to_resume(word: Any) -> bool:
-    return word == "last" or "ckpt_path" in str(word)
-
-
-def _hparams(args: tuple[Any, ...]) -> dict[str, str]:
-    """Return the hashed hyperparameters of the model and the data module among a call's
-    arguments.
-    """
-    found: dict[str, str] = {}
-    for each in args:
-        if isinstance(each, (pl.LightningModule, pl.LightningDataModule)):
-            name = "module" if isinstance(each, pl.LightningModule) else "datamodule"
-            hparams = each.hparams if isinstance(each.hparams, dict) else {"hparams": each.hparams}
-            found |= {
-                f"{name}.{key}": _hashed(value)
-                for key, value in hparams.items()
-                if not _asks_to_resume(key)
-            }
-    return found
-
-
-def _environment() -> dict[str, str]:
-    variables = {
-        name: value for name, value in os.environ.items() if not _NOT_COMPARED.fullmatch(name)
-    }
-    return {name: _hashed([name, value]) for name, value in variables.items()}
-
-
-def _hashed(value: Any) -> str:
-    """Return a hash of a value's text, without addresses, so that it is the same in
-    each run of a command.
-    """
-    try:
-        text = repr(sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value)
-    except Exception:  # a configuration may lack mandatory values
-        text = type(value).__qualname__
-    return hashlib.sha256(_ADDRESS.sub("", text).encode(errors="surrogateescape")).hexdigest()[:8]

@@ -26,7 +26,7 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
-from ..checkpoints.run_files import KEY as FILE_KEY
+from ..checkpoints.fit_identity import KEY as FILE_KEY
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Restart, Stopped, find_restart
 from ..data.resume import KEY, positions_of, shared_state, without_random_state
@@ -118,8 +118,8 @@ class Rescue:
         # command lines.
         files = self._files
         place = str(files.place(self.name, trainer)) if ranks.rank == 0 else ""
-        shared = ranks.from_rank_zero((place, secrets.token_hex(8), files.identity))
-        self._path, self._run, files.identity = shared
+        shared = ranks.from_rank_zero((place, secrets.token_hex(8), files.identity.content))
+        self._path, self._run, files.identity.content = shared
         self._refusal = self._why_never()
         if self._refusal is None:
             try:
@@ -205,7 +205,7 @@ class Rescue:
         def write() -> None:
             checkpoint = self._checkpoint(loops, batches)
             checkpoint[KEY] = self._training.section(restart, stopped, states)
-            checkpoint[FILE_KEY] = self._files.identity
+            checkpoint[FILE_KEY] = self._files.identity.content
             io = self._strategy.checkpoint_io
             if isinstance(io, RankZeroCheckpointIO):
                 io.saver.deadline = seconds

@@ -274,7 +274,7 @@ class StopController:
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
         files.stop_path = path
-        files.identity["is_requeued"] = is_requeued
+        files.identity.content["is_requeued"] = is_requeued
         self._trainer.save_checkpoint(path)
         if is_requeued:
             return f"saved to {path} for the requeued job"

@@ -1,0 +1,162 @@
+"""Identify the fit that saves a stop or rescue checkpoint.
+
+The file states who saved it, so that only the same fit of the same command finds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_ddp_ext.checkpoint.location import locate
+from lightning_ddp_ext.checkpoint.structure import entry_of
+from lightning_ddp_ext.rank_lists import listed
+
+from ..private.lightning_tree import pl
+from ..start.slurm import job_number
+
+KEY = "lightning_ddp_ext_run"
+# Environment variables that number the tasks of a job array.
+_TASKS = (
+    "SLURM_ARRAY_TASK_ID",
+    "PBS_ARRAY_INDEX",
+    "LSB_JOBINDEX",
+    "SGE_TASK_ID",
+    "JOB_COMPLETION_INDEX",
+)
+# Other variables that launchers, schedulers, shells and Lightning set, possibly
+# differently in each run of the same command. They are not compared.
+_NOT_COMPARED = re.compile(
+    r"_|SHLVL|(OLD)?PWD|HOSTNAME|DISPLAY|TERM|TMPDIR|TMUX|STY|WINDOWID|INVOCATION_ID|JOURNAL_STREAM"
+    r"|CUDA_VISIBLE_DEVICES|(\w+_)?(RANK|WORLD_SIZE)|\w+_(PORT|SERVICE_HOST)(_\w+)?"
+    r"|(COV|DBUS|DDPX|HYDRA|JPY|KMP|KUBERNETES|LSB|MASTER|MPI|OMPI|PALS|PBS|PL|PMI|PMIX|PRTE|PYTEST"
+    r"|SGE|SLURM|SLURMD|SSH|TERM|TMUX|TORCHELASTIC|VSCODE|XDG)_\w+"
+)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@dataclass
+class FitIdentity:
+    """The identity of a fit, which its stop and rescue checkpoints contain.
+
+    Attributes:
+        content: what the files state: facts that have to be the same in a resumed run,
+            and the environment. Words and values are hashed, because they may be
+            secrets.
+        environment: the hashed values of the environment variables, by name.
+        number: the number of the fit in its script; 0 for a fit in a hook of another
+            run.
+    """
+
+    content: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    number: int = 0
+
+    def difference(self, saved: Mapping[str, Any]) -> str:
+        """Describe how the fit that saved a file differs from this one; empty for the
+        same fit.
+        """
+        own = self.content["facts"]
+        others = saved["facts"]
+        changed = [each for each in {**own, **others} if own.get(each) != others.get(each)]
+        if not changed and not self.number:
+            return "a fit in a hook"
+        return f"a fit with another {listed(changed)}" if changed else ""
+
+    def changed_variables(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return the names of environment variables that the saving run lacked or had
+        differently.
+        """
+        before = set(saved["environment"])
+        changed = [name for name, value in self.environment.items() if value not in before]
+        if not changed and before.difference(self.environment.values()):
+            return ["a variable that is not set now"]
+        return sorted(changed)
+
+    def is_of_job(self, saved: Mapping[str, Any]) -> bool:
+        """Whether this job saved the file, possibly before it was requeued."""
+        return bool(self.content["job"]) and saved.get("job") == self.content["job"]
+
+    def is_of_other_job(self, saved: Mapping[str, Any]) -> bool:
+        """Whether another SLURM job than this one saved the file."""
+        return bool(self.content["job"] and saved.get("job")) and not self.is_of_job(saved)
+
+
+def identify(args: tuple[Any, ...], number: int) -> FitIdentity:
+    """Return the identity of a fit, from the arguments of the Trainer's function and
+    the number of the fit in its script.
+    """
+    environment = _environment()
+    facts = {"command": command(), "number in its script": str(number), **_hparams(args)}
+    content = {
+        "facts": facts,
+        "environment": sorted(environment.values()),
+        "job": job_number(),
+        "is_requeued": False,
+    }
+    return FitIdentity(content, environment, number)
+
+
+def identity_in(path: str) -> Mapping[str, Any] | None:
+    """Return the identity of the fit that saved a file; ``None`` if it states none.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    saved = entry_of(locate(path), KEY)
+    return saved if isinstance(saved, dict) and {"facts", "environment"} <= saved.keys() else None
+
+
+def command() -> str:
+    """Return a name for the running command, the same with and without its option to
+    resume.
+    """
+    script, *options = sys.argv or [""]
+    words = [os.path.realpath(script), *(word for word in options if not _asks_to_resume(word))]
+    words += [os.environ.get(each, "") for each in _TASKS]
+    return f"{Path(script).stem}-{_hashed(words)}"
+
+
+def _asks_to_resume(word: Any) -> bool:
+    return word == "last" or "ckpt_path" in str(word)
+
+
+def _hparams(args: tuple[Any, ...]) -> dict[str, str]:
+    """Return the hashed hyperparameters of the model and the data module among a call's
+    arguments.
+    """
+    found: dict[str, str] = {}
+    for each in args:
+        if isinstance(each, (pl.LightningModule, pl.LightningDataModule)):
+            name = "module" if isinstance(each, pl.LightningModule) else "datamodule"
+            hparams = each.hparams if isinstance(each.hparams, dict) else {"hparams": each.hparams}
+            found |= {
+                f"{name}.{key}": _hashed(value)
+                for key, value in hparams.items()
+                if not _asks_to_resume(key)
+            }
+    return found
+
+
+def _environment() -> dict[str, str]:
+    variables = {
+        name: value for name, value in os.environ.items() if not _NOT_COMPARED.fullmatch(name)
+    }
+    return {name: _hashed([name, value]) for name, value in variables.items()}
+
+
+def _hashed(value: Any) -> str:
+    """Return a hash of a value's text, without addresses, so that it is the same in
+    each run of a command.
+    """
+    try:
+        text = repr(sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value)
+    except Exception:  # a configuration may lack mandatory values
+        text = type(value).__qualname__
+    return hashlib.sha256(_ADDRESS.sub("", text).encode(errors="surrogateescape")).hexdigest()[:8]
