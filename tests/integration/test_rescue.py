@@ -66,6 +66,8 @@ CHAINS: list[Chain] = [
         {"val_check_interval": 5},
         [Kill("on_validation_start", 1), Kill("on_validation_batch_end", 2, [0])],
     ),
+    # The first one interrupts an optimiser step; at the second one, none has started.
+    (2, {}, [Kill("on_before_backward", 8, [0]), Kill("on_train_epoch_start", 0, [0])]),
     (
         2,
         {"accumulate_grad_batches": 5},

@@ -102,7 +102,7 @@ def validates_next(trainer: Any) -> bool:
 
 def is_in_optimizer_step(trainer: Any) -> bool:
     """Whether automatic optimisation is within an optimiser step."""
-    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.current
     return bool(steps.ready > steps.completed)
 
 
