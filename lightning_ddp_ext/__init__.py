@@ -1,5 +1,6 @@
-"""A drop-in ``ddp`` strategy for PyTorch Lightning: all ranks exit when one fails, and
-a stopped run is saved.
+"""A drop-in ``ddp`` strategy for PyTorch Lightning, and callbacks to use with it.
+
+All ranks exit when one fails, and a stopped run is saved.
 
 Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn``,
 ``ddp_ext_fork``, ``ddp_ext_notebook`` and ``ddp_ext_forkserver`` with ``lightning`` and

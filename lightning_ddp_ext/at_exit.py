@@ -1,5 +1,6 @@
-"""Run actions at the exit of this process, and force its exit after a time limit that a
-save may extend.
+"""Run actions at the exit of this process, and force its exit after a time limit.
+
+A save may extend the time limit.
 """
 
 from __future__ import annotations
@@ -38,16 +39,18 @@ def _delays() -> list[_Delay]:
 
 
 def at_exit(action: Callable[[], None]) -> None:
-    """Run ``action`` when the process exits, also in children of multiprocessing, which
-    skip ``atexit`` handlers.
+    """Run ``action`` at the exit of this process.
+
+    It also runs in children of multiprocessing, which skip ``atexit`` handlers.
     """
     atexit.register(action)
     multiprocessing.util.Finalize(None, action, exitpriority=100)
 
 
 def set_exit_status(status: int) -> None:
-    """Have this process exit with ``status`` after all other exit handlers; for an exit
-    handler.
+    """Set the status of an exiting process; for use in an exit handler.
+
+    The process exits with ``status`` after the remaining exit handlers.
     """
     # HACK: Python ignores what its exit handlers raise, and ``os._exit`` would skip
     # those that are left. This handler of the C library calls ``exit`` again, with
@@ -57,8 +60,7 @@ def set_exit_status(status: int) -> None:
 
 
 def exclude_imports_from_collections() -> None:
-    """Exclude all existing objects from garbage collection if a launcher started this
-    process as a rank.
+    """Exclude existing objects from garbage collection if a launcher started this rank.
 
     By then a script has usually only imported libraries. Traversing their objects would
     take 0.2 s in each collection, and would delay the exit by one second, for which
@@ -75,8 +77,9 @@ def delaying_forced_end(
     *,
     when: Callable[[], bool] = lambda: True,
 ) -> Iterator[None]:
-    """Delay a forced exit, such as the one after another rank's death, while the block
-    runs.
+    """Delay a forced exit while the block runs.
+
+    A forced exit follows, for example, the death of another rank.
 
     Args:
         seconds: the longest delay.
@@ -95,8 +98,9 @@ def delaying_forced_end(
 
 
 def wait_for_delays() -> bool:
-    """Wait until all :func:`delaying_forced_end` blocks end or run out of time; return
-    whether any was running.
+    """Wait for the :func:`delaying_forced_end` blocks; return whether any was running.
+
+    The wait takes at most the longest of their delays.
     """
     with _changed:
         longest = max((each.seconds for each in _delays()), default=0.0)
@@ -105,8 +109,9 @@ def wait_for_delays() -> bool:
 
 
 class ForcedExit:
-    """A countdown in a thread called ``name``, after which this process exits unless
-    the countdown is lifted.
+    """A countdown after which this process exits, unless it is lifted.
+
+    It runs in a thread called ``name``.
     """
 
     def __init__(self, name: str) -> None:
@@ -166,8 +171,9 @@ class ForcedExit:
 
 
 def exit_now(status: int, sentence: str = "") -> NoReturn:
-    """Kill daemonic children, such as stuck loader workers, print the sentence, and
-    exit; for any thread.
+    """Kill daemonic children, such as loader workers, print the sentence, and exit.
+
+    Any thread may call it.
     """
     with suppress(Exception):
         for child in multiprocessing.active_children():
@@ -178,8 +184,9 @@ def exit_now(status: int, sentence: str = "") -> NoReturn:
 
 
 def print_in_time(sentence: str) -> None:
-    """Print to stderr, but give up after some seconds: the reader of a pipe may have
-    stopped reading.
+    """Print to stderr, but give up after some seconds.
+
+    The reader of a pipe may have stopped reading.
     """
     printer = threading.Thread(target=_print, args=[sentence], name="ddpx-print", daemon=True)
     printer.start()

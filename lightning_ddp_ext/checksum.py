@@ -1,6 +1,4 @@
-"""Compare tensors between ranks by checksums of their bits, computed on each tensor's
-device.
-"""
+"""Compare tensors between ranks by checksums, computed on each tensor's device."""
 
 from __future__ import annotations
 
@@ -67,8 +65,7 @@ def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return an integer that depends on all bits of a dense tensor and not on its
-    memory layout.
+    """Return a checksum of a dense tensor's bits, independent of its memory layout.
 
     This is a multilinear hash (Lemire and Kaser, 2014): the sum of 32-bit words times
     random odd weights, modulo 2**64.
@@ -83,8 +80,9 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _chunks(tensor: Tensor, longest: int) -> Iterator[Tensor]:
-    """Yield the elements in order, in one-dimensional views or copies of at most
-    ``longest`` elements.
+    """Yield the elements in order, in 1-D tensors of at most ``longest`` elements.
+
+    These are views or copies.
     """
     if tensor.numel() > longest:
         rows = longest // tensor[0].numel()

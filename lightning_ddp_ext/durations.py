@@ -18,8 +18,9 @@ def to_timedelta(value: float | timedelta, *, field: str) -> timedelta: ...
 @overload
 def to_timedelta(value: None, *, field: str) -> None: ...
 def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | None:
-    """Convert a duration to a ``timedelta``, shortened to 24 days if longer; ``None``
-    stays ``None``.
+    """Convert a duration to a ``timedelta`` of at most 24 days.
+
+    A longer duration is shortened; ``None`` stays ``None``.
 
     Args:
         value: seconds (a number), a ``timedelta``, or ``None``.

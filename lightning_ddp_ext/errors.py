@@ -53,8 +53,7 @@ __all__ = [
 
 
 class DDPExtError(Exception):
-    """The base class of all errors of this package: ``except DDPExtError`` catches any
-    of them.
+    """The base class of all errors of this package.
 
     Keyword arguments become attributes of the error; pickling keeps these attributes.
     """
@@ -70,14 +69,16 @@ class DDPExtError(Exception):
 
 
 class ConfigurationError(DDPExtError, ValueError):
-    """A setting is invalid; the message names the argument or variable, and a value
-    that works.
+    """A setting is invalid.
+
+    The message names the argument or variable, and a value that works.
     """
 
 
 class RendezvousError(DDPExtError, RuntimeError):
-    """The ranks could not connect, or their settings differ; raised on every rank that
-    connected or tried to.
+    """The ranks could not connect, or their settings differ.
+
+    It is raised on every rank that connected or tried to.
     """
 
 
@@ -92,9 +93,7 @@ class MissingRanksError(RendezvousError):
 
 
 class GroupInUseError(DDPExtError, RuntimeError):
-    """This process already belongs to a process group that does not match the requested
-    one.
-    """
+    """The process group of this process does not match the requested one."""
 
 
 class CheckpointError(DDPExtError, RuntimeError):
@@ -102,8 +101,9 @@ class CheckpointError(DDPExtError, RuntimeError):
 
 
 class CheckpointSaveError(CheckpointError, OSError):
-    """A checkpoint could not be written, or might not survive a power failure; the
-    message names the path.
+    """A checkpoint could not be written, or might not survive a power failure.
+
+    The message names the path.
 
     Attributes:
         path: the path of the checkpoint.
@@ -129,15 +129,14 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
-    """A file contains classes that ``weights_only=True`` does not allow; none of its
-    code was run.
+    """A file contains classes that ``weights_only=True`` does not allow.
+
+    None of its code was run.
     """
 
 
 class SamplingError(DDPExtError, RuntimeError):
-    """Data cannot be divided among the ranks as requested, or predictions of the ranks
-    cannot be joined.
-    """
+    """Data cannot be divided among the ranks, or their predictions cannot be joined."""
 
 
 class ResumeError(SamplingError):
@@ -149,8 +148,9 @@ class BatchNormError(DDPExtError, RuntimeError):
 
 
 class DivergenceError(DDPExtError, RuntimeError):
-    """The ranks differ in parameters, buffers, optimiser states or logged values;
-    raised on every rank.
+    """The ranks differ in parameters, buffers, optimiser states or logged values.
+
+    It is raised on every rank.
 
     Attributes:
         ranks: the ranks that differ from the majority, ascending; in a tie, those that
@@ -163,8 +163,7 @@ class DivergenceError(DDPExtError, RuntimeError):
 
 
 class RankFailedError(DDPExtError, RuntimeError):
-    """Another rank failed or exited while this rank still needed it, so this rank
-    stops.
+    """Another rank failed or exited while this rank needed it, so this rank stops.
 
     Attributes:
         rank: the first rank that failed.
@@ -184,9 +183,7 @@ class RankDiedError(RankFailedError):
 
 
 class RankAbsentError(RankFailedError):
-    """``rank`` did not make a call that other ranks made and that every rank must make,
-    such as a barrier.
-    """
+    """``rank`` did not make a collective call that others made, such as a barrier."""
 
 
 class RankHungError(RankFailedError):

@@ -19,8 +19,7 @@ _LONGEST_REASON = 2000
 # Bytes in one broadcast: close to the fastest size, and small enough to limit the
 # device memory that is needed.
 _PIECE = 64 << 20
-# Bytes of a pickle, and of its length, that fit into the first collective; a longer
-# pickle needs a second collective.
+# Bytes of a pickle, and of its length, in the first collective; a second has the rest.
 _ROOM = 1 << 10
 _LENGTH = 8
 
@@ -59,9 +58,7 @@ class Ranks:
         return self._exchange(pickle.dumps(value), all_gather)
 
     def to_rank_zero(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks, in rank order, on rank 0, and ``None`` on the
-        other ranks.
-        """
+        """Return all values in rank order on rank 0, and ``None`` on other ranks."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -80,8 +77,9 @@ class Ranks:
         return self._exchange(pickle.dumps(value) if self.rank == 0 else b"", broadcast)[0]
 
     def _exchange(self, pickled: bytes, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-        """Run a collective on the first bytes of the pickled values, and another on the
-        rest if any value is longer.
+        """Run a collective on the pickled values, and a second one if any is long.
+
+        The first one sends the beginning of each value, and the second one the rest.
         """
 
         def exchange(data: bytes, size: int) -> list[bytes]:
@@ -103,8 +101,9 @@ class Ranks:
         ]
 
     def broadcast(self, buffers: Iterable[Tensor]) -> None:
-        """Fill byte buffers in CPU memory with rank 0's content; a piece is prepared
-        while the previous one is sent.
+        """Fill byte buffers in CPU memory with rank 0's content.
+
+        A piece is prepared while the previous one is sent.
         """
         finish: Callable[[], None] = lambda: None  # noqa: E731
         for piece in (piece for buffer in buffers for piece in buffer.split(_PIECE)):
@@ -128,8 +127,7 @@ class Ranks:
     def on_rank_zero(
         self, work: Callable[[], T], what: str, settle: Callable[[], object] = lambda: None
     ) -> T:
-        """Run ``work`` on rank 0 and give every rank its result, or raise its error on
-        every rank.
+        """Run ``work`` on rank 0; every rank returns its result or raises its error.
 
         If rank 0 dies during the work, the control channel unblocks the other ranks.
 
@@ -164,8 +162,9 @@ class Ranks:
         return result if self.rank == 0 else pickle.loads(message)
 
     def on_every_rank(self, work: Callable[[], T], what: str) -> T:
-        """Run ``work``, which must not contain a collective, on every rank; all raise
-        the lowest failing rank's error.
+        """Run ``work`` on every rank; all raise the error of the lowest failing rank.
+
+        ``work`` must not contain a collective.
 
         Raises:
             Exception: that rank's exception; see :meth:`on_rank_zero`.
@@ -190,8 +189,9 @@ class Ranks:
 
 
 def is_gloo(device: str | torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the group uses gloo for tensors on this device; it may have one backend
-    for each type of device.
+    """Whether the group uses gloo for tensors on this device.
+
+    A group may have one backend for each type of device.
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> is_gloo("cpu"), is_gloo(torch.device("cuda", 1))
@@ -211,8 +211,9 @@ class _Failure:
 
     @staticmethod
     def of(error: Exception) -> _Failure:
-        """Wrap the error, or a ``RuntimeError`` with its type and text if pickle does
-        not keep these.
+        """Wrap the error in a form that survives pickling.
+
+        If pickle does not keep its type and text, this is a ``RuntimeError`` with both.
         """
         try:
             rebuilt = pickle.loads(pickle.dumps(error))
@@ -223,8 +224,9 @@ class _Failure:
         return _Failure(portable, "".join(traceback.format_exception(error)))
 
     def to_error(self, what: str, *, rank: int) -> Exception:
-        """Return the error that other ranks raise, with its origin as a note and the
-        remote traceback as its cause.
+        """Return the error for other ranks, with the remote traceback as its cause.
+
+        A note names the rank and the operation.
         """
         self.error.add_note(f"raised on rank {rank} (operation: {what})")
         self.error.__cause__ = RemoteTraceback(self.traceback_text)
@@ -239,8 +241,9 @@ class RemoteTraceback(Exception):
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return the text; if it is too long, only its beginning and end, and the number of
-    characters left out.
+    """Return the text, or its beginning and end if it is longer than ``longest``.
+
+    In the latter case, the number of characters left out is in between.
     """
     left_out = len(text) - longest
     if left_out <= 0:
@@ -250,9 +253,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def reason_of(exception: BaseException) -> str:
-    """Return the type and the shortened text of an exception, even if its ``__str__``
-    raises.
-    """
+    """Return an exception's type and shortened text, even if its ``__str__`` raises."""
     name = type(exception).__name__
     try:
         text = str(exception)

@@ -25,9 +25,7 @@ def use_device(device: torch.device) -> None:
 def start_thread(
     name: str, target: Callable[..., object], *args: Any, daemon: bool = True
 ) -> threading.Thread:
-    """Start a thread that calls ``target`` with ``args``, on this process's device, and
-    return it.
-    """
+    """Start and return a thread that calls ``target`` on this process's device."""
     device = _device
     if device is None and torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())

@@ -1,5 +1,4 @@
-"""Choose between ``lightning`` and ``pytorch_lightning``, and register the strategy's
-names with both.
+"""Choose ``lightning`` or ``pytorch_lightning``, and register strategies with both.
 
 The two packages define separate classes, and many environments have both. A Trainer of
 one rejects a strategy of the other, so the files of ``integration`` are loaded once for
@@ -30,16 +29,12 @@ _FROZEN_BY_PYTHON = 1000  # at most; Python 3.12 starts with about 400 frozen ob
 
 
 def adapter(name: str) -> Any:
-    """Return a module of ``integration`` for the tree to which the package's public
-    names belong.
-    """
+    """Return a module of ``integration`` for the tree of the package's public names."""
     return import_module(f"{_ADAPTERS[_chosen]}.{name}")
 
 
 def register_names() -> None:
-    """Register the strategy names with each tree that the program has imported or will
-    import.
-    """
+    """Register the strategy names with each tree, now or when it is imported."""
     for tree in _ADAPTERS:
         if tree in sys.modules:
             _register(tree)
@@ -47,9 +42,7 @@ def register_names() -> None:
 
 
 def _choose() -> str:
-    """Return a tree that is already imported, otherwise an installed one; ``lightning``
-    takes precedence.
-    """
+    """Return an imported tree, otherwise an installed one; prefer ``lightning``."""
     imported = [tree for tree in _ADAPTERS if tree in sys.modules]
     installed = [
         tree for tree in _ADAPTERS if importlib.util.find_spec(tree.partition(".")[0]) is not None
@@ -58,8 +51,9 @@ def _choose() -> str:
 
 
 def _import_quickly(tree: str) -> None:
-    """Import a tree and torch with garbage collection off: it would slow the import by
-    a fifth and free nothing.
+    """Import a tree and torch with garbage collection off.
+
+    Garbage collection would slow the import by a fifth and free nothing.
     """
     if tree in sys.modules or not gc.isenabled() or gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         return
@@ -78,15 +72,15 @@ _import_quickly(_chosen)
 
 
 def _register(tree: str) -> None:
-    # An unsupported version of the other tree must not affect the program's own
-    # Trainers.
+    # An unsupported version of the other tree must not affect the program.
     with suppress(ImportError):
         import_module(f"{_ADAPTERS[tree]}.public")  # importing it registers the names
 
 
 class _RegisterOnImport(MetaPathFinder):
-    """Leaves finding modules to the other finders, and registers our strategy names
-    once a tree is imported.
+    """A finder that registers our strategy names once a tree is imported.
+
+    It leaves finding modules to the other finders.
     """
 
     _is_delegating = False

@@ -1,6 +1,4 @@
-"""The version of this package: that of its release, or the commit that it was installed
-from.
-"""
+"""The version of this package: its release, or the commit it was installed from."""
 
 from importlib import metadata
 

@@ -63,8 +63,9 @@ class World:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes, if every node except the last has as many processes as
-        this one.
+        """The number of nodes.
+
+        Every node except the last is assumed to have as many processes as this one.
         """
         return -(-self.world_size // self.local_world_size)
 
@@ -127,8 +128,9 @@ def read_world(
     world_size: int | None = None,
     devices: int | None = None,
 ) -> World | None:
-    """Return the world from the arguments, otherwise from a launcher's variables;
-    ``None`` if both are missing.
+    """Return the world from the arguments, otherwise from a launcher's variables.
+
+    Return ``None`` if both are missing.
 
     Args:
         environ: environment variables, usually ``os.environ``; not changed.
@@ -203,8 +205,7 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
 
 
 def launcher_of(environ: Environ) -> Launcher | None:
-    """Return the innermost launcher that describes the ranks; ``None`` if the variables
-    describe none.
+    """Return the innermost launcher that describes the ranks; ``None`` without one.
 
     Raises:
         ConfigurationError: the world size of Open MPI or PMI is not an integer.
@@ -214,8 +215,7 @@ def launcher_of(environ: Environ) -> Launcher | None:
     if _known(environ, OPEN_MPI.world_size) not in (None, 1):
         return OPEN_MPI
     if "PMI_RANK" in environ and _known(environ, "PMI_SIZE") not in (None, 1):
-        # With srun --mpi=pmi2 both describe the same ranks, but only SLURM's own
-        # variables describe the nodes.
+        # With srun --mpi=pmi2, both are set, but only SLURM's describe the nodes.
         return SLURM if is_slurm(environ) and HYDRA.local_rank not in environ else HYDRA
     if is_slurm(environ):
         return SLURM
@@ -227,8 +227,7 @@ def launcher_of(environ: Environ) -> Launcher | None:
 
 
 def run_of(source: str, environ: Environ) -> str:
-    """Return the variables with which a launcher numbers its runs; empty if it does
-    not.
+    """Return the variables that number a launcher's runs; empty if it has none.
 
     >>> run_of("SLURM", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"})
     'SLURM_JOB_ID=12 SLURM_STEP_ID=0'
@@ -252,9 +251,7 @@ def _with_arguments(environ: Environ, arguments: dict[str, int]) -> Environ:
 
 
 def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
-    """Return a World; missing numbers are computed as if the ranks filled one node
-    after another.
-    """
+    """Return a World; compute missing numbers as if ranks filled node after node."""
     rank = _integer(environ, launcher.rank)
     world_size = _integer(environ, launcher.world_size)
     local_rank = _known(environ, launcher.local_rank)
@@ -263,8 +260,7 @@ def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
     if launcher is SLURM:
         local_world_size = _slurm_tasks_on_node(environ)
     if local_world_size is None:
-        # check_devices later refuses more devices than ranks, and names both numbers as
-        # the user wrote them.
+        # check_devices refuses more devices than ranks, and names the user's numbers.
         local_world_size = world_size if devices is None else min(devices, world_size)
     per_node = max(local_world_size, 1)  # World raises for numbers below 1
     return World(
@@ -278,8 +274,9 @@ def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
 
 
 def is_slurm(environ: Environ) -> bool:
-    """Whether SLURM starts the ranks; by Lightning's rule, users start those of an
-    interactive job by other means.
+    """Whether SLURM starts the ranks, which it does not in an interactive job.
+
+    This is Lightning's rule: users start the ranks of such a job by other means.
     """
     return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in (
         "bash",
@@ -288,8 +285,9 @@ def is_slurm(environ: Environ) -> bool:
 
 
 def _slurm_tasks_on_node(environ: Environ) -> int | None:
-    """Return the number of tasks per node, assumed equal on all nodes but above the
-    local rank; ``None`` if unknown.
+    """Return the number of tasks on this node; ``None`` if it is unknown.
+
+    All nodes are assumed to have equally many, but more than the local rank.
     """
     nodes = _known(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     tasks = (

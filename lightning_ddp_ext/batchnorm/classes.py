@@ -1,6 +1,4 @@
-"""Change a layer's class to one made from its own class and ``SyncBatchNorm``, and
-restore its own class.
-"""
+"""Change a layer's class to one made from its own and ``SyncBatchNorm``, and back."""
 
 from __future__ import annotations
 
@@ -16,15 +14,12 @@ from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import ConfigurationError
 
 _OWN = "_ddpx_own_class"  # attribute of a made class: the layer's own class
-_REACHED = (  # attribute of a layer: whether its own forward has called SyncBatchNorm.forward
-    "_ddpx_reached"
-)
+# attribute of a layer: whether its own forward has called SyncBatchNorm.forward
+_REACHED = "_ddpx_reached"
 
 
 class _CalledByOwnForward(SyncBatchNorm):
-    """``SyncBatchNorm`` as the base of a class that overrides ``forward``: it also
-    records that it was called.
-    """
+    """``SyncBatchNorm`` for classes that override ``forward``; it records its calls."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a batch as ``SyncBatchNorm`` does."""
@@ -33,9 +28,7 @@ class _CalledByOwnForward(SyncBatchNorm):
 
 
 def overrides_forward(own: Any) -> bool:
-    """Whether a subclass of BatchNorm, or one of its mixins, overrides torch's
-    ``forward``.
-    """
+    """Whether a BatchNorm class, or a mixin of it, overrides torch's ``forward``."""
     return own.forward is not BatchNorm.forward
 
 
@@ -97,8 +90,9 @@ def restore(layer: Module) -> None:
 
 
 def _reduce(layer: Any, protocol: Any) -> Any:
-    """Reduce a layer to its own class for copies and pickles, since the made class
-    cannot be imported.
+    """Reduce a layer to its own class for copies and pickles.
+
+    The made class cannot be imported.
     """
     made = type(layer)
     function, arguments, *rest = super(made, layer).__reduce_ex__(protocol)

@@ -1,6 +1,4 @@
-"""Convert the BatchNorm layers of a model to synchronise, report on each, and restore
-them.
-"""
+"""Make a model's BatchNorm layers synchronise, report on each, and restore them."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ class Conversion:
     world_size: int
 
     def summary(self) -> str:
-        """Return a line with the number of converted layers, and the reasons why others
-        were not converted.
-        """
+        """Return the number of converted layers, and why others were not converted."""
         reasons = Counter([*self.unsupported.values(), *self.left_alone.values()])
         total = len(self.converted) + reasons.total()
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
@@ -73,8 +69,7 @@ def convert_sync_batchnorm(
     exclude: Selection = None,
     process_group: Ranks = None,
 ) -> ModuleT:
-    """Make the BatchNorm layers of a model synchronise; ``restore_batchnorm`` undoes
-    this exactly.
+    """Make a model's BatchNorm layers synchronise; ``restore_batchnorm`` undoes this.
 
     Each layer remains the same object, with its parameters, buffers, hooks, mode,
     device and dtype. Its new class is made from its own class and
@@ -125,8 +120,9 @@ def convert_sync_batchnorm(
 def convert(
     module: Module, choice: Choice, process_group: dist.ProcessGroup | None = None
 ) -> Conversion:
-    """Convert the chosen layers as ``convert_sync_batchnorm`` does, and report on all
-    layers, without a warning.
+    """Convert layers as ``convert_sync_batchnorm`` does, and report on all of them.
+
+    Unsupported layers are in the report, without a warning.
     """
     reasons = choice.reasons_against(module)
     are_chosen = choice.include is not None
@@ -150,12 +146,11 @@ def convert(
 
 
 def restore_batchnorm(module: ModuleT) -> ModuleT:
-    """Undo ``convert_sync_batchnorm``: each layer gets its former class back and keeps
-    its current weights.
+    """Undo ``convert_sync_batchnorm``; the layers keep their current weights.
 
-    Layers that the model created as ``SyncBatchNorm`` do not change. Copies of
-    converted layers are also converted, and must be restored separately. Not
-    collective.
+    Each layer gets its former class back. Layers that the model created as
+    ``SyncBatchNorm`` do not change. Copies of converted layers are also converted, and
+    must be restored separately. Not collective.
 
     Returns:
         ``module`` itself.

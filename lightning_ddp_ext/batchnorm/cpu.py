@@ -1,5 +1,6 @@
-"""Compute synchronised BatchNorm on CPU, with torch's single-process kernels and one
-exchange in each pass.
+"""Compute synchronised BatchNorm on CPU, with one exchange in each pass.
+
+The kernels are those of torch for a single process.
 """
 
 from __future__ import annotations
@@ -45,8 +46,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         """
         x = dense(input.to(torch.promote_types(input.dtype, torch.float32)))
         mean, var = mean_and_var(x)
-        # Each rank decides this for its own batch: the exchanged data have the same
-        # form either way.
+        # Each rank may decide this for itself: the exchanged data have the same form.
         if x.dtype == torch.float32 and has_large_offset(mean, var, eps=eps):
             x = x.double()
             mean, var = mean_and_var(x)
@@ -107,7 +107,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
 def _parameter_gradients(
     dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's sums of ``dy`` × normalised ``x``, and of ``dy``, per channel."""
+    """Return the channel sums of ``dy`` × normalised ``x``, and those of ``dy``."""
     if x.numel() == 0:  # the kernel would divide by zero
         return torch.zeros_like(mean), torch.zeros_like(mean)
     wanted = [False, True, True]

@@ -1,5 +1,6 @@
-"""Compute synchronised BatchNorm on CUDA with torch's function, including empty batches
-and any memory format.
+"""Compute synchronised BatchNorm on CUDA with torch's function.
+
+This module extends it to empty batches and any memory format.
 """
 
 from __future__ import annotations
@@ -28,11 +29,9 @@ def batch_norm(
 
     Collective, as is its backward pass.
     """
-    # The kernel converts counts to the dtype of the running statistics, and float16 may
-    # be too small for them.
+    # The kernel converts counts to this dtype, and float16 may be too small for them.
     dtype = torch.promote_types(input.dtype, torch.float32)
-    # An empty batch would send zeros in its own dtype, but ranks with values send
-    # float32.
+    # An empty batch would send zeros in its own dtype, but other ranks send float32.
     x = input.to(dtype) if input.numel() == 0 else dense(input)
     kept = [value for value in (running.mean, running.var) if value is not None]
     mean, var = [value.to(dtype) for value in kept] or input.new_zeros(
@@ -48,9 +47,7 @@ def batch_norm(
 
 
 class _Normalise(TorchSyncBatchNorm):
-    """torch's function, extended to gradients in any memory format and to empty
-    batches.
-    """
+    """Extends torch's function to empty batches and gradients in any memory format."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:

@@ -13,12 +13,12 @@ Ranks = str | int | dist.ProcessGroup | None
 
 
 def check_ranks(ranks: Ranks) -> None:
-    """Raise a ``ConfigurationError`` unless ``ranks`` is ``None``, ``"node"``, a
-    positive number or a process group.
+    """Raise a ``ConfigurationError`` unless ``ranks`` describes a process group.
+
+    It may be ``None``, ``"node"``, a positive number, or a process group.
     """
     is_number = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
-    # Outside of its group, a rank has torch's NON_GROUP_MEMBER, and uses its own batch
-    # alone.
+    # A rank outside of its group has NON_GROUP_MEMBER, and uses its own batch alone.
     is_group = isinstance(ranks, dist.ProcessGroup) or ranks == dist.GroupMember.NON_GROUP_MEMBER
     if not (ranks is None or ranks == "node" or is_number or is_group):
         raise ConfigurationError(
@@ -52,13 +52,12 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
 
 
 def batchnorm_group() -> dist.ProcessGroup | None:
-    """Return a group of all ranks used only for BatchNorm, or ``None`` for the default
-    group.
+    """Return a group of all ranks for BatchNorm only; ``None`` for the default group.
 
     Collective.
 
-    With gloo, DDP's gradients and the layers' statistics then do not wait for each
-    other, and a rank in another layer cannot mix them up.
+    With gloo and a separate group, DDP's gradients and the layers' statistics do not
+    wait for each other, and a rank in another layer cannot mix them up.
     """
     context = current()
     if context is None or not is_gloo("cuda"):  # with NCCL, a separate group has no advantage

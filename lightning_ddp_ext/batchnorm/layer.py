@@ -20,8 +20,9 @@ CONTEXT = "_ddpx_context"  # the attribute that conversion adds to layers
 
 
 class SyncBatchNorm(BatchNorm):
-    r"""BatchNorm over the batches of all ranks, for inputs (N, C) to (N, C, D, H, W),
-    on CPU and CUDA.
+    r"""BatchNorm over the batches of all ranks, on CPU and CUDA.
+
+    An input has a shape from (N, C) to (N, C, D, H, W).
 
     In training, mean and variance are those of all ranks' batches together, which may
     differ in size or be empty. Running statistics are the same on all ranks. Each
@@ -104,8 +105,7 @@ class SyncBatchNorm(BatchNorm):
         return output
 
     def _check_channels_and_device(self, input: Tensor) -> None:
-        # The kernels that take statistics as arguments do not check sizes, and would
-        # read out of bounds.
+        # torch's kernels do not check these sizes, and would read out of bounds.
         if input.size(1) != self.num_features:
             raise BatchNormError(
                 f"{self._ddpx_context.name} expects inputs with {self.num_features} channels "
@@ -118,9 +118,7 @@ class SyncBatchNorm(BatchNorm):
             )
 
     def _count_batch(self) -> Running:
-        """Count a batch; return the running statistics to update, and the batch's
-        weight in them.
-        """
+        """Count a batch, and return the running statistics with the batch's weight."""
         if not self.track_running_stats:
             return Running(None, None, 0.0)
         momentum = self.momentum

@@ -12,23 +12,21 @@ from torch import Tensor
 
 Vector = NDArray[np.float64]
 
-# If the mean is this many times the standard deviation, float32 is too imprecise:
-# torch's error exceeds 1e-6.
+# With a mean of this many standard deviations, torch's error in float32 exceeds 1e-6.
 _LARGE_OFFSET = 8.0
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def dense(input: Tensor) -> Tensor:
-    """Return the batch in a memory format for which torch's kernels are fast:
-    contiguous or channels last.
-    """
+    """Return the batch contiguous or in channels-last format, for fast kernels."""
     memory_format = _CHANNELS_LAST.get(input.dim(), torch.contiguous_format)
     return input if input.is_contiguous(memory_format=memory_format) else input.contiguous()
 
 
 def mean_and_var(x: Tensor) -> tuple[Vector, Vector]:
-    """Return mean and biased variance (C) of a batch (N, C, ...) in float32 or float64
-    on CPU; zeros if empty.
+    """Return mean and biased variance (C) of a batch (N, C, ...); zeros if empty.
+
+    The batch is in float32 or float64 on CPU.
     """
     if x.numel() == 0:
         return np.zeros(x.size(1)), np.zeros(x.size(1))
@@ -37,9 +35,7 @@ def mean_and_var(x: Tensor) -> tuple[Vector, Vector]:
 
 
 def has_large_offset(mean: Vector, var: Vector, *, eps: float) -> bool:
-    """Whether a channel's mean is too large for float32, relative to its standard
-    deviation.
-    """
+    """Whether a mean is too large for float32, relative to its standard deviation."""
     return bool((mean * mean > _LARGE_OFFSET**2 * (var + eps)).any())
 
 
@@ -73,15 +69,15 @@ def merge(parts: Vector) -> Statistics:
     variances = parts[:, 1 + channels :]
     count = float(counts.sum())
     weights = counts / max(count, 1.0)
-    # Not a matrix product, whose last bits depend on the processor: the ranks must
-    # agree.
+    # The ranks must agree, but a matrix product's last bits depend on the processor.
     mean = (weights * means).sum(0)
     return Statistics(mean, (weights * (variances + (means - mean) ** 2)).sum(0), count)
 
 
 class Running(NamedTuple):
-    """A layer's running statistics (C), or ``None`` if it has none, and the weight of a
-    new batch in them.
+    """A layer's running statistics (C), and the weight of a new batch in them.
+
+    The statistics are ``None`` if the layer does not have them.
     """
 
     mean: Tensor | None

@@ -1,5 +1,6 @@
-"""Exchange a BatchNorm layer's values between ranks, and check that every rank is in
-the same layer and pass.
+"""Exchange a BatchNorm layer's values between ranks.
+
+An exchange on CPU also checks that every rank is in the same layer and pass.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ _POLL_FOR = 0.002  # seconds; a small exchange between ranks that start together
 
 
 def _wait_for(work: dist.Work) -> None:
-    """Wait for an exchange; poll first, since waking a thread takes a third of the time
-    of a short exchange.
+    """Wait for an exchange; poll first.
 
-    Polling lets other threads, such as those in which torch runs the exchange, use the
-    processor.
+    Waking a thread takes a third of the time of a short exchange. Polling lets other
+    threads, such as those in which torch runs the exchange, use the processor.
     """
     moment = time.monotonic() + _POLL_FOR
     while not work.is_completed() and time.monotonic() < moment:
@@ -59,8 +59,9 @@ class SyncContext:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that join their batches; 1 without any group, or on a
-        rank outside ``process_group``.
+        """The number of ranks that join their batches.
+
+        It is 1 without any group, or on a rank outside ``process_group``.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return 1
@@ -86,8 +87,7 @@ class SyncContext:
         message = np.zeros(max(_HEADER + 1 + 2 * self.num_features, len(numbers)))
         message[: len(numbers)] = numbers
         received = np.empty((self.world_size, len(message)))
-        # With a list of tensors, torch would copy everything once more.
-        # Its name before torch 2.13.
+        # all_gather would copy everything again; torch 2.13 introduced the first name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         into = torch.from_numpy(received).view(-1)
         _wait_for(gather(into, torch.from_numpy(message), group=self.process_group, async_op=True))
@@ -112,6 +112,5 @@ class SyncContext:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A process group cannot be pickled, so in another process the layer joins the
-        # batches of all ranks.
+        # Without the process group, which cannot be pickled, a copy joins all batches.
         return SyncContext, (None, self.names, self.index, self.num_features)

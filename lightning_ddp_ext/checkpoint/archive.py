@@ -1,5 +1,4 @@
-"""Open a checkpoint file, and check each of its records against the checksum that was
-written with it.
+"""Open a checkpoint file, and check its records against their checksums.
 
 ``torch.save`` writes an uncompressed zip archive with a CRC-32 checksum for each
 record: ``data.pkl`` is the pickled structure, and ``data/N`` is the memory of one or
@@ -93,8 +92,9 @@ class Archive:
 
     @property
     def fingerprint(self) -> str | None:
-        """A value that is equal for files with the same content on any host; ``None``
-        if checksums are missing.
+        """A value that is equal for files with the same content, on any host.
+
+        It is ``None`` if checksums are missing.
         """
         if not self.has_checksums:
             return None
@@ -105,11 +105,10 @@ class Archive:
         return hashlib.sha256(repr((self.size, facts)).encode()).hexdigest()
 
     def check(self, tensors: Iterable[ZipInfo] | None = None) -> None:
-        """Check all records that have a checksum; of the tensors only those in
-        ``tensors``, if given.
+        """Check the records that have a checksum.
 
-        The file is read instead of mapped, because truncating a mapped file would kill
-        the process with SIGBUS.
+        If ``tensors`` is given, other tensors are not checked. The file is read instead
+        of mapped, because truncating a mapped file would kill the process with SIGBUS.
 
         Raises:
             DamagedCheckpointError: records were altered (the error names them), or the
@@ -144,8 +143,9 @@ class Archive:
 
 @contextmanager
 def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
-    """Convert errors in the block, which reads a file, to checkpoint errors; only a
-    directory is called damaged.
+    """Convert errors in a block that reads a file to checkpoint errors.
+
+    Only a directory counts as damaged.
 
     Args:
         name: the user's name for the file.
@@ -175,8 +175,9 @@ def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
 
 
 def unreadable(name: str, error: Exception) -> CheckpointError:
-    """Return the error for a file that may be intact: memory is short, the system
-    refuses, or a class raises.
+    """Return the error for a file that could not be read, but may be intact.
+
+    For example, memory is short, the system refuses, or a class raises.
     """
     reason = (
         getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -195,15 +196,14 @@ def unreadable(name: str, error: Exception) -> CheckpointError:
 
 
 def is_of_system(error: Exception) -> bool:
-    """Whether this is a system error; torch raises some of them as a ``RuntimeError``
-    with the system's text.
-    """
+    """Whether this is a system error, which torch may raise as a ``RuntimeError``."""
     return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEMS.search(str(error)))
 
 
 def _has_records(file: BinaryIO, name: str) -> bool:
-    """Whether the file is an archive; if not, it must be a pickle, as torch wrote
-    before version 1.6.
+    """Whether the file is an archive, rather than a pickle from before torch 1.6.
+
+    Raise if it is neither.
     """
     beginning = file.read(4)
     if not beginning:
@@ -221,8 +221,7 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
         with _zip_file(file) as archive:
             records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         for record in records:
-            # For a directory record, torch would read nothing and use uninitialised
-            # memory.
+            # For a directory record, torch would use uninitialised memory.
             if record.compress_type != zipfile.ZIP_STORED or record.external_attr & _DIRECTORY:
                 raise ValueError(f"record {record.filename} has an invalid header")
         if records and (
@@ -250,9 +249,7 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
 
 
 def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
-    """Read the directory of an archive, and tell disk errors from damage, which zipfile
-    confuses.
-    """
+    """Read an archive's directory; unlike zipfile, tell disk errors from damage."""
     try:
         return zipfile.ZipFile(file)
     except (zipfile.BadZipFile, OSError) as error:
@@ -264,8 +261,9 @@ def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
 
 
 def _is_intact(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
-    """Whether the content matches its checksum, which zipfile compares at the end of
-    reading.
+    """Whether a record's content matches its checksum.
+
+    zipfile compares them at the end of reading.
     """
     try:
         with archive.open(record) as content:
@@ -277,9 +275,7 @@ def _is_intact(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
 
 
 def _name(record: ZipInfo) -> str:
-    """Return the record's name without the archive's top folder: ``data.pkl``,
-    ``data/0``.
-    """
+    """Return a record's name without the top folder: ``data.pkl``, ``data/0``."""
     return record.filename.partition("/")[2]
 
 
@@ -288,7 +284,8 @@ def _is_tensor(record: ZipInfo) -> bool:
 
 
 def _has_crc(record: ZipInfo) -> bool:
-    """Whether a checksum was recorded; it is zero after
-    ``torch.serialization.set_crc32_options(False)``.
+    """Whether a checksum was recorded.
+
+    It is zero after ``torch.serialization.set_crc32_options(False)``.
     """
     return record.CRC != 0 or record.file_size == 0

@@ -1,10 +1,9 @@
-"""Save in the background: training waits for a copy in memory, and threads write the
-files in the order of the calls.
+"""Save in the background: training waits only for a copy in memory.
 
-To limit memory, there is only one copy at a time: a save waits until the previous
-checkpoint is written. Removals are queued in the same order. After a failed save,
-removals wait for a save that succeeds, because they might otherwise remove the last
-good checkpoint.
+Threads write the files in the order of the calls. To limit memory, there is only one
+copy at a time: a save waits until the previous checkpoint is written. Removals are
+queued in the same order. After a failed save, removals wait for a save that succeeds,
+because they might otherwise remove the last good checkpoint.
 """
 
 from __future__ import annotations
@@ -47,16 +46,13 @@ class Saver:
         weakref.finalize(self, _log, self._unreported).atexit = False
 
     def __reduce__(self) -> Any:
-        # Started ranks get a new one, because threads and the buffer belong to this
-        # process.
-        return (
-            Saver,
-            (),
-        )
+        # A started rank gets a new one: threads and the buffer belong to this process.
+        return (Saver, ())
 
     def save(self, path: str, job: Callable[[], None]) -> None:
-        """Write a checkpoint now by calling ``job``, then run the removals that were
-        waiting for a successful save.
+        """Write a checkpoint now by calling ``job``.
+
+        Then run the removals that were waiting for a successful save.
         """
         self._last_save_failed = True  # until it succeeds
         with delaying_forced_end(self.deadline):
@@ -86,11 +82,10 @@ class Saver:
     def follow_up(
         self, path: str, job: Callable[[], None], *, later: bool, postpone: bool = False
     ) -> None:
-        """Run a removal or a link unless the previous save failed, either now or after
-        all jobs queued so far.
+        """Run a removal or a link, unless the previous save failed.
 
-        With ``postpone``, a job that was not run for this reason waits for the next
-        save that succeeds.
+        The job runs now or, with ``later``, after all jobs queued so far. With
+        ``postpone``, a job that was not run waits for the next save that succeeds.
         """
 
         def unless_failed() -> None:
@@ -114,8 +109,7 @@ class Saver:
             at_exit(partial(_finish, weakref.ref(self)))
         jobs: list[Callable[[], None]] = []
         with self._starting:
-            # The thread waits for the end of this block; if interrupted, the thread has
-            # no job.
+            # The thread waits for this block; if it is interrupted, there is no job.
             self._last_thread = start_thread(
                 "ddpx-checkpoints", self._run, jobs, self._last_thread, daemon=False
             )

@@ -24,8 +24,7 @@ _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
 
 class Sink:
-    """Writes to a temporary file without a buffer, and records the error that stopped
-    it.
+    """Writes to a file without a buffer, and records the error that stopped it.
 
     Args:
         descriptor: the file to write to.
@@ -36,8 +35,9 @@ class Sink:
         self.error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of ``data``; record a disk error or Ctrl-C in ``error``, because
-        torch replaces the exception.
+        """Write all of ``data``; record an exception in ``error``.
+
+        torch replaces exceptions, even disk errors and Ctrl-C.
         """
         view = memoryview(data).cast("B")
         size = len(view)
@@ -55,8 +55,9 @@ class Sink:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Sink]:
-    """Replace the file at ``path`` with the data that the block writes; if the block
-    raises, nothing changes.
+    """Replace the file at ``path`` with the data that the block writes.
+
+    If the block raises, nothing changes.
 
     Raises:
         NotDurableError: the file is in place, but its directory could not be flushed to
@@ -106,9 +107,7 @@ def _temporary(path: Path, suffix: str) -> Path:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flush the directory's names to disk if its file system and permissions allow
-    that.
-    """
+    """Flush a directory's names to disk, if file system and permissions allow that."""
     with suppress(PermissionError):  # a directory may be writable but not readable
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -141,8 +140,9 @@ class Leftover:
 
 
 def find_leftovers(directory: Path) -> list[Leftover]:
-    """Return this user's temporary files in the directory, including any that is being
-    written.
+    """Return this user's temporary files in the directory.
+
+    These include files that are being written.
     """
     found = []
     for path in (

@@ -1,6 +1,4 @@
-"""Detect changes of saved values that nothing records, such as those of persistent
-metrics.
-"""
+"""Detect unrecorded changes of saved values, such as those of persistent metrics."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ from lightning_ddp_ext.checksum import checksum, version_of
 
 
 class FixedValues:
-    """The values in a module's ``state_dict`` other than recorded tensors; they must
-    not change.
+    """The values in a module's ``state_dict`` that must not change.
+
+    These are all values except recorded tensors.
 
     Args:
         module: the module.

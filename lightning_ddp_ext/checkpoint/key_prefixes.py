@@ -1,6 +1,4 @@
-"""Ignore the prefixes that wrappers add to the names of weights, and recognise plain
-state dicts.
-"""
+"""Ignore the prefixes of wrapped models' weights, and recognise plain state dicts."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ _WRAPPED = "module."
 
 
 def is_plain_state_dict(content: Any) -> bool:
-    """Whether the content is a plain state dict, as ``torch.save(model.state_dict(),
-    path)`` writes it.
-    """
+    """Whether the content is what ``torch.save(model.state_dict(), path)`` writes."""
     return (
         isinstance(content, Mapping)
         and any(isinstance(value, Tensor) for value in content.values())
@@ -40,10 +36,9 @@ def canonical(name: str) -> str:
 
 
 def names_in_model(file_names: Iterable[str], model_names: Iterable[str]) -> dict[str, str]:
-    """Map names found only in the file to names found only in the model, if they differ
-    only in prefixes.
+    """Map the file's names to the model's if they differ only in prefixes.
 
-    Names with more than one candidate are left out.
+    Names found in both, and names with more than one candidate, are left out.
 
     >>> names_in_model(["module.net.weight"], ["net.weight"])
     {'module.net.weight': 'net.weight'}
@@ -64,9 +59,7 @@ def _unambiguous(names: Iterable[str]) -> dict[str, str]:
 
 
 def renamed(weights: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[str, Any]:
-    """Return the weights under the model's names, with the module versions that
-    ``state_dict()`` records.
-    """
+    """Return the weights, with their module versions, under the model's names."""
     result = OrderedDict((names.get(name, name), value) for name, value in weights.items())
     metadata = getattr(weights, "_metadata", None)
     if isinstance(metadata, Mapping):

@@ -1,6 +1,4 @@
-"""Read a checkpoint file on one rank, and place its tensors on a device or in this
-process's memory.
-"""
+"""Read a checkpoint file on one rank, and place its tensors on devices or in memory."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
 # from; returns the placed storage.
 Placement = Callable[[UntypedStorage, str], UntypedStorage]
 
-# Files up to this size in bytes are read instead of mapped, which is faster and needs
-# no more memory than this.
+# Files up to this size in bytes are read instead of mapped, which is faster.
 _SMALL_FILE = 16 << 20
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -188,8 +185,9 @@ def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap:
 
 
 def _explained(archive: Archive, error: Exception, weights_only: bool | None) -> CheckpointError:
-    """Return the checkpoint error; the file counts as damaged unless checksums or the
-    kind of error show otherwise.
+    """Return the checkpoint error for an error that ``torch.load`` raised.
+
+    The file counts as damaged unless checksums or the kind of error show otherwise.
     """
     if is_of_system(error):
         return unreadable(archive.name, error)
@@ -198,8 +196,7 @@ def _explained(archive: Archive, error: Exception, weights_only: bool | None) ->
         refused = _REFUSED.search(str(error))
         if refused or (archive.records and weights_only is not False):
             return _unsafe(archive.name, error, refused and refused[1])
-    # torch's archive reader detects damage outside the records, which no checksum
-    # covers.
+    # torch's reader detects damage outside the records, which no checksum covers.
     where = traceback.extract_tb(error.__traceback__)[-1].filename
     is_readers = type(error) is RuntimeError and where == torch.serialization.__file__
     if (archive.has_checksums and not is_readers) or isinstance(

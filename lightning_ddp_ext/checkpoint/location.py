@@ -34,8 +34,9 @@ class Location:
 
     @property
     def local(self) -> Path | None:
-        """The path on this machine's file systems, including network ones; ``None`` for
-        an object store.
+        """The path on this machine's file systems, including network ones.
+
+        It is ``None`` for an object store.
         """
         return Path(self.path) if isinstance(self.fs, LocalFileSystem) else None
 
@@ -58,8 +59,7 @@ def locate(path: PathLike) -> Location:
 
 @contextmanager
 def on_local_disk(location: Location) -> Iterator[str]:
-    """Yield a local path of the file: its own path, or that of a temporary copy from an
-    object store.
+    """Yield a local path of the file, or of a temporary copy from an object store.
 
     Raises:
         CheckpointNotFoundError: the object does not exist.

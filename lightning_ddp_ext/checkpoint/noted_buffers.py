@@ -16,9 +16,7 @@ _MOST = 1 << 20  # bytes of all noted buffers; noting masks and queues would tak
 
 
 class NotedBuffers:
-    """The buffers that checkpoints of a module hold, without big, sparse and missing
-    ones.
-    """
+    """The buffers in a module's checkpoints, except big, sparse and missing ones."""
 
     def __init__(self, module: nn.Module) -> None:
         saved = [
@@ -51,8 +49,7 @@ class NotedBuffers:
         self._versions = versions
         if not buffers:
             return b""
-        # Joined on the first one's device, since a copy to the CPU waits for the
-        # device.
+        # Joined on one device, since each copy to the CPU waits for the device.
         views = [
             each.detach().reshape(-1).view(torch.uint8).to(buffers[0].device) for each in buffers
         ]

@@ -1,5 +1,4 @@
-"""Keep the notes of each rank in a file on its host for survivors, and choose the
-survivor that saves.
+"""Keep each rank's notes in a file for survivors, and choose the survivor that saves.
 
 The file is mapped, and the page cache keeps what a killed process wrote. The ranks of a
 host open each other's files, then remove the names. So no other run finds a file, and
@@ -30,10 +29,10 @@ _MEMORY = "/dev/shm"  # on a disk each page that has been written back costs a p
 
 
 class Kind(IntEnum):
-    """The kinds of notes: random states at moments after a batch, in the order of these
-    moments, then other data.
+    """The kinds of notes: random states at moments after a batch, then other data.
 
-    A new note overwrites the oldest one of its kind.
+    The moments are in chronological order. A new note overwrites the oldest one of its
+    kind.
     """
 
     # in a batch's backward pass, after which random numbers are rarely drawn, and
@@ -61,8 +60,9 @@ class RankNotes:
         self._written = [0] * len(Kind)
 
     def write(self, kind: Kind, batches: int, *parts: Any) -> None:
-        """Write a note made of ``parts`` over the oldest of its kind; a note
-        interrupted by a kill is ignored.
+        """Write a note made of ``parts`` over the oldest of its kind.
+
+        Readers ignore a note that was interrupted by a kill.
 
         Raises:
             OSError: no space is left for it.
@@ -82,9 +82,7 @@ class RankNotes:
         self._mapped[slot][end : end + _TRAILER.size] = _TRAILER.pack(self._number)
 
     def find(self, batches: int, *kinds: int) -> bytes | None:
-        """Return the newest complete note of these kinds with this count of batches, if
-        any.
-        """
+        """Return the newest complete note of these kinds and batch count, if any."""
         notes = [self._read(kind * _SLOTS + slot) for kind in kinds for slot in range(_SLOTS)]
         found = [
             (number, content) for number, noted, content in notes if number and noted == batches
@@ -92,8 +90,9 @@ class RankNotes:
         return max(found)[1] if found else None
 
     def _read(self, slot: int) -> tuple[int, int, bytes]:
-        """Return a note with its number and batches; the number is 0 for a missing or
-        torn note.
+        """Return a note's number, its batches and its content.
+
+        The number is 0 for a missing or torn note.
         """
         header = os.pread(self._descriptor, _HEADER.size, slot * _SLOT).ljust(_HEADER.size, b"\0")
         number, batches, length = _HEADER.unpack(header)
@@ -106,12 +105,10 @@ class RankNotes:
 
 
 def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankNotes]:
-    """Create this rank's notes and open those of the other ranks on its host; return
-    them by rank.
+    """Create this rank's notes, and open those of the other ranks on its host.
 
-    Collective.
-
-    ``gather`` returns the values of all ranks, by rank.
+    Collective. Return the notes by rank. ``gather`` returns the values of all ranks, by
+    rank.
 
     Raises:
         OSError: a rank cannot create its file; raised on all ranks.
@@ -141,9 +138,7 @@ def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankN
 
 
 def _open(path: str) -> int:
-    """Open the notes of another rank; -1 if they are on another host, or in another
-    container.
-    """
+    """Open another rank's notes; return -1 if it is on another host or container."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -153,8 +148,9 @@ def _open(path: str) -> int:
 def save_if_furthest(
     path: str, run: str, batches: int, save: Callable[[], object], seconds: float
 ) -> bool:
-    """Save, unless another survivor has saved the same or a later state; return whether
-    this rank has saved.
+    """Save unless another survivor has saved the same or a later state.
+
+    Return whether this rank has saved.
 
     A lock decides which one is first. The kernel releases it when its holder exits, so
     a rank that is killed during its save does not block the others. The lock file, next

@@ -1,5 +1,4 @@
-"""Read a checkpoint once for all ranks: each rank maps the same file, or rank 0 reads
-it and sends its content.
+"""Read a checkpoint once for all ranks, from a file that all see or through rank 0.
 
 If every rank sees rank 0's file, or a file with the same content, each rank maps it,
 and the ranks of a host divide the checking among themselves. Otherwise all ranks
@@ -114,8 +113,9 @@ class _View:
 def _open(
     stack: ExitStack, location: Location, ranks: Ranks, options: LoadOptions
 ) -> tuple[str, _View]:
-    """Return the path at which this rank can open the checkpoint, and this rank's view,
-    which includes errors.
+    """Return the path at which this rank can open the checkpoint, and its view.
+
+    The view includes the error if the rank cannot open it.
     """
     host = socket.gethostname()
     if location.local is None and ranks.rank != 0 and options.mode != "map":
@@ -134,8 +134,9 @@ def _open(
 
 
 def _ranks_without_file(views: list[_View], options: LoadOptions, location: Location) -> list[int]:
-    """Return the ranks that do not see rank 0's file; raise if the file cannot be read
-    in the requested mode.
+    """Return the ranks that do not see rank 0's file.
+
+    Raise if the file cannot be read in the requested mode.
     """
     first = views[0]
     if first.error is not None:
@@ -165,9 +166,8 @@ def _send(stack: ExitStack, path: str, ranks: Ranks, options: LoadOptions, name:
     threads = ThreadPoolExecutor(1)
     stack.callback(threads.shutdown, wait=False)  # after an error, do not wait for the check
     storages: list[UntypedStorage] = []
-    devices: dict[
-        object, str
-    ] = {}  # the devices of the saved tensors; a generator's state has none
+    # the devices of the saved tensors; a generator's state has none
+    devices: dict[object, str] = {}
 
     def note_device(storage: UntypedStorage, device: str) -> UntypedStorage:
         devices[identity_of(storage)] = device
@@ -216,8 +216,9 @@ def _send(stack: ExitStack, path: str, ranks: Ranks, options: LoadOptions, name:
 
 
 def _blocks(sizes: list[int]) -> Iterator[list[int]]:
-    """Split sizes into blocks of tensors that are sent together, because each broadcast
-    has a delay.
+    """Split sizes into blocks of tensors that are sent together.
+
+    Each broadcast has a delay.
     """
     block: list[int] = []
     for size in sizes:
@@ -229,7 +230,5 @@ def _blocks(sizes: list[int]) -> Iterator[list[int]]:
 
 
 def _shard(archive: Archive, index: int, count: int) -> list[ZipInfo]:
-    """Return the tensors that rank ``index`` of the ``count`` ranks that read the same
-    file must check.
-    """
+    """Return the tensors that one of ``count`` ranks with the same file must check."""
     return sorted(archive.tensors, key=lambda record: record.file_size, reverse=True)[index::count]

@@ -37,14 +37,13 @@ _REMEDIES = {
 
 
 def write(checkpoint: Any, path: PathLike) -> None:
-    """Write ``checkpoint`` to ``path`` in torch's format; if it cannot be written, an
-    existing local file is unchanged.
+    """Write ``checkpoint`` to ``path`` in torch's format.
 
-    A local file is streamed, flushed to disk and then renamed in one step; temporary
-    files left behind in its directory by killed saves are removed. In a store behind
-    fsspec, the checkpoint is written within a transaction. Stores with atomic uploads
-    (S3, GCS, Azure, memory) give the same guarantee, except that durability is up to
-    the store.
+    A local file is streamed, flushed to disk and then renamed in one step; if it cannot
+    be written, an existing file is unchanged. Temporary files left behind in its
+    directory by killed saves are removed. In a store behind fsspec, the checkpoint is
+    written within a transaction. Stores with atomic uploads (S3, GCS, Azure, memory)
+    give the same guarantee, except that durability is up to the store.
 
     Args:
         checkpoint: anything that ``torch.save`` accepts.
@@ -177,8 +176,9 @@ def _explained(error: OSError, location: Location) -> str:
 def unwritable(
     checkpoint: Any, path: PathLike, error: Exception, is_there: str = _UNTOUCHED
 ) -> CheckpointSaveError:
-    """Return the error for a checkpoint that cannot be written, and name the entry that
-    causes it, if there is one.
+    """Return the error for a checkpoint that cannot be written.
+
+    The message names the entry that cannot be pickled, if there is one.
     """
     culprit = ""
     for key, value in checkpoint.items() if isinstance(checkpoint, dict) else ():

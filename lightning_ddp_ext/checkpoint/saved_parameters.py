@@ -1,5 +1,4 @@
-"""Detect changes of parameters outside of optimiser steps, and undo those of an
-unfinished step.
+"""Detect parameter changes outside of the optimiser, and undo an unfinished step.
 
 A momentum encoder, for example, changes frozen parameters before each forward pass. If
 code writes into ``parameter.data``, no version counter changes, so contents are also
@@ -48,9 +47,7 @@ class SavedParameters:
         self._next_comparison = 0.0
 
     def start_epoch(self) -> None:
-        """Find the parameters, since hooks between epochs may replace, freeze or
-        unfreeze some.
-        """
+        """Find the parameters; hooks may have replaced, frozen or unfrozen some."""
         parameters = dict(self._module.named_parameters())
         frozen = {name for name, each in parameters.items() if not each.requires_grad}
         if frozen == self._frozen and _are_same(parameters, self._parameters):
@@ -64,7 +61,7 @@ class SavedParameters:
         self.record()
 
     def start_step(self) -> None:
-        """Record the parameters before the first batch of an optimiser step is fetched."""
+        """Record the parameters, before an optimiser step fetches its first batch."""
         self.is_in_step = True
         self._started += 1
         is_early = self._started <= _COMPARED_AT_FIRST
@@ -96,16 +93,17 @@ class SavedParameters:
         self.record()
 
     def record(self) -> None:
-        """Record the versions of trainable parameters, which must not change until the
-        next call.
+        """Record the versions of trainable parameters.
 
-        Nothing written into ``data`` changes a version.
+        They must not change until the next call. Nothing written into ``data`` changes
+        a version.
         """
         self._versions = self._trainable_versions()
 
     def undo(self, *, step: bool) -> str | None:
-        """Restore the parameters as they were recorded; return the name of one that is
-        unknown.
+        """Restore the parameters as recorded, unless one of them cannot be restored.
+
+        Return the name of that parameter, if any.
 
         Args:
             step: whether to undo the changes of an unfinished step, rather than to
@@ -132,18 +130,14 @@ class SavedParameters:
         }
 
     def _find_changing(self, names: Iterable[str]) -> None:
-        """Add those of the parameters whose contents have changed since the last
-        comparison.
-        """
+        """Add those of ``names`` whose contents changed since the last comparison."""
         earlier = self._contents
         self._contents = {name: int(checksum(each)) for name, each in self._parameters.items()}
         now = self._contents
         self._changing.update(name for name in names if earlier.get(name, now[name]) != now[name])
 
     def _may_have_changed(self, name: str) -> bool:
-        """Whether a parameter may have changed in this step without a change of its
-        version.
-        """
+        """Whether a parameter may have changed in this step without a new version."""
         if name in self._changing:
             return True
         is_frozen = name in self._frozen

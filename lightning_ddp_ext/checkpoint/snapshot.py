@@ -1,5 +1,4 @@
-"""Split a checkpoint into the storages of its tensors and a pickle of everything else,
-copy them, and join them again.
+"""Split a checkpoint into storages and a pickle, copy them, and join them again.
 
 Tensors are pickled as in ``torch.save``, so all kinds of tensors are supported. A
 snapshot is a copy of the checkpoint at one moment; the next snapshot reuses its memory.
@@ -30,8 +29,9 @@ register_package(
 
 
 def split(content: Any) -> tuple[bytes, list[UntypedStorage]]:
-    """Return a pickle of everything except the storages of tensors, and the storages,
-    each once and not copied.
+    """Return a pickle of all but the storages of tensors, and these storages.
+
+    Each storage occurs once and is not copied.
 
     Raises:
         Exception: any error of pickling.
@@ -43,9 +43,7 @@ def split(content: Any) -> tuple[bytes, list[UntypedStorage]]:
 
 
 def join(pickled: bytes, storages: list[UntypedStorage]) -> Any:
-    """Return the checkpoint made of a pickle and of storages, which replace the
-    original ones.
-    """
+    """Return the checkpoint made of a pickle and of the storages for its tensors."""
     try:
         return _Unpickler(io.BytesIO(pickled), storages).load()
     finally:
@@ -54,8 +52,9 @@ def join(pickled: bytes, storages: list[UntypedStorage]) -> Any:
 
 
 def identity_of(storage: UntypedStorage) -> tuple[str, int, int]:
-    """Return a key for a storage's memory; it includes the size, in which views of a
-    NumPy array may differ.
+    """Return a key for a storage's memory: its device, address and size.
+
+    Views of a NumPy array may differ only in size.
     """
     return str(storage.device), storage.data_ptr(), storage.nbytes()
 
@@ -68,9 +67,8 @@ def bytes_of(storage: UntypedStorage) -> Tensor:
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.storages: list[
-            UntypedStorage
-        ] = []  # keeps them alive, so that addresses are not reused
+        # keeps them alive, so that addresses are not reused
+        self.storages: list[UntypedStorage] = []
         self._numbers: dict[tuple[str, int, int], int] = {}
 
     def persistent_id(self, obj: Any) -> tuple[int, torch.dtype] | None:
@@ -112,8 +110,8 @@ class Buffer:
 
         Returns:
             A function that returns the copy: new objects in this memory, valid until
-                the next snapshot. If the copy is
-            saved with ``torch.save``, the devices of the original tensors are recorded.
+            the next snapshot. If the copy is saved with ``torch.save``, the devices of
+            the original tensors are recorded.
 
         Raises:
             Exception: any error of pickling.
@@ -131,9 +129,7 @@ class Buffer:
     def _copy(
         self, storages: list[UntypedStorage]
     ) -> tuple[list[UntypedStorage], list[torch.cuda.Event]]:
-        """Return copies of ``storages``, and events after which the copies from GPUs
-        are complete.
-        """
+        """Return copies, and events after which copies from GPUs are complete."""
         gpus = {storage.device for storage in storages if storage.device.type == "cuda"}
         self._make_room(sum(aligned(storage.nbytes()) for storage in storages), pinned=bool(gpus))
         sides = {gpu: self._side_stream(gpu) for gpu in gpus}
@@ -169,13 +165,13 @@ class Buffer:
 
 
 def slices_of(memory: UntypedStorage, sizes: list[int]) -> list[UntypedStorage]:
-    """Return consecutive slices of these sizes; an empty slice is a separate storage
-    without an address.
+    """Return consecutive slices of these sizes.
+
+    An empty slice is a separate storage without an address.
     """
     ends = accumulate(map(aligned, sizes))
     begins = (end - aligned(size) for end, size in zip(ends, sizes, strict=True))
-    # An empty slice would have the address of the next one, and torch.save would
-    # confuse them.
+    # torch.save would confuse an empty slice with the next one at the same address.
     return [
         memory[begin : begin + size] if size else UntypedStorage(0)
         for begin, size in zip(begins, sizes, strict=True)
@@ -183,11 +179,10 @@ def slices_of(memory: UntypedStorage, sizes: list[int]) -> list[UntypedStorage]:
 
 
 def pinned_memory(size: int) -> Tensor:
-    """Return bytes that are page-locked while the tensor exists, so that GPUs can copy
-    to them in the background.
+    """Return bytes that are page-locked while the tensor exists.
 
-    torch rounds its own pinned memory up to a power of two and keeps it until the
-    process exits.
+    GPUs can copy to such memory in the background. torch rounds its own pinned memory
+    up to a power of two and keeps it until the process exits.
     """
     memory = torch.empty(size, dtype=torch.uint8)
     cudart = torch.cuda.cudart()

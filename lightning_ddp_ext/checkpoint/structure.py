@@ -1,5 +1,6 @@
-"""Read an entry of a checkpoint file without its tensors, and without importing or
-running any class in it.
+"""Read an entry of a checkpoint file without its tensors.
+
+No class in the file is imported or run.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from lightning_ddp_ext.checkpoint.location import Location
 
 
 def entry_of(location: Location, key: str) -> Any:
-    """Return an entry of a checkpoint, in which a placeholder replaces objects;
-    ``None`` if the file lacks it.
+    """Return an entry of a checkpoint; ``None`` if the file lacks it.
+
+    A placeholder replaces objects. The result is also ``None`` for a file that cannot
+    be unpickled or was written before torch 1.6.
 
     Raises:
         CheckpointNotFoundError: the file does not exist.
@@ -58,7 +61,7 @@ class _Ignoring(type):
 
 
 class _Ignored(metaclass=_Ignoring):
-    """Stands for all classes, functions and objects, so that none of their code runs."""
+    """Stands for classes, functions and objects, so that none of their code runs."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls

@@ -1,5 +1,6 @@
-"""Define the command ``lightning-ddp-ext``: describe this machine, test its ranks, and
-check checkpoint files.
+"""Define the command ``lightning-ddp-ext``.
+
+Its subcommands describe this machine, test its ranks, and check checkpoint files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Verify checkpoint files without running their code; remove temporary files left
-behind by saves that were killed.
-"""
+"""Verify checkpoint files, and remove temporary files that killed saves left behind."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ from lightning_ddp_ext.errors import (
 
 
 def verify(paths: Sequence[str], *, as_json: bool) -> int:
-    """Check all records that have a checksum, in files or at URLs, without unpickling;
-    return the exit status.
+    """Check files or URLs against their checksums, and return the exit status.
+
+    Records without a checksum are not checked, and nothing is unpickled.
     """
     found = [check(path) for path in paths]
     if as_json:
@@ -38,8 +37,9 @@ def verify(paths: Sequence[str], *, as_json: bool) -> int:
 
 
 def check(path: str) -> dict[str, Any]:
-    """Return facts about a file: ``whole`` is ``None`` if unknown; ``error`` is a
-    message or ``None``.
+    """Return facts about a file.
+
+    ``whole`` is ``None`` if unknown; ``error`` is a message or ``None``.
     """
     facts: dict[str, Any] = {"path": path, "whole": None, "damaged": [], "error": None}
     try:
@@ -72,10 +72,9 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def clean(directory: str, *, remove: bool) -> int:
-    """List this user's temporary files; with ``remove``, first delete those over an
-    hour old.
+    """List this user's temporary files, and return the exit status.
 
-    Return the status.
+    With ``remove``, first delete those over an hour old.
     """
     try:
         removed = remove_leftovers(Path(directory)) if remove else []

@@ -1,6 +1,4 @@
-"""Describe this machine: versions, devices, interfaces, and the rank that the
-launcher's variables give.
-"""
+"""Describe this machine: versions, devices, interfaces, and the launcher's rank."""
 
 from __future__ import annotations
 
@@ -39,8 +37,9 @@ _NAMES = {
 
 
 def env(*, as_json: bool) -> int:
-    """Print the facts that a bug report needs; return the exit status, 1 if an
-    environment variable is invalid.
+    """Print the facts that a bug report needs, and return the exit status.
+
+    The status is 1 if an environment variable is invalid.
     """
     facts: dict[str, Any] = {
         "versions": {name: _version(name) for name in _PACKAGES},

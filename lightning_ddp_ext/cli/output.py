@@ -8,8 +8,7 @@ from typing import TextIO
 
 
 def print_line(text: str, file: TextIO | None = None) -> None:
-    r"""Print a line, escaping characters that are unprintable or could control a
-    terminal.
+    r"""Print a line, escaping unprintable characters, which may control a terminal.
 
     >>> print_line("weight\x1b[2J")
     weight\x1b[2J

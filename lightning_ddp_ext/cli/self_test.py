@@ -1,5 +1,6 @@
-"""Test that ranks, started by a launcher or by this command, can connect, reduce, save,
-verify and restore.
+"""Test that ranks can connect, reduce, save, verify and restore.
+
+A launcher or this command starts them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ _STEPS = 4
 
 
 def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
-    """Train, reduce, save, verify and restore; after each part, rank 0 prints the time
-    since the start.
+    """Train, reduce, save, verify and restore, and return the exit status.
 
-    Return the exit status: 2 if no Trainer can be made with these options, or with the
-    launcher's variables.
+    After each part, rank 0 prints the time since the start. The status is 2 if no
+    Trainer can be made with these options, or with the launcher's variables.
     """
     logging.disable(logging.INFO)  # hide the log lines of Lightning and of our strategy
     warnings.simplefilter("ignore")

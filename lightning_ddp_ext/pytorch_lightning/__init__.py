@@ -1,5 +1,6 @@
-"""The strategy and callbacks for ``pytorch_lightning``, even if ``lightning_ddp_ext``
-has those for ``lightning``.
+"""The strategy and callbacks for ``pytorch_lightning``.
+
+``lightning_ddp_ext`` itself may have those for ``lightning``.
 
 The modules of this package are the files of ``integration``, loaded for the other tree;
 see ``trees``.

@@ -1,3 +1,1 @@
-"""Reduce values over the ranks: scalars without waiting for them, and other tensors
-without a barrier.
-"""
+"""Reduce scalars over the ranks without waiting, and tensors without a barrier."""

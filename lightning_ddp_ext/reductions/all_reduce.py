@@ -1,5 +1,6 @@
-"""Reduce a tensor over the ranks that are not idle, without the barrier of Lightning's
-own reduction.
+"""Reduce a tensor over the ranks that are not idle.
+
+Lightning's own reduction runs a barrier first, which this one does not need.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from lightning_ddp_ext.ranks import is_gloo
 def all_reduce(
     tensor: Tensor, group: Any = None, reduce_op: Any = "mean", *, idle_ranks: Collection[int] = ()
 ) -> Tensor:
-    """Reduce a tensor in place and return it; a mean of integers is a new tensor of
-    floats.
+    """Reduce a tensor in place, and return it.
+
+    A mean of integers is a new tensor of floats.
 
     Collective: every rank of the group must call it, including idle ones.
 

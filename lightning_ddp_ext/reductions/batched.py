@@ -1,9 +1,8 @@
-"""Reduce many scalars over the ranks in one all-gather; each rank computes the results
-itself.
+"""Reduce many scalars over the ranks in one all-gather.
 
-All messages have the same length, since a process would otherwise abort, and contain a
-digest of each value's name, op and dtype, so ranks can detect that they logged
-different values.
+Each rank computes the results itself. All messages have the same length, since a
+process would otherwise abort, and contain a digest of each value's name, op and dtype,
+so ranks can detect that they logged different values.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ DTYPES = (torch.float32, torch.float64, torch.int64)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows.mean(0),
     "sum": lambda rows: rows.sum(0),
-    "min": lambda rows: rows.amin(
-        0
-    ),  # keeps a NaN of any rank; gloo's result would depend on the order
+    # amin keeps a NaN of any rank; gloo's result would depend on the order.
+    "min": lambda rows: rows.amin(0),
     "max": lambda rows: rows.amax(0),
 }
 
@@ -73,8 +71,9 @@ def reduce_common(
     group: dist.ProcessGroup | None = None,
     idle_ranks: Collection[int] = (),
 ) -> Reduced:
-    """Reduce the first values, as many as all ranks have; the results are bit-identical
-    on every rank.
+    """Reduce the first values, as many as all ranks have.
+
+    The results are bit-identical on every rank.
 
     Collective: every rank must call it, including a rank that has no values.
 
@@ -115,7 +114,7 @@ def reduce_common(
 
 
 def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int]) -> list[Tensor]:
-    """Return the results; ``rows`` has a row for each rank and a column for each value."""
+    """Return the results; ``rows`` has a row for each rank, a column for each value."""
     if idle_ranks:
         rows = rows[[rank for rank in range(len(rows)) if rank not in idle_ranks]]
     by_op = {op: OPS[op](rows) for op in {value.op for value in values}}
@@ -126,17 +125,13 @@ def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int])
 
 
 def _dtype_of(value: Value) -> torch.dtype:
-    """Return the dtype of a result: the value's dtype, but float for a mean of
-    integers, as in ``all_reduce``.
-    """
+    """Return the dtype of a result: the value's, but float for a mean of integers."""
     is_float = value.op == "mean" and not value.tensor.is_floating_point()
     return torch.get_default_dtype() if is_float else value.tensor.dtype
 
 
 def _digest(value: Value) -> int:
-    """Return a positive number that differs between values that must not be reduced
-    together.
-    """
+    """Return a positive number that differs if values must not be reduced together."""
     return 1 + zlib.crc32(f"{value} {value.tensor.dtype}".encode())
 
 
@@ -150,8 +145,9 @@ class PendingTensor(Tensor):
 
     @staticmethod
     def of(tensor: Tensor, reduce_now: Callable[[], object]) -> PendingTensor:
-        """Return a view of a tensor; before any use, ``reduce_now`` must fill it and
-        call :meth:`settle`.
+        """Return a view of a tensor that ``reduce_now`` fills before its first use.
+
+        ``reduce_now`` must also call :meth:`settle`.
         """
         pending = tensor.as_subclass(PendingTensor)
         pending.reduce_now = reduce_now
