@@ -26,8 +26,9 @@ class PredictedBatch(NamedTuple):
 
 
 def join_batches(batches: list[PredictedBatch]) -> Any:
-    """Return the first prediction of each sample, in the order of the samples; ``None``
-    if ``batches`` is empty.
+    """Return the first prediction of each sample, in the order of the samples.
+
+    The result is ``None`` if ``batches`` is empty.
 
     >>> join_batches([PredictedBatch([2, 0], ["c", "a"]), PredictedBatch([1, 2], ["b", "again"])])
     ['a', 'b', 'c']

@@ -1,5 +1,6 @@
-"""Split the items of any sampler or batch sampler among the ranks, in the same order
-for any number of ranks.
+"""Split the items of any sampler or batch sampler among the ranks.
+
+The order is the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 
 class DistributedBatchSamplerWrapper(GlobalOrderSampler):
-    """Splits the batches of any batch sampler among the ranks, for
-    ``DataLoader(batch_sampler=...)``.
+    """Splits the batches of any batch sampler among the ranks.
+
+    Pass it as ``DataLoader(batch_sampler=...)``.
 
     When an epoch begins, every rank draws the batches of all ranks and yields its own:
     the k-th batch belongs to rank k modulo the number of ranks. During the draw, the
