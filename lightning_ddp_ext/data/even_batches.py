@@ -101,7 +101,7 @@ class EvenBatches:
             items += len(batch) if self._is_batched else 1
             yield batch
         if items != len(self._own):
-            # The user's batch sampler does not read its ``sampler``: it drew everything.
+            # The user's batch sampler does not read its ``sampler``; it drew everything
             return
         filled.append(batches)
         item = self._last_item()
