@@ -27,11 +27,9 @@ def start_epoch(
 ) -> bool:
     """Set the epoch of every sampler, dataset and loader inside a loader.
 
-    Call it before the loader is iterated over.
-
-    Persistent workers would not see the new epoch. So the next iterator starts new
-    workers if a dataset has ``set_epoch``, if the dataset is iterable, or if
-    ``seeding`` is given.
+    Call it before the loader is iterated over. Persistent workers would not see the new
+    epoch. So the next iterator starts new workers if a dataset has ``set_epoch``, if
+    the dataset is iterable, or if ``seeding`` is given.
 
     Args:
         loader: the loader to be iterated over. If it is a ``DataLoader``, its
@@ -73,10 +71,9 @@ def start_epoch(
 class StartWorker:
     """A ``worker_init_fn`` that calls the loader's own and seeds the worker.
 
-    The worker also leaves the Unix process group of its rank.
-
-    torchrun, schedulers and terminals send signals to all processes of a group. Such a
-    signal would kill the workers, which the rank needs until it stops.
+    The worker also leaves the Unix process group of its rank. torchrun, schedulers and
+    terminals send signals to all processes of a group. Such a signal would kill the
+    workers, which the rank needs until it stops.
 
     Attributes:
         own: the loader's own function, or ``None``.

@@ -34,9 +34,8 @@ _STABLE_FORMAT = 2  # of `marshal`; newer ones depend on which objects are ident
 class Trace:
     """Fingerprints or sizes of the items that an iterator drew.
 
-    After each of the latest items, the value of all items up to it is kept.
-
-    The fingerprint of indices is that of all indices. A batch is sampled: up to 128
+    After each of the latest items, the value of all items up to it is kept. The
+    fingerprint of indices is that of all indices. A batch is sampled: up to 128
     elements of each tensor and 32 of each collection, because a checksum of all
     elements would slow each step down.
 
@@ -119,9 +118,8 @@ def fingerprint_of_list(items: list[Any]) -> int:
 def fingerprint_of_data(dataset: object) -> int:
     """Return a fingerprint of a dataset and the datasets below it.
 
-    It is made from a sample of their tensors, arrays and lists.
-
-    Other attributes, such as a rank, may differ between ranks that have the same data.
+    It is made from a sample of their tensors, arrays and lists. Other attributes, such
+    as a rank, may differ between ranks that have the same data.
 
     >>> from torch.utils.data import Subset
     >>> fingerprint_of_data(Subset("abcd", [0, 2])) == fingerprint_of_data(Subset("abcd", [1, 3]))
@@ -147,7 +145,6 @@ def _checksum(value: Any, running: int, on_device: list[torch.Tensor], depth: in
     """Return a checksum of a sample of a batch.
 
     Samples on an accelerator are appended to ``on_device``, without waiting for it.
-
     Only the class of a value counts whose content cannot be read, such as a nested
     tensor.
     """

@@ -29,9 +29,8 @@ Order = Callable[[NDArray[np.int64]], NDArray[Any]]
 class GlobalOrderSampler(DistributedSampler[Any]):
     """Base class of our samplers, which split one global order among the ranks.
 
-    A subclass sets ``kind``, and maps global positions to items in ``_order``.
-
-    It is a ``DistributedSampler`` because Lightning wraps any other sampler in its own.
+    A subclass sets ``kind``, and maps global positions to items in ``_order``. It is a
+    ``DistributedSampler`` because Lightning wraps any other sampler in its own.
 
     Attributes:
         epoch: the epoch whose order is read next.
@@ -221,9 +220,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     def _ranks(self) -> tuple[int, int]:
         """Return the number of ranks and this rank.
 
-        By default, these are the process group's, or 1 and 0 without a group.
-
-        They are read at each use, so a sampler may be created before the process group.
+        By default, these are the process group's, or 1 and 0 without a group. They are
+        read at each use, so a sampler may be created before the process group.
         """
         num_replicas, rank = self._given_ranks
         grouped = dist.is_available() and dist.is_initialized()

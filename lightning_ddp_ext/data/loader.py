@@ -1,4 +1,4 @@
-"""Wrap a loader so that each of its iterators starts when the first batch is requested."""
+"""Wrap a loader so that its iterators start when the first batch is requested."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosit
 
 
 def global_order_of(loader: Any) -> GlobalOrderSampler | None:
-    """Return the sampler that a loader reads if it is one of ours, otherwise ``None``."""
+    """Return the sampler that a loader reads if it is one of ours, or ``None``."""
     sampler = index_sampler_of(loader)
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler

@@ -71,10 +71,9 @@ class Shard:
     def position_after(self, consumed: int) -> int:
         """Return the first unread position after ``consumed`` positions per rank.
 
-        A rank with fewer positions has then read all of them.
-
-        It is the same on every rank. After the whole epoch it is ``length``, even if
-        ``"drop"`` left positions out.
+        A rank with fewer positions has then read all of them. The position is the same
+        on every rank. After the whole epoch it is ``length``, even if ``"drop"`` left
+        positions out.
         """
         if self.uneven == "drop" and 0 < len(self) <= consumed:
             return self.length

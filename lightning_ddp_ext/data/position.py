@@ -263,9 +263,8 @@ class LoaderPosition:
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         """Draw the items before ``start`` again, and return a function for the rest.
 
-        The function starts the rest of the resumed run's iterator.
-
-        The caller restores the random state.
+        The function starts the rest of the iterator. The caller restores the random
+        state.
         """
         start.drawn = self._trace()
         batches = self._read_again(start, start.at)

@@ -1,4 +1,4 @@
-"""Join the predictions of batches into one row per sample, in the order of the samples."""
+"""Join the predictions of batches into one row per sample, in the samples' order."""
 
 from __future__ import annotations
 

@@ -35,10 +35,9 @@ def generators_of(*owners: object) -> list[Any]:
 def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
     """Return the states of the global generators and of further generators.
 
-    The global generators are those of torch, NumPy and Python.
-
-    The states only contain tensors, numbers and strings, so a checkpoint with them can
-    be read with ``weights_only=True``.
+    The global generators are those of torch, NumPy and Python. The states only contain
+    tensors, numbers and strings, so a checkpoint with them can be read with
+    ``weights_only=True``.
 
     Args:
         generators: generators of any of these kinds, such as those of samplers or of a

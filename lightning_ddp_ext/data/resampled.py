@@ -32,11 +32,9 @@ REMEDY = (
 def with_sampler(loader: Any, sampler: GlobalOrderSampler) -> Any:
     """Return a copy of a ``DataLoader`` that reads another sampler, or ``None``.
 
-    The result is ``None`` if a copy may not read the sampler.
-
-    The batch sampler is created again if that needs no unknown arguments. Otherwise it
-    is also copied, and the copy raises if it yields a batch without having read the
-    sampler.
+    The result is ``None`` if a copy may not read the sampler. The batch sampler is
+    created again if that needs no unknown arguments. Otherwise it is also copied, and
+    the copy raises if it yields a batch without having read the sampler.
     """
     batch_sampler = loader.batch_sampler
     is_plain = batch_sampler is None or type(batch_sampler) is BatchSampler
@@ -142,7 +140,7 @@ def _create_like(batch_sampler: Any, sampler: Any) -> Any:
 
 
 def _plain_attributes(thing: object) -> dict[str, Any]:
-    """Return the attributes that can be compared, and class and length of the others."""
+    """Return the comparable attributes, and class and length of the others."""
     others = {name: (type(value), batches_of(value)) for name, value in vars(thing).items()}
     return others | {
         name: value for name, value in vars(thing).items() if isinstance(value, _PLAIN)

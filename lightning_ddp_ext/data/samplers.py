@@ -19,12 +19,11 @@ from lightning_ddp_ext.data.seeding import mix
 class ScalableDistributedSampler(GlobalOrderSampler):
     """A ``DistributedSampler`` that shuffles without a list of indices.
 
-    Its start-up time and memory do not depend on the length.
-
-    The order of an epoch is a keyed permutation, see ``data.permutation``. It depends
-    only on the length, ``seed`` and ``epoch``; seed and epoch are mixed rather than
-    added. Each rank computes only the indices that it yields. ``resume_at`` sets the
-    position, and any number of ranks can continue from it.
+    Its start-up time and memory do not depend on the length. The order of an epoch is a
+    keyed permutation, see ``data.permutation``. It depends only on the length, ``seed``
+    and ``epoch``; seed and epoch are mixed rather than added. Each rank computes only
+    the indices that it yields. ``resume_at`` sets the position, and any number of ranks
+    can continue from it.
 
     Args:
         dataset: anything with a length. A length over 2**62 is not supported, and this
@@ -109,9 +108,8 @@ class ExactDistributedSampler(ScalableDistributedSampler):
 class TorchOrderSampler(ScalableDistributedSampler):
     """Yields samples in the order of torch's ``DistributedSampler``.
 
-    Any number of ranks can start from any position.
-
-    Each epoch, the whole order is drawn and stored, at 8 bytes per sample.
+    Any number of ranks can start from any position. Each epoch, the whole order is
+    drawn and stored, at 8 bytes per sample.
     """
 
     kind: ClassVar[str] = "torch"

@@ -33,7 +33,6 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
     """Seed the global generators of Python's ``random``, NumPy and torch.
 
     Each seed is a hash of the arguments. Torch's generators are seeded on all devices.
-
     The arguments are not added: (seed 0, epoch 1) differs from (seed 1, epoch 0), and
     it is practically impossible that two epochs, ranks or workers share a seed. Not
     collective.
@@ -82,10 +81,9 @@ class WorkerSeeding:
 def seed_each_sample(dataset: Any, *words: int) -> None:
     """Make a map-style dataset seed the global generators before reading a sample.
 
-    The seed is a hash of ``words`` and the sample's index.
-
-    A dataset with ``__getitems__``, which reads the samples of a batch together, seeds
-    them once for each batch. The class of the object is replaced by a subclass.
+    The seed is a hash of ``words`` and the sample's index. A dataset with
+    ``__getitems__``, which reads the samples of a batch together, seeds them once for
+    each batch. The class of the object is replaced by a subclass.
 
     >>> class Draws(torch.utils.data.Dataset):
     ...     def __getitem__(self, index):

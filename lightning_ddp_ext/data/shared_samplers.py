@@ -25,12 +25,11 @@ from lightning_ddp_ext.errors import ConfigurationError
 class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     """Splits the batches of any batch sampler among the ranks.
 
-    Pass it as ``DataLoader(batch_sampler=...)``.
-
-    When an epoch begins, every rank draws the batches of all ranks and yields its own:
-    the k-th batch belongs to rank k modulo the number of ranks. During the draw, the
-    global generators and those of the batch sampler are seeded from ``seed`` and the
-    epoch. ``position`` counts the batches of all ranks.
+    Pass it as ``DataLoader(batch_sampler=...)``. When an epoch begins, every rank draws
+    the batches of all ranks and yields its own: the k-th batch belongs to rank k modulo
+    the number of ranks. During the draw, the global generators and those of the batch
+    sampler are seeded from ``seed`` and the epoch. ``position`` counts the batches of
+    all ranks.
 
     Args:
         batch_sampler: anything that yields batches and has a length; ``set_epoch`` is

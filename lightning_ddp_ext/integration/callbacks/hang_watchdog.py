@@ -29,7 +29,7 @@ from .rank_debugger import rank_debugger_of
 class HangWatchdog(pl.Callback):
     """Reports which rank is stuck, and where, after ``timeout`` without progress.
 
-    It reports nothing while all such ranks are only waiting for ranks that make
+    It reports nothing while the ranks without progress only wait for ranks that make
     progress.
 
     A rank makes progress when it starts or ends a batch, an epoch, training, the sanity

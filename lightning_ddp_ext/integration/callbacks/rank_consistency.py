@@ -22,9 +22,8 @@ from ..private.lightning_tree import pl
 class RankConsistency(pl.Callback):
     """Detects ranks with different weights.
 
-    It checks at the start of training, after every n-th step, and at the end.
-
-    It compares all bits of parameters, optimiser states and statistics of synchronised
+    It checks at the start of training, after every n-th step, and at the end. It
+    compares all bits of parameters, optimiser states and statistics of synchronised
     BatchNorm layers, with one checksum per tensor and a single collective. It skips
     other buffers, which DDP broadcasts, and the state of a ``ZeroRedundancyOptimizer``.
     With one rank it does nothing.

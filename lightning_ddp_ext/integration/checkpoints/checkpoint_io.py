@@ -119,9 +119,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
     ) -> Any:
         """Read a checkpoint on all ``ranks``, or raise on all of them.
 
-        Warn if checksums are missing.
-
-        Collective.
+        Warn if checksums are missing. Collective.
         """
         given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
         options = replace(
@@ -141,9 +139,8 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
     def remove_checkpoint(self, path: PathLike) -> None:
         """Remove a checkpoint after all earlier saves.
 
-        If the last save failed, remove it after the next save that succeeds.
-
-        Only rank 0 needs to call it.
+        If the last save failed, remove it after the next save that succeeds. Only rank
+        0 needs to call it.
 
         Raises:
             CheckpointError: the checkpoint could not be removed.

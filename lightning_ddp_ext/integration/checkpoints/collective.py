@@ -1,9 +1,8 @@
 """Save and restore on all ranks of a strategy.
 
-Rank 0 writes, all ranks read, and all ranks raise if one fails.
-
-Our strategy calls this from its hooks; :class:`~lightning_ddp_ext.RankZeroCheckpoint`
-installs it in a stock strategy.
+Rank 0 writes, all ranks read, and all ranks raise if one fails. Our strategy calls this
+from its hooks; :class:`~lightning_ddp_ext.RankZeroCheckpoint` installs it in a stock
+strategy.
 """
 
 from __future__ import annotations
@@ -126,9 +125,7 @@ class Checkpoints:
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
         """Run ``work`` on rank 0, and return its result on every rank.
 
-        If it raises, raise its error on every rank.
-
-        Collective.
+        If it raises, raise its error on every rank. Collective.
 
         When the Trainer is interrupted, rank 0 works alone and the other ranks get
         ``None``.
@@ -148,9 +145,7 @@ class Checkpoints:
     def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:
         """Return the values of all ranks on rank 0, and ``None`` on the others.
 
-        The values are in rank order.
-
-        Collective.
+        The values are in rank order. Collective.
         """
         with self._every_rank(what):
             return self._ranks.to_rank_zero(value)
@@ -204,10 +199,8 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Read a checkpoint, on all ranks together in the Trainer's own restore.
 
-        Otherwise, this rank reads it alone.
-
-        In a restore, the ``state_dict`` may be mapped from the file if it is only
-        copied into the model.
+        Otherwise, this rank reads it alone. In a restore, the ``state_dict`` may be
+        mapped from the file if it is only copied into the model.
         """
         is_restore = self.is_restoring(path)
         self._restoring = None
@@ -256,10 +249,9 @@ class Checkpoints:
     def is_interrupted(self) -> bool:
         """Whether an exception ended the Trainer's run.
 
-        Some ranks may then not make the next collective call.
-
-        If every rank raised an exception, this is true until it is handled. After a
-        stop by a signal this is false, because all ranks still make the same calls.
+        Some ranks may then not make the next collective call. If every rank raised an
+        exception, this is true until it is handled. After a stop by a signal this is
+        false, because all ranks still make the same calls.
         """
         trainer = self._trainer
         context = current()

@@ -31,11 +31,10 @@ def checkpoint_directory(trainer: Any) -> str:
 def place_of(name: PathLike | None, command: str, trainer: Any) -> str | None:
     """Return the path of a checkpoint that no callback saves.
 
-    The same command finds the file there again.
-
-    A path is kept; a file name is placed next to the other checkpoints. If a logger
-    chooses the directory of these, possibly a new one in each run, the file is placed
-    in a directory of this command under the default root directory.
+    The same command finds the file there again. A path is kept; a file name is placed
+    next to the other checkpoints. If a logger chooses the directory of these, possibly
+    a new one in each run, the file is placed in a directory of this command under the
+    default root directory.
     """
     path = None if name is None else os.fspath(name)
     if path is None or os.path.dirname(path):

@@ -1,9 +1,8 @@
 """Find the file that ``ckpt_path="last"`` means, and remove files no longer needed.
 
-The removed files are stop and rescue checkpoints.
-
-A launcher needs the file before the ranks connect, so each rank searches
-its own disk, and later all ranks restore the file that rank 0 found.
+The removed files are stop and rescue checkpoints. A launcher needs the file before the
+ranks connect, so each rank searches its own disk, and later all ranks restore the file
+that rank 0 found.
 """
 
 from __future__ import annotations
@@ -281,10 +280,8 @@ class RunFiles:
     def remove_obsolete(self, trainer: Any) -> None:
         """Remove the file that a finished fit resumed from, and its older ones.
 
-        Files that changed since then are kept.
-
-        Otherwise the same command would resume from them every time. A fit that a
-        callback stopped may be continued.
+        Otherwise the same command would resume from them every time. Files that changed
+        since then are kept. A fit that a callback stopped may be continued.
         """
         if trainer is None:
             return  # in a process that starts ranks
@@ -302,10 +299,9 @@ class RunFiles:
 def _readable(newest_first: list[str]) -> dict[str, Mapping[str, Any] | None]:
     """Return what files state about the fits that saved them, or ``None``.
 
-    The value is ``None`` for a damaged file, with a warning.
-
-    A file that cannot be read now may be intact. It gets an empty value; reading it
-    later raises the reason on every rank.
+    The value is ``None`` for a damaged file, with a warning. A file that cannot be read
+    now may be intact. It gets an empty value; reading it later raises the reason on
+    every rank.
     """
     found: dict[str, Mapping[str, Any] | None] = {}
     for path in newest_first:
@@ -321,10 +317,8 @@ def _readable(newest_first: list[str]) -> dict[str, Mapping[str, Any] | None]:
 def _newest_intact(newest_first: list[str]) -> str | None:
     """Return the first of these files that is not damaged.
 
-    Warn of those that are.
-
-    A file that cannot be read now may be intact, so no older file replaces it; reading
-    it later raises the reason on every rank.
+    Warn of those that are. A file that cannot be read now may be intact, so no older
+    file replaces it; reading it later raises the reason on every rank.
     """
     if len(newest_first) == 1:
         return newest_first[0]  # it is checked when it is read

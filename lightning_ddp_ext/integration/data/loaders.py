@@ -138,7 +138,7 @@ class TrainerLoaders:
     def _with_sampler(
         self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage
     ) -> Any:
-        """Return the loader with one of our samplers where Lightning would put its own."""
+        """Return the loader with our sampler where Lightning would put its own."""
         sampler: Any = None
         if is_shared_out(dataloader):
             if stage != RunningStage.PREDICTING:

@@ -58,7 +58,7 @@ class Restart:
         return self.at in ("batch_end", "validation") and not self.is_last
 
     def dropped_of(self, processed: int) -> int:
-        """Return the number of the epoch's processed batches that are trained on again."""
+        """Return how many of the epoch's processed batches are trained on again."""
         return processed - self.done if self.at == "batch_end" or self.has_started else 0
 
 

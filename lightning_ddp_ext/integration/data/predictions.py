@@ -75,9 +75,7 @@ def gather_predictions(trainer: Any) -> Any:
 def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
     """Join the predictions of all ranks on rank 0.
 
-    An error of any rank is raised on all ranks.
-
-    Collective.
+    An error of any rank is raised on all ranks. Collective.
     """
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=group)
     own = ranks.on_every_rank(lambda: pickle.dumps(_predicted_here(trainer)), "gather_predictions")

@@ -38,7 +38,7 @@ _NO_RESTART = Restart("epoch_start", epoch=-1)
 
 
 def positions_of(trainer: Any) -> list[LoaderPosition]:
-    """Return the position of each training loader, in the order of the combined loader."""
+    """Return each training loader's position, in the order of the combined loader."""
     return [loader.position for loader in _loaders_of(trainer)]
 
 
@@ -220,7 +220,7 @@ class Resume:
             end_restart(self._trainer.fit_loop)
 
     def on_validation_end(self) -> None:
-        """Let the epoch end as usual after the validation with which the resume began."""
+        """Let the epoch end as usual after a validation that began the resume."""
         if self.restart.at == "validation" and not self._trainer.sanity_checking:
             end_restart(self._trainer.fit_loop)
 
@@ -326,12 +326,11 @@ class Resume:
         """Compute the number of batches done and the epoch's end.
 
         Both are for this number of ranks. Batches after the last optimiser step are not
-        done.
-
-        Loops assume the same number of batches in all epochs. On a different number of
-        ranks, or with another batch size, the number of done batches therefore changes.
-        Loaders that restarted within the epoch are ignored for the remaining batches,
-        because the longest loader, which ends the epoch, is read only once.
+        done. Loops assume the same number of batches in all epochs. On a different
+        number of ranks, or with another batch size, the number of done batches
+        therefore changes. Loaders that restarted within the epoch are ignored for the
+        remaining batches, because the longest loader, which ends the epoch, is read
+        only once.
         """
         pairs = list(zip(positions_of(self._trainer), self._own["loaders"], strict=True))
         combine = min if mode_of(combined_loader_of(self._trainer.fit_loop)) == "min_size" else max

@@ -119,9 +119,8 @@ class TrainingData:
     def seed(self) -> int:
         """The seed for the order of samples.
 
-        It is the seed of the resumed run, otherwise rank 0's.
-
-        Collective the first time.
+        It is the seed of the resumed run, otherwise rank 0's. Collective the first
+        time.
         """
         if self.known_seed is None:
             own = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
@@ -248,7 +247,7 @@ class TrainingData:
         )
 
     def _before_batch(self) -> None:
-        """Stop if the ranks have agreed to; at a step's start, record the random state."""
+        """Stop if the ranks agreed to, and record the random state of a new step."""
         trainer = self._strategy.current_trainer
         accumulated = trainer.accumulate_grad_batches
         self._stops.before_batch()

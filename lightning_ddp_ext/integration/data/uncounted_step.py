@@ -18,11 +18,10 @@ from torchmetrics.utilities.data import dim_zero_cat
 def uncounted(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
     """Make ``self.log`` and torchmetrics work on copies within the block.
 
-    The copies are discarded after the block.
-
-    A key that is logged for the first time is kept with a value that does not affect
-    any reduction, so that this rank takes part in the reductions at the end of the
-    epoch. A value that is not reduced across ranks counts the step.
+    The copies are discarded after the block. A key that is logged for the first time is
+    kept with a value that does not affect any reduction, so that this rank takes part
+    in the reductions at the end of the epoch. A value that is not reduced across ranks
+    counts the step.
 
     A metric with a list that torchmetrics gathers item by item counts the step, because
     this list must have the same number of items on all ranks.

@@ -50,7 +50,7 @@ class UnevenInputs:
 
     @property
     def _end_is_joint(self) -> bool:
-        """Whether the ranks end an epoch together; otherwise each one ends on its own."""
+        """Whether the ranks end an epoch together, and not each one separately."""
         return self._mode is not None and dist.is_initialized() and self._strategy.world_size > 1
 
     def agree_on_length(self, loader: DistributedLoader) -> None:

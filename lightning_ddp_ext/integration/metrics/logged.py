@@ -50,7 +50,7 @@ class Reduction:
         self.result: Any = None  # Lightning's result for the name, once it is known
 
     def __call__(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor, and return it; return other objects unchanged. Collective."""
+        """Reduce a tensor and return it, or another object unchanged. Collective."""
         return self._values.reduce(tensor, group, reduce_op, self)
 
     def __eq__(
@@ -153,7 +153,7 @@ class LoggedValues:
         return pending
 
     def _result_of(self, reduction: Reduction) -> Any:
-        """Return the logged value that calls a reduction; ``None`` if other code does."""
+        """Return the logged value that calls a reduction, or ``None``."""
         if reduction.result is None and self._strategy.lightning_module is not None:
             reduction.result = result_reduced_by(self._strategy.current_trainer, reduction)
         return reduction.result
@@ -210,9 +210,7 @@ class LoggedValues:
     def _reduce(self, values: list[Value], *, is_last: bool) -> Reduced:
         """Reduce logged values, after waiting until all ranks do.
 
-        The wait is skipped if the reduction is expected.
-
-        Collective.
+        The wait is skipped if the reduction is expected. Collective.
         """
         session = current_session()
         device = self._strategy.root_device

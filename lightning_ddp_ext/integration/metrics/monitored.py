@@ -29,10 +29,9 @@ _RECORD = (
 class MonitoredValues:
     """The monitored values on a strategy's ranks.
 
-    They decide on checkpoints, stops and learning rates.
-
-    Each rank decides with its own value. Lightning combines some of these decisions,
-    but learning rates and the record of the best checkpoints may differ between ranks.
+    They decide on checkpoints, stops and learning rates. Each rank decides with its own
+    value. Lightning combines some of these decisions, but learning rates and the record
+    of the best checkpoints may differ between ranks.
     """
 
     def __init__(self, strategy: Host, checkpoints: Checkpoints) -> None:

@@ -181,10 +181,9 @@ def end_epoch_after(trainer: Any, batches: int) -> None:
 def schedule_timed_validation(trainer: Any, last: float) -> None:
     """Make either all ranks or none validate after the next batch.
 
-    This is for ``val_check_interval=timedelta(...)``.
-
-    In Lightning each rank reads its own clock, so one rank may validate while another
-    trains. Here rank 0's clock decides. Collective if such an interval is set.
+    This is for ``val_check_interval=timedelta(...)``. In Lightning each rank reads its
+    own clock, so one rank may validate while another trains. Here rank 0's clock
+    decides. Collective if such an interval is set.
 
     Args:
         trainer: the Trainer.
@@ -209,10 +208,9 @@ def needs_sampler(trainer: Any, loader: Any) -> bool:
 def has_saved_arguments(loader: Any) -> bool:
     """Whether Lightning has recorded the arguments of a loader and its batch sampler.
 
-    It records them in hooks.
-
-    If Lightning renames this, our own copies are used. Of a given batch sampler of
-    torch's Lightning would keep neither the batch size nor ``drop_last``.
+    It records them in hooks. If Lightning renames its record, our own copies are used.
+    Of a given batch sampler of torch's, Lightning would keep neither the batch size nor
+    ``drop_last``.
     """
     is_given = loader.batch_sampler is not None and loader.batch_size is None
     if is_given and type(loader.batch_sampler) is BatchSampler:
@@ -279,7 +277,7 @@ def treat_next_exception_as_stop(trainer: Any) -> None:
 
 
 def trainer_of(module: Any) -> Any:
-    """Return the Trainer of a module, or ``None`` outside of a run or without a module."""
+    """Return a module's Trainer, or ``None`` outside of a run or without a module."""
     return private(module, "_trainer") if isinstance(module, pl.LightningModule) else None
 
 

@@ -1,9 +1,7 @@
 """Replace methods of single Lightning objects during a run.
 
-The strategy's ``teardown`` restores them.
-
-Classes and modules are not changed. If the Trainer's profiler measures nothing, a
-faster one replaces it.
+The strategy's ``teardown`` restores them. Classes and modules are not changed. If the
+Trainer's profiler measures nothing, a faster one replaces it.
 """
 
 from __future__ import annotations
@@ -25,9 +23,8 @@ Prepare = Callable[[Any, bool, RunningStage], Any]
 class IdleProfiler(pl.profilers.PassThroughProfiler):
     """Replaces Lightning's profiler that measures nothing, without its generators.
 
-    Lightning's profiler creates about thirty generators per step.
-
-    It shares the state of ``original``.
+    Lightning's profiler creates about thirty generators per step. This one shares the
+    state of ``original``.
     """
 
     __slots__ = ("original",)
@@ -111,9 +108,8 @@ class ReplacedMethods:
     ) -> None:
         """Make Lightning call ``by`` to add samplers to loaders.
 
-        ``by`` gets Lightning's own method.
-
-        Lightning chooses the sampler in a private method, without a hook.
+        ``by`` gets Lightning's own method. Lightning chooses the sampler in a private
+        method, without a hook.
         """
         connector = private(trainer, "_data_connector")
         own = _own_method(connector, "_prepare_dataloader")
