@@ -153,7 +153,7 @@ class LoggedValues:
         return pending
 
     def _result_of(self, reduction: Reduction) -> Any:
-        """Return the logged value that calls a reduction, or ``None``."""
+        """Return the logged value that calls a reduction; ``None`` for other code."""
         if reduction.result is None and self._strategy.lightning_module is not None:
             reduction.result = result_reduced_by(self._strategy.current_trainer, reduction)
         return reduction.result
