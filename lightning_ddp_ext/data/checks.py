@@ -40,9 +40,7 @@ def seed_of(value: Any) -> int:
 
 
 def uneven_of(value: Any) -> Uneven:
-    """Return ``value``, or raise if it is not a policy for lengths that are not a
-    multiple of the number of ranks.
-    """
+    """Return ``value``, or raise if it is not an ``Uneven`` policy."""
     if not isinstance(value, str) or value not in get_args(Uneven):
         remedy = "use 'pad' to match torch's DistributedSampler"
         raise ConfigurationError(

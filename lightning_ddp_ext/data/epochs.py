@@ -1,6 +1,4 @@
-"""Start an epoch in a loader: call ``set_epoch`` on every object that has it, and make
-workers use the new epoch.
-"""
+"""Start an epoch in a loader: set the epoch of its objects and of its workers."""
 
 from __future__ import annotations
 
@@ -20,20 +18,18 @@ from lightning_ddp_ext.data.seeding import WorkerSeeding
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
 _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearray, range, type)
-# Longer collections are taken for samples, unless their first element may need the
-# epoch.
+# Longer collections count as samples, unless their first element may need the epoch.
 _SHORT = 32
 
 
 def start_epoch(
     loader: Any, epoch: int, *, rank: int, seeding: WorkerSeeding | None = None
 ) -> bool:
-    """Call ``set_epoch`` on every sampler, dataset and loader inside a loader before it
-    is iterated over.
+    """Set the epoch of every sampler, dataset and loader inside a loader.
 
-    Persistent workers would not see the new epoch. So the next iterator starts new
-    workers if a dataset has ``set_epoch``, if the dataset is iterable, or if
-    ``seeding`` is given.
+    Call it before the loader is iterated over. Persistent workers would not see the new
+    epoch. So the next iterator starts new workers if a dataset has ``set_epoch``, if
+    the dataset is iterable, or if ``seeding`` is given.
 
     Args:
         loader: the loader to be iterated over. If it is a ``DataLoader``, its
@@ -73,11 +69,11 @@ def start_epoch(
 
 @dataclass(frozen=True)
 class StartWorker:
-    """A ``worker_init_fn`` that leaves the rank's Unix process group, calls the
-    loader's own and seeds the worker.
+    """A ``worker_init_fn`` that calls the loader's own and seeds the worker.
 
-    torchrun, schedulers and terminals send signals to all processes of a group. Such a
-    signal would kill the workers, which the rank needs until it stops.
+    The worker also leaves the Unix process group of its rank. torchrun, schedulers and
+    terminals send signals to all processes of a group. Such a signal would kill the
+    workers, which the rank needs until it stops.
 
     Attributes:
         own: the loader's own function, or ``None``.
@@ -104,15 +100,17 @@ class StartWorker:
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Make the next iterator start new workers, since torch keeps the first iterator of
-    persistent workers.
+    """Make the next iterator start new workers.
+
+    Torch keeps the first iterator of persistent workers.
     """
     object.__setattr__(loader, "_iterator", None)
 
 
 def set_epoch(loaders: object, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` once on each object at or below ``loaders`` that has
-    this method.
+    """Call ``set_epoch(epoch)`` once on each object below ``loaders`` that has it.
+
+    ``loaders`` itself is included.
 
     Inner objects come first, so an object that prepares its batches in ``set_epoch``
     finds the new epoch in the objects that it wraps. Not collective. Exceptions raised
@@ -143,14 +141,14 @@ def set_epoch(loaders: object, epoch: int) -> None:
 
 def has_set_epoch(thing: object) -> bool:
     """Whether an object has a method ``set_epoch``."""
-    # Looked up statically, because an object with __getattr__ may claim any method, and
-    # a property may raise.
+    # Static, because __getattr__ may claim any method, and a property may raise.
     return callable(getattr_static(thing, "set_epoch", None))
 
 
 def all_below(root: object) -> list[object]:
-    """Return ``root`` and all objects below it that the search follows, each once and
-    after the objects below it.
+    """Return ``root`` and all objects below it that the search follows.
+
+    Each object appears once, after the objects below it.
     """
     seen: set[int] = set()
     found: list[object] = []
@@ -168,8 +166,9 @@ def all_below(root: object) -> list[object]:
 
 
 def samplers_below(root: object) -> list[Any]:
-    """Return a sampler and the samplers among its attributes, at any depth; datasets
-    are not searched.
+    """Return a sampler and the samplers among its attributes, at any depth.
+
+    Datasets are not searched.
     """
     found = [] if root is None else [root]
     for owner in found:

@@ -1,5 +1,6 @@
-"""Give every rank batches of the same sizes, with the samples that fill up the last
-ranks alone in a last batch.
+"""Give every rank batches of the same sizes.
+
+The samples that fill up the last ranks are alone in a last batch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from lightning_ddp_ext.data.random_state import generators_of, preserve_random_s
 
 
 class EvenBatches:
-    """Yields the batches of one rank: first those of samples that only it reads, and
-    then a batch of one sample.
+    """Yields the batches of one rank: first its own samples, then one sample alone.
 
     If the number of samples is not a multiple of the number of ranks, the first ranks
     read one sample more than the others, and the others repeat one of the first
@@ -71,8 +71,9 @@ class EvenBatches:
 
     @property
     def yields_every_item(self) -> bool:
-        """Whether the batch sampler yields every item that it reads; others may drop
-        some, or read another sampler.
+        """Whether the batch sampler yields every item that it reads.
+
+        Some batch samplers drop items or read another sampler.
         """
         if not self._is_batched or type(self._together) is BatchSampler:
             return True
@@ -100,8 +101,7 @@ class EvenBatches:
             items += len(batch) if self._is_batched else 1
             yield batch
         if items != len(self._own):
-            # a batch sampler of the user's that does not read its ``sampler`` has drawn
-            # everything
+            # The user's batch sampler does not read its ``sampler``; it drew everything
             return
         filled.append(batches)
         item = self._last_item()

@@ -1,5 +1,6 @@
-"""Compute fingerprints of drawn indices and batches, to check that a resumed run draws
-the same ones again.
+"""Compute fingerprints of drawn indices and batches.
+
+They show whether a resumed run draws the same ones again.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _STABLE_FORMAT = 2  # of `marshal`; newer ones depend on which objects are ident
 
 
 class Trace:
-    """What an iterator drew: after each of its latest items, the fingerprint of all
-    items up to it, or their size.
+    """Fingerprints or sizes of the items that an iterator drew.
 
-    The fingerprint of indices is that of all indices. A batch is sampled: up to 128
+    After each of the latest items, the value of all items up to it is kept. The
+    fingerprint of indices is that of all indices. A batch is sampled: up to 128
     elements of each tensor and 32 of each collection, because a checksum of all
     elements would slow each step down.
 
@@ -93,8 +94,9 @@ class Trace:
         return size
 
     def after(self, number: int) -> int | None:
-        """Return the value after the first ``number`` items; ``None`` if it is not
-        kept.
+        """Return the value after the first ``number`` items, or ``None``.
+
+        The value is ``None`` if it is not kept.
         """
         place = len(self._latest) - 1 - (self._number - number)
         if not 0 <= place < len(self._latest):
@@ -114,10 +116,10 @@ def fingerprint_of_list(items: list[Any]) -> int:
 
 
 def fingerprint_of_data(dataset: object) -> int:
-    """Return a fingerprint of a sample of a dataset's tensors, arrays and lists, and of
-    those of datasets below it.
+    """Return a fingerprint of a dataset and the datasets below it.
 
-    Other attributes, such as a rank, may differ between ranks that have the same data.
+    It is made from a sample of their tensors, arrays and lists. Other attributes, such
+    as a rank, may differ between ranks that have the same data.
 
     >>> from torch.utils.data import Subset
     >>> fingerprint_of_data(Subset("abcd", [0, 2])) == fingerprint_of_data(Subset("abcd", [1, 3]))
@@ -140,9 +142,9 @@ def fingerprint_of_data(dataset: object) -> int:
 
 
 def _checksum(value: Any, running: int, on_device: list[torch.Tensor], depth: int = 0) -> int:
-    """Return a checksum of a sample of a batch; append samples that are on an
-    accelerator, without waiting for it.
+    """Return a checksum of a sample of a batch.
 
+    Samples on an accelerator are appended to ``on_device``, without waiting for it.
     Only the class of a value counts whose content cannot be read, such as a nested
     tensor.
     """
@@ -187,16 +189,15 @@ def _checksum_of_array(array: Any, running: int) -> int:
 
 
 def _step(elements: int) -> int:
-    """Return a step that samples a tensor; it is odd, so that it does not stay in one
-    column of a batch.
+    """Return a step that samples a tensor.
+
+    It is odd, so that it does not stay in one column of a batch.
     """
     return max(1, elements // _SAMPLED) | 1
 
 
 def _elements(value: Any) -> Iterator[Any]:
-    """Return a sample of the elements of a collection, or the attributes of another
-    object.
-    """
+    """Return a sample of a collection's elements, or another object's attributes."""
     if isinstance(value, Mapping):
         value = [value[key] for key in islice(value, _LISTED)]
     if isinstance(value, (list, tuple)):

@@ -20,20 +20,17 @@ STATE_VERSION = 1
 # indices per computation: few at first, so that the first one is yielded soon
 FIRST_BLOCK = 256
 BLOCK = 1 << 14
-CHUNK = (
-    1 << 10
-    # indices per conversion to Python: few enough that their memory stays in the cache for
-    # the next ones
-)
+# indices per conversion to Python: few enough that their memory stays in the cache
+CHUNK = 1 << 10
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
-    """Base of our samplers: a subclass sets ``kind`` and maps global positions to items
-    in ``_order``.
+    """Base class of our samplers, which split one global order among the ranks.
 
-    It is a ``DistributedSampler`` because Lightning wraps any other sampler in its own.
+    A subclass sets ``kind``, and maps global positions to items in ``_order``. It is a
+    ``DistributedSampler`` because Lightning wraps any other sampler in its own.
 
     Attributes:
         epoch: the epoch whose order is read next.
@@ -73,14 +70,13 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.next_size: Callable[[], int] | None = None
 
     def _order(self) -> Order:
-        """Return the order of ``self.epoch``: a function from positions to the
-        sampler's items.
-        """
+        """Return the order of ``self.epoch``, from positions to items."""
         raise NotImplementedError
 
     def draw(self, epoch: int) -> tuple[Order | None, int | None]:
-        """Draw an epoch's order and return its fingerprint with it; ``None`` twice if
-        seed and epoch determine it.
+        """Draw an epoch's order, and return it with its fingerprint.
+
+        Both are ``None`` if seed and epoch determine the order.
         """
         return None, None
 
@@ -106,9 +102,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether the last samples are left out to make the length a multiple of the
-        number of ranks.
-        """
+        """Whether the last samples are left out to give all ranks equally many."""
         return self.uneven == "drop"
 
     @property
@@ -122,8 +116,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return self.length if self.uneven == "exact" else len(self) * self.num_replicas
 
     def __len__(self) -> int:
-        """Return this rank's number of items in a whole epoch, regardless of
-        ``position``, as loops expect.
+        """Return this rank's number of items in a whole epoch, as loops expect.
+
+        It does not depend on ``position``.
         """
         return len(self.shard(0))
 
@@ -170,8 +165,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             self.resume_at(epoch, 0)
 
     def items(self, positions: NDArray[np.int64]) -> list[Any]:
-        """Return the items at these positions of the epoch's global order, whichever
-        rank reads them.
+        """Return the items at these positions of the epoch's global order.
+
+        The positions may belong to any rank.
         """
         items: list[Any] = self._order()(positions).tolist()
         return items
@@ -180,8 +176,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     @property
     def position(self) -> int:
-        """The position in this epoch's global order at which an iterator starts; the
-        same on every rank.
+        """The position in the global order at which an iterator starts.
+
+        It is the same on every rank.
         """
         return self._position
 
@@ -191,8 +188,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return Shard(self.length, num_replicas, rank, self.uneven, start)
 
     def resume_at(self, epoch: int, position: int) -> None:
-        """Set the epoch and the position from which its global order is read; pass the
-        same values on every rank.
+        """Set the epoch and the position at which the next iterator starts.
+
+        Pass the same values on every rank.
 
         Raises:
             ConfigurationError: ``epoch`` is not an integer of at least 0, or
@@ -206,8 +204,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self._set_wrapped_epoch()
 
     def identity(self) -> dict[str, int | bool | str]:
-        """Return the parameters that must be equal for a position to have the same
-        meaning.
+        """Return the parameters that give a position its meaning.
+
+        A position is only valid for a sampler in which they are equal.
         """
         return {
             "version": STATE_VERSION,
@@ -219,10 +218,10 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         }
 
     def _ranks(self) -> tuple[int, int]:
-        """Return the number of ranks and this rank, by default those of the process
-        group, or 1 and 0 without a group.
+        """Return the number of ranks and this rank.
 
-        They are read at each use, so a sampler may be created before the process group.
+        By default, these are the process group's, or 1 and 0 without a group. They are
+        read at each use, so a sampler may be created before the process group.
         """
         num_replicas, rank = self._given_ranks
         grouped = dist.is_available() and dist.is_initialized()

@@ -1,4 +1,4 @@
-"""Wrap a loader so that each of its iterators starts when the first batch is requested."""
+"""Wrap a loader so that its iterators start when the first batch is requested."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
 
 class DistributedLoader:
-    """A loader that calls ``start_iterator`` when the first batch of an iterator is
-    requested.
+    """A loader that starts each iterator when its first batch is requested.
 
     Lightning creates iterators long before it reads them, and some that it never reads.
     An iterator of this loader therefore does nothing until its first batch, when
@@ -56,8 +55,9 @@ class DistributedLoader:
         self.on_iterator: Callable[[], object] = lambda: None
 
     def shown(self) -> Any:
-        """Return this loader as the Trainer and its users see it, with the class and
-        attributes of ``loader``.
+        """Return this loader with the class and attributes of ``loader``.
+
+        The Trainer and its users see this object.
         """
         return show(self.loader, self)
 
@@ -70,9 +70,7 @@ class DistributedLoader:
 
 
 class LazyIterator(Iterator[Any]):
-    """One iterator over a :class:`DistributedLoader`, started when its first batch is
-    requested.
-    """
+    """An iterator of a :class:`DistributedLoader` that starts at its first batch."""
 
     def __init__(self, loader: DistributedLoader) -> None:
         self.loader = loader
@@ -89,9 +87,7 @@ class LazyIterator(Iterator[Any]):
 
 
 def source_of(loader: Any) -> Any:
-    """Return the user's loader behind a loader that the Trainer shows; return other
-    loaders unchanged.
-    """
+    """Return the user's loader behind a shown one, or another loader unchanged."""
     distributed = iterable_of(loader)
     return distributed.source if isinstance(distributed, DistributedLoader) else loader
 
@@ -102,8 +98,7 @@ def is_stateful(loader: object) -> bool:
 
 
 def own_copy(loader: Any) -> Any:
-    """Return a copy of a ``DataLoader`` that can be changed and iterated over without
-    affecting the original.
+    """Return a copy of a ``DataLoader`` that can be changed and read independently.
 
     Other iterables are returned as they are, since nothing changes them.
     """
@@ -115,9 +110,7 @@ def own_copy(loader: Any) -> Any:
 
 
 def index_sampler_of(loader: Any) -> Any:
-    """Return the batch sampler or sampler that a loader reads; ``None`` if it reads
-    neither.
-    """
+    """Return the batch sampler or sampler that a loader reads, or ``None``."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -145,14 +138,14 @@ class PermanentBatchSampler:
         self._draw: Callable[[], Iterator[Any]] | None = None
 
     def draw_next_by(self, draw: Callable[[], Iterator[Any]]) -> None:
-        """Make the next iterator yield the items of ``draw()``, which is called when
-        the first one is requested.
+        """Make the next iterator yield the items of ``draw()``.
+
+        ``draw`` is called when the first item is requested.
         """
         self._draw = draw
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator, because a loader with workers creates two iterators and reads the
-        # second.
+        # A generator, as a loader with workers reads the second of two iterators.
         draw = self._draw
         self._draw = None
         yield from iter(self.batch_sampler) if draw is None else draw()
@@ -164,8 +157,7 @@ class PermanentBatchSampler:
 def make_permanent(
     loader: DataLoader[Any], items: Iterable[Any] | None = None
 ) -> PermanentBatchSampler:
-    """Wrap the index sampler of one of our loaders in a :class:`PermanentBatchSampler`,
-    and return the wrapper.
+    """Wrap the index sampler of one of our loaders, and return the wrapper.
 
     If ``items`` is given, the loader reads these, and still shows its own sampler.
     """
@@ -177,8 +169,9 @@ def make_permanent(
 
 
 def name_of(loader: Any) -> str:
-    """Return a name for a loader's data in errors, made from the classes that the user
-    chose.
+    """Return a name for a loader's data in errors.
+
+    The name consists of the classes that the user chose.
     """
     samplers = [type(each).__name__ for each in samplers_below(index_sampler_of(loader))]
     return " over ".join(samplers) or type(getattr(loader, "dataset", loader)).__name__
@@ -196,8 +189,9 @@ _PARAMETERS = (
 
 
 def identity_of(sampler: object) -> str:
-    """Describe a sampler and those inside it by class and parameters; equal
-    descriptions mean the same items.
+    """Describe a sampler and those inside it by class and parameters.
+
+    Samplers with equal descriptions yield the same items.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> identity_of(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False))
@@ -216,8 +210,9 @@ def identity_of(sampler: object) -> str:
 
 
 def parameters_of(loader: Any) -> dict[str, Any]:
-    """Return the parameters that determine a loader's samples; workers only matter
-    without indices or with a state.
+    """Return the parameters that determine a loader's samples.
+
+    The number of workers is one of them if the loader has no indices or has a state.
     """
     sampler = index_sampler_of(loader)
     workers = (

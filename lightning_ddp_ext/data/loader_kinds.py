@@ -1,5 +1,4 @@
-"""Start an iterator in the middle of an epoch in the quickest way that the loader
-allows.
+"""Start an iterator in the middle of an epoch as quickly as the loader allows.
 
 There are four ways, from quick to slow: one of our samplers starts at a position in the
 global order, on any number of ranks; another sampler skips indices; a loader with a
@@ -35,8 +34,7 @@ DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosition:
-    """Return a loader's position, of the class that starts an iterator most quickly in
-    the middle of an epoch.
+    """Return a loader's position, of the class that resumes its epoch most quickly.
 
     Args:
         loader: one of our loaders, whose index sampler may be replaced.
@@ -55,7 +53,7 @@ def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosit
 
 
 def global_order_of(loader: Any) -> GlobalOrderSampler | None:
-    """Return the sampler that a loader reads if it is one of ours, otherwise ``None``."""
+    """Return the sampler that a loader reads if it is one of ours, or ``None``."""
     sampler = index_sampler_of(loader)
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
@@ -63,18 +61,14 @@ def global_order_of(loader: Any) -> GlobalOrderSampler | None:
 
 
 def rewind(loader: Any) -> None:
-    """Move our samplers in a loader to the beginning of the epoch, even if training is
-    in the middle of it.
-    """
+    """Move our samplers in a loader to the beginning of the epoch."""
     for sampler in samplers_below(index_sampler_of(loader)):
         if isinstance(sampler, GlobalOrderSampler):
             sampler.resume_at(sampler.epoch, 0)
 
 
 class OrderPosition(LoaderPosition):
-    """Position in a loader with one of our samplers: a global position, valid for any
-    number of ranks.
-    """
+    """Global position in a loader with one of our samplers, for any number of ranks."""
 
     kind = "order"
 
@@ -89,9 +83,7 @@ class OrderPosition(LoaderPosition):
 
     @property
     def _batch_size(self) -> int:
-        """The current number of the sampler's items in a batch, which users may change
-        during an epoch.
-        """
+        """The number of items in a batch, which users may change in an epoch."""
         return 1 if self._batches is None else int(self._batches.batch_size)
 
     @override
@@ -144,8 +136,9 @@ class OrderPosition(LoaderPosition):
 
 
 class IndexPosition(LoaderPosition):
-    """Position in a loader with another sampler that has a length: indices are skipped
-    without reading samples.
+    """Position in a loader with another sampler that has a length.
+
+    Indices are skipped without reading samples.
     """
 
     kind = "indices"
@@ -233,8 +226,7 @@ class StatePosition(LoaderPosition):
 
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
-        # If no state of this rank was saved, Lightning has loaded rank 0's state, or
-        # none.
+        # Without a saved state of this rank, Lightning has loaded rank 0's or none.
         own = {"state": None, "dropped": 0, **(start.own or {})}
         dropped = own["dropped"]
         start.drawn = Trace(self._remembered + AHEAD, start.at - dropped, own.get("drawn") or 0)

@@ -13,8 +13,9 @@ Uneven = Literal["pad", "drop", "exact"]
 
 @dataclass(frozen=True)
 class Shard:
-    """The positions that one rank reads from ``start`` on: the k-th is ``start + rank +
-    k * world_size``.
+    """The positions of the global order that one rank reads from ``start`` on.
+
+    The rank's k-th position is ``start + rank + k * world_size``.
 
     If the number of remaining positions is not a multiple of the number of ranks,
     ``uneven`` decides:
@@ -58,8 +59,9 @@ class Shard:
         return max(0, -((behind - left) // self.world_size))
 
     def positions(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the rank's positions from the ``begin``-th up to the ``end``-th
-        (exclusive), at most ``len(self)``.
+        """Return the rank's positions from number ``begin`` up to ``end``.
+
+        ``end`` is exclusive and may exceed ``len(self)``.
         """
         end = min(end, len(self))
         first, last = (self.start + self.rank + number * self.world_size for number in (begin, end))
@@ -67,11 +69,11 @@ class Shard:
         return found % self.length if last - self.world_size >= self.length else found
 
     def position_after(self, consumed: int) -> int:
-        """Return the first unread position once each rank has read ``consumed``
-        positions, or all of its positions.
+        """Return the first unread position after ``consumed`` positions per rank.
 
-        It is the same on every rank. After the whole epoch it is ``length``, even if
-        ``"drop"`` left positions out.
+        A rank with fewer positions has then read all of them. The position is the same
+        on every rank. After the whole epoch it is ``length``, even if ``"drop"`` left
+        positions out.
         """
         if self.uneven == "drop" and 0 < len(self) <= consumed:
             return self.length

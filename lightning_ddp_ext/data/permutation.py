@@ -1,5 +1,6 @@
-"""Compute a random permutation of any length position by position, without storing it
-unless it is short.
+"""Compute a random permutation of any length position by position.
+
+Only a short permutation is stored.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ RoundKey = tuple[Halves, Halves, Halves]
 
 
 def _half(number: int) -> Halves:
-    """Return a zero-dimensional array, because NumPy computes faster with it than with
-    a scalar.
-    """
+    """Return an array of no dimensions, which NumPy uses faster than a scalar."""
     return np.array(number, dtype=np.uint32)
 
 
@@ -57,15 +56,15 @@ class Permutation:
         self._columns = max(1, -(-length // self._rows))
 
     def apply(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the images of positions, a one-dimensional array of integers from 0 to
-        ``length - 1``.
+        """Return the images of positions from 0 to ``length - 1``.
+
+        Positions are a one-dimensional array of integers.
         """
         return self._table[positions] if self._length <= _TABLE else self._walk(positions)
 
     @cached_property
     def _table(self) -> NDArray[np.int64]:
-        # NumPy guarantees that this stream stays the same in all versions, unlike that
-        # of Generator.permutation.
+        # Unlike Generator.permutation, this stream is the same in all NumPy versions.
         draws = np.random.PCG64(self._key).random_raw(self._length)
         return np.argsort(draws, kind="stable").astype(np.int64)
 
@@ -103,8 +102,10 @@ def _round_key(word: int) -> RoundKey:
 
 
 def _hash(values: Halves, key: RoundKey) -> Halves:
-    """Hash to 31 bits; multiplication carries upwards, so the upper half is shifted
-    down between the two factors.
+    """Hash to 31 bits.
+
+    Multiplication carries upwards, so the upper half is shifted down between the two
+    factors.
     """
     factor, offset, second_factor = key
     hashes = values * factor + offset
@@ -115,8 +116,9 @@ def _hash(values: Halves, key: RoundKey) -> Halves:
 
 
 def _add_modulo(values: Halves, hashes: Halves, size: Halves) -> Halves:
-    """Add 31-bit hashes to values below ``size``, which is at most 2**31, modulo
-    ``size``.
+    """Add 31-bit hashes to values below ``size``, modulo ``size``.
+
+    ``size`` is at most 2**31.
     """
     sums = hashes + values
     return sums - sums // size * size  # much faster than a remainder

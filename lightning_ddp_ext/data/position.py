@@ -1,6 +1,4 @@
-"""Track the Trainer's position in a training loader, and start iterators at the
-position of an earlier run.
-"""
+"""Track the position in a training loader, and continue from a saved position."""
 
 from __future__ import annotations
 
@@ -113,8 +111,9 @@ class LoaderPosition:
         self._has_to_end = False
 
     def continue_epoch(self, epoch: int, state: Mapping[str, Any], *, done: int) -> bool:
-        """Make the next iterators continue where another run was, and return whether
-        that run drew the same.
+        """Make the next iterators continue where another run was.
+
+        Return whether that run drew the same items.
 
         Args:
             epoch: the epoch.
@@ -127,8 +126,7 @@ class LoaderPosition:
         """
         self.start_epoch(epoch)
         if epoch > 0 and isinstance(self.loader, Iterator):
-            # cannot be read again, and how much earlier epochs have read of it is
-            # unknown
+            # It cannot be read again, and the part that was read before is unknown.
             return False
         self.given = done
         self._has_to_end = state["number"] > 0
@@ -144,8 +142,7 @@ class LoaderPosition:
     def start_iterator(self) -> Iterator[Any]:
         """Start the next iterator of the epoch."""
         if self._has_to_end:
-            # Lightning ends the epoch once it has seen the end of each loader, even a
-            # cycled one.
+            # Lightning ends the epoch after the end of each loader, even a cycled one.
             self._has_to_end = False
             return iter(())
         if self._continue is None:
@@ -174,8 +171,9 @@ class LoaderPosition:
     # Saving.
 
     def starts(self) -> list[tuple[int, Any]]:
-        """Return the number of each remembered iterator and the random states from
-        which its order was drawn.
+        """Return the number and the random states of each remembered iterator.
+
+        Its order was drawn from these states.
         """
         return [(start.number, start.random) for start in self._starts]
 
@@ -196,8 +194,9 @@ class LoaderPosition:
         }
 
     def _start_before(self, done: int) -> tuple[IteratorStart, int]:
-        """Return the iterator that gave the epoch's ``done``-th batch, and its number
-        of batches up to that one.
+        """Return the iterator that gave the ``done``-th batch of the epoch.
+
+        Also return how many batches it gave up to that one.
         """
         if not self._starts:
             return IteratorStart(), 0
@@ -209,8 +208,7 @@ class LoaderPosition:
     # Resuming.
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise if the state belongs to different data or to an incompatible number of
-        ranks.
+        """Raise if the state does not fit the loader's data and number of ranks.
 
         Raises:
             ResumeError: the error names the difference.
@@ -230,17 +228,13 @@ class LoaderPosition:
         return {}
 
     def left_after(self, position: int) -> float:
-        """Return the number of batches that this rank reads between a position and the
-        end of the data.
-        """
+        """Return how many batches this rank reads from a position to the end."""
         return batches_of(self.loader) - position
 
     # Overridden for each kind of loader.
 
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
-        """Create an iterator over all data, and record the random states from which it
-        draws.
-        """
+        """Create an iterator over all data, and record its random states."""
         self._record(start)
         return self._record_first(start, iter(self.loader))
 
@@ -250,8 +244,10 @@ class LoaderPosition:
         yield from start.drawn.follow_batches(batches)
 
     def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
-        """Return the fingerprint of what an iterator drew up to a position; ``None`` if
-        nothing has to be compared.
+        """Return the fingerprint of the items that an iterator drew.
+
+        It covers all items up to a position, and is ``None`` if nothing is to be
+        compared.
         """
         return start.drawn.after(position)
 
@@ -260,25 +256,24 @@ class LoaderPosition:
 
     @property
     def _prefetched(self) -> int:
-        """The number of batches whose indices are drawn for workers before the batches
-        are needed.
-        """
+        """The number of batches whose indices are drawn ahead for workers."""
         workers = getattr(self.loader, "num_workers", 0)
         return int(workers * self.loader.prefetch_factor) if workers else 0
 
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
-        """Draw again what the resumed run drew before ``start``; return a function that
-        starts the rest.
+        """Draw the items before ``start`` again, and return a function for the rest.
 
-        The caller restores the random state.
+        The function starts the rest of the iterator. The caller restores the random
+        state.
         """
         start.drawn = self._trace()
         batches = self._read_again(start, start.at)
         return lambda: batches
 
     def _read_again(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
-        """Repeat an iterator of the resumed run with the same random numbers, and drop
-        its first batches.
+        """Repeat an iterator of the resumed run, and drop its first batches.
+
+        It draws the same random numbers.
         """
         self._restore(start.random[:1])
         read = iter(self.loader)
@@ -299,8 +294,9 @@ class LoaderPosition:
         return start.at + batches
 
     def _description(self) -> dict[str, Any]:
-        """Return the properties that must be equal for a position to refer to the same
-        batch.
+        """Return the properties that give a position its meaning.
+
+        A state is only valid for a loader in which they are equal.
         """
         dataset = getattr(self.loader, "dataset", None)
         samples = float("inf") if dataset is None else batches_of(dataset)

@@ -1,4 +1,4 @@
-"""Join the predictions of batches into one row per sample, in the order of the samples."""
+"""Join the predictions of batches into one row per sample, in the samples' order."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class PredictedBatch(NamedTuple):
 
 
 def join_batches(batches: list[PredictedBatch]) -> Any:
-    """Return the first prediction of each sample, in the order of the samples; ``None``
-    if ``batches`` is empty.
+    """Return the first prediction of each sample, in the order of the samples.
+
+    The result is ``None`` if ``batches`` is empty.
 
     >>> join_batches([PredictedBatch([2, 0], ["c", "a"]), PredictedBatch([1, 2], ["b", "again"])])
     ['a', 'b', 'c']

@@ -1,6 +1,4 @@
-"""Show an object through a proxy with the same class and attributes but another
-iterator.
-"""
+"""Show an object through a proxy of the same class with another iterator."""
 
 from __future__ import annotations
 
@@ -11,8 +9,9 @@ from typing import Any
 
 
 class Proxy:
-    """Base class of the proxies that :func:`show` returns, with one subclass per class
-    of shown objects.
+    """Base class of the proxies that :func:`show` returns.
+
+    Each class of shown objects has one subclass.
     """
 
     __slots__ = ("_ddpx_iterable", "_ddpx_own")
@@ -20,15 +19,11 @@ class Proxy:
     _ddpx_own: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an object of the shown class, because Lightning calls
-        ``type(loader)(...)``.
-        """
+        """Create an object of the shown class for Lightning's ``type(loader)(...)``."""
         return cls.__bases__[-1](*args, **kwargs)
 
     def __init_subclass__(cls) -> None:
-        """Skip the subclass hook of the object's class, which is meant for subclasses
-        that users write.
-        """
+        """Skip the hook of the object's class, which is for subclasses of users."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._ddpx_iterable)

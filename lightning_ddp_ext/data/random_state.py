@@ -22,8 +22,9 @@ _GLOBAL: tuple[Any, ...] = (
 
 
 def generators_of(*owners: object) -> list[Any]:
-    """Return the generators of torch, NumPy and Python that are attributes of these
-    objects, each once.
+    """Return the generators among the attributes of these objects, each once.
+
+    A generator is one of torch, NumPy or Python.
     """
     values = [each for owner in owners for each in getattr(owner, "__dict__", {}).values()]
     found = {id(each): each for each in values if isinstance(each, _KINDS)}
@@ -32,11 +33,11 @@ def generators_of(*owners: object) -> list[Any]:
 
 
 def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
-    """Return the states of the global generators of torch, NumPy and Python, and of
-    further generators.
+    """Return the states of the global generators and of further generators.
 
-    The states only contain tensors, numbers and strings, so a checkpoint with them can
-    be read with ``weights_only=True``.
+    The global generators are those of torch, NumPy and Python. The states only contain
+    tensors, numbers and strings, so a checkpoint with them can be read with
+    ``weights_only=True``.
 
     Args:
         generators: generators of any of these kinds, such as those of samplers or of a
@@ -52,8 +53,9 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
 
 
 def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:
-    """Restore what :func:`record_random_state` returned; skip a generator whose kind
-    has changed since then.
+    """Restore the states that :func:`record_random_state` returned.
+
+    A generator whose kind has changed since then is skipped.
     """
     for generator, (kind, state) in zip((*_GLOBAL, *generators), recorded, strict=False):
         if kind == _kind_of(generator):
@@ -71,16 +73,18 @@ def preserve_random_state(generators: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def random_state_bytes(generators: Sequence[Any] = ()) -> bytes:
-    """Return the states of :func:`record_random_state` as bytes for
-    :func:`random_state_in`, in half the time.
+    """Return the states of the generators as bytes for :func:`random_state_in`.
+
+    This takes half the time of :func:`record_random_state`.
     """
     states = [(_kind_of(each), _raw_state_of(each)) for each in (*_GLOBAL, *generators)]
     return pickle.dumps(states, pickle.HIGHEST_PROTOCOL)
 
 
 def random_state_in(content: bytes) -> list[Any]:
-    """Return the states in :func:`random_state_bytes` in the form of
-    :func:`record_random_state`.
+    """Convert bytes of :func:`random_state_bytes` to recorded random states.
+
+    The result has the form of :func:`record_random_state`.
     """
     return [(kind, _plain(state)) for kind, state in pickle.loads(content)]
 
@@ -112,8 +116,9 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _plain(state: Any) -> Any:
-    """Return a state that consists of tensors, numbers and strings; all generators
-    accept lists of numbers.
+    """Return a state as tensors, numbers and strings.
+
+    All generators accept lists of numbers.
     """
     if isinstance(state, tuple):
         version, words, following = state

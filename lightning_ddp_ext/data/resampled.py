@@ -1,5 +1,4 @@
-"""Put another sampler into a copy of a loader, without calling the constructor of the
-loader's class.
+"""Put another sampler into a copy of a loader without calling its constructor.
 
 Constructors of users' classes take arguments that no attribute may hold, so a loader
 that is created again can silently get a default. A copy has all attributes of the
@@ -31,12 +30,11 @@ REMEDY = (
 
 
 def with_sampler(loader: Any, sampler: GlobalOrderSampler) -> Any:
-    """Return a copy of a ``DataLoader`` that reads another sampler; ``None`` if a copy
-    may not read it.
+    """Return a copy of a ``DataLoader`` that reads another sampler, or ``None``.
 
-    The batch sampler is created again if that needs no unknown arguments. Otherwise it
-    is also copied, and the copy raises if it yields a batch without having read the
-    sampler.
+    The result is ``None`` if a copy may not read the sampler. The batch sampler is
+    created again if that needs no unknown arguments. Otherwise it is also copied, and
+    the copy raises if it yields a batch without having read the sampler.
     """
     batch_sampler = loader.batch_sampler
     is_plain = batch_sampler is None or type(batch_sampler) is BatchSampler
@@ -62,8 +60,9 @@ def with_batches_of(loader: Any, other: DataLoader[Any]) -> Any:
 
 
 def _exchange(batch_sampler: Any, sampler: GlobalOrderSampler) -> Any:
-    """Return a batch sampler like the given one that reads another sampler; ``None`` if
-    it holds none.
+    """Return a batch sampler like the given one that reads another sampler.
+
+    The result is ``None`` if the given one holds no sampler.
     """
     if _is_like_torch(batch_sampler):
         return _create_like(batch_sampler, sampler)
@@ -79,8 +78,9 @@ def _exchange(batch_sampler: Any, sampler: GlobalOrderSampler) -> Any:
 
 
 class CheckedBatches:
-    """Yields the batches of a copied batch sampler; raises if they do not come from the
-    sampler put into it.
+    """Yields the batches of a copied batch sampler, and checks their origin.
+
+    It raises if the batches do not come from the sampler put into the copy.
 
     Args:
         batch_sampler: the copy.
@@ -120,8 +120,9 @@ class CheckedBatches:
 
 
 def _is_like_torch(batch_sampler: Any) -> bool:
-    """Whether a batch sampler can be created with torch's three arguments: trying gives
-    one with equal attributes.
+    """Whether a batch sampler can be created with torch's three arguments.
+
+    A trial must have attributes equal to those of the batch sampler.
     """
     if type(batch_sampler) is BatchSampler:
         return True
@@ -139,7 +140,7 @@ def _create_like(batch_sampler: Any, sampler: Any) -> Any:
 
 
 def _plain_attributes(thing: object) -> dict[str, Any]:
-    """Return the attributes that can be compared, and class and length of the others."""
+    """Return the comparable attributes, and class and length of the others."""
     others = {name: (type(value), batches_of(value)) for name, value in vars(thing).items()}
     return others | {
         name: value for name, value in vars(thing).items() if isinstance(value, _PLAIN)
@@ -147,8 +148,9 @@ def _plain_attributes(thing: object) -> dict[str, Any]:
 
 
 def _holds_derived_state(loader: Any) -> bool:
-    """Whether a loader has other attributes made from its sampler, such as an iterator
-    that has started.
+    """Whether a loader has other attributes made from its sampler.
+
+    An iterator that has started is one of them.
     """
     known = {"sampler", "batch_sampler"}
     others = [value for name, value in vars(loader).items() if name not in known]

@@ -1,6 +1,4 @@
-"""Distributed samplers: one shuffles without a stored list, one follows torch's order,
-one reads each sample once.
-"""
+"""Distributed samplers for shuffling, for torch's order and for evaluation."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ from lightning_ddp_ext.data.seeding import mix
 
 
 class ScalableDistributedSampler(GlobalOrderSampler):
-    """A ``DistributedSampler`` that shuffles without a list of indices, with constant
-    start-up time and memory.
+    """A ``DistributedSampler`` that shuffles without a list of indices.
 
-    The order of an epoch is a keyed permutation, see ``data.permutation``. It depends
-    only on the length, ``seed`` and ``epoch``; seed and epoch are mixed rather than
-    added. Each rank computes only the indices that it yields. ``resume_at`` sets the
-    position, and any number of ranks can continue from it.
+    Its start-up time and memory do not depend on the length. The order of an epoch is a
+    keyed permutation, see ``data.permutation``. It depends only on the length, ``seed``
+    and ``epoch``; seed and epoch are mixed rather than added. Each rank computes only
+    the indices that it yields. ``resume_at`` sets the position, and any number of ranks
+    can continue from it.
 
     Args:
         dataset: anything with a length. A length over 2**62 is not supported, and this
@@ -85,8 +83,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
 
 
 class ExactDistributedSampler(ScalableDistributedSampler):
-    """A sampler for evaluation: exactly one rank reads each sample, without repeats or
-    omissions.
+    """A sampler for evaluation: exactly one rank reads each sample.
 
     Some ranks may get one sample more than others, or none at all, so the numbers of
     batches may differ. Arguments and errors are those of
@@ -109,10 +106,10 @@ class ExactDistributedSampler(ScalableDistributedSampler):
 
 
 class TorchOrderSampler(ScalableDistributedSampler):
-    """Yields samples in exactly the order of torch's ``DistributedSampler``, from any
-    position, on any number of ranks.
+    """Yields samples in the order of torch's ``DistributedSampler``.
 
-    Each epoch, the whole order is drawn and stored, at 8 bytes per sample.
+    Any number of ranks can start from any position. Each epoch, the whole order is
+    drawn and stored, at 8 bytes per sample.
     """
 
     kind: ClassVar[str] = "torch"

@@ -18,8 +18,9 @@ _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 def mix(*words: int) -> int:
-    """Mix integers of any size into one 64-bit seed, which depends on their values,
-    number and order.
+    """Mix integers of any size into one 64-bit seed.
+
+    The seed depends on their values, number and order.
 
     >>> mix(0, 1) == mix(1, 0), mix(0) == mix(0, 0)
     (False, False)
@@ -29,9 +30,9 @@ def mix(*words: int) -> int:
 
 
 def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> None:
-    """Seed the global generators of Python's ``random``, NumPy and torch (all devices)
-    with a hash of the arguments.
+    """Seed the global generators of Python's ``random``, NumPy and torch.
 
+    Each seed is a hash of the arguments. Torch's generators are seeded on all devices.
     The arguments are not added: (seed 0, epoch 1) differs from (seed 1, epoch 0), and
     it is practically impossible that two epochs, ranks or workers share a seed. Not
     collective.
@@ -78,11 +79,11 @@ class WorkerSeeding:
 
 
 def seed_each_sample(dataset: Any, *words: int) -> None:
-    """Make a map-style dataset seed the global generators before it reads a sample,
-    with a hash of ``words`` and the sample's index.
+    """Make a map-style dataset seed the global generators before reading a sample.
 
-    A dataset with ``__getitems__``, which reads the samples of a batch together, seeds
-    them once for each batch. The class of the object is replaced by a subclass.
+    The seed is a hash of ``words`` and the sample's index. A dataset with
+    ``__getitems__``, which reads the samples of a batch together, seeds them once for
+    each batch. The class of the object is replaced by a subclass.
 
     >>> class Draws(torch.utils.data.Dataset):
     ...     def __getitem__(self, index):
@@ -112,8 +113,7 @@ def seed_each_sample(dataset: Any, *words: int) -> None:
 
 @contextmanager
 def workers_seeded_apart(loader: Any, *words: int) -> Iterator[None]:
-    """Make workers that start within the block draw their seed from a separate
-    generator.
+    """Make workers that start in the block take their seed from a separate generator.
 
     A resumed run starts persistent workers at a different time than the original run
     did. That must not change any other random number.
@@ -129,8 +129,7 @@ def workers_seeded_apart(loader: Any, *words: int) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, *owners: object) -> Iterator[None]:
-    """Seed all generators within the block, each with a different seed, and restore
-    them afterwards.
+    """Seed all generators differently within the block, and restore them afterwards.
 
     These are the global generators of Python, NumPy and torch (CPU), and those among
     the owners' attributes.
@@ -150,8 +149,9 @@ def seeded(seed: int, *owners: object) -> Iterator[None]:
 
 
 def _seed_on_cpu(seed: int) -> None:
-    """Seed the global generators, each with a different seed; a tenth of the time of
-    ``torch.manual_seed``.
+    """Seed the global generators, each with a different seed.
+
+    It takes a tenth of the time of ``torch.manual_seed``.
     """
     random.seed(mix(seed, 0))
     np.random.seed(mix(seed, 1) % 2**32)

@@ -1,5 +1,6 @@
-"""Split the items of any sampler or batch sampler among the ranks, in the same order
-for any number of ranks.
+"""Split the items of any sampler or batch sampler among the ranks.
+
+The order is the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 
 class DistributedBatchSamplerWrapper(GlobalOrderSampler):
-    """Splits the batches of any batch sampler among the ranks, for
-    ``DataLoader(batch_sampler=...)``.
+    """Splits the batches of any batch sampler among the ranks.
 
-    When an epoch begins, every rank draws the batches of all ranks and yields its own:
-    the k-th batch belongs to rank k modulo the number of ranks. During the draw, the
-    global generators and those of the batch sampler are seeded from ``seed`` and the
-    epoch. ``position`` counts the batches of all ranks.
+    Pass it as ``DataLoader(batch_sampler=...)``. When an epoch begins, every rank draws
+    the batches of all ranks and yields its own: the k-th batch belongs to rank k modulo
+    the number of ranks. During the draw, the global generators and those of the batch
+    sampler are seeded from ``seed`` and the epoch. ``position`` counts the batches of
+    all ranks.
 
     Args:
         batch_sampler: anything that yields batches and has a length; ``set_epoch`` is

@@ -1,6 +1,6 @@
-"""Thin adapters between Lightning's hooks and the other subpackages, which do not
-import Lightning.
+"""Adapters between Lightning's hooks and the other subpackages.
 
-They import one another by relative names, because they are loaded once for each of the
-two Lightning trees; see ``trees``.
+The other subpackages do not import Lightning. The adapters import one another by
+relative names, because they are loaded once for each of the two Lightning trees; see
+``trees``.
 """

@@ -1,6 +1,4 @@
-"""Configure how DDP averages gradients, and name the parameters in its error about
-unused ones.
-"""
+"""Configure how DDP averages gradients, and name unused parameters in its error."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ _SHOWN = 10  # maximum number of parameters that an error names
 
 
 class GradientAveraging:
-    """Makes DDP average the gradients of a strategy's ranks, with the comm hook if one
-    is set, even on CPU.
+    """Makes DDP average the gradients of a strategy's ranks.
 
-    With a single CPU rank the training step bypasses DDP.
+    If a comm hook is set, DDP uses it, even on CPU. With a single CPU rank the training
+    step bypasses DDP.
 
     Args:
         strategy: our strategy.
@@ -56,8 +54,9 @@ class GradientAveraging:
         self.on_ddp_formed()
 
     def on_ddp_formed(self) -> None:
-        """Record which parameters DDP averages, and register the comm hook on CPU, as
-        Lightning does on GPUs.
+        """Record which parameters DDP averages, and register the comm hook on CPU.
+
+        On GPUs, Lightning registers it.
         """
         module = self._strategy.lightning_module
         model: Any = self._strategy.model
@@ -78,8 +77,9 @@ class GradientAveraging:
             )
 
     def on_train_start(self) -> None:
-        """Bypass DDP in the steps of a single CPU rank, unless the user has changed
-        what DDP does.
+        """Bypass DDP in the steps of a single CPU rank.
+
+        It is not bypassed if the user has changed what DDP does.
         """
         model = self._strategy.model
         # On a GPU, DDP also moves inputs to the device.
@@ -97,11 +97,11 @@ class GradientAveraging:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Average gradients of unfrozen parameters, because DDP ignores what was frozen
-        when it was built.
+        """Average gradients of parameters that were unfrozen after DDP was built.
 
-        Collective if there are any, unless the gradients of this step are only
-        accumulated. See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
+        DDP ignores parameters that were frozen then. Collective if there are unfrozen
+        ones, unless the gradients of this step are only accumulated. See
+        https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
         """
         unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
         yield  # a hook may freeze them again
@@ -110,8 +110,9 @@ class GradientAveraging:
             average_gradients(unfrozen)
 
     def training_step(self, as_lightning: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step as Lightning does, or without DDP's forward
-        pass if DDP is not needed.
+        """Run the module's training step as Lightning does.
+
+        If DDP is not needed, its forward pass is left out.
         """
         if not self.is_needless:
             return as_lightning(*args, **kwargs)
@@ -121,8 +122,9 @@ class GradientAveraging:
             return module.training_step(*args, **kwargs)
 
     def name_unused(self, error: BaseException, message: str) -> None:
-        """Prepend names and a remedy to DDP's message about unused parameters; leave
-        other errors unchanged.
+        """Prepend names and a remedy to DDP's message about unused parameters.
+
+        Other errors are unchanged.
         """
         found = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
         if found is None or "find_unused_parameters" not in message:

@@ -1,6 +1,4 @@
-"""Describe what the strategy's collaborators use of a Lightning strategy, so that a
-type checker sees it.
-"""
+"""Describe the strategy's attributes that its collaborators use, for a type checker."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Synchronise layers during training, for ``Trainer(sync_batchnorm=True)`` and for our
-callback.
+"""Synchronise layers in training, for the Trainer's option and for our callback.
+
+The option is ``Trainer(sync_batchnorm=True)``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from .private.lightning_tree import pl, rank_zero_info, rank_zero_warn
 
 
 class RanksLayerSync(pl.plugins.LayerSync):
-    """Synchronises layers for our callback, and for ``Trainer(sync_batchnorm=True)`` in
-    place of torch's SyncBatchNorm.
+    """Synchronises layers for our callback and for ``Trainer(sync_batchnorm=True)``.
+
+    With that option, it replaces torch's SyncBatchNorm.
 
     Args:
         process_group: as in ``convert_sync_batchnorm``.
@@ -32,9 +34,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
         self._converted: Module | None = None
 
     def refuse_alongside(self, other: pl.plugins.LayerSync | None) -> None:
-        """Raise if layers or ranks are selected in addition to the Trainer's own layer
-        synchronisation.
-        """
+        """Raise if this selects layers or ranks, and ``other`` synchronises all."""
         if other is not None and (self._ranks is not None or self._choice != Choice()):
             raise ConfigurationError(
                 "sync_batchnorm=True synchronises all layers across all ranks, but"

@@ -1,5 +1,6 @@
-"""Make and report calls that every rank must make, so that errors can name a rank that
-skips one.
+"""Make and report calls that every rank must make.
+
+Errors can then name a rank that skips one.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from .host import AnyHost
 
 
 def report_call(what: str, *, is_waiting: bool = False) -> bool:
-    """Report a call that every rank must make, and wait for the other ranks if
-    ``is_waiting``.
+    """Report a call that every rank must make.
 
-    Each report costs a message, so only rare calls are reported. Return whether the
-    ranks are connected.
+    Wait for the other ranks if ``is_waiting``, and return whether the ranks are
+    connected. Each report costs a message, so only rare calls are reported.
     """
     context = current()
     if context is not None:
@@ -31,8 +31,9 @@ def report_call(what: str, *, is_waiting: bool = False) -> bool:
 
 
 def report_step() -> None:
-    """Advance this rank's step counter, so that a call that it did not make before
-    counts as skipped.
+    """Advance this rank's step counter.
+
+    A call that the rank did not make before then counts as skipped.
     """
     context = current()
     if context is not None:
@@ -53,10 +54,10 @@ def ranks_of(strategy: AnyHost) -> Ranks:
 
 
 def refuse(strategy: AnyHost, error: Exception) -> NoReturn:
-    """Raise an error that every rank has found, after a barrier; without it, slower
-    ranks may report another failure.
+    """Raise an error that every rank has found, after a barrier.
 
-    Collective: every rank must call it.
+    Without the barrier, slower ranks may report another failure. Collective: every rank
+    must call it.
     """
     strategy.barrier("before an error")
     raise error

@@ -15,8 +15,7 @@ _SET_BY_LIGHTNING = ("module", "device_ids")
 
 
 def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None:
-    """Raise if the installed DistributedDataParallel does not have one of the
-    arguments.
+    """Raise if DistributedDataParallel does not have one of the arguments.
 
     Raises:
         ConfigurationError: the error names the most similar argument and those of
@@ -41,7 +40,7 @@ def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None
 
 
 def check_choice(field: str, value: object, *allowed: object) -> None:
-    """Raise if the value is not one of ``allowed``, of which the first is the default."""
+    """Raise if the value is not in ``allowed``, of which the first is the default."""
     if not any(type(value) is type(each) and value == each for each in allowed):
         choices = " or ".join(map(repr, allowed))
         raise ConfigurationError(

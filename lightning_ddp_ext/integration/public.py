@@ -1,6 +1,4 @@
-"""Collect the public names for one of the two Lightning trees, and register the
-strategy's names there.
-"""
+"""Collect the public names for one Lightning tree, and register the strategy names."""
 
 from .callbacks.hang_watchdog import HangWatchdog
 from .callbacks.rank_consistency import RankConsistency

@@ -52,8 +52,9 @@ TIMEOUT = timedelta(minutes=30)  # Lightning's default; NCCL's would be 10 minut
 
 
 class DDPExtStrategy(RankDevicesStrategy):
-    """Lightning's ``ddp`` with a choice of init methods; after a failure, every rank
-    exits within a bounded time.
+    """Lightning's ``ddp``, with a choice of init methods.
+
+    After a failure, every rank exits within a bounded time.
 
     Args:
         init_method: how the ranks connect: ``"env://"``, ``"tcp://host:29500"``,
@@ -236,8 +237,9 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @property
     def world(self) -> World:
-        """This process's place among all ranks; available once the strategy has a
-        Trainer.
+        """This process's place among all ranks.
+
+        It is available once the strategy has a Trainer.
         """
         return world_of(self)
 
@@ -461,8 +463,9 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank's batch does not count in the current evaluation step;
-        hooks can also read this.
+        """Whether this rank's batch does not count in the current evaluation step.
+
+        Hooks can also read this.
         """
         return self.data.evaluation.is_idle
 
@@ -481,8 +484,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             RankAbsentError: a rank made a different collective call, skipped the
                 barrier, or did not call it within ``timeout``.
         """
-        # After an exception some ranks never call this, so callbacks that save a
-        # checkpoint must not wait for them.
+        # After an exception some ranks never call this, so a save must not wait here.
         if self.checkpoints.is_interrupted:
             return
         self.metrics.flush()
@@ -525,10 +527,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         return Reduction(self.metrics)
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
-        """Run ``work`` on rank 0, and return its result or raise its error on every
-        rank.
+        """Run ``work`` on rank 0, and return its result on every rank.
 
-        Collective.
+        If it raises, raise its error on every rank. Collective.
 
         When the Trainer is interrupted, rank 0 works alone and the other ranks get
         ``None``.

@@ -27,10 +27,9 @@ from .rank_debugger import rank_debugger_of
 
 
 class HangWatchdog(pl.Callback):
-    """Reports which rank is stuck, and where, when a rank has made no progress for
-    ``timeout``.
+    """Reports which rank is stuck, and where, after ``timeout`` without progress.
 
-    It reports nothing while all such ranks are only waiting for ranks that make
+    It reports nothing while the ranks without progress only wait for ranks that make
     progress.
 
     A rank makes progress when it starts or ends a batch, an epoch, training, the sanity
@@ -132,8 +131,9 @@ class HangWatchdog(pl.Callback):
 
 
 def report_progress(trainer: pl.Trainer) -> None:
-    """Tell a Trainer's ``HangWatchdog`` that this rank makes progress outside
-    Lightning's hooks.
+    """Tell a Trainer's ``HangWatchdog`` that this rank makes progress.
+
+    This is for progress outside Lightning's hooks.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, HangWatchdog):

@@ -20,10 +20,10 @@ from ..private.lightning_tree import pl
 
 
 class RankConsistency(pl.Callback):
-    """Detects ranks with different weights, at the start of training, after every n-th
-    step, and at the end.
+    """Detects ranks with different weights.
 
-    It compares all bits of parameters, optimiser states and statistics of synchronised
+    It checks at the start of training, after every n-th step, and at the end. It
+    compares all bits of parameters, optimiser states and statistics of synchronised
     BatchNorm layers, with one checksum per tensor and a single collective. It skips
     other buffers, which DDP broadcasts, and the state of a ``ZeroRedundancyOptimizer``.
     With one rank it does nothing.
@@ -82,8 +82,9 @@ class RankConsistency(pl.Callback):
 
 
 def _steps(trainer: pl.Trainer) -> int:
-    """Return a count that is the same on all ranks, even if a module steps its
-    optimisers on some ranks only.
+    """Return a count of steps that is the same on all ranks.
+
+    It is the same even if a module steps its optimisers on some ranks only.
     """
     is_automatic = trainer.lightning_module.automatic_optimization
     return trainer.global_step if is_automatic else trainer.fit_loop.epoch_loop.total_batch_idx + 1

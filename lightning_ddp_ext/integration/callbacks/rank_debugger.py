@@ -21,15 +21,16 @@ _HOST = "127.0.0.1"  # local, since any client of the port can run code
 
 
 class RankDebugger(pl.Callback):
-    """Makes one rank wait until VS Code, PyCharm or another debugger that speaks the
-    Debug Adapter Protocol attaches.
+    """Makes one rank wait until a debugger attaches.
 
-    The rank prints the address at which a debugger can attach, and waits before the
-    module's ``setup``, unless an editor is already connected. This needs debugpy: ``pip
-    install debugpy``. With ``DDPExtStrategy``, ``timeout``, the limits of named
-    barriers and ``heartbeat_timeout`` do not apply in practice, and ``HangWatchdog`` is
-    off, but ``save_deadline`` still applies. If a rank exits, all ranks still stop.
-    With another strategy, the other ranks wait for at most its ``timeout``.
+    Any debugger that speaks the Debug Adapter Protocol works, such as those of VS Code
+    and PyCharm. The rank prints the address at which a debugger can attach, and waits
+    before the module's ``setup``, unless an editor is already connected. This needs
+    debugpy: ``pip install debugpy``. With ``DDPExtStrategy``, ``timeout``, the limits
+    of named barriers and ``heartbeat_timeout`` do not apply in practice, and
+    ``HangWatchdog`` is off, but ``save_deadline`` still applies. If a rank exits, all
+    ranks still stop. With another strategy, the other ranks wait for at most its
+    ``timeout``.
 
     Args:
         rank: the rank that waits, counted from 0.
@@ -57,8 +58,9 @@ class RankDebugger(pl.Callback):
 
 
 def rank_debugger_of(trainer: Any) -> RankDebugger | None:
-    """Return the Trainer's ``RankDebugger``, or ``None``; raise if its rank does not
-    exist.
+    """Return the Trainer's ``RankDebugger``, or ``None``.
+
+    Raise if its rank does not exist.
     """
     for callback in getattr(trainer, "callbacks", ()):
         if isinstance(callback, RankDebugger):
@@ -72,9 +74,7 @@ def rank_debugger_of(trainer: Any) -> RankDebugger | None:
 
 
 def without_limits(request: Request) -> Request:
-    """Return the request with time limits too long to apply in practice, for a run in
-    which a rank is debugged.
-    """
+    """Return a request with time limits too long to apply, for a debugged rank."""
     heartbeat = 12 * 3600.0  # close to the kernel's maximum
     timeouts = replace(request.timeouts, heartbeat=heartbeat, deadlock=NO_LIMIT.total_seconds())
     return replace(request, timeout=NO_LIMIT, timeouts=timeouts)
@@ -82,8 +82,9 @@ def without_limits(request: Request) -> Request:
 
 @functools.cache
 def wait_for_debugger(rank: int, port: int) -> None:
-    """Wait until a debugger has attached to this rank, unless one is connected; a
-    second call does nothing.
+    """Wait until a debugger has attached to this rank.
+
+    Do nothing if one is connected, or in a second call.
 
     Raises:
         ConfigurationError: debugpy is not installed, or the port cannot be used.

@@ -1,6 +1,4 @@
-"""A ``ModelCheckpoint`` that makes all ranks act together, unless the strategy
-overrides ``save_checkpoint``.
-"""
+"""A ``ModelCheckpoint`` that makes all ranks act together."""
 
 from __future__ import annotations
 
@@ -92,8 +90,10 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 def _checkpoints_of(
     trainer: pl.Trainer, io: RankZeroCheckpointIO | None, replaced: ReplacedMethods
 ) -> Checkpoints | None:
-    """Return the object that makes ranks save and restore together, or ``None``;
-    install it in a stock strategy.
+    """Return the object that makes ranks save and restore together, or ``None``.
+
+    Install it in a stock strategy. The object is ``None`` if the strategy overrides
+    ``save_checkpoint``.
     """
     strategy = trainer.strategy
     has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
@@ -127,8 +127,9 @@ def _install_io(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | Non
 
 
 def _install(trainer: pl.Trainer, replaced: ReplacedMethods) -> Checkpoints:
-    """Make the ranks of a stock strategy save and restore together until the strategy's
-    teardown.
+    """Make the ranks of a stock strategy save and restore together.
+
+    The strategy's teardown undoes this.
     """
     strategy = trainer.strategy
     io = strategy.checkpoint_io

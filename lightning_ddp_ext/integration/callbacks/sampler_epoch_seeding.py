@@ -1,6 +1,4 @@
-"""A callback that calls ``set_epoch`` on all objects inside the loaders, with any
-strategy.
-"""
+"""A callback that calls ``set_epoch`` on all objects inside any strategy's loaders."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ from ..private.replaced_methods import Prepare, ReplacedMethods
 
 
 class SamplerEpochSeeding(pl.Callback):
-    """Calls ``set_epoch`` on all objects inside the loaders, so each epoch has a new
-    order, and can seed each epoch.
+    """Calls ``set_epoch`` on all objects inside the loaders, and can seed each epoch.
 
     Before a loader is iterated over, in training, in evaluation and after a resume, the
     callback passes the current training epoch to every object in the loader that has a

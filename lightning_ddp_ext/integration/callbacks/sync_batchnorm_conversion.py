@@ -79,6 +79,5 @@ class SyncBatchNormConversion(pl.Callback):
     ) -> None:
         self._layers.revert(pl_module)
 
-    # The later hooks are for a run with nothing left to train, and for one that
-    # Lightning's Tuner ends early.
+    # The later hooks are for runs with nothing to train or ended early by the Tuner.
     on_train_end = on_fit_end = teardown = on_exception = _revert

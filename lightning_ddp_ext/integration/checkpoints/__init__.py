@@ -1,1 +1,1 @@
-"""Checkpoints of all ranks: writing, reading, their paths, and which fit they belong to."""
+"""Write and read checkpoints of all ranks, locate them, and identify their fit."""

@@ -20,14 +20,12 @@ from lightning_ddp_ext.ranks import Ranks
 from ..options import check_choice
 from ..private.lightning_tree import pl, rank_zero_info, rank_zero_warn
 
-# The file in which Lightning's launchers pass weights from a started rank to the
-# process that started it.
+# The file in which a started rank passes weights to Lightning's launcher.
 _HANDED_OVER = ".temp.ckpt"
 
 
 class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
-    """Writes checkpoints atomically, checks what it reads, and saves in the background
-    on request.
+    """Writes checkpoints atomically, optionally in the background, and verifies reads.
 
     It is the default of :class:`~lightning_ddp_ext.DDPExtStrategy` and a plugin for any
     other strategy: ``Trainer(plugins=[RankZeroCheckpointIO(background=True)])``. With a
@@ -119,10 +117,9 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         *,
         map_weights: bool = False,
     ) -> Any:
-        """Read a checkpoint on all ``ranks``, or raise on all of them; warn if
-        checksums are missing.
+        """Read a checkpoint on all ``ranks``, or raise on all of them.
 
-        Collective.
+        Warn if checksums are missing. Collective.
         """
         given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
         options = replace(
@@ -140,10 +137,10 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Remove a checkpoint after all earlier saves; if the last save failed, after
-        the next one that succeeds.
+        """Remove a checkpoint after all earlier saves.
 
-        Only rank 0 needs to call it.
+        If the last save failed, remove it after the next save that succeeds. Only rank
+        0 needs to call it.
 
         Raises:
             CheckpointError: the checkpoint could not be removed.
@@ -153,8 +150,9 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         )
 
     def link(self, target: PathLike, path: PathLike) -> None:
-        """Make ``path`` a symbolic link to the checkpoint ``target``, in one step and
-        after all earlier saves.
+        """Make ``path`` a symbolic link to the checkpoint ``target``.
+
+        This happens in one step and after all earlier saves.
 
         Raises:
             CheckpointSaveError: the file system does not support links, or the path is
@@ -172,8 +170,9 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Wait for all saves and release the memory of background saves; the strategy
-        calls this at the end.
+        """Wait for all saves, and release the memory of background saves.
+
+        The strategy calls this at the end.
         """
         try:
             self.wait()

@@ -1,8 +1,8 @@
-"""Save and restore on all ranks of a strategy: rank 0 writes, all ranks read, and all
-ranks raise if one fails.
+"""Save and restore on all ranks of a strategy.
 
-Our strategy calls this from its hooks; :class:`~lightning_ddp_ext.RankZeroCheckpoint`
-installs it in a stock strategy.
+Rank 0 writes, all ranks read, and all ranks raise if one fails. Our strategy calls this
+from its hooks; :class:`~lightning_ddp_ext.RankZeroCheckpoint` installs it in a stock
+strategy.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ from .checkpoint_io import RankZeroCheckpointIO
 
 
 class Checkpoints:
-    """Saves and restores together with the other ranks, using the strategy's
-    ``checkpoint_io``.
+    """Saves and restores on all ranks with the strategy's ``checkpoint_io``.
 
     Every rank raises an error that occurs on any rank.
 
@@ -124,10 +123,9 @@ class Checkpoints:
             rank_zero_warn(f"a background save also failed: {error}")
 
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
-        """Run ``work`` on rank 0, and return its result or raise its error on every
-        rank.
+        """Run ``work`` on rank 0, and return its result on every rank.
 
-        Collective.
+        If it raises, raise its error on every rank. Collective.
 
         When the Trainer is interrupted, rank 0 works alone and the other ranks get
         ``None``.
@@ -145,18 +143,18 @@ class Checkpoints:
             return self._ranks.on_rank_zero(work, what, settle)
 
     def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:
-        """Return the values of all ranks in rank order on rank 0, and ``None`` on the
-        other ranks.
+        """Return the values of all ranks on rank 0, and ``None`` on the others.
 
-        Collective.
+        The values are in rank order. Collective.
         """
         with self._every_rank(what):
             return self._ranks.to_rank_zero(value)
 
     @contextmanager
     def _every_rank(self, what: str) -> Iterator[None]:
-        """Run a block that every rank must run, and name a rank that does not reach it
-        or that fails.
+        """Run a block that every rank must run.
+
+        An error names a rank that does not reach the block or that fails in it.
         """
         context = current()
         try:
@@ -199,11 +197,10 @@ class Checkpoints:
     def load(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint: for the Trainer's own restore on every rank together,
-        otherwise on this rank alone.
+        """Read a checkpoint, on all ranks together in the Trainer's own restore.
 
-        In a restore, the ``state_dict`` may be mapped from the file if it is only
-        copied into the model.
+        Otherwise, this rank reads it alone. In a restore, the ``state_dict`` may be
+        mapped from the file if it is only copied into the model.
         """
         is_restore = self.is_restoring(path)
         self._restoring = None
@@ -250,11 +247,11 @@ class Checkpoints:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an exception ended the Trainer's run, so that some ranks may not make
-        the next collective call.
+        """Whether an exception ended the Trainer's run.
 
-        If every rank raised an exception, this is true until it is handled. After a
-        stop by a signal this is false, because all ranks still make the same calls.
+        Some ranks may then not make the next collective call. If every rank raised an
+        exception, this is true until it is handled. After a stop by a signal this is
+        false, because all ranks still make the same calls.
         """
         trainer = self._trainer
         context = current()
@@ -307,8 +304,9 @@ def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]
 
 
 def wants_content(module: pl.LightningModule, trainer: Any) -> bool:
-    """Whether a hook gets the file's weights before they are loaded, and may read,
-    change or keep them.
+    """Whether a hook gets the file's weights before they are loaded.
+
+    It may read, change or keep them.
     """
     hooks = [
         _hook(module, pl.LightningModule, name)
@@ -323,8 +321,9 @@ def wants_content(module: pl.LightningModule, trainer: Any) -> bool:
 
 
 def _hook(owner: Any, base: type, name: str) -> bool:
-    """Whether a hook is the user's; those of Lightning and of this package ignore the
-    weights.
+    """Whether a hook is the user's.
+
+    Hooks of Lightning and of this package ignore the weights.
     """
     hook = getattr(type(owner), name)
     return hook is not getattr(base, name) and not hook.__module__.startswith("lightning_ddp_ext.")

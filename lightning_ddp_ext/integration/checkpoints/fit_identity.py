@@ -59,8 +59,9 @@ class FitIdentity:
     number: int = 0
 
     def difference(self, saved: Mapping[str, Any]) -> str:
-        """Describe how the fit that saved a file differs from this one; empty for the
-        same fit.
+        """Describe how the fit that saved a file differs from this one.
+
+        The description of the same fit is empty.
         """
         own = self.content["facts"]
         others = saved["facts"]
@@ -70,9 +71,7 @@ class FitIdentity:
         return f"a fit with another {listed(changed)}" if changed else ""
 
     def changed_variables(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the names of environment variables that the saving run lacked or had
-        differently.
-        """
+        """Return names of variables that the saving run lacked or had differently."""
         before = set(saved["environment"])
         changed = [name for name, value in self.environment.items() if value not in before]
         if not changed and before.difference(self.environment.values()):
@@ -89,8 +88,11 @@ class FitIdentity:
 
 
 def identify(args: tuple[Any, ...], number: int) -> FitIdentity:
-    """Return the identity of a fit, from the arguments of the Trainer's function and
-    the number of the fit in its script.
+    """Return the identity of a fit.
+
+    Args:
+        args: the arguments of the Trainer's function.
+        number: the number of the fit in its script.
     """
     environment = _environment()
     facts = {"command": command(), "number in its script": str(number), **_hparams(args)}
@@ -114,8 +116,9 @@ def identity_in(path: str) -> Mapping[str, Any] | None:
 
 
 def command() -> str:
-    """Return a name for the running command, the same with and without its option to
-    resume.
+    """Return a name for the running command.
+
+    It is the same with and without the command's option to resume.
     """
     script, *options = sys.argv or [""]
     words = [os.path.realpath(script), *(word for word in options if not _asks_to_resume(word))]
@@ -128,8 +131,9 @@ def _asks_to_resume(word: Any) -> bool:
 
 
 def _hparams(args: tuple[Any, ...]) -> dict[str, str]:
-    """Return the hashed hyperparameters of the model and the data module among a call's
-    arguments.
+    """Return the hashed hyperparameters of the model and data module in a call.
+
+    They are found among the call's arguments.
     """
     found: dict[str, str] = {}
     for each in args:
@@ -152,8 +156,9 @@ def _environment() -> dict[str, str]:
 
 
 def _hashed(value: Any) -> str:
-    """Return a hash of a value's text, without addresses, so that it is the same in
-    each run of a command.
+    """Return a hash of a value's text without addresses.
+
+    It is the same in each run of a command.
     """
     try:
         text = repr(sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value)

@@ -1,5 +1,4 @@
-"""Locate a Trainer's checkpoints: their directories, and the files that a run may
-resume from.
+"""Locate a Trainer's checkpoints: directories, and files that a run may resume from.
 
 A launcher needs them before ``ModelCheckpoint`` chooses its directory and before the
 ranks connect.
@@ -19,8 +18,9 @@ from ..private.lightning_tree import SLURMEnvironment, pl
 
 
 def checkpoint_directory(trainer: Any) -> str:
-    """Return the directory of the Trainer's first checkpoint callback, or the default
-    root directory.
+    """Return the directory of the Trainer's first checkpoint callback.
+
+    By default, it is the default root directory.
     """
     callback = trainer.checkpoint_callback
     if isinstance(callback, pl.callbacks.ModelCheckpoint):
@@ -29,12 +29,12 @@ def checkpoint_directory(trainer: Any) -> str:
 
 
 def place_of(name: PathLike | None, command: str, trainer: Any) -> str | None:
-    """Return a path for a checkpoint that no callback saves, at which the same command
-    finds it again.
+    """Return the path of a checkpoint that no callback saves.
 
-    A path is kept; a file name is placed next to the other checkpoints. If a logger
-    chooses the directory of these, possibly a new one in each run, the file is placed
-    in a directory of this command under the default root directory.
+    The same command finds the file there again. A path is kept; a file name is placed
+    next to the other checkpoints. If a logger chooses the directory of these, possibly
+    a new one in each run, the file is placed in a directory of this command under the
+    default root directory.
     """
     path = None if name is None else os.fspath(name)
     if path is None or os.path.dirname(path):
@@ -46,8 +46,9 @@ def place_of(name: PathLike | None, command: str, trainer: Any) -> str | None:
 
 
 def canonical(path: str) -> str:
-    """Return the only name of a local file; a link is not resolved, because it may get
-    another target.
+    """Return the only name of a local file.
+
+    A link is not resolved, because it may get another target.
     """
     local = locate(path).local
     if local is None:
@@ -75,8 +76,9 @@ def versions_of(path: str | None) -> set[str]:
 
 
 def _files_in(directory: str) -> list[str]:
-    """Return the paths or URLs of the files in a directory; a file system leaves out
-    the protocol.
+    """Return the paths or URLs of the files in a directory.
+
+    A file system lists them without the protocol of a URL.
     """
     location = locate(directory)
     return [
@@ -86,8 +88,9 @@ def _files_in(directory: str) -> list[str]:
 
 
 def _last_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:
-    """Return the files that Lightning takes for ``"last"``; Lightning itself loses the
-    protocol of a URL.
+    """Return the files that Lightning takes for ``"last"``.
+
+    Lightning itself loses the protocol of a URL.
     """
     name = re.compile(
         rf"{callback.CHECKPOINT_NAME_LAST}(-(\d+))?.*{re.escape(callback.FILE_EXTENSION)}"
@@ -100,8 +103,9 @@ def _last_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:
 
 
 def follows_logger(trainer: Any) -> bool:
-    """Whether Lightning takes the checkpoint directory from a logger, or did so in an
-    earlier run.
+    """Whether Lightning takes the checkpoint directory from a logger.
+
+    This includes a directory that it took from one in an earlier run.
     """
     callback = trainer.checkpoint_callback
     if not trainer.loggers or not isinstance(callback, pl.callbacks.ModelCheckpoint):
@@ -112,8 +116,9 @@ def follows_logger(trainer: Any) -> bool:
 
 
 def last_of_lightning(trainer: Any) -> set[str]:
-    """Return the files that Lightning's ``"last"`` means, and the one of a requeued
-    SLURM job.
+    """Return the files that Lightning's ``"last"`` means.
+
+    The file of a requeued SLURM job is included.
     """
     found: set[str | None] = set()
     for callback in trainer.checkpoint_callbacks:
@@ -127,8 +132,9 @@ def last_of_lightning(trainer: Any) -> set[str]:
 
 
 def modified(path: str) -> float | None:
-    """Return a file's modification time; ``None`` if the file does not exist, infinity
-    if the time is unknown.
+    """Return a file's modification time, or ``None`` if the file does not exist.
+
+    The time is infinity if it is unknown.
     """
     location = locate(path)
     try:
@@ -142,8 +148,9 @@ def modified(path: str) -> float | None:
 
 
 def state_of(path: str) -> str:
-    """Return a text that differs after a file was changed or replaced; empty if
-    unknown.
+    """Return a text that differs after a file was changed or replaced.
+
+    It is empty if the file's state is unknown.
     """
     location = locate(path)
     try:

@@ -1,8 +1,8 @@
-"""Find the file that ``ckpt_path="last"`` means, and remove stop and rescue checkpoints
-that are no longer needed.
+"""Find the file that ``ckpt_path="last"`` means, and remove files no longer needed.
 
-A launcher needs the file before the ranks connect, so each rank searches
-its own disk, and later all ranks restore the file that rank 0 found.
+The removed files are stop and rescue checkpoints. A launcher needs the file before the
+ranks connect, so each rank searches its own disk, and later all ranks restore the file
+that rank 0 found.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class RunFiles:
             raise
 
     def place(self, name: PathLike | None, trainer: Any) -> str | None:
-        """Return the path at which a file is saved, so that it replaces no file of
-        another fit.
+        """Return a path for a file at which no file of another fit is replaced.
 
         A SLURM job's number is part of it, because jobs that SLURM stops together may
         share a directory.
@@ -133,9 +132,7 @@ class RunFiles:
     def resolve_last(
         self, args: tuple[Any, ...], trainer: Any, *, is_rank_zero: bool
     ) -> tuple[Any, ...]:
-        """Replace ``ckpt_path="last"`` among the arguments of a Trainer's function by a
-        path.
-        """
+        """Replace ``ckpt_path="last"`` in a Trainer function's arguments by a path."""
         if trainer is None:
             return args
         self.identity = identify(args, self._fit)
@@ -161,8 +158,7 @@ class RunFiles:
         newest_first = sorted(existing, key=existing.__getitem__, reverse=True)
         found = next(iter(newest_first), None)
         if is_rank_zero:
-            # rank_zero_info does not know a started rank's number yet, so all ranks
-            # would log.
+            # All ranks would log: rank_zero_info does not know a rank's number yet.
             self._has_searched = True
             found = self._found = self._search(newest_first, own - of_lightning, trainer)
         if found is None and not (self._hides_hint(trainer) and of_lightning.isdisjoint(existing)):
@@ -170,8 +166,9 @@ class RunFiles:
         return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
 
     def _hides_hint(self, trainer: Any) -> bool:
-        """Whether ``None`` in place of ``"last"`` starts the same run, without a hint
-        that repeats our line.
+        """Whether ``None`` in place of ``"last"`` starts the same run.
+
+        Lightning then does not print a hint that repeats our line.
         """
         is_used = any(
             isinstance(each, pl.callbacks.OnExceptionCheckpoint)
@@ -188,8 +185,9 @@ class RunFiles:
         return self._found if self._has_searched else path
 
     def _find_requeued(self, trainer: Any) -> None:
-        """Find the file that this job saved before it was requeued; as with stock, no
-        argument has to ask for it.
+        """Find the file that this job saved before it was requeued.
+
+        As with stock, no argument has to ask for it.
         """
         rank_zero_info(
             "after SIGTERM, a requeued job only resumes with trainer.fit(..., ckpt_path='last')"
@@ -249,8 +247,9 @@ class RunFiles:
         return found
 
     def _none_found(self, trainer: Any) -> str:
-        """Describe where the next run of this command will look, and which files it
-        will ignore.
+        """Describe where the next run of this command will look for files.
+
+        Also name the files that it will ignore.
         """
         parts = ["ckpt_path='last': no checkpoint yet"]
         if self.stop_name is not None:
@@ -279,11 +278,10 @@ class RunFiles:
         return "; ".join(parts)
 
     def remove_obsolete(self, trainer: Any) -> None:
-        """Remove the file that a finished fit resumed from, and its older ones, unless
-        they changed.
+        """Remove the file that a finished fit resumed from, and its older ones.
 
-        Otherwise the same command would resume from them every time. A fit that a
-        callback stopped may be continued.
+        Otherwise the same command would resume from them every time. Files that changed
+        since then are kept. A fit that a callback stopped may be continued.
         """
         if trainer is None:
             return  # in a process that starts ranks
@@ -299,11 +297,11 @@ class RunFiles:
 
 
 def _readable(newest_first: list[str]) -> dict[str, Mapping[str, Any] | None]:
-    """Return what files state about the fits that saved them, or ``None``; warn about
-    damaged ones.
+    """Return what files state about the fits that saved them, or ``None``.
 
-    A file that cannot be read now may be intact. It gets an empty value; reading it
-    later raises the reason on every rank.
+    The value is ``None`` for a damaged file, with a warning. A file that cannot be read
+    now may be intact. It gets an empty value; reading it later raises the reason on
+    every rank.
     """
     found: dict[str, Mapping[str, Any] | None] = {}
     for path in newest_first:
@@ -317,11 +315,10 @@ def _readable(newest_first: list[str]) -> dict[str, Mapping[str, Any] | None]:
 
 
 def _newest_intact(newest_first: list[str]) -> str | None:
-    """Return the first of these files that is not damaged, with a warning about those
-    that are.
+    """Return the first of these files that is not damaged.
 
-    A file that cannot be read now may be intact, so no older file replaces it; reading
-    it later raises the reason on every rank.
+    Warn of those that are. A file that cannot be read now may be intact, so no older
+    file replaces it; reading it later raises the reason on every rank.
     """
     if len(newest_first) == 1:
         return newest_first[0]  # it is checked when it is read

@@ -86,8 +86,7 @@ class Evaluation:
         """
         if stage == RunningStage.PREDICTING:
             if batches_of(loader) == 0:
-                # Lightning refuses a rank without batches; its iterator ends before the
-                # first one
+                # Lightning refuses a length of 0; the iterator still yields nothing
                 loader.length = 1
             return
         if not self._is_joint:
@@ -110,8 +109,9 @@ class Evaluation:
             loader.start_evaluation = partial(self._start_or_borrow, loader)
 
     def _even_batches(self, loader: Any, *, is_dealt: bool) -> EvenBatches | None:
-        """Return even batches for a loader if each sample is to be read once; ``None``
-        if that is not asked for.
+        """Return even batches for a loader if each sample is to be read once.
+
+        Otherwise, return ``None``.
         """
         own = index_sampler_of(loader)
         sampler = own if isinstance(own, GlobalOrderSampler) else getattr(own, "sampler", None)
@@ -134,8 +134,9 @@ class Evaluation:
     def _start_even(
         self, loader: DistributedLoader, even: EvenBatches, permanent: PermanentBatchSampler
     ) -> Iterator[Any]:
-        """Start an iterator whose last batch does not count on ranks that repeat a
-        sample.
+        """Start an iterator whose last batch may not count on some ranks.
+
+        It does not count on the ranks that repeat a sample.
         """
         filled: list[int] = []
         permanent.draw_next_by(partial(even.draw, filled))
@@ -157,8 +158,7 @@ class Evaluation:
     def _borrow(self, batches: Iterator[Any]) -> Iterator[tuple[Any, tuple[int, ...]]]:
         """Yield batches, each with the ranks that are idle with it. Collective."""
         context = current()
-        # A separate group, because another rank may still be in a step that uses the
-        # default group.
+        # Another rank may still be in a step that uses the default group.
         group = (
             None
             if context is None
@@ -202,19 +202,17 @@ class Evaluation:
 
 
 def _is_sequential(loop: Any) -> bool:
-    """Whether a loop reads its loaders one after another, so that each step has a batch
-    of one loader.
+    """Whether a loop reads its loaders one after another.
+
+    Each step then has a batch of one loader.
     """
     return mode_of(combined_loader_of(loop)) == "sequential"
 
 
 def _may_be_empty(loader: DistributedLoader, batches: tuple[float, ...]) -> bool:
-    """Whether a rank may have no batch of a loader whose data the ranks divide
-    themselves.
-    """
+    """Whether a rank may have no batch of data that the ranks divide themselves."""
     if len({number == inf for number in batches}) > 1:
-        # without a length, Lightning would read the first batch earlier than other
-        # ranks do
+        # Without a length, Lightning would read the first batch earlier than others do.
         return False
     return min(batches) == 0 < max(batches) or index_sampler_of(loader.loader) is None
 

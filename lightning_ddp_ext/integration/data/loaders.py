@@ -1,5 +1,4 @@
-"""Choose samplers for a strategy's loaders, wrap the loaders, and start the iterators
-over them.
+"""Choose samplers for a strategy's loaders, wrap the loaders, and iterate over them.
 
 Lightning calls :meth:`TrainerLoaders.prepare` where it would put its own sampler into a
 loader. The result is a proxy of a ``DistributedLoader``, whose iterators
@@ -91,8 +90,9 @@ class TrainerLoaders:
         )
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Reset the state, and make a Trainer call :meth:`prepare` where it would put
-        its own sampler.
+        """Reset the state, and make a Trainer call :meth:`prepare`.
+
+        The Trainer then calls it where it would put its own sampler into a loader.
         """
         self.training.attach(trainer)
         self.uneven.start_run()
@@ -138,7 +138,7 @@ class TrainerLoaders:
     def _with_sampler(
         self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage
     ) -> Any:
-        """Return the loader with one of our samplers where Lightning would put its own."""
+        """Return the loader with our sampler where Lightning would put its own."""
         sampler: Any = None
         if is_shared_out(dataloader):
             if stage != RunningStage.PREDICTING:
@@ -153,8 +153,10 @@ class TrainerLoaders:
         return self._read_through(dataloader, sampler, stage)
 
     def _read_through(self, loader: DataLoader[Any], sampler: Any, stage: RunningStage) -> Any:
-        """Return a loader that reads a sampler: created again as by Lightning if its
-        arguments are known, or a copy.
+        """Return a loader that reads a sampler.
+
+        If the arguments of the given loader are known, it is created again, as by
+        Lightning. Otherwise it is copied.
         """
         if stage == RunningStage.PREDICTING:
             return self._predicted(loader, sampler)
@@ -172,8 +174,9 @@ class TrainerLoaders:
             return copied
 
     def _predicted(self, loader: DataLoader[Any], sampler: Any) -> Any:
-        """Return a loader that reads a sampler through Lightning's batch sampler, which
-        records indices.
+        """Return a loader that reads a sampler and records indices.
+
+        It uses Lightning's batch sampler for this.
         """
         if has_saved_arguments(loader) or loader.batch_sampler is None:
             return update_dataloader(loader, sampler, mode=RunningStage.PREDICTING)
@@ -185,9 +188,7 @@ class TrainerLoaders:
     def _sampler_for(
         self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage
     ) -> Sampler[int] | None:
-        """Return our sampler that replaces Lightning's; ``None`` to keep Lightning's
-        own.
-        """
+        """Return our sampler that replaces Lightning's, or ``None`` to keep that."""
         is_evaluated = stage in EVALUATED
         if is_evaluated and not self._exact_evaluation:
             return None
@@ -239,8 +240,9 @@ class TrainerLoaders:
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:
-    """Whether a sampler yields each sample once, in torch's random order or in the
-    dataset's.
+    """Whether a sampler yields each sample once.
+
+    This is known of samplers that use torch's random order or the dataset's order.
     """
     if type(sampler).__iter__ not in (RandomSampler.__iter__, SequentialSampler.__iter__):
         return False
@@ -248,9 +250,7 @@ def yields_each_once(sampler: Any, dataset: object) -> bool:
 
 
 def is_shared_out(loader: Any) -> bool:
-    """Whether a loader's batches are already split among the ranks by one of our
-    samplers or batch samplers.
-    """
+    """Whether our samplers or batch samplers already split a loader among the ranks."""
     batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
     owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
     return any(isinstance(each, GlobalOrderSampler) for each in owned)

@@ -1,5 +1,4 @@
-"""Change the state of Lightning's loops in a checkpoint to one from which Lightning
-continues correctly.
+"""Change a saved state of Lightning's loops so that Lightning continues correctly.
 
 A checkpoint records the progress of each loop when it was saved: during a batch, after
 it, or between two epochs. Lightning does not continue correctly from all of these:
@@ -27,8 +26,9 @@ Stopped = Literal["batch", "validation"]
 
 
 def epoch_of(trainer: Any) -> int:
-    """Return the current or next epoch; with ``max_steps``, ``trainer.current_epoch``
-    lags behind.
+    """Return the current or next epoch.
+
+    With ``max_steps``, ``trainer.current_epoch`` lags behind.
     """
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
@@ -58,7 +58,7 @@ class Restart:
         return self.at in ("batch_end", "validation") and not self.is_last
 
     def dropped_of(self, processed: int) -> int:
-        """Return the number of the epoch's processed batches that are trained on again."""
+        """Return how many of the epoch's processed batches are trained on again."""
         return processed - self.done if self.at == "batch_end" or self.has_started else 0
 
 
@@ -102,8 +102,9 @@ def find_restart(
 
 
 def _after_last_step(epoch: int, processed: int, accumulated: int) -> Restart:
-    """Return a restart after the last optimiser step, since checkpoints do not contain
-    accumulated gradients.
+    """Return a restart after the last optimiser step.
+
+    Checkpoints do not contain accumulated gradients.
     """
     done = processed - processed % accumulated
     return (
@@ -116,9 +117,7 @@ def _after_last_step(epoch: int, processed: int, accumulated: int) -> Restart:
 def change_to(
     fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped | None = None
 ) -> dict[str, Any]:
-    """Return a copy of a fit loop's state from which Lightning continues at the given
-    restart.
-    """
+    """Return a copy of a fit loop's state that continues at the given restart."""
     changed = copy.deepcopy(dict(fit_loop))
     if restart.at == "epoch_end":
         return changed

@@ -73,10 +73,9 @@ def gather_predictions(trainer: Any) -> Any:
 
 
 def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
-    """Join the predictions of all ranks on rank 0; raise an error of any rank on all
-    ranks.
+    """Join the predictions of all ranks on rank 0.
 
-    Collective.
+    An error of any rank is raised on all ranks. Collective.
     """
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=group)
     own = ranks.on_every_rank(lambda: pickle.dumps(_predicted_here(trainer)), "gather_predictions")
@@ -109,8 +108,7 @@ def _predicted_here(trainer: Any) -> Predicted:
                 f" {type(loader).__name__}, which does not); use a DataLoader with a map-style"
                 " dataset"
             )
-        # Workers read ahead, so a loader may have read more batches than were
-        # predicted.
+        # Workers read ahead, so more batches may have been read than predicted.
         found.append(
             [
                 PredictedBatch(list(samples), each)

@@ -1,5 +1,6 @@
-"""Continue where a checkpoint was saved: restore random states, find the data, and
-correct Lightning's counters.
+"""Continue where a checkpoint was saved.
+
+Restore random states, find the data, and correct Lightning's counters.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _NO_RESTART = Restart("epoch_start", epoch=-1)
 
 
 def positions_of(trainer: Any) -> list[LoaderPosition]:
-    """Return the position of each training loader, in the order of the combined loader."""
+    """Return each training loader's position, in the order of the combined loader."""
     return [loader.position for loader in _loaders_of(trainer)]
 
 
@@ -47,8 +48,9 @@ def _loaders_of(trainer: Any) -> list[DistributedLoader]:
 
 
 def training_generators(strategy: Host, *, with_loaders: bool = True) -> list[Any]:
-    """Return the non-global generators of this rank's training: those of its CUDA
-    devices and its loaders.
+    """Return the non-global generators of this rank's training.
+
+    These are the generators of its CUDA devices and its loaders.
     """
     positions = positions_of(strategy.current_trainer) if with_loaders else []
     devices = [device for device in strategy.rank_devices if device.type == "cuda"]
@@ -57,8 +59,9 @@ def training_generators(strategy: Host, *, with_loaders: bool = True) -> list[An
 
 
 def without_random_state(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rank's saved state without what only an uninterrupted save of all ranks
-    can restore.
+    """Return a rank's saved state without random states and loaders' own states.
+
+    Only an uninterrupted save of all ranks can restore these.
     """
     return {
         "random": None,
@@ -158,8 +161,9 @@ class Resume:
 
     @property
     def _own(self) -> Mapping[str, Any]:
-        """This rank's saved state; on a rank that did not exist in that run, the state
-        that all ranks share.
+        """This rank's saved state.
+
+        On a rank that did not exist in that run, it is the state that all ranks share.
         """
         rank = self._strategy.global_rank
         return self._ranks[rank] if rank < len(self._ranks) else shared_state(self._ranks[0])
@@ -179,8 +183,9 @@ class Resume:
     # Lightning's loops.
 
     def on_train_start(self) -> None:
-        """Set the random state and counters with which training continues, before
-        Lightning uses them.
+        """Set the random state and counters with which training continues.
+
+        It is called before Lightning uses them.
         """
         if self.restart is _NO_RESTART:
             return
@@ -205,24 +210,22 @@ class Resume:
         self._warnings.close()
 
     def on_train_batch_start(self) -> None:
-        """Let Lightning's loops continue as usual after the first batch of a resumed
-        epoch was read.
+        """Let Lightning's loops continue as usual in a resumed epoch.
+
+        It is called once the epoch's first batch was read.
         """
         self.end()
         if self.restart.is_within:
-            # Otherwise the end of the epoch would skip schedulers that monitor a
-            # metric.
+            # Otherwise the epoch's end would skip schedulers that monitor a metric.
             end_restart(self._trainer.fit_loop)
 
     def on_validation_end(self) -> None:
-        """Let the epoch end as usual after the validation with which the resume began."""
+        """Let the epoch end as usual after a validation that began the resume."""
         if self.restart.at == "validation" and not self._trainer.sanity_checking:
             end_restart(self._trainer.fit_loop)
 
     def _set_counters(self) -> None:
-        """Set the loops' counters to the number of batches that are done, for this
-        number of ranks.
-        """
+        """Set the loops' counters to the batches done on this number of ranks."""
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = self.done
         current.completed = self.done - 1 if self.restart.at == "batch_end" else self.done
@@ -278,8 +281,9 @@ class Resume:
             position.check(state)
 
     def _continue_loaders(self) -> str | None:
-        """Continue in each loader; return the name of the first one that does not draw
-        what the resumed run drew.
+        """Continue in each loader.
+
+        Return the name of the first one that does not draw the same as the resumed run.
         """
         found = []
         for loader, state in zip(_loaders_of(self._trainer), self._own["loaders"], strict=True):
@@ -294,8 +298,9 @@ class Resume:
         return found[0] if found else None
 
     def _start_again(self, by_rank: Mapping[int, str]) -> None:
-        """Start the epoch again, as stock Lightning does, because loaders do not draw
-        what the resumed run drew.
+        """Start the epoch again, as stock Lightning does.
+
+        It is called when loaders do not draw the same as the resumed run.
         """
         names = " and ".join(dict.fromkeys(by_rank.values()))
         message = (
@@ -318,13 +323,14 @@ class Resume:
         self._ranks = ()
 
     def _count_batches(self) -> None:
-        """Compute the number of batches done, up to an optimiser step, and the epoch's
-        end, for this number of ranks.
+        """Compute the number of batches done and the epoch's end.
 
-        Loops assume the same number of batches in all epochs. On a different number of
-        ranks, or with another batch size, the number of done batches therefore changes.
-        Loaders that restarted within the epoch are ignored for the remaining batches,
-        because the longest loader, which ends the epoch, is read only once.
+        Both are for this number of ranks. Batches after the last optimiser step are not
+        done. Loops assume the same number of batches in all epochs. On a different
+        number of ranks, or with another batch size, the number of done batches
+        therefore changes. Loaders that restarted within the epoch are ignored for the
+        remaining batches, because the longest loader, which ends the epoch, is read
+        only once.
         """
         pairs = list(zip(positions_of(self._trainer), self._own["loaders"], strict=True))
         combine = min if mode_of(combined_loader_of(self._trainer.fit_loop)) == "min_size" else max
@@ -344,8 +350,9 @@ def _start_again(restart: Restart) -> Restart:
 
 @contextmanager
 def _ignoring(message: str) -> Iterator[None]:
-    """Ignore warnings within the block, without undoing other changes of the filters as
-    ``catch_warnings`` does.
+    """Ignore warnings within the block.
+
+    Unlike ``catch_warnings``, this does not undo other changes of the filters.
     """
     warnings.filterwarnings("ignore", message)
     added = warnings.filters[0]

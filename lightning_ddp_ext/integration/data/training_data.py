@@ -51,8 +51,9 @@ Recorded = Literal["epoch", "step", "validation"]
 
 
 class TrainingData:
-    """The data-related state of training: the seed, the epoch, the resume, and recorded
-    random states.
+    """The data-related state of training.
+
+    It consists of the seed, the epoch, the resume, and recorded random states.
 
     Attributes:
         known_seed: the seed for the order of samples, once it is known.
@@ -88,8 +89,7 @@ class TrainingData:
         self.seeding: WorkerSeeding | None = None
         self.resume = self._new_resume()
         self._resumed_from: Mapping[str, Any] | None = None  # until Lightning's loops are restored
-        # At the start of the last epoch, step and validation: random states, and the
-        # batches that each loader gave.
+        # Random states and loaders' batches at the start of epoch, step and validation.
         self._recorded: dict[Recorded, tuple[list[Any], list[int]]] = {}
         self._epoch_started: Any = None  # the combined iterator of the last epoch
         self._validated_at = math.inf
@@ -98,9 +98,7 @@ class TrainingData:
         return Resume(self._strategy, self.in_epoch)
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
-        """Prepare to resume from the Trainer's checkpoint, and change its loop state
-        accordingly.
-        """
+        """Prepare to resume from a checkpoint, and change its loop state."""
         is_fitting = self._strategy.current_trainer.state.fn == "fit"
         if is_fitting and "loops" in checkpoint and self.resume_data != "stock":
             self.resume = Resume(self._strategy, self.in_epoch, checkpoint, self.resume_data)
@@ -119,10 +117,10 @@ class TrainingData:
 
     @property
     def seed(self) -> int:
-        """The seed for the order of samples: that of the resumed run, otherwise rank
-        0's.
+        """The seed for the order of samples.
 
-        Collective the first time.
+        It is the seed of the resumed run, otherwise rank 0's. Collective the first
+        time.
         """
         if self.known_seed is None:
             own = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
@@ -131,14 +129,16 @@ class TrainingData:
 
     @property
     def epoch(self) -> int:
-        """The current or next training epoch; correct even before Lightning reads the
-        checkpoint.
+        """The current or next training epoch.
+
+        It is correct even before Lightning reads the checkpoint.
         """
         return max(epoch_of(self._strategy.current_trainer), self.resume.restart.epoch)
 
     def record_random_state(self, moment: Recorded) -> None:
-        """Record the random state at the start of an epoch, an optimiser step or a
-        validation during training.
+        """Record the random state at a moment of training.
+
+        The moment is the start of an epoch, an optimiser step or a validation.
         """
         self._recorded[moment] = self._current_state()
 
@@ -152,15 +152,18 @@ class TrainingData:
         self.resume.on_train_start()
 
     def on_validation_end(self) -> None:
-        """Record the time of the validation; if the resume began with it, let the epoch
-        end as usual.
+        """Record the time of the validation.
+
+        If the resume began with it, let the epoch end as usual.
         """
         self._validated_at = time.monotonic()
         self.resume.on_validation_end()
 
     def on_train_end(self) -> None:
-        """Record where training ended, before Lightning resets its loops and an
-        evaluation removes the loaders.
+        """Record where training ended.
+
+        It is called before Lightning resets its loops and an evaluation removes the
+        loaders.
         """
         loop = self._strategy.current_trainer.fit_loop
         self._has_ended = fetcher_of(loop).done
@@ -181,14 +184,11 @@ class TrainingData:
 
     @contextmanager
     def in_epoch(self, loader: DistributedLoader) -> Iterator[None]:
-        """Set the current epoch in a loader, of which an iterator is created within the
-        block.
-        """
+        """Set the current epoch in a loader whose iterator is created in the block."""
         epoch = self.epoch
         rank = self._strategy.global_rank
         keeps_workers = start_epoch(loader.loader, epoch, rank=rank, seeding=self.seeding)
-        # A resumed run may start persistent workers in a later epoch; seeding them then
-        # must not draw another number.
+        # A resumed run may start its workers later, which must not draw another number.
         is_later = keeps_workers and (epoch > 0 or loader.position is None)
         with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
             yield
@@ -219,8 +219,7 @@ class TrainingData:
             self.resume = self._new_resume()
         resume = self.resume
         resume.find_data()
-        # If no length is known, Lightning reads the first batch before it starts
-        # training and restores the state.
+        # Without a length, Lightning reads the first batch before it restores states.
         if resume.restart.has_started or (
             resume.restart.at == "epoch_start" and not resume.has_restored_random
         ):
@@ -248,7 +247,7 @@ class TrainingData:
         )
 
     def _before_batch(self) -> None:
-        """Stop if the ranks have agreed to; at a step's start, record the random state."""
+        """Stop if the ranks agreed to, and record the random state of a new step."""
         trainer = self._strategy.current_trainer
         accumulated = trainer.accumulate_grad_batches
         self._stops.before_batch()
@@ -305,15 +304,14 @@ class TrainingData:
         return {"random": random, "loaders": loaders}
 
     def section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
-        """Return the section for a checkpoint; ``ranks`` contains the state of each
-        rank.
-        """
+        """Return the section for a checkpoint; ``ranks`` has each rank's state."""
         own = {"version": VERSION, "seed": self.known_seed, "restart": vars(restart)}
         return {**own, "stopped": stopped, "ranks": ranks}
 
     def _state_of(self, restart: Restart, loops: Mapping[str, Any]) -> tuple[list[Any], list[int]]:
-        """Return the recorded random states and numbers of batches for a restart, or
-        the current ones.
+        """Return the random states and numbers of batches for a restart.
+
+        These are the recorded ones, or the current ones if none were recorded.
         """
         moment: Recorded | None = None
         if restart.has_started:
@@ -330,8 +328,9 @@ class TrainingData:
 
 
 class _Announced(Iterator[Any]):
-    """The batches of the first loader, each announced once before it is requested, also
-    after the loader's end.
+    """The batches of the first loader, each announced before it is requested.
+
+    Each batch is announced once, also after the loader's end.
 
     Args:
         batches: an iterator over the loader.
@@ -368,8 +367,9 @@ class _Announced(Iterator[Any]):
 
 
 def _warn_of_early_end(loader: DistributedLoader) -> None:
-    """Warn if a loader ends before its length: Lightning finds the last batch by the
-    length.
+    """Warn if a loader ends before its length.
+
+    Lightning finds the last batch by the length.
     """
     length = batches_of(loader)
     position = loader.position

@@ -16,12 +16,12 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 @contextmanager
 def uncounted(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
-    """Make ``self.log`` and torchmetrics work on copies within the block, and discard
-    the copies afterwards.
+    """Make ``self.log`` and torchmetrics work on copies within the block.
 
-    A key that is logged for the first time is kept with a value that does not affect
-    any reduction, so that this rank takes part in the reductions at the end of the
-    epoch. A value that is not reduced across ranks counts the step.
+    The copies are discarded after the block. A key that is logged for the first time is
+    kept with a value that does not affect any reduction, so that this rank takes part
+    in the reductions at the end of the epoch. A value that is not reduced across ranks
+    counts the step.
 
     A metric with a list that torchmetrics gathers item by item counts the step, because
     this list must have the same number of items on all ranks.
@@ -50,8 +50,9 @@ def uncounted(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
 
 
 def _metrics(results: Mapping[str, Any], module: nn.Module) -> list[nn.Module]:
-    """Return the metrics that a step can be taken out of, and metric collections, each
-    once.
+    """Return the metrics that a step can be taken out of, each once.
+
+    Metric collections are included.
     """
     logged = (result.value for result in results.values() if not result.is_tensor)
     found = (each for root in (module, *logged) for each in root.modules())
@@ -64,8 +65,9 @@ def _metrics(results: Mapping[str, Any], module: nn.Module) -> list[nn.Module]:
 
 
 def _is_gathered_by_item(metric: nn.Module) -> bool:
-    """Whether a metric has a list whose items torchmetrics does not join before it
-    gathers them.
+    """Whether a metric has a list that torchmetrics gathers item by item.
+
+    Torchmetrics joins the items of other lists first.
     """
     return isinstance(metric, Metric) and any(
         isinstance(metric._defaults[name], list) and reduction is not dim_zero_cat
@@ -99,8 +101,9 @@ def _restore(metric: nn.Module, before: dict[str, Any]) -> None:
 
 
 def _shaped(metric: Metric, before: dict[str, Any]) -> dict[str, Tensor]:
-    """Return earlier states in the shape that the step has given them, which ranks must
-    have in common.
+    """Return earlier states in the shape that the step has given them.
+
+    The ranks must have this shape in common.
     """
     states = {name: (before[name], getattr(metric, name)) for name in metric._reductions}
     return {
@@ -111,8 +114,9 @@ def _shaped(metric: Metric, before: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _empty_lists(metric: Metric, before: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """Return an empty tensor for each list that was empty, with the type and shape of
-    the rows that the step added.
+    """Return an empty tensor for each list that was empty before the step.
+
+    It has the type and shape of the rows that the step added.
     """
     lists = [
         name

@@ -1,6 +1,4 @@
-"""End training epochs on all ranks together, and warn if several ranks read the same
-data.
-"""
+"""End training epochs on all ranks together, and warn of ranks with the same data."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ class UnevenInputs:
 
     @property
     def _end_is_joint(self) -> bool:
-        """Whether the ranks end an epoch together; otherwise each one ends on its own."""
+        """Whether the ranks end an epoch together, and not each one separately."""
         return self._mode is not None and dist.is_initialized() and self._strategy.world_size > 1
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
@@ -81,8 +79,9 @@ class UnevenInputs:
             loader.length = min(lengths)
 
     def end_together(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
-        """Count the batches of a new iterator, and end it on all ranks together if
-        requested.
+        """Count the batches of a new iterator.
+
+        If requested, end it on all ranks together.
         """
         if not self._end_is_joint:
             return position.give(batches)
@@ -96,16 +95,18 @@ class UnevenInputs:
         return position.give(end_together(batches, group, on_last=self._end_epoch))
 
     def _end_epoch(self) -> None:
-        """Make Lightning treat the next batch as the last one if there is a single
-        loader.
+        """Make Lightning treat the next batch of a single loader as the last one.
+
+        With several loaders, nothing changes.
         """
         trainer = self._strategy.current_trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
     def report_phase(self) -> None:
-        """Report a step, unless the ranks have different numbers of batches and
-        therefore of steps.
+        """Report a step, unless the ranks have different numbers of batches.
+
+        The ranks then also have different numbers of steps.
         """
         if self.are_even:
             report_step()
@@ -145,8 +146,9 @@ class UnevenInputs:
 
 
 def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
-    """Describe why ranks cannot train on these numbers of batches; ``None`` if they
-    can, as with few ``max_steps``.
+    """Describe why ranks cannot train on these numbers of batches.
+
+    Return ``None`` if they can, for example because ``max_steps`` is small.
     """
     fewest = min(lengths)
     most_steps = trainer.max_steps
@@ -171,8 +173,9 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
 def _different_orders(
     positions: list[LoaderPosition], by_rank: tuple[list[dict[str, Any]], ...]
 ) -> str | None:
-    """Describe why the ranks cannot share out the samples of a loader; warn if they
-    probably have different ones.
+    """Describe why the ranks cannot share out the samples of a loader.
+
+    Return ``None`` if they can; warn if they probably have different samples.
     """
     remedy = (
         "create the same dataset and sampler on every rank (seed random_split, for example), or"
@@ -204,8 +207,9 @@ def _different_orders(
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:
-    """Return the checksums of the tensors in a batch, which may be nested mappings,
-    lists and tuples.
+    """Return the checksums of the tensors in a batch.
+
+    The batch may be nested mappings, lists and tuples.
 
     >>> _checksums({"x": [torch.ones(2)]}) == _checksums((torch.ones(2), "text", torch.zeros(0)))
     True

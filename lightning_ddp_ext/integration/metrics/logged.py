@@ -1,5 +1,6 @@
-"""Reduce values of ``self.log(..., sync_dist=True)`` across ranks, all values of a step
-in one collective.
+"""Reduce values of ``self.log(..., sync_dist=True)`` across ranks.
+
+All values of a step are reduced in one collective.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ from ..private.compat import is_computed, is_computing_epoch, result_reduced_by,
 
 
 class Reduction:
-    """``Strategy.reduce`` as an object; each access to the attribute returns another
-    one.
+    """``Strategy.reduce`` as an object; each access to the attribute returns another.
 
     Lightning keeps the object with which a name was first logged and calls it for all
     values of this name, so the object identifies the name. Other code gets objects that
@@ -50,7 +50,7 @@ class Reduction:
         self.result: Any = None  # Lightning's result for the name, once it is known
 
     def __call__(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor, and return it; return other objects unchanged. Collective."""
+        """Reduce a tensor and return it, or another object unchanged. Collective."""
         return self._values.reduce(tensor, group, reduce_op, self)
 
     def __eq__(
@@ -153,7 +153,7 @@ class LoggedValues:
         return pending
 
     def _result_of(self, reduction: Reduction) -> Any:
-        """Return the logged value that calls a reduction; ``None`` if other code does."""
+        """Return the logged value that calls a reduction; ``None`` for other code."""
         if reduction.result is None and self._strategy.lightning_module is not None:
             reduction.result = result_reduced_by(self._strategy.current_trainer, reduction)
         return reduction.result
@@ -172,8 +172,9 @@ class LoggedValues:
         return reduced
 
     def _reduce_epoch(self, logged: Any) -> Tensor:
-        """Reduce a number of an epoch's result together with those of all results that
-        Lightning computes next.
+        """Reduce a number of an epoch's result, and others together with it.
+
+        The others are those of all results that Lightning computes next.
         """
         if not (self._ahead and self._ahead[0][0] is logged.value):
             due = [
@@ -193,8 +194,9 @@ class LoggedValues:
         return self._ahead.popleft()[1]
 
     def _is_due(self, result: Any) -> bool:
-        """Whether Lightning will compute this result of the epoch next, and reduce it
-        across all ranks.
+        """Whether Lightning will compute this result of the epoch next.
+
+        It must also reduce the result across all ranks.
         """
         meta = result.meta
         sync = meta.sync
@@ -206,10 +208,9 @@ class LoggedValues:
         return all(self._can_batch(number, sync.group, sync.op) for number in _numbers_of(result))
 
     def _reduce(self, values: list[Value], *, is_last: bool) -> Reduced:
-        """Wait until all ranks reduce logged values, unless that is expected, and
-        reduce them.
+        """Reduce logged values, after waiting until all ranks do.
 
-        Collective.
+        The wait is skipped if the reduction is expected. Collective.
         """
         session = current_session()
         device = self._strategy.root_device
@@ -249,9 +250,7 @@ def _name_of(logged: Any) -> str:
 
 
 def _numbers_of(logged: Any) -> list[Tensor]:
-    """Return the numbers of an epoch's result that Lightning reduces, in Lightning's
-    order.
-    """
+    """Return the numbers of an epoch's result that Lightning reduces, in its order."""
     return (
         [logged.value, logged.cumulated_batch_size]
         if logged.meta.is_mean_reduction

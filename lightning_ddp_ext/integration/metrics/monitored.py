@@ -1,6 +1,4 @@
-"""Warn if ranks monitor different values, and share rank 0's record of the best
-checkpoints.
-"""
+"""Warn if ranks monitor different values, and share rank 0's best checkpoints."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ _RECORD = (
 
 
 class MonitoredValues:
-    """The values that decide on checkpoints, stops and learning rates on a strategy's
-    ranks.
+    """The monitored values on a strategy's ranks.
 
-    Each rank decides with its own value. Lightning combines some of these decisions,
-    but learning rates and the record of the best checkpoints may differ between ranks.
+    They decide on checkpoints, stops and learning rates. Each rank decides with its own
+    value. Lightning combines some of these decisions, but learning rates and the record
+    of the best checkpoints may differ between ranks.
     """
 
     def __init__(self, strategy: Host, checkpoints: Checkpoints) -> None:
@@ -106,8 +104,9 @@ def _moved(value: Any, device: Any) -> Any:
 
 
 def _is_same(value: float | None, other: float | None) -> bool:
-    """Whether two ranks have the same value, up to rounding; ``None`` means that it is
-    not logged.
+    """Whether two ranks have the same value, up to rounding.
+
+    ``None`` means that the value is not logged.
 
     >>> pairs = [(math.nan, math.nan), (1.0, None), (1.0, 1.0 + 1e-9), (1.0, 1.1)]
     >>> tuple(_is_same(*pair) for pair in pairs)

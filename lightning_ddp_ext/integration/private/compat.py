@@ -1,5 +1,6 @@
-"""Read and set private attributes of Lightning's objects that several modules need, or
-that need more than a line.
+"""Read and set private attributes of Lightning's objects.
+
+Several modules need them, or they need more than a line.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _MISSING = object()
 
 
 def combined_loader_of(loop: Any) -> Any:
-    """Return a loop's combined loader, whose mode is not public; ``None`` before the
-    loop has one.
+    """Return a loop's combined loader, or ``None`` before the loop has one.
+
+    Its mode is not public.
     """
     return None if loop is None else private(loop, "_combined_loader")
 
@@ -42,38 +44,37 @@ def mode_of(combined: Any) -> str:
 
 
 def combined_iterator_of(loop: Any) -> Any:
-    """Return the loop's current iterator over its combined loader; each epoch has a new
-    one.
+    """Return the loop's current iterator over its combined loader.
+
+    Each epoch has a new one.
     """
     combined = combined_loader_of(loop)
     return None if combined is None else private(combined, "_iterator")
 
 
 def iterators_of(loop: Any) -> list[Any]:
-    """Return the iterators that the loop itself is reading, without those that users
-    created.
-    """
+    """Return the iterators that the loop itself reads, without those of users."""
     iterator = combined_iterator_of(loop)
     return [] if iterator is None else list(iterator.iterators)
 
 
 def fetcher_of(loop: Any) -> Any:
-    """Return a loop's data fetcher, whose attribute ``length`` determines the last
-    batch.
-    """
+    """Return a loop's data fetcher, whose ``length`` determines the last batch."""
     return private(loop, "_data_fetcher")
 
 
 def is_read_in_step(loop: Any) -> bool:
-    """Whether the steps of a loop take ``dataloader_iter`` and thus fetch their batches
-    themselves.
+    """Whether a loop's steps take ``dataloader_iter``.
+
+    They then fetch their batches themselves.
     """
     return type(fetcher_of(loop)).__name__ == "_DataLoaderIterDataFetcher"
 
 
 def takes_iterator(module: Any, stage: Any) -> bool:
-    """Whether the steps of an evaluation take ``dataloader_iter``; known before the
-    loop has its fetcher.
+    """Whether the steps of an evaluation take ``dataloader_iter``.
+
+    The answer is available before the loop has its fetcher.
     """
     step = module.test_step if stage == RunningStage.TESTING else module.validation_step
     return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
@@ -107,8 +108,9 @@ def is_in_optimizer_step(trainer: Any) -> bool:
 
 
 def is_in_closure(error: BaseException) -> bool:
-    """Whether an error was raised while gradients were computed or clipped, before the
-    optimiser changed anything.
+    """Whether an error was raised while gradients were computed or clipped.
+
+    The optimiser has not changed anything by then.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -123,9 +125,7 @@ def is_in_closure(error: BaseException) -> bool:
 
 
 def batches_that_stepped_of(epoch_loop: Any) -> int:
-    """Return the number of optimiser steps of training, as Lightning's loggers count
-    them.
-    """
+    """Return the number of optimiser steps, as Lightning's loggers count them."""
     return int(private(epoch_loop, "_batches_that_stepped"))
 
 
@@ -133,8 +133,9 @@ def batches_that_stepped_of(epoch_loop: Any) -> int:
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
-    """Return the checkpoint that the Trainer would save now, without the barrier of
-    ``save_checkpoint``.
+    """Return the checkpoint that the Trainer would save now.
+
+    Unlike ``save_checkpoint``, this has no barrier.
     """
     checkpoint: dict[str, Any] = private(trainer, "_checkpoint_connector", "dump_checkpoint")(
         weights_only=False
@@ -143,15 +144,14 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
 
 
 def is_restored_from(trainer: Any, checkpoint: Any) -> bool:
-    """Whether the Trainer itself is restoring its state from this checkpoint, which it
-    has read.
-    """
+    """Whether the Trainer itself is restoring its state from this checkpoint."""
     return private(trainer, "_checkpoint_connector", "_loaded_checkpoint") is checkpoint
 
 
 def chosen_directory_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> str:
-    """Return the directory that a checkpoint callback will choose or has chosen; known
-    before its setup.
+    """Return the directory that a checkpoint callback will choose or has chosen.
+
+    It is available before the callback's setup.
     """
     return str(private(callback, "_ModelCheckpoint__resolve_ckpt_dir")(trainer))
 
@@ -166,8 +166,9 @@ def checkpoint_of_requeued_job(trainer: Any) -> str | None:
 
 
 def end_epoch_after(trainer: Any, batches: int) -> None:
-    """Make Lightning treat the batch with this number as the epoch's last one, as for
-    loaders without a length.
+    """Make Lightning treat the batch with this number as the epoch's last one.
+
+    Lightning does the same for loaders without a length.
     """
     fetcher = fetcher_of(trainer.fit_loop)
     if fetcher.length is not None:
@@ -178,11 +179,11 @@ def end_epoch_after(trainer: Any, batches: int) -> None:
 
 
 def schedule_timed_validation(trainer: Any, last: float) -> None:
-    """Make either all ranks or none validate after the next batch, with
-    ``val_check_interval=timedelta(...)``.
+    """Make either all ranks or none validate after the next batch.
 
-    In Lightning each rank reads its own clock, so one rank may validate while another
-    trains. Here rank 0's clock decides. Collective if such an interval is set.
+    This is for ``val_check_interval=timedelta(...)``. In Lightning each rank reads its
+    own clock, so one rank may validate while another trains. Here rank 0's clock
+    decides. Collective if such an interval is set.
 
     Args:
         trainer: the Trainer.
@@ -205,11 +206,11 @@ def needs_sampler(trainer: Any, loader: Any) -> bool:
 
 
 def has_saved_arguments(loader: Any) -> bool:
-    """Whether Lightning has recorded the arguments of a loader and its batch sampler,
-    as it does in hooks.
+    """Whether Lightning has recorded the arguments of a loader and its batch sampler.
 
-    If Lightning renames this, our own copies are used. Of a given batch sampler of
-    torch's Lightning would keep neither the batch size nor ``drop_last``.
+    It records them in hooks. If Lightning renames its record, our own copies are used.
+    Of a given batch sampler of torch's, Lightning would keep neither the batch size nor
+    ``drop_last``.
     """
     is_given = loader.batch_sampler is not None and loader.batch_size is None
     if is_given and type(loader.batch_sampler) is BatchSampler:
@@ -228,9 +229,7 @@ def results_of(trainer: Any) -> dict[str, Any]:
 
 
 def result_reduced_by(trainer: Any, reduction: object) -> Any:
-    """Return the logged value for which Lightning keeps this object as its function
-    that reduces, or ``None``.
-    """
+    """Return the logged value that Lightning reduces with this object, or ``None``."""
     results = results_of(trainer) or {}
     return next(
         (each for each in reversed(results.values()) if _sync_of(each).fn is reduction), None
@@ -238,9 +237,7 @@ def result_reduced_by(trainer: Any, reduction: object) -> Any:
 
 
 def is_computing_epoch(trainer: Any) -> bool:
-    """Whether Lightning computes an epoch's logged values now, rather than those of a
-    step.
-    """
+    """Whether Lightning computes an epoch's logged values now, not those of a step."""
     return private(trainer, "_logger_connector", "_first_loop_iter") is None
 
 
@@ -257,8 +254,9 @@ def _sync_of(result: Any) -> Any:
 
 
 def restore_handlers(trainer: Any) -> None:
-    """Make Lightning restore only the handlers that changed, because restoring all
-    removes ``faulthandler``'s.
+    """Make Lightning restore only the handlers that changed.
+
+    Restoring all of them removes ``faulthandler``'s.
     """
     connector = private(trainer, "_signal_connector")
     originals = private(connector, "_original_handlers")
@@ -279,7 +277,7 @@ def treat_next_exception_as_stop(trainer: Any) -> None:
 
 
 def trainer_of(module: Any) -> Any:
-    """Return the Trainer of a module, or ``None`` outside of a run or without a module."""
+    """Return a module's Trainer, or ``None`` outside of a run or without a module."""
     return private(module, "_trainer") if isinstance(module, pl.LightningModule) else None
 
 
@@ -295,9 +293,7 @@ def timeout_of(strategy: pl.strategies.DDPStrategy) -> timedelta | None:
 
 
 def layer_sync_of(strategy: pl.strategies.Strategy) -> pl.plugins.LayerSync | None:
-    """Return what synchronises a strategy's layers; ``None`` for a strategy that
-    cannot.
-    """
+    """Return the plugin that synchronises a strategy's layers, if any."""
     if not isinstance(strategy, pl.strategies.ParallelStrategy):
         return None
     found: pl.plugins.LayerSync | None = private(strategy, "_layer_sync")
@@ -305,8 +301,9 @@ def layer_sync_of(strategy: pl.strategies.Strategy) -> pl.plugins.LayerSync | No
 
 
 def averages_models(strategy: pl.strategies.Strategy) -> bool:
-    """Whether a strategy lets the ranks' models differ between averages, as post-local
-    SGD does.
+    """Whether a strategy lets the ranks' models differ between averages.
+
+    Post-local SGD does so.
     """
     is_ddp = isinstance(strategy, pl.strategies.DDPStrategy)
     return is_ddp and private(strategy, "_model_averager") is not None
@@ -316,8 +313,9 @@ def averages_models(strategy: pl.strategies.Strategy) -> bool:
 
 
 def current_hook(frame: FrameType | None, trainer: Any) -> str:
-    """Return a frame's innermost hook, batch fetch or call between ranks; otherwise the
-    stage, or ``user code``.
+    """Return a frame's innermost hook, batch fetch or call between ranks.
+
+    Outside of these, return the stage, or ``user code``.
     """
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
@@ -337,8 +335,9 @@ def current_hook(frame: FrameType | None, trainer: Any) -> str:
 
 
 def progress_of(trainer: Any) -> str:
-    """Return the Trainer's progress, such as ``train: epoch 3, step 512``, or only its
-    stage.
+    """Return the Trainer's progress, or only its stage.
+
+    An example is ``train: epoch 3, step 512``.
     """
     stage = _stage_of(trainer)
     if trainer.training or trainer.validating or trainer.sanity_checking:
@@ -353,8 +352,9 @@ def _stage_of(trainer: Any) -> str:
 
 
 def private(owner: Any, *names: str) -> Any:
-    """Return a private attribute of a Lightning object, or that attribute's own, and so
-    on.
+    """Return a private attribute of a Lightning object.
+
+    With several names, each is read from the previous attribute.
 
     Raises:
         ImportError: the installed Lightning does not have the name.

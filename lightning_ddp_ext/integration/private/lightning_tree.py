@@ -1,5 +1,4 @@
-"""Import Lightning from the tree for which this module was loaded: ``pl`` and
-``fabric`` are its packages.
+"""Import ``pl`` and ``fabric`` from the Lightning tree that this module is loaded for.
 
 The tree is ``lightning.pytorch`` or ``pytorch_lightning``; see ``trees``. Lightning's
 private names are only imported here, without the leading underscore; ``compat`` reads
@@ -44,8 +43,9 @@ def refuse_missing(owner: type, *names: str) -> None:
 
 
 def refuse_other_tree(*objects: object) -> None:
-    """Raise if some of our callbacks or plugins were made for the other tree; the
-    message shows the right import.
+    """Raise if some of our callbacks or plugins were made for the other tree.
+
+    The message shows the right import.
     """
     own, other = (
         ("pytorch_lightning", "lightning") if _IS_SECOND else ("lightning", "pytorch_lightning")

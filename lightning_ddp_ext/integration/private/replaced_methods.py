@@ -1,8 +1,7 @@
-"""Replace methods of single Lightning objects during a run; the strategy's ``teardown``
-restores them.
+"""Replace methods of single Lightning objects during a run.
 
-Classes and modules are not changed. If the Trainer's profiler measures nothing, a
-faster one replaces it.
+The strategy's ``teardown`` restores them. Classes and modules are not changed. If the
+Trainer's profiler measures nothing, a faster one replaces it.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Prepare = Callable[[Any, bool, RunningStage], Any]
 
 
 class IdleProfiler(pl.profilers.PassThroughProfiler):
-    """Lightning's profiler that measures nothing, without the roughly thirty generators
-    that it creates per step.
+    """Replaces Lightning's profiler that measures nothing, without its generators.
 
-    It shares the state of ``original``.
+    Lightning's profiler creates about thirty generators per step. This one shares the
+    state of ``original``.
     """
 
     __slots__ = ("original",)
@@ -40,8 +39,9 @@ class IdleProfiler(pl.profilers.PassThroughProfiler):
 
 
 class Unmeasured(nullcontext[str], ContextDecorator):
-    """A context manager that measures nothing, and that also works as a decorator, like
-    those of a profiler.
+    """A context manager that measures nothing.
+
+    It also works as a decorator, as a profiler's does.
     """
 
 
@@ -79,8 +79,9 @@ class ReplacedMethods:
         self._trainer: Any = None
 
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of one object; raise if the method is missing in the
-        installed Lightning.
+        """Replace a method of one object.
+
+        Raise if the method is missing in the installed Lightning.
         """
         refuse_missing(type(owner), name)
         setattr(owner, name, Replacement(owner, name, method))
@@ -105,10 +106,10 @@ class ReplacedMethods:
     def prepare_loaders(
         self, trainer: Any, by: Callable[[Prepare, Any, bool, RunningStage], Any]
     ) -> None:
-        """Make Lightning call ``by`` to add samplers to loaders; ``by`` gets
-        Lightning's own method.
+        """Make Lightning call ``by`` to add samplers to loaders.
 
-        Lightning chooses the sampler in a private method, without a hook.
+        ``by`` gets Lightning's own method. Lightning chooses the sampler in a private
+        method, without a hook.
         """
         connector = private(trainer, "_data_connector")
         own = _own_method(connector, "_prepare_dataloader")
@@ -122,16 +123,18 @@ class ReplacedMethods:
         self.replace(connector, "_prepare_dataloader", prepare)
 
     def restore_by(self, trainer: Any, restore: Callable[..., None]) -> None:
-        """Make Lightning call ``restore`` for model and callbacks, with Lightning's own
-        method and its arguments.
+        """Make Lightning call ``restore`` for model and callbacks.
+
+        ``restore`` gets Lightning's own method and its arguments.
         """
         connector = private(trainer, "_checkpoint_connector")
         own = _own_method(connector, "_restore_modules_and_callbacks")
         self.replace(connector, "_restore_modules_and_callbacks", partial(restore, own))
 
     def leave_signals_to_us(self, trainer: Any) -> None:
-        """Keep Lightning from making collective calls on a signal and before each
-        batch; our own handlers take over.
+        """Leave signals to our own handlers.
+
+        Lightning then makes no collective calls on a signal or before each batch.
         """
         connector = private(trainer, "_signal_connector")
 

@@ -59,8 +59,9 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
 
 
 def _place_metrics_and_check_parameters(model: nn.Module, devices: list[torch.device]) -> None:
-    """Move metrics to a rank's first device, and raise if a parameter is not on one of
-    the rank's devices.
+    """Move metrics to a rank's first device, and check the parameters' devices.
+
+    Raise if a parameter is not on one of the rank's devices.
     """
     for module in model.modules():
         if isinstance(module, torchmetrics.Metric):

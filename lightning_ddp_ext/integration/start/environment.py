@@ -1,6 +1,4 @@
-"""Determine this process's rank from arguments, a launcher's variables or Lightning's
-environment.
-"""
+"""Determine a process's rank from arguments, variables or Lightning's environment."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ from ..private.lightning_tree import (
 
 
 class WorldEnvironment(LightningEnvironment):
-    """The environment of processes whose launcher Lightning does not detect: MPI
-    without mpi4py, or a user's shell.
+    """The environment of processes whose launcher Lightning does not detect.
+
+    Examples are MPI without mpi4py and a user's shell.
     """
 
     def __init__(self, world: World) -> None:
@@ -93,12 +92,12 @@ def choose_environment(
     devices: int,
     num_nodes: int,
 ) -> ClusterEnvironment | None:
-    """Return the environment that determines this process's rank: the given one, or one
-    of ours.
+    """Return the environment that determines this process's rank.
 
-    The arguments ``rank`` and ``world_size`` override SLURM's variables and those of
-    launchers that Lightning does not detect. Raise if they contradict any other
-    launcher, or if the ranks do not match the Trainer's devices.
+    It is the given one or one of ours. The arguments ``rank`` and ``world_size``
+    override SLURM's variables and those of launchers that Lightning does not detect.
+    Raise if they contradict any other launcher, or if the ranks do not match the
+    Trainer's devices.
     """
     if (
         type(environment) not in (LightningEnvironment, SLURMEnvironment)
@@ -109,8 +108,7 @@ def choose_environment(
     try:
         world = read_world(os.environ, **arguments, devices=devices)
     except ConfigurationError:
-        # With fewer devices than ranks, the local rank looks wrong, but the message
-        # must name the devices.
+        # With fewer devices than ranks, the local rank looks wrong; name the devices.
         world = read_world(os.environ, **arguments)
         if world is not None:
             check_devices(world, devices=devices, num_nodes=num_nodes)
@@ -124,9 +122,7 @@ def choose_environment(
 
 
 def _check_tasks(world: World | None, ranks: int) -> None:
-    """Raise if SLURM did not start the ranks, or started tasks that would not become
-    ranks.
-    """
+    """Raise if SLURM did not start the ranks, or started tasks that are not ranks."""
     tasks = int(
         os.environ.get("SLURM_STEP_NUM_TASKS", 0 if "SLURM_STEP_ID" not in os.environ else ranks)
     )

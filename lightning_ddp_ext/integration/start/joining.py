@@ -1,5 +1,6 @@
-"""Connect the ranks of a strategy: set variables for started ranks, choose the
-endpoint, and join.
+"""Connect the ranks of a strategy.
+
+Set variables for started ranks, choose the endpoint, and join.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR
 
 
 class ConnectionSettings:
-    """Where and how the ranks of a strategy connect; for the arguments see
-    ``DDPExtStrategy``.
+    """Settings that determine where and how the ranks of a strategy connect.
+
+    For the arguments, see ``DDPExtStrategy``.
 
     Attributes:
         init_method: the argument or the variable ``DDPX_INIT_METHOD``; ``None``: the
@@ -78,11 +80,10 @@ class ConnectionSettings:
         self._interface = interface
 
     def start_variables(self, environment: ClusterEnvironment, num_nodes: int) -> dict[str, str]:
-        """Return the variables that started ranks need to connect, besides the init
-        method.
+        """Return the variables that started ranks need to connect.
 
-        On one node without an address, the kernel chooses a free port, so this process
-        does not have to guess one.
+        These do not include the init method. On one node without an address, the kernel
+        chooses a free port, so this process does not have to guess one.
         """
         method = self.init_method
         if isinstance(method, File):
@@ -140,8 +141,9 @@ class ConnectionSettings:
         )
 
     def _endpoint(self, strategy: pl.strategies.DDPStrategy, world: World) -> Endpoint:
-        """Return the init method's endpoint in this process; raise if the method does
-        not determine one.
+        """Return the init method's endpoint in this process.
+
+        Raise if the method does not determine one.
         """
         context = current()
         started = started_ranks()
@@ -186,8 +188,9 @@ def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]
 
 
 def temporary_path() -> str:
-    """Return an unused path, and at exit remove the file that killed ranks may have
-    left there.
+    """Return an unused path.
+
+    At exit, remove the file that killed ranks may have left there.
     """
     path = Path(tempfile.gettempdir(), f"lightning_ddp_ext-{secrets.token_hex(16)}")
     atexit.register(path.unlink, missing_ok=True)
@@ -195,8 +198,9 @@ def temporary_path() -> str:
 
 
 def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:
-    """Return the address for ``env://``; raise if the port is missing, since each
-    process would choose its own.
+    """Return the address for ``env://``.
+
+    Raise if the port is missing, since each process would choose a different one.
     """
     if "MASTER_PORT" not in environ and not _is_set_otherwise("main_port", environment):
         raise RendezvousError(
@@ -209,8 +213,9 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
 
 
 def _is_set_otherwise(name: str, environment: ClusterEnvironment) -> bool:
-    """Whether the environment overrides ``main_address`` or ``main_port``, which read
-    ``MASTER_...`` by default.
+    """Whether the environment overrides ``main_address`` or ``main_port``.
+
+    By default, these read ``MASTER_ADDR`` and ``MASTER_PORT``.
     """
     return getattr(type(environment), name) is not getattr(LightningEnvironment, name)
 

@@ -1,6 +1,4 @@
-"""Start this node's ranks with the variables that they need to connect, and wait for
-them.
-"""
+"""Start this node's ranks with the variables that they need, and wait for them."""
 
 from __future__ import annotations
 
@@ -62,14 +60,14 @@ _HARMLESS = (TunerExitException, StoppedException)
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Runs the script again for each of this node's other ranks, unless another
-    launcher has started the ranks.
+    """Runs the script again for each of this node's other ranks.
 
-    A process starts ranks only once; later Trainers in the script use the same ranks.
-    Of the ranks' variables, only ``LOCAL_RANK`` remains in this process's environment,
-    because it tells a stock strategy later in the script that the ranks exist. Unlike
-    Lightning's launcher, this one does not kill the other ranks as soon as one fails,
-    but only those that are still running after a time limit at exit, or after Ctrl-C.
+    If another launcher has started the ranks, it starts none. A process starts ranks
+    only once; later Trainers in the script use the same ranks. Of the ranks' variables,
+    only ``LOCAL_RANK`` remains in this process's environment, because it tells a stock
+    strategy later in the script that the ranks exist. Unlike Lightning's launcher, this
+    one does not kill the other ranks as soon as one fails, but only those that are
+    still running after a time limit at exit, or after Ctrl-C.
     """
 
     def __init__(
@@ -101,8 +99,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         files = self._files
-        # The handler is the Trainer's calling frame, which runs hooks and teardown
-        # after this call.
+        # The handler is the Trainer's calling frame, which runs the later hooks.
         safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._rescue.save}
         is_joint = self.num_processes * self.num_nodes > 1
         with files.count_fit(trainer):
@@ -151,7 +148,7 @@ def _is_hydra_in_use() -> bool:
 
 
 class ProcessesLauncher(MultiProcessingLauncher):
-    """Starts all ranks of this node with spawn, fork or forkserver, and waits for them."""
+    """Starts this node's ranks with spawn, fork or forkserver, and waits for them."""
 
     _strategy: pl.strategies.DDPStrategy
 
@@ -172,8 +169,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         self._deadline = deadline
         self._environment = _environment_of(strategy)
         if start_method == "forkserver" and not self._environment.creates_processes_externally:
-            # The server starts now, so that it imports modules while the user's code
-            # builds the model and the data.
+            # The server imports modules while the user's code builds model and data.
             check_missing_main_guard()
             preloaded = ["__main__", "torch.distributed", lightning_name, "lightning_ddp_ext"]
             multiprocessing.set_forkserver_preload(preloaded)
@@ -251,8 +247,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         *work: Any,
     ) -> None:
         """Run a function in a started process."""
-        # A fork server passes on the environment with which it was started, which may
-        # be outdated.
+        # A fork server passes on the environment of its start, which may be outdated.
         os.environ.clear()
         os.environ.update(environ)
         watch_launcher(launcher_pid)

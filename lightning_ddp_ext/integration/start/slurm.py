@@ -10,8 +10,9 @@ _SECONDS_TO_ANSWER = 10.0
 
 
 def job_number() -> str:
-    """Return the job's number, which is the same after a requeue; empty outside of
-    SLURM.
+    """Return the job's number; empty outside of SLURM.
+
+    It is the same after a requeue.
     """
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     return (
@@ -20,8 +21,9 @@ def job_number() -> str:
 
 
 def is_preempted() -> bool:
-    """Whether SLURM stops this job in favour of another one, according to its
-    controller.
+    """Whether SLURM stops this job in favour of another one.
+
+    SLURM's controller reports this.
     """
     shown = _scontrol("show", "job", job_number())
     return bool(re.search(r"\bPreemptTime=\d", shown.stdout)) and "Requeue=1" in shown.stdout

@@ -1,1 +1,1 @@
-"""Stop all ranks at a signal, and save what the surviving ranks have after a failure."""
+"""Stop all ranks at a signal, and save the state of survivors after a failure."""

@@ -23,10 +23,10 @@ from ..private.compat import batches_that_stepped_of
 
 
 class Recorder:
-    """Records random states and parameters on each rank, and buffers on one rank of
-    each host.
+    """Records random states, parameters and buffers.
 
-    It records nothing before :meth:`start`.
+    Only one rank of each host records buffers. Nothing is recorded before
+    :meth:`start`.
     """
 
     def __init__(self, strategy: Host) -> None:
@@ -70,8 +70,7 @@ class Recorder:
         self.__dict__ = initial.__dict__
 
     def note(self, moment: Kind) -> None:
-        """Note this rank's random states, buffers that may have changed, and the starts
-        of new iterators.
+        """Note this rank's random states, changed buffers and new iterators.
 
         Also record its parameters at the start of an optimiser step.
         """
@@ -101,8 +100,9 @@ class Recorder:
 
     @contextmanager
     def _recording(self) -> Iterator[Any]:
-        """Record nothing more after an error: without space, or of a tensor of an
-        unusual kind; training continues.
+        """Stop recording after an error, while training continues.
+
+        The error is a lack of space or a tensor of an unusual kind.
         """
         try:
             yield self._own
@@ -117,8 +117,10 @@ class Recorder:
             self.stepped = batches_that_stepped_of(self._loop)
 
     def on_step(self) -> None:
-        """Count a forward pass; raise a ``RankFailedError`` if a rank has failed,
-        before the next collective does.
+        """Count a forward pass.
+
+        Raise a ``RankFailedError`` if a rank has failed, before the next collective
+        does.
         """
         self.forward_passes += 1
         self._raise_cause()
@@ -129,12 +131,12 @@ class Recorder:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Note this rank's state around a backward pass that averages gradients: on CPU
-        before it, on a GPU after it.
+        """Note this rank's state around a backward pass that averages gradients.
 
-        On a GPU, this first waits for the averages, and raises a ``RankFailedError`` if
-        a rank has failed. Otherwise the optimiser step would be queued behind an
-        all-reduce, and would use partial sums after its abort.
+        The state is noted before the pass on CPU, and after it on a GPU. On a GPU, this
+        first waits for the averages, and raises a ``RankFailedError`` if a rank has
+        failed. Otherwise the optimiser step would be queued behind an all-reduce, and
+        would use partial sums after its abort.
         """
         is_noted = self._own is not None and getattr(
             self._strategy.model, "require_backward_grad_sync", True
@@ -158,6 +160,6 @@ class Recorder:
             self.parameters.end_step()
 
     def before_validation(self) -> None:
-        """Record the parameters before hooks that may exchange them during validation."""
+        """Record the parameters before hooks that may exchange them in validation."""
         if self._own is not None:
             self.parameters.record()

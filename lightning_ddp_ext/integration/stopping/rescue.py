@@ -1,10 +1,10 @@
-"""Save a surviving rank's state after another rank has died, failed or hung, so that
-training can continue.
+"""Save a surviving rank's state after another rank has died, failed or hung.
 
 Most parameters and the optimiser's state need no copy: with automatic optimisation, an
 aborted collective raises before they change. Random states, buffers and parameters that
 change before each forward pass are recorded in each step. A survivor saves all this in
-an ordinary checkpoint, unless another saved value may have changed.
+an ordinary checkpoint, from which training can continue, unless another saved value may
+have changed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class Refused(Exception):
 
 
 class Rescue:
-    """Saves the last optimiser step of a strategy after another rank has died, failed
-    or hung.
+    """Saves the last optimiser step after another rank has died, failed or hung.
 
     Args:
         strategy: our strategy.
@@ -114,8 +113,7 @@ class Rescue:
         self._trainer = trainer
         self._peers = context.peers
         ranks = ranks_of(strategy)
-        # Loggers choose their directories on rank 0, and ranks may have different
-        # command lines.
+        # Loggers choose directories on rank 0, and command lines may differ by rank.
         files = self._files
         place = str(files.place(self.name, trainer)) if ranks.rank == 0 else ""
         shared = ranks.from_rank_zero((place, secrets.token_hex(8), files.identity.content))
@@ -160,8 +158,9 @@ class Rescue:
         self._recorder.end()
 
     def save(self, exception: BaseException) -> None:
-        """Save the last finished step after another rank has caused an exception,
-        unless another survivor has.
+        """Save the last finished step after another rank has caused an exception.
+
+        It does nothing if another survivor has saved that step.
         """
         if not self._is_due:
             return
@@ -244,8 +243,9 @@ class Rescue:
         return None
 
     def _correct(self, loops: dict[str, Any]) -> Stopped | None:
-        """Change the loops' state to one between two batches or before a due
-        validation; return which, or ``None``.
+        """Change the loops' state to one between batches or before a due validation.
+
+        Return which of these it is, or ``None``.
         """
         batch = loops["epoch_loop.batch_progress"]
         loop = loops["epoch_loop.state_dict"]
@@ -271,10 +271,9 @@ class Rescue:
         return "batch"
 
     def _checkpoint(self, loops: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return the Trainer's checkpoint after the last step, with the given state of
-        the loops.
+        """Return the Trainer's checkpoint with the given state of the loops.
 
-        First restore what this rank has recorded.
+        First restore the values of the last step that this rank has recorded.
 
         Raises:
             Refused: another saved value may have changed.
@@ -317,8 +316,9 @@ class Rescue:
             raise Refused("the buffers of this step are not recorded")
 
     def _states_of_ranks(self, restart: Restart, batches: int) -> tuple[list[Any], list[int]]:
-        """Return the state of each rank, and the ranks without notes, whose random
-        states are derived from the seed.
+        """Return the state of each rank, and the ranks without notes.
+
+        The random states of ranks without notes are derived from the seed.
         """
         positions = positions_of(self._trainer) if restart.is_within else []
         if any(position.kind == "state" for position in positions):
@@ -344,8 +344,9 @@ class Rescue:
     def _state_of(
         self, rank: int, restart: Restart, batches: int, loaders: list[Any]
     ) -> dict[str, Any] | None:
-        """Return the state of a rank at a restart, from its notes; ``None`` if no note
-        has it.
+        """Return the state of a rank at a restart, or ``None``.
+
+        The state is read from the rank's notes, and is ``None`` if no note has it.
         """
         if rank not in self._recorder.notes:
             return None
@@ -365,8 +366,9 @@ class Rescue:
 
 
 def forget_missing_files(state: dict[str, Any], mode: str) -> None:
-    """Drop missing files from a ``ModelCheckpoint``'s state, such as those that rank 0
-    was writing when it died.
+    """Drop missing files from a ``ModelCheckpoint``'s state.
+
+    Rank 0 may have been writing such a file when it died.
     """
 
     def is_missing(path: str) -> bool:

@@ -1,5 +1,6 @@
-"""Stop a Trainer on all ranks after the same step, with a checkpoint, when one of them
-receives a signal.
+"""Stop a Trainer on all ranks after the same step, when one receives a signal.
+
+The ranks also save a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,15 +43,14 @@ _ENDS_FAILED = (signal.SIGTERM, signal.SIGHUP)
 
 
 def default_deadline() -> timedelta:
-    """Return the time for all ranks to exit after a signal, if the user does not limit
-    it.
-    """
+    """Return the time for all ranks to exit after a signal, unless set by the user."""
     return _UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE
 
 
 class StoppedException(pl.utilities.exceptions.SIGTERMException):
-    """Raised on all ranks after they have stopped together; the process exits with the
-    signal's usual status.
+    """Raised on all ranks after they have stopped together.
+
+    The process exits with the signal's usual status.
     """
 
     def __init__(self, signum: int) -> None:
@@ -103,8 +103,9 @@ class StopController:
         self.__init__(**state)  # type: ignore[misc]
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Handle signals for a run of this Trainer; in a process group that we did not
-        create, Lightning does.
+        """Handle signals for a run of this Trainer.
+
+        In a process group that we did not create, Lightning handles them.
         """
         session = current_session()
         self.stopped = None
@@ -116,8 +117,7 @@ class StopController:
         self.weights = TrainingWeights()
         replaced.leave_signals_to_us(trainer)
         if not self.run.is_outermost:
-            # the group was set up by hand, or this Trainer runs in a hook of another
-            # one, which handles stops
+            # The group was set up by hand, or an outer Trainer's run handles stops.
             return
         self.detach()  # an earlier run may not have been torn down
         self._stopping = session.stops
@@ -127,8 +127,9 @@ class StopController:
 
     @property
     def _time_limit_signals(self) -> list[signal.Signals]:
-        """Signals that announce a time limit: SLURM's requeue signal if set, or SIGUSR1
-        unless the user handles it.
+        """Signals that announce a time limit.
+
+        These are SLURM's requeue signal if set, or SIGUSR1 unless the user handles it.
         """
         requeue_signal = None if self._slurm is None else self._slurm.requeue_signal
         return without_handler(signal.SIGUSR1) if requeue_signal is None else [requeue_signal]
@@ -157,8 +158,9 @@ class StopController:
             self._pass_on_late_signal(has_failed)
 
     def _pass_on_late_signal(self, has_failed: bool) -> None:
-        """Pass a signal that came after the last stop point to the current handler,
-        unless it has had its effect.
+        """Pass a signal that came after the last stop point to the current handler.
+
+        A signal that has had its effect is not passed on.
         """
         received = self._signals.received
         if received is None or self._signals.has_passed_on:
@@ -172,8 +174,9 @@ class StopController:
             self._stopping.request_stop(signum)
 
     def _acknowledge(self, request: StopRequest) -> None:
-        """Log the signal immediately: a step may take a long time, and users might
-        otherwise press Ctrl-C again.
+        """Log the signal immediately.
+
+        A step may take a long time, and users might otherwise press Ctrl-C again.
         """
         saves = self._files.stop_name is not None or self._requeues(request)
         stop = ", save and stop" if saves else " and stop without saving"
@@ -257,8 +260,9 @@ class StopController:
         )
 
     def _requeues(self, request: StopRequest) -> bool:
-        """Whether the job has to be requeued; if a preempted job exits within its grace
-        time, SLURM does not do it.
+        """Whether the job has to be requeued.
+
+        SLURM does not requeue a preempted job that exits within its grace time.
         """
         if self._slurm is None:
             return False

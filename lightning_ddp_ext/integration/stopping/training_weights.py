@@ -1,6 +1,4 @@
-"""Check whether a module has its training weights, or others that a hook swapped in for
-validation.
-"""
+"""Check whether a module has its training weights, or a hook has swapped others in."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ from ..private.lightning_tree import pl
 
 
 class TrainingWeights:
-    """The weights of a Trainer's run, as they were before a validation in which hooks
-    may swap them.
+    """The weights of a Trainer's run, from before a validation that may swap them.
 
     Attributes:
         has_trained: whether training has made progress that can be saved.
@@ -27,9 +24,7 @@ class TrainingWeights:
         self._recorded: list[int] | None = None
 
     def on_training_step(self) -> None:
-        """Record that training has made progress, and that the weights are those of
-        training.
-        """
+        """Record that training has made progress and uses its own weights."""
         self.has_trained = True
         self._recorded = None
 
@@ -47,15 +42,14 @@ class TrainingWeights:
 
 
 def saved_by(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the tensors of a module that a checkpoint contains: parameters, then
-    buffers.
-    """
+    """Return a module's tensors in a checkpoint: parameters, then buffers."""
     return [*module.parameters(), *module.buffers()]
 
 
 def _may_swap(trainer: Any) -> bool:
-    """Whether a hook may swap other weights in during validation, as
-    ``EMAWeightAveraging`` does.
+    """Whether a hook may swap other weights in during validation.
+
+    ``EMAWeightAveraging`` does so.
     """
     callbacks = [
         each for each in trainer.callbacks if not isinstance(each, pl.callbacks.ProgressBar)
