@@ -67,7 +67,7 @@ CHAINS: list[Chain] = [
         [Kill("on_validation_start", 1), Kill("on_validation_batch_end", 2, [0])],
     ),
     # The first one interrupts an optimiser step; at the second one, none has started.
-    (2, {}, [Kill("on_before_backward", 8, [0]), Kill("on_train_epoch_start", 0, [0])]),
+    (3, {}, [Kill("on_before_backward", 8, [2]), Kill("on_train_epoch_start", 1, [2])]),
     (
         2,
         {"accumulate_grad_batches": 5},
