@@ -26,7 +26,7 @@ from .compat import trainer_of
 from .data_path import DataPath, Order
 from .ddp import CommHook, GradientAveraging
 from .devices import RankDevicesStrategy
-from .environment import choose_environment, world_of
+from .environment import choose_environment, number_of_nodes, world_of
 from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, ConnectionSettings
 from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
@@ -243,6 +243,9 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def set_world_ranks(self) -> None:
+        self.num_nodes = number_of_nodes(
+            self.cluster_environment, devices=self.num_processes, num_nodes=self.num_nodes
+        )
         self.cluster_environment = choose_environment(
             self.cluster_environment,
             self._rank_arguments,

@@ -73,7 +73,7 @@ def test_ranks_save_after_sigterm(tmp_path: Path) -> None:
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     """The other rank prints its number before Open MPI ends it."""
-    ended = mpirun(tmp_path, "step=0.05", "act=die")
+    ended = mpirun(tmp_path, "step=0.05", "act=death of 1")
     assert ended.returncode != 0
     assert "[rank 0] RankDiedError: rank 1 (host" in ended.stdout, ended.stdout
 

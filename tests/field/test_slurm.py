@@ -135,7 +135,7 @@ def test_the_tasks_of_an_array_share_a_directory(slurm: Slurm, tmp_path: Path) -
 
 def test_a_killed_task_is_named(slurm: Slurm, tmp_path: Path) -> None:
     """The other task exits with the dead rank's name, so the job fails."""
-    job = submit(slurm, tmp_path, SLOWLY, "act=die")
+    job = submit(slurm, tmp_path, SLOWLY, "act=death of 1")
     assert job.wait() == [("FAILED", 0)], job.output
     assert re.search(
         r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died", job.output, re.MULTILINE
