@@ -54,9 +54,11 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,sched_interval
 KillWait=15
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=60 State=UP
+PartitionName=lowest Nodes=n1,n2 PriorityTier=1 GraceTime=0 State=UP
 PartitionName=high Nodes=n1,n2 PriorityTier=10 State=UP
 """
 
@@ -204,6 +206,13 @@ class Slurm:
         )
         assert may_fail or done.returncode == 0, done.stderr
         return done.stdout.strip() if done.returncode == 0 else "failed"
+
+    def run(self, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Run a command in a directory, and return its end and all that it wrote."""
+        return subprocess.run(
+            command, env=self.environment, cwd=cwd, stdin=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, check=False,
+        )  # fmt: skip
 
     def submit(self, *words: str, cwd: Path) -> Job:
         """Submit a job with the arguments of ``sbatch`` in a directory."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.field import train
 from tests.field.slurm import Job, Slurm
+from tests.harness.environment import free_port
 
 pytestmark = pytest.mark.field
 TRAIN = str(Path(train.__file__))
@@ -34,7 +35,9 @@ def weights_of(job: Job) -> set[str]:
 
 def starts_of(job: Job) -> set[int]:
     """Return the steps from which ranks trained."""
-    return set(map(int, re.findall(r"^rank \d trains from step (\d+)$", job.output, re.MULTILINE)))
+    return set(
+        map(int, re.findall(r"^rank \d of 2 trains from step (\d+)$", job.output, re.MULTILINE))
+    )
 
 
 def expect_resumed(job: Job, undisturbed: set[str], *, restarts: int = 1) -> None:
@@ -61,23 +64,51 @@ def undisturbed(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> set[s
 # kills it.
 LATER = "test -z $SLURM_RESTART_COUNT || scontrol update jobid=$SLURM_JOB_ID timelimit=20"
 USR1 = "act=scancel --signal=USR1 $SLURM_JOB_ID"
-STOPS = {
-    "--signal before the time limit": (
+IF_143 = """
+requeue_on_143() { "$@"; [ $? != 143 ] || scontrol requeue $SLURM_JOB_ID; }
+requeue_on_143 srun python"""
+STOPS = [
+    pytest.param(
         "--signal=USR1@30 --time=20",
         f"{LATER}; srun python",
         ["step=0.5", "act=scontrol update jobid=$SLURM_JOB_ID timelimit=1"],
+        id="--signal before the time limit",
+        marks=pytest.mark.nightly,
     ),
-    "scancel --signal, without an argument to resume": (
+    pytest.param(
         "",
         "srun python",
         [SLOWLY, USR1, "resume="],
+        id="scancel --signal, without an argument to resume",
     ),
-    "with an unfinished background save": ("", "srun python", [SLOWLY, USR1, "io=slow"]),
-    "scontrol requeue": ("", "srun python", [SLOWLY, "act=scontrol requeue $SLURM_JOB_ID"]),
-}
+    pytest.param(
+        "",
+        "srun python",
+        [SLOWLY, USR1, "io=slow"],
+        id="with an unfinished background save",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+        "",
+        "srun python",
+        [SLOWLY, USR1, "stop_checkpoint=None"],
+        id="without a stop checkpoint",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+        "", "srun python", [SLOWLY, "act=scontrol requeue $SLURM_JOB_ID"], id="scontrol requeue"
+    ),
+    pytest.param(
+        "",
+        IF_143,
+        [SLOWLY, "act=scancel --signal=TERM $SLURM_JOB_ID"],
+        id="by the batch script",
+        marks=pytest.mark.nightly,
+    ),
+]
 
 
-@pytest.mark.parametrize(("options", "start", "arguments"), STOPS.values(), ids=STOPS)
+@pytest.mark.parametrize(("options", "start", "arguments"), STOPS)
 def test_requeued(
     options: str,
     start: str,
@@ -96,19 +127,59 @@ def test_the_example(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> Non
     expect_resumed(slurm.submit(EXAMPLE, TRAIN, SLOWLY, USR1, cwd=tmp_path), undisturbed)
 
 
-def test_preempted_on_two_nodes(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
-    """A job that exits within its grace time is requeued, although SLURM leaves that to
-    the job.
+PREEMPTIONS = [
+    pytest.param("--partition=low", id="with a grace time"),
+    pytest.param("--partition=lowest", id="without a grace time"),
+    pytest.param("--partition=low --signal=USR1@60", id="by --signal", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize("options", PREEMPTIONS)
+def test_preempted_on_two_nodes(
+    options: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+) -> None:
+    """A preempted job is requeued, also if it exits within its grace time, when SLURM
+    leaves that to the job.
     """
-    preempted = submit(
-        slurm, tmp_path, SLOWLY, "devices=1", "nodes=2", options=f"{TWO_NODES} --exclusive"
-    )
+    arguments = ["step=0.5", "devices=1", "nodes=2"]
+    preempted = submit(slurm, tmp_path, *arguments, options=f"{TWO_NODES} --exclusive {options}")
     preempted.wait_for_output("trains from step 0")
     urgent = slurm.submit(
         "--partition=high", *TWO_NODES.split(), "--exclusive", "--wrap=true", cwd=tmp_path
     )
     expect_resumed(preempted, undisturbed)
     assert urgent.wait() == [("COMPLETED", 0)]
+
+
+ENDS = [
+    pytest.param("act=scancel $SLURM_JOB_ID", "CANCELLED", True, id="scancel"),
+    pytest.param("act=scancel --signal=TERM $SLURM_JOB_ID", "FAILED", True, id="scancel --signal"),
+    pytest.param("act=scancel $SLURM_JOB_ID.0", "FAILED", False, id="scancel of a step"),
+    pytest.param(
+        "act=scontrol update jobid=$SLURM_JOB_ID timelimit=1",
+        "TIMEOUT",
+        True,
+        id="time limit without --signal",
+        marks=pytest.mark.nightly,
+    ),
+]
+
+
+@pytest.mark.parametrize(("act", "state", "is_saved"), ENDS)
+def test_not_requeued(
+    act: str, state: str, is_saved: bool, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+) -> None:
+    """The job ends; if it saved, the same command in a new job continues."""
+    arguments = ["step=0.5", "resume=last", act]
+    job = submit(slurm, tmp_path, *arguments)
+    assert job.wait() == [(state, 0)], job.output
+    stops = re.findall(r"all ranks stop after step (\d+); saved to", job.output)
+    assert len(stops) == is_saved, job.output
+    if is_saved:
+        again = submit(slurm, tmp_path, *arguments)
+        assert again.wait() == [("COMPLETED", 0)], again.output
+        assert starts_of(again) == {*map(int, stops)}, again.output
+        assert weights_of(again) == undisturbed
 
 
 def test_the_tasks_of_an_array_share_a_directory(slurm: Slurm, tmp_path: Path) -> None:
@@ -133,13 +204,102 @@ def test_the_tasks_of_an_array_share_a_directory(slurm: Slurm, tmp_path: Path) -
     assert weights_of(alone) < weights_of(array), array.output
 
 
-def test_a_killed_task_is_named(slurm: Slurm, tmp_path: Path) -> None:
-    """The other task exits with the dead rank's name, so the job fails."""
-    job = submit(slurm, tmp_path, SLOWLY, "act=death of 1")
+@pytest.mark.nightly
+def test_weights_are_stocks(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
+    """Stock ``ddp`` learns the same in a job."""
+    job = submit(slurm, tmp_path, "kind=stock", "resume=")
+    assert job.wait() == [("COMPLETED", 0)], job.output
+    assert weights_of(job) == undisturbed
+
+
+DIED = r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died"
+FAULTS = {
+    "killed": ("srun --kill-on-bad-exit=0", "act=death of 1", DIED),
+    "killed, and SLURM ends the others": ("srun --kill-on-bad-exit=1", "act=death of 1", DIED),
+    "raises": (
+        "srun",
+        "act=error of 1",
+        r"^\[rank 0\] RankFailedError: rank 1 \(host .+\) failed, .+: ValueError: a broken sample",
+    ),
+}
+
+
+@pytest.mark.parametrize(("srun", "act", "sentence"), FAULTS.values(), ids=FAULTS)
+def test_a_failed_task(srun: str, act: str, sentence: str, slurm: Slurm, tmp_path: Path) -> None:
+    """The other task names the failed rank and saves, and the job fails."""
+    arguments = [SLOWLY, act, "rescue_checkpoint=rescued.ckpt"]
+    job = submit(slurm, tmp_path, *arguments, start=f"{srun} python")
     assert job.wait() == [("FAILED", 0)], job.output
-    assert re.search(
-        r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died", job.output, re.MULTILINE
-    ), job.output
+    assert re.search(sentence, job.output, re.MULTILINE), job.output
+    assert "[rank 0] saved step 4 to" in job.output, job.output
+
+
+# The second task waits until the test creates a file.
+LATE = """srun --kill-on-bad-exit=1 bash -c '
+until [ $SLURM_PROCID = 0 ] || [ -e go ]; do sleep 0.1; done; exec "$@"' - python"""
+
+
+def test_a_late_task(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
+    """The first task waits for it."""
+    job = submit(slurm, tmp_path, start=LATE)
+    job.wait_for_output("Seed set to")
+    (tmp_path / "go").touch()
+    assert job.wait() == [("COMPLETED", 0)], job.output
+    assert weights_of(job) == undisturbed
+
+
+def test_a_missing_task(slurm: Slurm, tmp_path: Path) -> None:
+    """The first task names it after ``init_timeout``, and the job fails."""
+    job = submit(slurm, tmp_path, "init_timeout=3", start=LATE)
+    assert job.wait() == [("FAILED", 0)], job.output
+    assert re.search(r"MissingRanksError: rank 1 of 2 did not connect to tcp://n1:\d+", job.output)
+
+
+@pytest.mark.parametrize("method", ["env", "tcp", "file"])
+def test_init_methods_on_two_nodes(
+    method: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+) -> None:
+    """The ranks connect by each of them."""
+    where = {"env": "env://", "tcp": f"tcp://n1:{free_port()}", "file": f"file://{tmp_path}/rank0"}
+    arguments = ["devices=1", "nodes=2", f"init_method={where[method]}"]
+    job = submit(slurm, tmp_path, *arguments, options=TWO_NODES)
+    assert job.wait() == [("COMPLETED", 0)], job.output
+    assert weights_of(job) == undisturbed
+    assert f"process group: gloo, 2 ranks, {where[method]}" in job.output
+
+
+def test_two_jobs_on_a_node(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
+    """They train at the same time, and do not disturb each other."""
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    jobs = [submit(slurm, each, options=f"{ONE_NODE} --nodelist=n1") for each in directories]
+    for job in jobs:
+        assert job.wait() == [("COMPLETED", 0)], job.output
+        assert weights_of(job) == undisturbed
+
+
+INTERACTIVE = {
+    "srun": (
+        ["srun", "python"],
+        "srun started 2 tasks, but Lightning ignores SLURM in a job named",
+    ),
+    "srun with a name": (["srun", "--job-name=train", "python"], "process group: gloo, 2 ranks"),
+    "without srun": (["python"], "process group: gloo, 2 ranks"),
+}
+
+
+@pytest.mark.parametrize(("start", "sentence"), INTERACTIVE.values(), ids=INTERACTIVE)
+def test_in_an_interactive_job(
+    start: list[str], sentence: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+) -> None:
+    """In ``salloc``, tasks that would train alone raise an error; the other ways train."""
+    ended = slurm.run("salloc", *ONE_NODE.split(), *start, TRAIN, cwd=tmp_path)
+    assert sentence in ended.stdout, ended.stdout
+    assert set(re.findall(r"^weights (\w+)$", ended.stdout, re.MULTILINE)) == (
+        undisturbed if ended.returncode == 0 else set()
+    )
+    assert (ended.returncode == 0) == sentence.startswith("process group"), ended.stdout
 
 
 def test_two_steps_of_a_job(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
@@ -161,11 +321,23 @@ def test_two_steps_of_a_job(slurm: Slurm, undisturbed: set[str], tmp_path: Path)
 
 MISTAKES = {
     "without srun": (ONE_NODE, "python", [], "this script runs without srun"),
-    "ignored by Lightning": (
-        ONE_NODE,
-        "srun --job-name=bash python",
+    "a job named bash": (
+        f"{ONE_NODE} --job-name=bash",
+        "srun python",
         [],
-        "Lightning ignores SLURM in a job named",
+        "Lightning ignores SLURM in a job named 'bash'",
+    ),
+    "a job named interactive": (
+        f"{ONE_NODE} --job-name=interactive",
+        "srun python",
+        [],
+        "Lightning ignores SLURM in a job named 'interactive'",
+    ),
+    "more devices": (
+        ONE_NODE,
+        "srun python",
+        ["devices=4"],
+        "devices * num_nodes must equal world_size",
     ),
     "fewer tasks": (
         "--ntasks-per-node=1",

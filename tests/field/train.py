@@ -38,6 +38,7 @@ def main(
     step: str = "0",
     io: str = "",
     epochs: str = "1",
+    kind: str = "ours",
     **strategy: str,
 ) -> None:
     """Train, and in the first start run the command ``act`` on rank 0 in the fourth
@@ -55,9 +56,11 @@ def main(
             missing, so that signals arrive before the end.
         io: ``slow`` to save in the background, on a disk that is slow.
         epochs: ``max_epochs``.
-        strategy: arguments of the strategy.
+        kind: ``stock`` for stock ``ddp``.
+        strategy: arguments of the strategy, numbers or ``None`` among them.
     """
     L.seed_everything(int(seed))
+    chosen: dict[str, Any] = {name: parse(value) for name, value in strategy.items()}
     ranks = int(devices) * int(nodes)
     callbacks: list[L.Callback] = [Steps(float(step), ranks)]
     if act and is_first_start():
@@ -69,7 +72,7 @@ def main(
             RankZeroCheckpoint(Path(root, "slow"), every_n_train_steps=3, save_last=True)
         )
     trainer = L.Trainer(
-        strategy=DDPExtStrategy(**strategy),
+        strategy="ddp" if kind == "stock" else DDPExtStrategy(**chosen),
         accelerator="cpu",
         devices=int(devices),
         num_nodes=int(nodes),
@@ -89,6 +92,13 @@ def main(
         f"rank {trainer.global_rank} of {trainer.world_size} trained to step {trainer.global_step}"
     )
     tell(f"weights {fingerprint(model)}")
+
+
+def parse(value: str) -> str | float | None:
+    """Return the value of an argument of the strategy."""
+    if value.isdigit():
+        return float(value)
+    return None if value == "None" else value
 
 
 def is_first_start() -> bool:
@@ -120,7 +130,8 @@ class Steps(L.Callback):
         self._ranks = ranks
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        tell(f"rank {trainer.global_rank} trains from step {trainer.global_step}")
+        rank = f"rank {trainer.global_rank} of {trainer.world_size}"
+        tell(f"{rank} trains from step {trainer.global_step}")
         if trainer.global_step > 0 and trainer.world_size == self._ranks:
             self._seconds = 0.0
 
