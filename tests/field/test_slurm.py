@@ -96,7 +96,11 @@ STOPS = [
         marks=pytest.mark.nightly,
     ),
     pytest.param(
-        "", "srun python", [SLOWLY, "act=scontrol requeue $SLURM_JOB_ID"], id="scontrol requeue"
+        "",
+        "srun python",
+        [SLOWLY, "act=scontrol requeue $SLURM_JOB_ID"],
+        id="scontrol requeue",
+        marks=pytest.mark.nightly,
     ),
     pytest.param(
         "",
@@ -129,7 +133,7 @@ def test_the_example(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> Non
 
 PREEMPTIONS = [
     pytest.param("--partition=low", id="with a grace time"),
-    pytest.param("--partition=lowest", id="without a grace time"),
+    pytest.param("--partition=lowest", id="without a grace time", marks=pytest.mark.nightly),
     pytest.param("--partition=low --signal=USR1@60", id="by --signal", marks=pytest.mark.nightly),
 ]
 
@@ -152,11 +156,17 @@ def test_preempted_on_two_nodes(
 
 
 ENDS = [
-    pytest.param("act=scancel $SLURM_JOB_ID", "CANCELLED", True, id="scancel"),
-    pytest.param("act=scancel --signal=TERM $SLURM_JOB_ID", "FAILED", True, id="scancel --signal"),
-    pytest.param("act=scancel $SLURM_JOB_ID.0", "FAILED", False, id="scancel of a step"),
+    pytest.param("scancel $SLURM_JOB_ID", "CANCELLED", True, id="scancel"),
     pytest.param(
-        "act=scontrol update jobid=$SLURM_JOB_ID timelimit=1",
+        "scancel --signal=TERM $SLURM_JOB_ID",
+        "FAILED",
+        True,
+        id="scancel --signal",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param("scancel $SLURM_JOB_ID.0", "FAILED", False, id="scancel of a step"),
+    pytest.param(
+        "scontrol update jobid=$SLURM_JOB_ID timelimit=1",
         "TIMEOUT",
         True,
         id="time limit without --signal",
@@ -170,7 +180,7 @@ def test_not_requeued(
     act: str, state: str, is_saved: bool, slurm: Slurm, undisturbed: set[str], tmp_path: Path
 ) -> None:
     """The job ends; if it saved, the same command in a new job continues."""
-    arguments = ["step=0.5", "resume=last", act]
+    arguments = ["step=0.5", f"act=test -e stopped || {{ touch stopped; {act}; }}"]
     job = submit(slurm, tmp_path, *arguments)
     assert job.wait() == [(state, 0)], job.output
     stops = re.findall(r"all ranks stop after step (\d+); saved to", job.output)
@@ -213,18 +223,23 @@ def test_weights_are_stocks(slurm: Slurm, undisturbed: set[str], tmp_path: Path)
 
 
 DIED = r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died"
-FAULTS = {
-    "killed": ("srun --kill-on-bad-exit=0", "act=death of 1", DIED),
-    "killed, and SLURM ends the others": ("srun --kill-on-bad-exit=1", "act=death of 1", DIED),
-    "raises": (
+FAULTS = [
+    pytest.param(
+        "srun --kill-on-bad-exit=0", "act=death of 1", DIED, id="killed", marks=pytest.mark.nightly
+    ),
+    pytest.param(
+        "srun --kill-on-bad-exit=1", "act=death of 1", DIED, id="killed, and SLURM ends the others"
+    ),
+    pytest.param(
         "srun",
         "act=error of 1",
         r"^\[rank 0\] RankFailedError: rank 1 \(host .+\) failed, .+: ValueError: a broken sample",
+        id="raises",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("srun", "act", "sentence"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(("srun", "act", "sentence"), FAULTS)
 def test_a_failed_task(srun: str, act: str, sentence: str, slurm: Slurm, tmp_path: Path) -> None:
     """The other task names the failed rank and saves, and the job fails."""
     arguments = [SLOWLY, act, "rescue_checkpoint=rescued.ckpt"]
@@ -255,17 +270,24 @@ def test_a_missing_task(slurm: Slurm, tmp_path: Path) -> None:
     assert re.search(r"MissingRanksError: rank 1 of 2 did not connect to tcp://n1:\d+", job.output)
 
 
-@pytest.mark.parametrize("method", ["env", "tcp", "file"])
+METHODS = [
+    pytest.param("env://", marks=pytest.mark.nightly),
+    pytest.param("tcp://n1:{port}", marks=pytest.mark.nightly),
+    "file://{directory}/rank0",
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_init_methods_on_two_nodes(
-    method: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+    method: str, slurm: Slurm, undisturbed: set[str], shared_dir: Path, tmp_path: Path
 ) -> None:
     """The ranks connect by each of them."""
-    where = {"env": "env://", "tcp": f"tcp://n1:{free_port()}", "file": f"file://{tmp_path}/rank0"}
-    arguments = ["devices=1", "nodes=2", f"init_method={where[method]}"]
+    where = method.format(port=free_port(), directory=shared_dir)
+    arguments = ["devices=1", "nodes=2", f"init_method={where}"]
     job = submit(slurm, tmp_path, *arguments, options=TWO_NODES)
     assert job.wait() == [("COMPLETED", 0)], job.output
     assert weights_of(job) == undisturbed
-    assert f"process group: gloo, 2 ranks, {where[method]}" in job.output
+    assert f"process group: gloo, 2 ranks, {where}" in job.output
 
 
 def test_two_jobs_on_a_node(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
@@ -279,27 +301,26 @@ def test_two_jobs_on_a_node(slurm: Slurm, undisturbed: set[str], tmp_path: Path)
         assert weights_of(job) == undisturbed
 
 
-INTERACTIVE = {
-    "srun": (
-        ["srun", "python"],
-        "srun started 2 tasks, but Lightning ignores SLURM in a job named",
+FORMED = "process group: gloo, 2 ranks"
+INTERACTIVE = [
+    pytest.param("srun python", "srun started 2 tasks, but Lightning ignores SLURM", id="srun"),
+    pytest.param(
+        "srun --job-name=train python", FORMED, id="srun with a name", marks=pytest.mark.nightly
     ),
-    "srun with a name": (["srun", "--job-name=train", "python"], "process group: gloo, 2 ranks"),
-    "without srun": (["python"], "process group: gloo, 2 ranks"),
-}
+    pytest.param("python", FORMED, id="without srun", marks=pytest.mark.nightly),
+]
 
 
-@pytest.mark.parametrize(("start", "sentence"), INTERACTIVE.values(), ids=INTERACTIVE)
+@pytest.mark.parametrize(("start", "sentence"), INTERACTIVE)
 def test_in_an_interactive_job(
-    start: list[str], sentence: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+    start: str, sentence: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
 ) -> None:
     """In ``salloc``, tasks that would train alone raise an error; the other ways train."""
-    ended = slurm.run("salloc", *ONE_NODE.split(), *start, TRAIN, cwd=tmp_path)
+    ended = slurm.run("salloc", *ONE_NODE.split(), *start.split(), TRAIN, cwd=tmp_path)
     assert sentence in ended.stdout, ended.stdout
-    assert set(re.findall(r"^weights (\w+)$", ended.stdout, re.MULTILINE)) == (
-        undisturbed if ended.returncode == 0 else set()
-    )
-    assert (ended.returncode == 0) == sentence.startswith("process group"), ended.stdout
+    assert (ended.returncode == 0) == (sentence == FORMED), ended.stdout
+    weights = set(re.findall(r"^weights (\w+)$", ended.stdout, re.MULTILINE))
+    assert weights == (undisturbed if sentence == FORMED else set())
 
 
 def test_two_steps_of_a_job(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
@@ -319,50 +340,47 @@ def test_two_steps_of_a_job(slurm: Slurm, undisturbed: set[str], tmp_path: Path)
     assert sorted(re.findall(refused, job.output, re.MULTILINE)) == ["0", "1"], job.output
 
 
-MISTAKES = {
-    "without srun": (ONE_NODE, "python", [], "this script runs without srun"),
-    "a job named bash": (
+DIFFERENT = "devices * num_nodes must equal world_size"
+IGNORED = "Lightning ignores SLURM in a job named {!r}"
+MISTAKES = [
+    pytest.param(ONE_NODE, "python", [], "this script runs without srun", id="without srun"),
+    pytest.param(
         f"{ONE_NODE} --job-name=bash",
         "srun python",
         [],
-        "Lightning ignores SLURM in a job named 'bash'",
+        IGNORED.format("bash"),
+        id="a job named bash",
     ),
-    "a job named interactive": (
+    pytest.param(
         f"{ONE_NODE} --job-name=interactive",
         "srun python",
         [],
-        "Lightning ignores SLURM in a job named 'interactive'",
+        IGNORED.format("interactive"),
+        id="a job named interactive",
+        marks=pytest.mark.nightly,
     ),
-    "more devices": (
+    pytest.param("--ntasks-per-node=1", "srun python", [], DIFFERENT, id="fewer tasks"),
+    pytest.param(
         ONE_NODE,
         "srun python",
         ["devices=4"],
-        "devices * num_nodes must equal world_size",
+        DIFFERENT,
+        id="more devices",
+        marks=pytest.mark.nightly,
     ),
-    "fewer tasks": (
-        "--ntasks-per-node=1",
-        "srun python",
-        [],
-        "devices * num_nodes must equal world_size",
-    ),
-    "another node": (
+    pytest.param(
         ONE_NODE,
         "srun python",
         ["nodes=2"],
-        "devices * num_nodes must equal world_size",
+        DIFFERENT,
+        id="another node",
+        marks=pytest.mark.nightly,
     ),
-    "an editor's terminal": (
-        ONE_NODE,
-        "SLURM_NTASKS=1 python",
-        [],
-        "devices * num_nodes must equal world_size",
-    ),
-}
+    pytest.param(ONE_NODE, "SLURM_NTASKS=1 python", [], DIFFERENT, id="an editor's terminal"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "start", "arguments", "sentence"), MISTAKES.values(), ids=MISTAKES
-)
+@pytest.mark.parametrize(("options", "start", "arguments", "sentence"), MISTAKES)
 def test_mistakes_are_named(
     options: str, start: str, arguments: list[str], sentence: str, slurm: Slurm, tmp_path: Path
 ) -> None:
