@@ -17,7 +17,7 @@ from tests.harness.processes import MARK, marked, wait_until_exited
 
 pytestmark = pytest.mark.field
 _ROOT = str(Path(__file__).parents[2])
-_SECONDS_TO_EXIT = 30.0  # at most; without a watch, the ranks would train for longer
+_SECONDS_TO_EXIT = 60.0  # at most; without a watch, the ranks would train for longer
 
 
 OPTIONS = {"openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpich": []}
