@@ -136,7 +136,7 @@ def test_sigterm_to_an_agent(undisturbed: set[str], tmp_path: Path) -> None:
     expect_resumed(stopped.output + output, undisturbed)
 
 
-@pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
 def test_a_range_of_nodes(loss: signal.Signals, tmp_path: Path) -> None:
     """Without a lost node the others continue, and with it if it returns; each sample
     is trained once.
