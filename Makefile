@@ -27,7 +27,7 @@ unexport $(filter DDPX_% SLURM_% OMPI_% PMI_% TORCHELASTIC_%,$(.VARIABLES))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo docs test fast nightly field gpu soak coverage lint types api dist test-wheel test-lowest test-next bench \
+.PHONY: help venv demo docs test fast nightly slurm field gpu soak coverage lint types api dist test-wheel test-lowest test-next bench \
     bench-quick clean
 
 help: ## List the targets
@@ -48,14 +48,19 @@ test: venv ## Lint, types, and the tests that need no GPU; types are checked mea
 	    $(BIN)/python -m pytest -m "not gpu and not nightly and not field" $(PARALLEL) --durations 10; tests=$$?; \
 	    wait $$checks; failed=$$?; cat "$$checked"; rm "$$checked"; exit $$((tests || failed))
 
-nightly: venv ## The long tests that `make test` leaves out, those of `make gpu` on CPU stand-ins, and 60 faults; SEED= of the first one
-	$(BIN)/python -m pytest -m nightly $(PARALLEL) --durations 0
+nightly: venv ## The long tests that `make test` leaves out, those of `make gpu` on CPU stand-ins, 60 faults, and `make field`; SEED= of the first fault
+	$(BIN)/python -m pytest -m "nightly and not field" $(PARALLEL) --durations 0
 	DDPX_GPU_TESTS_ON=cpu $(BIN)/python -m pytest tests/gpu $(PARALLEL)
 	$(MAKE) soak COUNT=60
+	$(MAKE) field
 
-field: venv ## Tests on a real SLURM and on Open MPI, as root; says how to install them (five minutes)
+slurm: venv ## The short jobs on a real SLURM of two nodes, which it starts itself, as root (three minutes)
+	@echo "Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
+	$(BIN)/python -m pytest tests/field/test_slurm.py -m "field and not nightly" $(PARALLEL) --durations 10
+
+field: venv ## All jobs on a real SLURM, Open MPI, MPICH, and two agents of torchrun, as root (15 minutes)
 	@echo "Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin mpich"
-	$(BIN)/python -m pytest -m field --numprocesses 2 --dist worksteal --durations 10
+	$(BIN)/python -m pytest -m field $(PARALLEL) --durations 10
 
 fast: venv ## Tests without processes, and one run of each main promise (a minute)
 	$(BIN)/python -m pytest -m "unit or lowest" $(PARALLEL) --durations 10

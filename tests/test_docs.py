@@ -175,7 +175,7 @@ NOT_RUN = {
     r"^make .*$": "takes the machine; `make demo` is examples/digits.py, which test_examples runs",
     r"^srun .*$": "needs SLURM; test_examples has a stand-in",
     r"^export .*\nmpirun .*$": "needs MPI; tests/launchers has its variables",
-    r"^torchrun --nnodes 2.*\\\n.*$": "needs two machines",
+    r"^(export .*\n)?torchrun --nnodes .*\\\n.*$": "needs two machines; tests/field has two agents",
     r"^export .*  # in both terminals\n(.*\n)*.*pdb train.py$": "needs two terminals",
 }
 SHELL = [(name, code) for name, text in TEXTS.items() for _, code in blocks(text, "console")]

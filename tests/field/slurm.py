@@ -25,8 +25,8 @@ from tests.harness.processes import MARK
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "unshare")
 _POLL = 0.1  # seconds between two looks at the controller, which cannot be waited for
-_SECONDS_TO_START = 30.0
-_SECONDS_TO_EXIT = 120.0  # of a job, with one requeue
+_SECONDS_TO_START = 120.0
+_SECONDS_TO_EXIT = 300.0  # of a job, with one requeue, on a busy machine
 _FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
 _CONFIGURATION = """\
 ClusterName=field
@@ -54,9 +54,11 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,sched_interval
 KillWait=15
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=60 State=UP
+PartitionName=lowest Nodes=n1,n2 PriorityTier=1 GraceTime=0 State=UP
 PartitionName=high Nodes=n1,n2 PriorityTier=10 State=UP
 """
 
@@ -200,16 +202,23 @@ class Slurm:
         may.
         """
         done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+            command, env=self.environment, capture_output=True, text=True, timeout=120, check=False
         )
         assert may_fail or done.returncode == 0, done.stderr
         return done.stdout.strip() if done.returncode == 0 else "failed"
+
+    def run(self, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Run a command in a directory, and return its end and all that it wrote."""
+        return subprocess.run(
+            command, env=self.environment, cwd=cwd, stdin=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False,
+        )  # fmt: skip
 
     def submit(self, *words: str, cwd: Path) -> Job:
         """Submit a job with the arguments of ``sbatch`` in a directory."""
         done = subprocess.run(
             ["sbatch", "--parsable", "--open-mode=append", *words],
-            env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60, check=False,
+            env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return Job(self, done.stdout.strip())
@@ -248,7 +257,7 @@ class Job:
         self.wait_until(lambda: text in self.output, f"has not written {text!r}")
 
     def wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
-        """Fail with the job's output if a condition is not met in two minutes."""
+        """Fail with the job's output if a condition is not met in five minutes."""
         deadline = time.monotonic() + _SECONDS_TO_EXIT
         while not condition():
             if time.monotonic() > deadline:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.field import train
 from tests.field.slurm import Job, Slurm
+from tests.harness.environment import free_port
 
 pytestmark = pytest.mark.field
 TRAIN = str(Path(train.__file__))
@@ -34,7 +35,9 @@ def weights_of(job: Job) -> set[str]:
 
 def starts_of(job: Job) -> set[int]:
     """Return the steps from which ranks trained."""
-    return set(map(int, re.findall(r"^rank \d trains from step (\d+)$", job.output, re.MULTILINE)))
+    return set(
+        map(int, re.findall(r"^rank \d of 2 trains from step (\d+)$", job.output, re.MULTILINE))
+    )
 
 
 def expect_resumed(job: Job, undisturbed: set[str], *, restarts: int = 1) -> None:
@@ -61,23 +64,55 @@ def undisturbed(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> set[s
 # kills it.
 LATER = "test -z $SLURM_RESTART_COUNT || scontrol update jobid=$SLURM_JOB_ID timelimit=20"
 USR1 = "act=scancel --signal=USR1 $SLURM_JOB_ID"
-STOPS = {
-    "--signal before the time limit": (
+IF_143 = """
+requeue_on_143() { "$@"; [ $? != 143 ] || scontrol requeue $SLURM_JOB_ID; }
+requeue_on_143 srun python"""
+STOPS = [
+    pytest.param(
         "--signal=USR1@30 --time=20",
         f"{LATER}; srun python",
         ["step=0.5", "act=scontrol update jobid=$SLURM_JOB_ID timelimit=1"],
+        id="--signal before the time limit",
+        marks=pytest.mark.nightly,
     ),
-    "scancel --signal, without an argument to resume": (
+    pytest.param(
         "",
         "srun python",
         [SLOWLY, USR1, "resume="],
+        id="scancel --signal, without an argument to resume",
     ),
-    "with an unfinished background save": ("", "srun python", [SLOWLY, USR1, "io=slow"]),
-    "scontrol requeue": ("", "srun python", [SLOWLY, "act=scontrol requeue $SLURM_JOB_ID"]),
-}
+    pytest.param(
+        "",
+        "srun python",
+        [SLOWLY, USR1, "io=slow"],
+        id="with an unfinished background save",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+        "",
+        "srun python",
+        [SLOWLY, USR1, "stop_checkpoint=None"],
+        id="without a stop checkpoint",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+        "",
+        "srun python",
+        [SLOWLY, "act=scontrol requeue $SLURM_JOB_ID"],
+        id="scontrol requeue",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+        "",
+        IF_143,
+        [SLOWLY, "act=scancel --signal=TERM $SLURM_JOB_ID"],
+        id="by the batch script",
+        marks=pytest.mark.nightly,
+    ),
+]
 
 
-@pytest.mark.parametrize(("options", "start", "arguments"), STOPS.values(), ids=STOPS)
+@pytest.mark.parametrize(("options", "start", "arguments"), STOPS)
 def test_requeued(
     options: str,
     start: str,
@@ -96,19 +131,65 @@ def test_the_example(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> Non
     expect_resumed(slurm.submit(EXAMPLE, TRAIN, SLOWLY, USR1, cwd=tmp_path), undisturbed)
 
 
-def test_preempted_on_two_nodes(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
-    """A job that exits within its grace time is requeued, although SLURM leaves that to
-    the job.
+PREEMPTIONS = [
+    pytest.param("--partition=low", id="with a grace time"),
+    pytest.param("--partition=lowest", id="without a grace time", marks=pytest.mark.nightly),
+    pytest.param("--partition=low --signal=USR1@60", id="by --signal", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize("options", PREEMPTIONS)
+def test_preempted_on_two_nodes(
+    options: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+) -> None:
+    """A preempted job is requeued, also if it exits within its grace time, when SLURM
+    leaves that to the job.
     """
-    preempted = submit(
-        slurm, tmp_path, SLOWLY, "devices=1", "nodes=2", options=f"{TWO_NODES} --exclusive"
-    )
+    arguments = ["step=0.5", "devices=1", "nodes=2"]
+    preempted = submit(slurm, tmp_path, *arguments, options=f"{TWO_NODES} --exclusive {options}")
     preempted.wait_for_output("trains from step 0")
     urgent = slurm.submit(
         "--partition=high", *TWO_NODES.split(), "--exclusive", "--wrap=true", cwd=tmp_path
     )
     expect_resumed(preempted, undisturbed)
     assert urgent.wait() == [("COMPLETED", 0)]
+
+
+ENDS = [
+    pytest.param("scancel $SLURM_JOB_ID", "CANCELLED", True, id="scancel"),
+    pytest.param(
+        "scancel --signal=TERM $SLURM_JOB_ID",
+        "FAILED",
+        True,
+        id="scancel --signal",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param("scancel $SLURM_JOB_ID.0", "FAILED", False, id="scancel of a step"),
+    pytest.param(
+        "scontrol update jobid=$SLURM_JOB_ID timelimit=1",
+        "TIMEOUT",
+        True,
+        id="time limit without --signal",
+        marks=pytest.mark.nightly,
+    ),
+]
+
+
+@pytest.mark.parametrize(("act", "state", "is_saved"), ENDS)
+def test_not_requeued(
+    act: str, state: str, is_saved: bool, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+) -> None:
+    """The job ends; if it saved, the same command in a new job continues."""
+    arguments = ["step=0.5", f"act=test -e stopped || {{ touch stopped; {act}; }}"]
+    job = submit(slurm, tmp_path, *arguments)
+    assert job.wait() == [(state, 0)], job.output
+    stops = re.findall(r"all ranks stop after step (\d+); saved to", job.output)
+    assert len(stops) == is_saved, job.output
+    if is_saved:
+        again = submit(slurm, tmp_path, *arguments)
+        assert again.wait() == [("COMPLETED", 0)], again.output
+        assert starts_of(again) == {*map(int, stops)}, again.output
+        assert weights_of(again) == undisturbed
 
 
 def test_the_tasks_of_an_array_share_a_directory(slurm: Slurm, tmp_path: Path) -> None:
@@ -133,13 +214,113 @@ def test_the_tasks_of_an_array_share_a_directory(slurm: Slurm, tmp_path: Path) -
     assert weights_of(alone) < weights_of(array), array.output
 
 
-def test_a_killed_task_is_named(slurm: Slurm, tmp_path: Path) -> None:
-    """The other task exits with the dead rank's name, so the job fails."""
-    job = submit(slurm, tmp_path, SLOWLY, "act=die")
+@pytest.mark.nightly
+def test_weights_are_stocks(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
+    """Stock ``ddp`` learns the same in a job."""
+    job = submit(slurm, tmp_path, "kind=stock", "resume=")
+    assert job.wait() == [("COMPLETED", 0)], job.output
+    assert weights_of(job) == undisturbed
+
+
+DIED = r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died"
+FAULTS = [
+    pytest.param(
+        "srun --kill-on-bad-exit=0", "act=death of 1", DIED, id="killed", marks=pytest.mark.nightly
+    ),
+    pytest.param(
+        "srun --kill-on-bad-exit=1", "act=death of 1", DIED, id="killed, and SLURM ends the others"
+    ),
+    pytest.param(
+        "srun",
+        "act=error of 1",
+        r"^\[rank 0\] RankFailedError: rank 1 \(host .+\) failed, .+: ValueError: a broken sample",
+        id="raises",
+    ),
+]
+
+
+@pytest.mark.parametrize(("srun", "act", "sentence"), FAULTS)
+def test_a_failed_task(srun: str, act: str, sentence: str, slurm: Slurm, tmp_path: Path) -> None:
+    """The other task names the failed rank and saves, and the job fails."""
+    arguments = [SLOWLY, act, "rescue_checkpoint=rescued.ckpt"]
+    job = submit(slurm, tmp_path, *arguments, start=f"{srun} python")
     assert job.wait() == [("FAILED", 0)], job.output
-    assert re.search(
-        r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died", job.output, re.MULTILINE
-    ), job.output
+    assert re.search(sentence, job.output, re.MULTILINE), job.output
+    assert "[rank 0] saved step 4 to" in job.output, job.output
+
+
+# The second task waits until the test creates a file.
+LATE = """srun --kill-on-bad-exit=1 bash -c '
+until [ $SLURM_PROCID = 0 ] || [ -e go ]; do sleep 0.1; done; exec "$@"' - python"""
+
+
+def test_a_late_task(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
+    """The first task waits for it."""
+    job = submit(slurm, tmp_path, start=LATE)
+    job.wait_for_output("Seed set to")
+    (tmp_path / "go").touch()
+    assert job.wait() == [("COMPLETED", 0)], job.output
+    assert weights_of(job) == undisturbed
+
+
+def test_a_missing_task(slurm: Slurm, tmp_path: Path) -> None:
+    """The first task names it after ``init_timeout``, and the job fails."""
+    job = submit(slurm, tmp_path, "init_timeout=3", start=LATE)
+    assert job.wait() == [("FAILED", 0)], job.output
+    assert re.search(r"MissingRanksError: rank 1 of 2 did not connect to tcp://n1:\d+", job.output)
+
+
+METHODS = [
+    pytest.param("env://", marks=pytest.mark.nightly),
+    pytest.param("tcp://n1:{port}", marks=pytest.mark.nightly),
+    "file://{directory}/rank0",
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_init_methods_on_two_nodes(
+    method: str, slurm: Slurm, undisturbed: set[str], shared_dir: Path, tmp_path: Path
+) -> None:
+    """The ranks connect by each of them."""
+    where = method.format(port=free_port(), directory=shared_dir)
+    arguments = ["devices=1", "nodes=2", f"init_method={where}"]
+    job = submit(slurm, tmp_path, *arguments, options=TWO_NODES)
+    assert job.wait() == [("COMPLETED", 0)], job.output
+    assert weights_of(job) == undisturbed
+    assert f"process group: gloo, 2 ranks, {where}" in job.output
+
+
+def test_two_jobs_on_a_node(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
+    """They train at the same time, and do not disturb each other."""
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    jobs = [submit(slurm, each, options=f"{ONE_NODE} --nodelist=n1") for each in directories]
+    for job in jobs:
+        assert job.wait() == [("COMPLETED", 0)], job.output
+        assert weights_of(job) == undisturbed
+
+
+FORMED = "process group: gloo, 2 ranks"
+INTERACTIVE = [
+    pytest.param("srun python", "srun started 2 tasks, but Lightning ignores SLURM", id="srun"),
+    pytest.param(
+        "srun --job-name=train python", FORMED, id="srun with a name", marks=pytest.mark.nightly
+    ),
+    pytest.param("python", FORMED, id="without srun", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("start", "sentence"), INTERACTIVE)
+def test_in_an_interactive_job(
+    start: str, sentence: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+) -> None:
+    """In ``salloc``, tasks that would train alone raise an error; the other ways train."""
+    ended = slurm.run("salloc", *ONE_NODE.split(), *start.split(), TRAIN, cwd=tmp_path)
+    assert sentence in ended.stdout, ended.stdout
+    assert (ended.returncode == 0) == (sentence == FORMED), ended.stdout
+    weights = set(re.findall(r"^weights (\w+)$", ended.stdout, re.MULTILINE))
+    assert weights == (undisturbed if sentence == FORMED else set())
 
 
 def test_two_steps_of_a_job(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
@@ -159,38 +340,47 @@ def test_two_steps_of_a_job(slurm: Slurm, undisturbed: set[str], tmp_path: Path)
     assert sorted(re.findall(refused, job.output, re.MULTILINE)) == ["0", "1"], job.output
 
 
-MISTAKES = {
-    "without srun": (ONE_NODE, "python", [], "this script runs without srun"),
-    "ignored by Lightning": (
-        ONE_NODE,
-        "srun --job-name=bash python",
-        [],
-        "Lightning ignores SLURM in a job named",
-    ),
-    "fewer tasks": (
-        "--ntasks-per-node=1",
+DIFFERENT = "devices * num_nodes must equal world_size"
+IGNORED = "Lightning ignores SLURM in a job named {!r}"
+MISTAKES = [
+    pytest.param(ONE_NODE, "python", [], "this script runs without srun", id="without srun"),
+    pytest.param(
+        f"{ONE_NODE} --job-name=bash",
         "srun python",
         [],
-        "devices * num_nodes must equal world_size",
+        IGNORED.format("bash"),
+        id="a job named bash",
     ),
-    "another node": (
+    pytest.param(
+        f"{ONE_NODE} --job-name=interactive",
+        "srun python",
+        [],
+        IGNORED.format("interactive"),
+        id="a job named interactive",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param("--ntasks-per-node=1", "srun python", [], DIFFERENT, id="fewer tasks"),
+    pytest.param(
+        ONE_NODE,
+        "srun python",
+        ["devices=4"],
+        DIFFERENT,
+        id="more devices",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param(
         ONE_NODE,
         "srun python",
         ["nodes=2"],
-        "devices * num_nodes must equal world_size",
+        DIFFERENT,
+        id="another node",
+        marks=pytest.mark.nightly,
     ),
-    "an editor's terminal": (
-        ONE_NODE,
-        "SLURM_NTASKS=1 python",
-        [],
-        "devices * num_nodes must equal world_size",
-    ),
-}
+    pytest.param(ONE_NODE, "SLURM_NTASKS=1 python", [], DIFFERENT, id="an editor's terminal"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "start", "arguments", "sentence"), MISTAKES.values(), ids=MISTAKES
-)
+@pytest.mark.parametrize(("options", "start", "arguments", "sentence"), MISTAKES)
 def test_mistakes_are_named(
     options: str, start: str, arguments: list[str], sentence: str, slurm: Slurm, tmp_path: Path
 ) -> None:

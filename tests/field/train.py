@@ -38,6 +38,7 @@ def main(
     step: str = "0",
     io: str = "",
     epochs: str = "1",
+    kind: str = "ours",
     **strategy: str,
 ) -> None:
     """Train, and in the first start run the command ``act`` on rank 0 in the fourth
@@ -48,18 +49,21 @@ def main(
         nodes: the Trainer's ``num_nodes``.
         seed: the seed of the model.
         resume: ``ckpt_path``.
-        act: a shell command, or ``die`` to kill rank 1.
+        act: a shell command; ``death of 1`` kills rank 1, and ``error of 1`` lets it
+            raise an error.
         root: ``default_root_dir``.
-        step: seconds that a step takes in the first start, so that signals arrive
-            before the end.
+        step: seconds that a step takes before the first stop and while ranks are
+            missing, so that signals arrive before the end.
         io: ``slow`` to save in the background, on a disk that is slow.
         epochs: ``max_epochs``.
-        strategy: arguments of the strategy.
+        kind: ``stock`` for stock ``ddp``.
+        strategy: arguments of the strategy, numbers or ``None`` among them.
     """
     L.seed_everything(int(seed))
-    is_first = "SLURM_RESTART_COUNT" not in os.environ
-    callbacks: list[L.Callback] = [Steps(float(step) if is_first else 0.0)]
-    if act and is_first:
+    chosen: dict[str, Any] = {name: parse(value) for name, value in strategy.items()}
+    ranks = int(devices) * int(nodes)
+    callbacks: list[L.Callback] = [Steps(float(step), ranks)]
+    if act and is_first_start():
         callbacks.append(At("on_train_batch_end", partial(perform, act), earlier=3))
     plugins: list[Any] = []
     if io == "slow":
@@ -68,7 +72,7 @@ def main(
             RankZeroCheckpoint(Path(root, "slow"), every_n_train_steps=3, save_last=True)
         )
     trainer = L.Trainer(
-        strategy=DDPExtStrategy(**strategy),
+        strategy="ddp" if kind == "stock" else DDPExtStrategy(**chosen),
         accelerator="cpu",
         devices=int(devices),
         num_nodes=int(nodes),
@@ -82,12 +86,25 @@ def main(
         enable_model_summary=False,
     )
     model = Net()
-    loader = DataLoader(data(STEPS * 3 * trainer.world_size), batch_size=3, shuffle=True)
+    loader = DataLoader(data(STEPS * 3 * ranks), batch_size=3, shuffle=True)
     trainer.fit(model, loader, ckpt_path=resume or None)
     tell(
         f"rank {trainer.global_rank} of {trainer.world_size} trained to step {trainer.global_step}"
     )
     tell(f"weights {fingerprint(model)}")
+
+
+def parse(value: str) -> str | float | None:
+    """Return the value of an argument of the strategy."""
+    if value.isdigit():
+        return float(value)
+    return None if value == "None" else value
+
+
+def is_first_start() -> bool:
+    """Whether no launcher has restarted this job."""
+    counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return all(os.environ.get(name, "0") == "0" for name in counts)
 
 
 class SlowIO(RankZeroCheckpointIO):
@@ -97,7 +114,7 @@ class SlowIO(RankZeroCheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         def write_slowly(content: Any) -> None:
-            time.sleep(0.0 if "SLURM_RESTART_COUNT" in os.environ else 2.0)
+            time.sleep(2.0 if is_first_start() else 0.0)
             write(content, path)
 
         self.saver.save_later(os.fspath(path), checkpoint, write_slowly)
@@ -108,20 +125,29 @@ class Steps(L.Callback):
     do.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, ranks: int) -> None:
         self._seconds = seconds
+        self._ranks = ranks
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        tell(f"rank {trainer.global_rank} trains from step {trainer.global_step}")
+        rank = f"rank {trainer.global_rank} of {trainer.world_size}"
+        tell(f"{rank} trains from step {trainer.global_step}")
+        if trainer.global_step > 0 and trainer.world_size == self._ranks:
+            self._seconds = 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         time.sleep(self._seconds)
 
 
 def perform(act: str, trainer: L.Trainer) -> None:
-    if act == "die" and trainer.global_rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if act != "die" and trainer.is_global_zero:
+    name, _, rank = act.partition(" of ")
+    if name == "death":
+        if trainer.global_rank == int(rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif name == "error":
+        if trainer.global_rank == int(rank):
+            raise ValueError("a broken sample")
+    elif trainer.is_global_zero:
         subprocess.run(act, shell=True, check=False)  # the signal may end it
 
 

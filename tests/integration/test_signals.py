@@ -174,11 +174,18 @@ def test_a_save_is_finished_before_the_one_of_the_stop(tmp_path: Path) -> None:
         assert torch.load(path, weights_only=False)["state_dict"]
 
 
-def resumes_in_a_job(rank: int, world_size: int, directory: Path, is_stopped: bool) -> bool:
-    """Whether a run without ``ckpt_path`` resumes, in a directory that all jobs share."""
+def resumes_in_a_job(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    is_stopped: bool,
+    ckpt_path: str | None = None,
+    **strategy: Any,
+) -> bool:
+    """Whether a run resumes, in a directory that all jobs share."""
     callbacks = on_rank_one(rank, "on_train_batch_end", 1, signal.SIGUSR1) if is_stopped else []
-    training = Training(shuffled(), directory, options={"max_epochs": 2})
-    run = training.run(callbacks=callbacks, default_root_dir=directory)
+    training = Training(shuffled(), directory, options={"max_epochs": 2}, strategy=strategy)
+    run = training.run(callbacks=callbacks, default_root_dir=directory, ckpt_path=ckpt_path)
     return run.steps[0][:2] != (0, 0)
 
 
@@ -199,6 +206,15 @@ def test_only_the_requeued_job_resumes(tmp_path: Path) -> None:
         )
         assert found == [resumes] * 2
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_requeued_job_resumes_without_a_stop_checkpoint(tmp_path: Path) -> None:
+    """The job itself saves for its requeue, so ``ckpt_path="last"`` finds that file."""
+    job = by_srun()
+    options: dict[str, Any] = {"ckpt_path": "last", "stop_checkpoint": None}
+    assert run_ranks(resumes_in_a_job, 2, tmp_path, True, env=job, **options) == [False] * 2
+    requeued = {**job, "SLURM_RESTART_COUNT": "1"}
+    assert run_ranks(resumes_in_a_job, 2, tmp_path, False, env=requeued, **options) == [True] * 2
 
 
 IN_GROUPS = {"fork": (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), "spawn": (signal.SIGTERM,)}

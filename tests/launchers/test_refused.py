@@ -12,7 +12,7 @@ import pytest
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import DDPExtError
 from tests.harness.environment import by_mpirun, by_srun
-from tests.harness.ranks import Environment, by_hand_env, run_ranks
+from tests.harness.ranks import Environment, by_hand_env, launch_ranks, run_ranks
 from tests.harness.training import Net, make_trainer
 
 Options = dict[str, Any]
@@ -125,3 +125,26 @@ def test_arguments_that_contradict_the_launcher() -> None:
         "ConfigurationError: rank=1 and world_size=2 contradict torchrun, which made this process"
         " rank 0 of 2; remove the arguments, or start the processes by hand"
     ]
+
+
+def train_on_a_node(rank: int, world_size: int) -> str:
+    """Train where the Trainer expects two nodes; return the error, or the ranks."""
+    trainer = make_trainer(DDPExtStrategy(), devices=1, num_nodes=2, max_steps=1)
+    try:
+        trainer.fit(Net())
+    except ValueError as error:
+        return str(error)
+    return f"{trainer.world_size} rank, {trainer.num_nodes} node"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "result"),
+    [("1:2", "1 rank, 1 node"), ("2:2", "does not match the world size"), ("2", "does not match")],
+)
+def test_a_range_of_nodes(nodes: str, result: str) -> None:
+    """Only if torchrun has a range of nodes, their number may differ from ``num_nodes``."""
+    env = {**by_torchrun(), "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "PET_NNODES": nodes}
+    (outcome,) = launch_ranks(train_on_a_node, 1, env=env)
+    assert result in outcome.result, outcome.story()
+    line = "torchrun has 1 of num_nodes=2 nodes, so a step trains 1 batches instead of 2"
+    assert (line in outcome.output) == (nodes == "1:2")

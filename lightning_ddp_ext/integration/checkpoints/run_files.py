@@ -69,7 +69,8 @@ class RunFiles:
     def __init__(self, stop: PathLike | None, rescue: PathLike | None) -> None:
         self.stop_name = stop
         self.requeue_name: PathLike = _OF_REQUEUED_JOB if stop is None else stop
-        self._names = [name for name in (stop, rescue) if name is not None]
+        of_stop = self.requeue_name if SLURMEnvironment.detect() else stop
+        self._names = [name for name in (of_stop, rescue) if name is not None]
         self._fit = 0  # for a fit in a hook of another run
         self.identity = FitIdentity()
         self.stop_path: str | None = None

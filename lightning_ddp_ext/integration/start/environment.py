@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 from typing_extensions import override
 
@@ -18,6 +20,7 @@ from ..private.lightning_tree import (
     SLURMEnvironment,
     TorchElasticEnvironment,
     pl,
+    rank_zero_info,
 )
 
 
@@ -83,6 +86,40 @@ def world_of(strategy: pl.strategies.DDPStrategy) -> World:
         node_rank=strategy.node_rank,
         source=source_of(environment),
     )
+
+
+def number_of_nodes(environment: ClusterEnvironment | None, *, devices: int, num_nodes: int) -> int:
+    """Return the number of nodes: ``num_nodes``, unless torchrun has a range of nodes.
+
+    In a range, it is torchrun's current number.
+    """
+    if not (isinstance(environment, TorchElasticEnvironment) and _is_elastic()):
+        return num_nodes
+    found = int(os.environ["GROUP_WORLD_SIZE"])
+    if found != num_nodes:
+        rank_zero_info(
+            f"torchrun has {found} of num_nodes={num_nodes} nodes, so a step trains"
+            f" {devices * found} batches instead of {devices * num_nodes}; the batch size per rank"
+            " and the learning rate stay the same"
+        )
+    return found
+
+
+def _is_elastic() -> bool:
+    """Whether torchrun was started with a range of nodes, such as ``--nnodes 1:2``.
+
+    HACK: torchrun does not pass the range to the ranks, so it is read from the commands
+    of their parents, or from the variable that sets the argument.
+    """
+    import psutil  # importing it takes 6 ms, and only torchrun's ranks need it
+
+    words = []
+    with suppress(psutil.Error):
+        words = [word for each in psutil.Process().parents() for word in each.cmdline()]
+    words.append(f"--nnodes={os.environ.get('PET_NNODES', '')}")
+    nnodes = re.findall(r"--nnodes[ =](\S*)", " ".join(words))[0]
+    low, _, high = nnodes.partition(":")
+    return bool(high) and low != high
 
 
 def choose_environment(

@@ -1,0 +1,162 @@
+"""Two agents of torchrun as two nodes: their ranks resume at the next step, whichever
+process fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import signal
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.field import train
+from tests.harness.environment import Environment
+from tests.harness.outcomes import output_of_all
+from tests.harness.ranks import RankProcesses, free_port
+from tests.harness.scripts import start_script
+
+pytestmark = pytest.mark.field
+TRAIN = str(Path(train.__file__))
+RESCUE = "rescue_checkpoint=rescued.ckpt"
+# By default, the agent of rank 0 does not tell its store's address to new agents:
+# https://github.com/pytorch/pytorch/issues/147064
+MAY_RETURN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+class Job:
+    """A job whose agents share a directory and meet at a port; the first one started
+    listens there.
+    """
+
+    def __init__(
+        self, directory: Path, *arguments: str, nodes: str = "2", env: Environment | None = None
+    ) -> None:
+        self._directory = directory
+        self._arguments = arguments
+        self._nodes = nodes
+        self._env = env
+        self._port = free_port()
+        self._is_host = True
+
+    def start_agent(self) -> AbstractContextManager[RankProcesses]:
+        """Start torchrun on another node, with one rank."""
+        settings = {
+            "is_host": self._is_host,
+            "keep_alive_interval": 1,
+            "keep_alive_max_attempt": 10,  # seconds until a killed agent is missed
+            "last_call_timeout": 5,
+        }
+        self._is_host = False
+        words = [
+            "torchrun",
+            f"--nnodes={self._nodes}",
+            "--nproc-per-node=1",
+            "--max-restarts=3",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{self._port}",
+            f"--rdzv-conf={','.join(f'{name}={value}' for name, value in settings.items())}",
+            "--local-addr=127.0.0.1",
+        ]
+        arguments = ["devices=1", f"nodes={self._nodes[-1]}", *self._arguments]
+        return start_script(TRAIN, *arguments, launcher=words, cwd=self._directory, env=self._env)
+
+
+def run(directory: Path, *arguments: str) -> str:
+    """Return what two nodes write until both succeed."""
+    job = Job(directory, *arguments)
+    with job.start_agent() as first, job.start_agent() as second:
+        return output_of_all([*first.wait(), *second.wait()])
+
+
+def weights_in(output: str) -> set[str]:
+    return set(re.findall(r"^weights (\w+)$", output, re.MULTILINE))
+
+
+def starts_in(output: str) -> list[tuple[int, int]]:
+    """Return the step from which rank 0 trained and the number of ranks, for each
+    start.
+    """
+    found = re.findall(r"^rank 0 of (\d) trains from step (\d+)$", output, re.MULTILINE)
+    return sorted((int(step), int(ranks)) for ranks, step in found)
+
+
+def stops_in(output: str) -> list[int]:
+    """Return the steps that all ranks or the survivors saved."""
+    steps = re.findall(r"(?:all ranks stop after|saved) step (\d+)(?:; saved)? to", output)
+    return sorted(map(int, steps))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The weights of a run that is not stopped."""
+    weights = weights_in(run(tmp_path_factory.mktemp("undisturbed")))
+    assert len(weights) == 1
+    return weights
+
+
+def expect_resumed(output: str, undisturbed: set[str]) -> None:
+    """Fail unless the job stopped once, and continued after the step at which it
+    stopped.
+    """
+    assert len(stops_in(output)) == 1, output
+    assert starts_in(output) == [(step, 2) for step in (0, *stops_in(output))], output
+    assert weights_in(output) == undisturbed, output
+
+
+@pytest.mark.parametrize("fault", ["death of 0", "death of 1", "error of 0", "error of 1"])
+def test_a_failed_rank(fault: str, undisturbed: set[str], tmp_path: Path) -> None:
+    """Both agents restart their ranks, which continue after the last finished step."""
+    expect_resumed(run(tmp_path, "step=0.1", f"act={fault}", RESCUE), undisturbed)
+
+
+def test_a_killed_agent_returns(undisturbed: set[str], tmp_path: Path) -> None:
+    """The other agent waits for another one, and no step is lost."""
+    job = Job(tmp_path, "step=0.5", RESCUE, env=MAY_RETURN)
+    with job.start_agent() as first, job.start_agent() as second:
+        second.wait_for_output("trains from step 0", 0)
+        second.kill(0)
+        first.wait_for_output("died: its process ended unexpectedly", 0)
+        with job.start_agent() as third:
+            expect_resumed(output_of_all([*first.wait(), *third.wait()]), undisturbed)
+
+
+def test_sigterm_to_an_agent(undisturbed: set[str], tmp_path: Path) -> None:
+    """All ranks save; with another agent, the job continues with the next step."""
+    job = Job(tmp_path, "step=0.5", env=MAY_RETURN)
+    with job.start_agent() as first, job.start_agent() as second:
+        second.wait_for_output("trains from step 0", 0)
+        second.kill(0, signal.SIGTERM)
+        (stopped,) = second.wait()
+        with job.start_agent() as third:
+            output = output_of_all([*first.wait(), *third.wait()])
+    expect_resumed(stopped.output + output, undisturbed)
+
+
+@pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+def test_a_range_of_nodes(loss: signal.Signals, tmp_path: Path) -> None:
+    """Without a lost node the others continue, and with it if it returns; each sample
+    is trained once.
+    """
+    job = Job(tmp_path, "step=0.5", RESCUE, nodes="1:2", env=MAY_RETURN)
+    with job.start_agent() as first, job.start_agent() as second:
+        second.wait_for_output("rank 1 of 2 trains from step", 0)
+        second.kill(0, loss)
+        lost = first.wait_for_output("rank 0 of 1 trains from step", 0)
+        assert "torchrun has 1 of num_nodes=2 nodes" in lost
+        with job.start_agent() as third:
+            output = output_of_all([*first.wait(), *third.wait()])
+            output += second.wait()[0].output
+    starts = starts_in(output)
+    assert [step for step, _ in starts] == [0, *stops_in(output)], output
+    assert [ranks for _, ranks in starts[-2:]] == [1, 2], output
+    left = train.STEPS * 2  # batches
+    for (start, ranks), (end, _) in itertools.pairwise(starts):
+        left -= (end - start) * ranks
+    last = starts[-1][0] + math.ceil(left / 2)
+    assert f"rank 0 of 2 trained to step {last}" in output, output
+    assert f"rank 1 of 2 trained to step {last}" in output
+    assert len(weights_in(output)) == 1, output
