@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.errors import ConfigurationError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.nccl_options import INTERFACE_VARIABLES
@@ -43,11 +43,13 @@ def check_variables(variables: dict[str, str]) -> None:
         ConfigurationError: the values differ; the message has both.
     """
     for name, value in variables.items():
-        if os.environ.get(name, value) != value:
+        exported = os.environ.get(name, value)
+        is_exact = name in INTERFACE_VARIABLES and f"={exported}" == value
+        if exported != value and not is_exact:
             argument = "interface" if name in INTERFACE_VARIABLES else "nccl"
             raise ConfigurationError(
                 f"{argument}= of the strategy sets {name}={value}, but the environment has "
-                f"{name}={os.environ[name]}; remove one of them"
+                f"{name}={exported}; remove one of them"
             )
 
 
@@ -122,16 +124,41 @@ class ProcessGroups:
             store=PrefixStore(f"group/{self._formed}", self._connections.store),
             rank=request.world.rank,
             world_size=request.world.world_size,
-            timeout=deadline.as_timedelta(),
+            timeout=self._with_slack(request.init_timeout)
+            if self.uses_nccl
+            else deadline.as_timedelta(),
             # With it, torch splits this group to form one of some ranks, which gloo
             # cannot.
             device_id=request.device if self.uses_nccl and request.device.type == "cuda" else None,
         )
         self._kept.append(dist.group.WORLD)
-        total = torch.ones(1, device=request.device)
-        dist.all_reduce(total)
-        total.item()  # NCCL only reports an error to those that wait for the result
+        self._check()
         self._set_timeout()
+
+    def _check(self) -> None:
+        """Raise unless a collective returns the right value within ``init_timeout``.
+
+        One of NCCL returns an arbitrary value after an abort, and waits forever if the
+        devices cannot connect.
+        """
+        limit = Deadline(self.request.init_timeout.total_seconds())
+        total = torch.ones(1, device=self.request.device)
+        work = dist.all_reduce(total, async_op=True)
+        if self.uses_nccl and not any(work.is_completed() for _ in limit.ticks()):
+            raise self._broken(
+                f"its first collective did not finish within {limit.seconds:g} s (init_timeout)"
+            )
+        work.wait()
+        if total.item() != self.request.world.world_size:
+            raise self._broken(f"its ranks add up to {total.item():g}")
+
+    def _broken(self, finding: str) -> RendezvousError:
+        backend = self.request.backend
+        return RendezvousError(
+            f"the {backend} group of {self.request.world.world_size} ranks was formed, but"
+            f" {finding}; look for messages of {backend} above, or pass"
+            " nccl=NCCLOptions(debug='INFO') to see how NCCL connects the devices"
+        )
 
     def form(self, key: object, ranks: list[int], backend: str | None) -> None:
         """Form a group of some ranks.
@@ -154,8 +181,11 @@ class ProcessGroups:
         if not isinstance(group, dist.ProcessGroup | None):
             # Torch's placeholder for a group without this rank.
             return
-        timeout = self.timeout + (_AFTER_OURS if self.uses_nccl else timedelta())
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        dist.distributed_c10d._set_pg_timeout(self._with_slack(self.timeout), group)
+
+    def _with_slack(self, timeout: timedelta) -> timedelta:
+        """Return the timeout for torch, which must act after this package with NCCL."""
+        return timeout + (_AFTER_OURS if self.uses_nccl else timedelta())
 
     @contextmanager
     def forming(self) -> Iterator[None]:

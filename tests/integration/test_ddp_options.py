@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.integration.resume import training_generators
 from lightning_ddp_ext.reductions.gradients import average_gradients
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
 from tests.harness.training import (
@@ -411,10 +413,7 @@ def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
 
 def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
     """The error has the parameter, its device, and the devices to choose from."""
-    strategy = DDPExtStrategy(
-        devices_per_rank=2, parallel_devices=[torch.device("cuda", 0), torch.device("cuda", 1)]
-    )
-    strategy.cluster_environment = LightningEnvironment()
+    strategy = with_gpus(2)
     strategy.connect(Net())
     words = (
         r"layers\.0\.weight is on cpu; put it on one of self\.trainer\.strategy\.rank_devices"
@@ -422,3 +421,20 @@ def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
     )
     with pytest.raises(ConfigurationError, match=words):
         strategy.model_to_device()
+
+
+def with_gpus(count: int, *, local_rank: int = 0) -> DDPExtStrategy:
+    """Return the strategy of a rank with two of so many GPUs."""
+    gpus = [torch.device("cuda", number) for number in range(count)]
+    strategy = DDPExtStrategy(devices_per_rank=2, parallel_devices=gpus)
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.local_rank = lambda: local_rank  # type: ignore[method-assign]
+    return strategy
+
+
+def test_random_states_of_all_devices_of_a_rank_are_recorded() -> None:
+    """A part of the model on a rank's second GPU draws from that GPU's generator."""
+    generators = tuple(torch.Generator() for _ in range(4))
+    with patch.object(torch.cuda, "default_generators", generators):
+        found = training_generators(with_gpus(4, local_rank=1), with_loaders=False)
+    assert [generators.index(each) for each in found] == [2, 3]
