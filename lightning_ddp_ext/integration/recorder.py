@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from lightning_ddp_ext.checkpoint.fixed_values import FixedValues
 from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
 from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes
@@ -18,6 +16,7 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.peers import Peers
 
 from .compat import batches_that_stepped_of
+from .devices import wait_for_gpus
 from .host import Host
 from .resume import positions_of, training_generators
 
@@ -149,7 +148,7 @@ class Recorder:
             self.note(Kind.BATCH)
         yield
         if is_on_gpu:
-            torch.cuda.current_stream(self._strategy.root_device).synchronize()
+            wait_for_gpus(self._strategy.rank_devices)
             self._raise_cause()
             self.note(Kind.BATCH)
 

@@ -30,6 +30,7 @@ from tests.harness.training import (
     Kind,
     Net,
     assert_same,
+    backend,
     make_strategy,
     make_trainer,
     on_both,
@@ -438,3 +439,44 @@ def test_random_states_of_all_devices_of_a_rank_are_recorded() -> None:
     with patch.object(torch.cuda, "default_generators", generators):
         found = training_generators(with_gpus(4, local_rank=1), with_loaders=False)
     assert [generators.index(each) for each in found] == [2, 3]
+
+
+def wait_for_two_gpus(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Return the devices that a backward pass and a save wait for."""
+    waits: list[int] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.synchronize = lambda: waits.append(device.index)
+
+    def look(trainer: L.Trainer) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, DDPExtStrategy)
+        first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+        with patch.object(torch.cuda, "current_stream", Stream):
+            with (
+                patch.object(DDPExtStrategy, "rank_devices", [first, second]),
+                strategy.recorder.backward(),
+            ):
+                assert waits == []
+            # The save itself sends from the first device, which must exist.
+            with patch.object(DDPExtStrategy, "rank_devices", [torch.device("cpu"), second]):
+                strategy.save_checkpoint({}, directory / "saved.ckpt")
+
+    strategy = make_strategy(
+        "ours",
+        directory,
+        process_group_backend=backend("nccl_stand_in"),
+        rescue_checkpoint=directory / "rescue.ckpt",
+    )
+    callbacks = [At("on_train_batch_end", look)]
+    make_trainer(strategy, callbacks=callbacks, max_epochs=1).fit(Net())
+    return waits
+
+
+def test_all_devices_of_a_rank_finish_before_its_results_are_used(tmp_path: Path) -> None:
+    """An optimiser step on the second GPU would use partial sums after an abort of NCCL,
+    and a save would contain them.
+    """
+    for waits in run_ranks(wait_for_two_gpus, 2, tmp_path, env=by_hand_env(2)):
+        assert waits == [0, 1, 1]

@@ -67,6 +67,14 @@ def compare(trainer: Any) -> None:
     assert total.item() == trainer.world_size
 
 
+def decide(trainer: Any) -> None:
+    """Use a decision of all ranks."""
+    if trainer.global_rank == 0:
+        hold("working")
+    decided = trainer.strategy.reduce_boolean_decision(True)
+    print(f"decided {decided}", flush=True)
+
+
 def fit(rank: int, world_size: int, directory: Path, work: Any) -> None:
     def start(trainer: Any) -> None:
         if rank == 1:
@@ -76,7 +84,7 @@ def fit(rank: int, world_size: int, directory: Path, work: Any) -> None:
     make_trainer(make_strategy("ours", directory), callbacks=faults).fit(Net())
 
 
-@pytest.mark.parametrize("work", [exchange, compare])
+@pytest.mark.parametrize("work", [exchange, compare, decide])
 def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: Path) -> None:
     """A survivor that gets them raises the same error as with gloo, in place of an
     error that follows from them.
@@ -86,6 +94,7 @@ def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: 
         ranks.kill(0)
         died, told = ranks.wait()
     error_of(told, RankDiedError, 0, died.pid)
+    assert "decided" not in told.output, told.story()
 
 
 def fit_with_stuck_abort(rank: int, world_size: int, directory: Path) -> None:
