@@ -152,8 +152,7 @@ class ProcessContext:
         """Return what a Trainer with an adapted request can use."""
         if len(self.table) != request.world.world_size or self.peers.cause is not None:
             return Reuse.NOTHING
-        current = self.groups.request
-        is_same_group = (request.backend, request.variables) == (current.backend, current.variables)
+        is_same_group = _group_settings(request) == _group_settings(self.groups.request)
         return Reuse.GROUPS if is_same_group and dist.is_initialized() else Reuse.CONNECTIONS
 
     # Failure and close.
@@ -268,6 +267,11 @@ def join(request: Request) -> ProcessContext | None:
     _contexts.append(context)
     at_exit(leave)
     return context
+
+
+def _group_settings(request: Request) -> tuple[object, ...]:
+    """Return what a group depends on, the same on all ranks."""
+    return request.backend, request.variables, request.has_one_device
 
 
 def _reusable(world_size: int) -> ProcessContext | None:

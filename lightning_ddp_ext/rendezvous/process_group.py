@@ -127,13 +127,20 @@ class ProcessGroups:
             timeout=self._with_slack(request.init_timeout)
             if self.uses_nccl
             else deadline.as_timedelta(),
-            # With it, torch splits this group to form one of some ranks, which gloo
-            # cannot.
-            device_id=request.device if self.uses_nccl and request.device.type == "cuda" else None,
+            device_id=request.device if self._is_bound(request) else None,
         )
         self._kept.append(dist.group.WORLD)
         self._check()
         self._set_timeout()
+
+    def _is_bound(self, request: Request) -> bool:
+        """Whether torch may bind the group to this rank's device.
+
+        It then splits this group to form one of some ranks, which gloo cannot, and
+        refuses tensors on other devices.
+        """
+        is_gpu = request.device.type == "cuda"
+        return self.uses_nccl and is_gpu and request.has_one_device
 
     def _check(self) -> None:
         """Raise unless a collective returns the right value within ``init_timeout``.

@@ -24,6 +24,7 @@ from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.resume import training_generators
 from lightning_ddp_ext.reductions.gradients import average_gradients
+from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
 from tests.harness.training import (
     At,
@@ -401,6 +402,9 @@ def use_several_devices(kind: Kind, directory: Path, per_rank: int) -> dict[str,
     again.fit(model, ckpt_path=files / "last.ckpt")
     assert again.world_size == 2
     tested = again.test(model, verbose=False)
+    context = current()
+    assert context is not None
+    assert context.groups.request.has_one_device is (per_rank == 1)
     return {"weights": weights(model), "step": again.global_step, "tested": tested}
 
 

@@ -4,6 +4,7 @@ device.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,6 +47,26 @@ def test_ranks_on_a_gpu_form_groups_of_some_ranks_over_gloo(tmp_path: Path) -> N
     For ranks outside of a group, torch returns the size -1.
     """
     assert run_ranks(form_groups_of_one, 2, str(tmp_path / "store")) == [[1, -1], [-1, 1]]
+
+
+def add_ones(rank: int, world_size: int, where: str, **fields: Any) -> int:
+    mine = request(rank, world_size, where, backend=backend("nccl_stand_in"), device=GPU, **fields)
+    with (
+        patch.object(torch, "ones", on_cpu),
+        patch.object(torch.cuda, "set_device", lambda device: None),
+    ):
+        join(mine)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def test_ranks_with_several_gpus_form_a_group_that_is_bound_to_none(tmp_path: Path) -> None:
+    """NCCL refuses tensors on other devices than the one to which a group is bound."""
+    given = partial(add_ones, has_one_device=False)
+    assert run_ranks(given, 2, str(tmp_path / "several")) == [2, 2]
+    with pytest.raises(AssertionError, match=r"device_id cuda:0 does not match"):
+        run_ranks(add_ones, 1, str(tmp_path / "one"))
 
 
 def aborted(tensor: torch.Tensor, *, async_op: bool = False) -> Any:
