@@ -26,8 +26,11 @@ _ONLY_NCCL = ("nccl", "cuda:nccl")
 # torch's default timeouts for collectives.
 _OF_NCCL = timedelta(minutes=10)
 _OF_OTHERS = timedelta(minutes=30)
-# torch's watchdog thread would otherwise end the process at an error of CUDA, before
-# the main thread can report it.
+# With torch's default of 1, its watchdog thread ends the process 0.1 s after an error of
+# CUDA, before the main thread reports it, or in the middle of a rescue. With 0, it logs
+# every error and ends; torch's heartbeat monitor then ends a process that hangs, 8
+# minutes later. torch means to log only errors of CUDA, but negates the result of
+# std::string::find: see Watchdog::run in its ProcessGroupNCCL.cpp.
 _NCCL_DEFAULTS = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 _ABORTED_WITHIN = 5.0  # seconds
 # After a timeout, torch's NCCL watchdog terminates the process from C++, so the rank

@@ -14,7 +14,7 @@ from lightning_ddp_ext import DDPExtStrategy, NCCLOptions
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.process_context import leave
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.harness.training import Net, backend, make_trainer
+from tests.harness.training import At, Net, backend, make_trainer
 
 NAMES = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 # Settings of each type, and their variables.
@@ -108,3 +108,27 @@ def test_settings_that_nccl_may_not_read_again_are_reported(tmp_path: Path) -> N
     assert outcome.exit_code == 0, outcome.story()
     warning = "this Trainer sets other variables of NCCL than an earlier one"
     assert outcome.output.count(warning) == 1, outcome.story()
+
+
+RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+
+
+def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> list[str | None]:
+    found: list[str | None] = []
+    for over in ("gloo", backend("nccl_stand_in")):
+        look = At("on_train_start", lambda trainer: found.append(os.environ.get(RETHROW)))
+        strategy = DDPExtStrategy(f"file://{directory}/rank0", process_group_backend=over)
+        make_trainer(strategy, callbacks=[look], devices=1, fast_dev_run=1).fit(Net())
+    leave()
+    return [*found, os.environ.get(RETHROW)]
+
+
+@pytest.mark.parametrize(
+    ("exported", "expected"), [(None, [None, "0", None]), ("1", ["1", "1", "1"])]
+)
+def test_torch_leaves_errors_of_cuda_to_python(
+    exported: str | None, expected: Any, tmp_path: Path
+) -> None:
+    """With NCCL, its watchdog would end the process before Python reports the exception."""
+    env = {**by_hand_env(1), RETHROW: exported}
+    assert run_ranks(fit_over_gloo_and_nccl, 1, tmp_path, env=env) == [expected]
