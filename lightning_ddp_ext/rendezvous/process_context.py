@@ -200,10 +200,11 @@ class ProcessContext:
             self._connections.channel.close()
             self.peers.record_raised()
         if self.groups.is_abort_stuck:
-            exit_now(1)  # the destructors of torch's groups would wait for the abort
+            _stuck.append(self.groups)
 
 
 _contexts: list[ProcessContext] = []  # the last one is in use
+_stuck: list[ProcessGroups] = []  # closed, but their abort did not return
 _of_parent: list[ProcessContext] = []
 
 
@@ -257,6 +258,7 @@ def join(request: Request) -> ProcessContext | None:
         return None
     check_variables(request.variables)
     deadline = Deadline(request.init_timeout.total_seconds())
+    at_exit(_exit_if_stuck)
     context = ProcessContext(request, connect(request, deadline))
     try:
         context.peers.start()
@@ -330,6 +332,14 @@ def leave() -> None:
     """
     while _contexts:
         _contexts.pop().close()
+
+
+def _exit_if_stuck() -> None:
+    """Exit after everything else if an abort did not return, since the destructors of
+    torch's groups would wait for it.
+    """
+    if _stuck:
+        exit_now(1)
 
 
 def _drop_in_child() -> None:

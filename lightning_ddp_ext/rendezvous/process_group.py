@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -120,20 +121,38 @@ class ProcessGroups:
         """Form the default group, and check that it works.
 
         Collective; within :meth:`forming`.
+
+        Raises:
+            RendezvousError: NCCL did not connect the devices within ``init_timeout``,
+                for which it has no limit itself, or a collective returned a wrong value.
         """
+        if not self.uses_nccl:
+            self._form_default(request, deadline.as_timedelta())
+            return
+        limit = Deadline(request.init_timeout.total_seconds())
+        form = partial(self._form_default, request, self._with_slack(request.init_timeout))
+        try:
+            limit.bound(form)
+        except TimeoutError:
+            raise self._broken(
+                f"did not connect its devices within {limit.seconds:g} s (init_timeout)"
+            ) from None
+
+    def _form_default(self, request: Request, timeout: timedelta) -> None:
         self._formed += 1
         dist.init_process_group(
             request.backend,
             store=PrefixStore(f"group/{self._formed}", self._connections.store),
             rank=request.world.rank,
             world_size=request.world.world_size,
-            timeout=self._with_slack(request.init_timeout)
-            if self.uses_nccl
-            else deadline.as_timedelta(),
+            timeout=timeout,
             device_id=request.device if self._is_bound(request) else None,
         )
         self._kept.append(dist.group.WORLD)
-        self._check()
+        total = torch.ones(1, device=request.device)
+        dist.all_reduce(total)
+        if total.item() != request.world.world_size:
+            raise self._broken(f"adds ones up to {total.item():g}")
         self._set_timeout()
 
     def _is_bound(self, request: Request) -> bool:
@@ -145,29 +164,12 @@ class ProcessGroups:
         is_gpu = request.device.type == "cuda"
         return self.uses_nccl and is_gpu and request.has_one_device
 
-    def _check(self) -> None:
-        """Raise unless a collective returns the right value within ``init_timeout``.
-
-        One of NCCL returns an arbitrary value after an abort, and waits forever if the
-        devices cannot connect.
-        """
-        limit = Deadline(self.request.init_timeout.total_seconds())
-        total = torch.ones(1, device=self.request.device)
-        work = dist.all_reduce(total, async_op=True)
-        if self.uses_nccl and not any(work.is_completed() for _ in limit.ticks()):
-            raise self._broken(
-                f"its first collective did not finish within {limit.seconds:g} s (init_timeout)"
-            )
-        work.wait()
-        if total.item() != self.request.world.world_size:
-            raise self._broken(f"its ranks add up to {total.item():g}")
-
     def _broken(self, finding: str) -> RendezvousError:
         backend = self.request.backend
         return RendezvousError(
-            f"the {backend} group of {self.request.world.world_size} ranks was formed, but"
-            f" {finding}; look for messages of {backend} above, or pass"
-            " nccl=NCCLOptions(debug='INFO') to see how NCCL connects the devices"
+            f"the {backend} group of {self.request.world.world_size} ranks {finding}; look for"
+            f" messages of {backend} above, or pass nccl=NCCLOptions(debug='INFO') to see how"
+            " NCCL connects the devices"
         )
 
     def form(self, key: object, ranks: list[int], backend: str | None) -> None:

@@ -4,6 +4,7 @@ device.
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future as create_work
-from torch.futures import Future
 
-from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.process_context import join, leave
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.training import backend
 from tests.rendezvous.servers import request
 
@@ -69,39 +67,41 @@ def test_ranks_with_several_gpus_form_a_group_that_is_bound_to_none(tmp_path: Pa
         run_ranks(add_ones, 1, str(tmp_path / "one"))
 
 
-def aborted(tensor: torch.Tensor, *, async_op: bool = False) -> Any:
+def aborted(tensor: torch.Tensor) -> None:
     """Return zeros, as an aborted collective of NCCL may."""
     tensor.zero_()
-    done: Future[Any] = Future()
-    done.set_result(tensor)
-    return create_work(done)
 
 
-def stuck(tensor: torch.Tensor, *, async_op: bool = False) -> Any:
-    """Never finish, as with NCCL if GPUs cannot reach each other."""
-    return create_work(Future())
+def stuck(*args: Any, **kwargs: Any) -> None:
+    """Never return, as NCCL if GPUs or hosts cannot reach each other."""
+    threading.Event().wait()
 
 
-def form_broken_group(
-    rank: int, world_size: int, where: str, all_reduce: Any, finding: str
-) -> None:
-    mine = request(rank, world_size, where, init_timeout=2.0, backend=backend("nccl_stand_in"))
-    with (
-        patch.object(dist, "all_reduce", all_reduce),
-        pytest.raises(RendezvousError, match=finding),
-    ):
-        join(mine)
+def form_broken_group(rank: int, world_size: int, where: str, functions: dict[str, Any]) -> None:
+    for name, function in functions.items():
+        setattr(dist.distributed_c10d if name.startswith("_") else dist, name, function)
+    join(request(rank, world_size, where, init_timeout=2.0, backend=backend("nccl_stand_in")))
+
+
+LATE = "did not connect its devices within 2 s (init_timeout); look for messages of nccl_stand_in"
 
 
 @pytest.mark.parametrize(
-    ("all_reduce", "finding"),
+    ("functions", "finding"),
     [
-        (aborted, "of 1 ranks was formed, but its ranks add up to 0; look for messages of nccl_"),
-        (stuck, r"formed, but its first collective did not finish within 2 s \(init_timeout\);"),
+        ({"all_reduce": aborted}, "adds ones up to 0; look for messages of nccl_stand_in above"),
+        ({"all_reduce": stuck}, LATE),
+        ({"init_process_group": stuck}, LATE),
+        ({"all_reduce": stuck, "_abort_process_group": stuck}, LATE),
     ],
+    ids=["aborted", "stuck", "never formed", "abort is stuck"],
 )
 def test_a_group_that_does_not_work_is_refused(
-    all_reduce: Any, finding: str, tmp_path: Path
+    functions: dict[str, Any], finding: str, tmp_path: Path
 ) -> None:
-    """The error is raised in time and names a remedy."""
-    run_ranks(form_broken_group, 1, str(tmp_path / "store"), all_reduce, finding)
+    """The error is raised in time and names a remedy, and the process exits."""
+    (outcome,) = launch_ranks(form_broken_group, 1, str(tmp_path / "store"), functions)
+    assert outcome.error is not None, outcome.story()
+    assert outcome.error.type_name == "RendezvousError", outcome.story()
+    assert f"the nccl_stand_in group of 1 ranks {finding}" in outcome.error.message
+    assert outcome.exit_code == 1, outcome.story()
