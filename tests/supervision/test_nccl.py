@@ -67,6 +67,14 @@ def compare(trainer: Any) -> None:
     assert total.item() == trainer.world_size
 
 
+def index(trainer: Any) -> None:
+    """Use a reduced value in a kernel that fails if it is arbitrary."""
+    try:
+        compare(trainer)
+    except AssertionError:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered") from None
+
+
 def decide(trainer: Any) -> None:
     """Use a decision of all ranks."""
     if trainer.global_rank == 0:
@@ -84,7 +92,7 @@ def fit(rank: int, world_size: int, directory: Path, work: Any) -> None:
     make_trainer(make_strategy("ours", directory), callbacks=faults).fit(Net())
 
 
-@pytest.mark.parametrize("work", [exchange, compare, decide])
+@pytest.mark.parametrize("work", [exchange, compare, index, decide])
 def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: Path) -> None:
     """A survivor that gets them raises the same error as with gloo, in place of an
     error that follows from them.
