@@ -236,6 +236,7 @@ def join(request: Request) -> ProcessContext | None:
         GroupInUseError: this process already has a group that does not match.
         RankFailedError: a rank died or failed, earlier or during this call.
     """
+    use_device(request.device)
     former = _reusable(request.world.world_size)
     if former is not None:
         request = former.adapted(request)
@@ -272,8 +273,11 @@ def join(request: Request) -> ProcessContext | None:
 
 
 def _group_settings(request: Request) -> tuple[object, ...]:
-    """Return what a group depends on, the same on all ranks."""
-    return request.backend, request.variables, request.has_one_device
+    """Return what a group depends on, as far as all ranks decide alike: several ranks
+    would have to agree on whether any of them has another device.
+    """
+    device = request.device if request.world.world_size == 1 else None
+    return request.backend, request.variables, request.has_one_device, device
 
 
 def _reusable(world_size: int) -> ProcessContext | None:
@@ -293,7 +297,6 @@ def _reusable(world_size: int) -> ProcessContext | None:
 
 def connect(request: Request, deadline: Deadline) -> Connections:
     """Connect to the other ranks. Collective."""
-    use_device(request.device)
     world = request.world
     channel = Channel(request.timeouts.heartbeat)
     hello = Hello(

@@ -123,8 +123,10 @@ class ProcessGroups:
         Collective; within :meth:`forming`.
 
         Raises:
-            RendezvousError: NCCL did not connect the devices within ``init_timeout``,
-                for which it has no limit itself, or a collective returned a wrong value.
+            RendezvousError: NCCL did not connect the devices within ``init_timeout``;
+                without a limit of ours, it might never return, see
+                https://github.com/pytorch/pytorch/issues/88103. Or a collective
+                returned a wrong value.
         """
         if not self.uses_nccl:
             self._form_default(request, deadline.as_timedelta())

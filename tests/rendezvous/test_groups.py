@@ -5,6 +5,8 @@ device.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.rendezvous.process_context import join, leave
+from lightning_ddp_ext.threads import start_thread
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.training import backend
 from tests.rendezvous.servers import request
@@ -27,10 +30,7 @@ def on_cpu(*size: int, device: torch.device, ones: Any = torch.ones) -> torch.Te
 
 
 def form_groups_of_one(rank: int, world_size: int, where: str) -> list[int]:
-    with (
-        patch.object(torch, "ones", on_cpu),
-        patch.object(torch.cuda, "set_device", lambda device: None),
-    ):
+    with pretended_gpus():
         context = join(request(rank, world_size, where, device=GPU))
     assert context is not None
     groups = [context.new_group([member]) for member in range(world_size)]
@@ -47,12 +47,20 @@ def test_ranks_on_a_gpu_form_groups_of_some_ranks_over_gloo(tmp_path: Path) -> N
     assert run_ranks(form_groups_of_one, 2, str(tmp_path / "store")) == [[1, -1], [-1, 1]]
 
 
-def add_ones(rank: int, world_size: int, where: str, **fields: Any) -> int:
-    mine = request(rank, world_size, where, backend=backend("nccl_stand_in"), device=GPU, **fields)
+@contextmanager
+def pretended_gpus() -> Iterator[list[torch.device]]:
+    """Have tensors of GPUs on the CPU; yield the devices that threads set."""
+    chosen: list[torch.device] = []
     with (
         patch.object(torch, "ones", on_cpu),
-        patch.object(torch.cuda, "set_device", lambda device: None),
+        patch.object(torch.cuda, "set_device", chosen.append),
     ):
+        yield chosen
+
+
+def add_ones(rank: int, world_size: int, where: str, **fields: Any) -> int:
+    mine = request(rank, world_size, where, backend=backend("nccl_stand_in"), device=GPU, **fields)
+    with pretended_gpus():
         join(mine)
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -65,6 +73,29 @@ def test_ranks_with_several_gpus_form_a_group_that_is_bound_to_none(tmp_path: Pa
     assert run_ranks(given, 2, str(tmp_path / "several")) == [2, 2]
     with pytest.raises(AssertionError, match=r"device_id cuda:0 does not match"):
         run_ranks(add_ones, 1, str(tmp_path / "one"))
+
+
+def change_gpu(rank: int, world_size: int, where: str) -> None:
+    options = {"backend": backend("nccl_stand_in"), "has_one_device": False}
+    first, second = (
+        request(rank, world_size, where, device=torch.device("cuda", number), **options)
+        for number in (0, 1)
+    )
+    with pretended_gpus() as chosen:
+        join(first)
+        group = dist.group.WORLD
+        join(first)
+        assert dist.group.WORLD is group
+        join(second)
+        assert dist.group.WORLD is not group
+        chosen.clear()
+        start_thread("worker", chosen.append, torch.device("cpu")).join()
+        assert chosen == [second.device, torch.device("cpu")]
+
+
+def test_a_trainer_on_another_gpu_gets_a_group_on_it(tmp_path: Path) -> None:
+    """With one rank; NCCL would refuse its tensors in the group of the first Trainer."""
+    run_ranks(change_gpu, 1, str(tmp_path / "store"))
 
 
 def aborted(tensor: torch.Tensor) -> None:
