@@ -132,3 +132,17 @@ def test_torch_leaves_errors_of_cuda_to_python(
     """With NCCL, its watchdog would end the process before Python reports the exception."""
     env = {**by_hand_env(1), RETHROW: exported}
     assert run_ranks(fit_over_gloo_and_nccl, 1, tmp_path, env=env) == [expected]
+
+
+def fit_without_docker(rank: int, world_size: int, directory: Path) -> list[str | None]:
+    reads = Reads()
+    strategy = DDPExtStrategy(f"file://{directory}/rank0", interface="^docker0")
+    make_trainer(strategy, callbacks=[reads], devices=1, fast_dev_run=1).fit(Net())
+    return reads.values
+
+
+def test_an_interface_is_excluded_for_nccl_only(tmp_path: Path) -> None:
+    """Gloo would look for an interface of that name."""
+    env = {**by_hand_env(1), "GLOO_SOCKET_IFNAME": None}
+    expected = [None, "^docker0", None]
+    assert run_ranks(fit_without_docker, 1, tmp_path, env=env) == [expected]
