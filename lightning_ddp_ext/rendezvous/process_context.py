@@ -159,11 +159,15 @@ class ProcessContext:
 
     @property
     def has_arbitrary_values(self) -> bool:
-        """Whether collectives may have returned arbitrary values, after another rank
-        failed and NCCL was aborted.
+        """Whether collectives may have returned arbitrary values, after NCCL was aborted
+        for another reason than this rank's own exception.
         """
         cause = self.peers.cause
-        return self.groups.has_aborted_nccl and cause is not None and cause.rank != self.world.rank
+        return (
+            self.groups.has_aborted_nccl
+            and cause is not None
+            and (cause.kind, cause.rank) != ("failed", self.world.rank)
+        )
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
         """Report to the other ranks why this one cannot continue, and unblock them.

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.errors import RankDiedError
+from lightning_ddp_ext.errors import RankAbsentError, RankDiedError
 from lightning_ddp_ext.integration.named_calls import ranks_of
+from lightning_ddp_ext.rendezvous.peers import event_of
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
 from lightning_ddp_ext.threads import start_thread, use_device
-from tests.harness.ranks import RankProcesses, by_hand_env, hold
+from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks
 from tests.harness.training import At, Net, make_strategy, make_trainer
 from tests.supervision.model import error_of
 
@@ -83,6 +85,16 @@ def decide(trainer: Any) -> None:
     print(f"decided {decided}", flush=True)
 
 
+def blame(trainer: Any) -> None:
+    """Have rank 0 report that rank 1, which is in a collective, missed a call."""
+    context = current()
+    assert context is not None
+    if trainer.global_rank == 0:
+        context.peers.report(event_of("absent", context.table[1], "rank 1 missed a call"))
+        context.peers.check()
+    compare(trainer)
+
+
 def fit(rank: int, world_size: int, directory: Path, work: Any) -> None:
     def start(trainer: Any) -> None:
         if rank == 1:
@@ -103,6 +115,13 @@ def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: 
         died, told = ranks.wait()
     error_of(told, RankDiedError, 0, died.pid)
     assert "decided" not in told.output, told.story()
+
+
+def test_arbitrary_values_on_a_rank_that_is_blamed_do_not_hide_the_reason(tmp_path: Path) -> None:
+    """Of ranks that wait in different collectives, one is named, and is aborted as well."""
+    for outcome in launch_ranks(fit, 2, tmp_path, blame, env=BY_HAND):
+        assert outcome.error is not None, outcome.story()
+        assert isinstance(outcome.error.exception, RankAbsentError), outcome.story()
 
 
 def fit_with_stuck_abort(rank: int, world_size: int, directory: Path) -> None:
