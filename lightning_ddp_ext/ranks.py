@@ -63,6 +63,7 @@ class Ranks:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         dist.gather_object(value, values, dst=0, group=self.group)
+        self.check()
         return values
 
     def from_rank_zero(self, value: Any) -> Any:

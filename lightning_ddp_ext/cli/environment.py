@@ -48,7 +48,8 @@ def env(*, as_json: bool) -> int:
         "host": socket.gethostname(),
         "cpus": len(os.sched_getaffinity(0)),
         "devices": [
-            torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
+            f"cuda:{index} {torch.cuda.get_device_name(index)}"
+            for index in range(torch.cuda.device_count())
         ],
         "backends": [
             name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()

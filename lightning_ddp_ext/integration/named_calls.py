@@ -40,6 +40,18 @@ def report_step() -> None:
         context.barriers.advance()
 
 
+def check_received() -> None:
+    """Raise the error of the rank that failed if what a collective returned may be
+    arbitrary.
+
+    NCCL's collectives return when they are aborted, so this must be called before a
+    received value is used.
+    """
+    context = current()
+    if context is not None and context.has_arbitrary_values:
+        context.peers.check()
+
+
 def ranks_of(strategy: AnyHost) -> Ranks:
     """Return the ranks of a strategy, as this rank sees them.
 

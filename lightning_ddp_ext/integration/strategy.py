@@ -31,7 +31,7 @@ from .ddp import CommHook, GradientAveraging
 from .layer_sync import RanksLayerSync
 from .metrics.logged import LoggedValues, Reduction
 from .metrics.monitored import MonitoredValues
-from .named_calls import report_call
+from .named_calls import check_received, report_call
 from .options import check_choice, refuse_unknown
 from .private.compat import trainer_of
 from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
@@ -505,7 +505,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         if not (is_training and called_by_lightning()):
             # max_time, for example, requires one in every batch.
             report_call(f"broadcast from rank {src}")
-        return super().broadcast(obj, src)
+        received = super().broadcast(obj, src)
+        check_received()
+        return received
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -514,7 +516,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.metrics.flush()
         report_call("a decision of all ranks (reduce_boolean_decision)")
         # Lightning counts the ranks that agree, but an idle rank must not count.
-        return super().reduce_boolean_decision(bool(decision) != all, all=False) != all
+        decided = super().reduce_boolean_decision(bool(decision) != all, all=False) != all
+        check_received()
+        return decided
 
     @override
     def all_gather(

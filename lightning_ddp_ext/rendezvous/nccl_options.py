@@ -99,6 +99,8 @@ def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str
     }
     if interface is None:
         return variables
-    # NCCL takes a name for a prefix.
-    exact = interface if interface.startswith(("=", "^")) else f"={interface}"
-    return {**variables, _OF_NCCL: exact, _OF_GLOO: interface.removeprefix("=")}
+    if interface.startswith("^"):  # gloo cannot exclude an interface
+        return {**variables, _OF_NCCL: interface}
+    name = interface.removeprefix("=")
+    # NCCL takes a name without "=" for a prefix.
+    return {**variables, _OF_NCCL: f"={name}", _OF_GLOO: name}

@@ -152,19 +152,22 @@ class ProcessContext:
         """Return what a Trainer with an adapted request can use."""
         if len(self.table) != request.world.world_size or self.peers.cause is not None:
             return Reuse.NOTHING
-        current = self.groups.request
-        is_same_group = (request.backend, request.variables) == (current.backend, current.variables)
+        is_same_group = _group_settings(request) == _group_settings(self.groups.request)
         return Reuse.GROUPS if is_same_group and dist.is_initialized() else Reuse.CONNECTIONS
 
     # Failure and close.
 
     @property
     def has_arbitrary_values(self) -> bool:
-        """Whether collectives may have returned arbitrary values, after another rank
-        failed and NCCL was aborted.
+        """Whether collectives may have returned arbitrary values, after NCCL was aborted
+        for another reason than this rank's own exception.
         """
         cause = self.peers.cause
-        return self.groups.has_aborted_nccl and cause is not None and cause.rank != self.world.rank
+        return (
+            self.groups.has_aborted_nccl
+            and cause is not None
+            and (cause.kind, cause.rank) != ("failed", self.world.rank)
+        )
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
         """Report to the other ranks why this one cannot continue, and unblock them.
@@ -201,10 +204,11 @@ class ProcessContext:
             self._connections.channel.close()
             self.peers.record_raised()
         if self.groups.is_abort_stuck:
-            exit_now(1)  # the destructors of torch's groups would wait for the abort
+            _stuck.append(self.groups)
 
 
 _contexts: list[ProcessContext] = []  # the last one is in use
+_stuck: list[ProcessGroups] = []  # closed, but their abort did not return
 _of_parent: list[ProcessContext] = []
 
 
@@ -236,6 +240,7 @@ def join(request: Request) -> ProcessContext | None:
         GroupInUseError: this process already has a group that does not match.
         RankFailedError: a rank died or failed, earlier or during this call.
     """
+    use_device(request.device)
     former = _reusable(request.world.world_size)
     if former is not None:
         request = former.adapted(request)
@@ -258,6 +263,7 @@ def join(request: Request) -> ProcessContext | None:
         return None
     check_variables(request.variables)
     deadline = Deadline(request.init_timeout.total_seconds())
+    at_exit(_exit_if_stuck)
     context = ProcessContext(request, connect(request, deadline))
     try:
         context.peers.start()
@@ -268,6 +274,14 @@ def join(request: Request) -> ProcessContext | None:
     _contexts.append(context)
     at_exit(leave)
     return context
+
+
+def _group_settings(request: Request) -> tuple[object, ...]:
+    """Return what a group depends on, as far as all ranks decide alike: several ranks
+    would have to agree on whether any of them has another device.
+    """
+    device = request.device if request.world.world_size == 1 else None
+    return request.backend, request.variables, request.has_one_device, device
 
 
 def _reusable(world_size: int) -> ProcessContext | None:
@@ -287,7 +301,6 @@ def _reusable(world_size: int) -> ProcessContext | None:
 
 def connect(request: Request, deadline: Deadline) -> Connections:
     """Connect to the other ranks. Collective."""
-    use_device(request.device)
     world = request.world
     channel = Channel(request.timeouts.heartbeat)
     hello = Hello(
@@ -326,6 +339,14 @@ def leave() -> None:
     """
     while _contexts:
         _contexts.pop().close()
+
+
+def _exit_if_stuck() -> None:
+    """Exit after everything else if an abort did not return, since the destructors of
+    torch's groups would wait for it.
+    """
+    if _stuck:
+        exit_now(1)
 
 
 def _drop_in_child() -> None:

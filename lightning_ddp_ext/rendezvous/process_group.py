@@ -8,12 +8,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.errors import ConfigurationError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.nccl_options import INTERFACE_VARIABLES
@@ -26,8 +27,11 @@ _ONLY_NCCL = ("nccl", "cuda:nccl")
 # torch's default timeouts for collectives.
 _OF_NCCL = timedelta(minutes=10)
 _OF_OTHERS = timedelta(minutes=30)
-# torch's watchdog thread would otherwise end the process at an error of CUDA, before
-# the main thread can report it.
+# With torch's default of 1, its watchdog thread ends the process 0.1 s after an error of
+# CUDA, before the main thread reports it, or in the middle of a rescue. With 0, it logs
+# every error and ends; torch's heartbeat monitor then ends a process that hangs, 8
+# minutes later. torch means to log only errors of CUDA, but negates the result of
+# std::string::find: see Watchdog::run in its ProcessGroupNCCL.cpp.
 _NCCL_DEFAULTS = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 _ABORTED_WITHIN = 5.0  # seconds
 # After a timeout, torch's NCCL watchdog terminates the process from C++, so the rank
@@ -43,11 +47,13 @@ def check_variables(variables: dict[str, str]) -> None:
         ConfigurationError: the values differ; the message has both.
     """
     for name, value in variables.items():
-        if os.environ.get(name, value) != value:
+        exported = os.environ.get(name, value)
+        is_exact = name in INTERFACE_VARIABLES and f"={exported}" == value
+        if exported != value and not is_exact:
             argument = "interface" if name in INTERFACE_VARIABLES else "nccl"
             raise ConfigurationError(
                 f"{argument}= of the strategy sets {name}={value}, but the environment has "
-                f"{name}={os.environ[name]}; remove one of them"
+                f"{name}={exported}; remove one of them"
             )
 
 
@@ -115,23 +121,58 @@ class ProcessGroups:
         """Form the default group, and check that it works.
 
         Collective; within :meth:`forming`.
+
+        Raises:
+            RendezvousError: NCCL did not connect the devices within ``init_timeout``;
+                without a limit of ours, it might never return, see
+                https://github.com/pytorch/pytorch/issues/88103. Or a collective
+                returned a wrong value.
         """
+        if not self.uses_nccl:
+            self._form_default(request, deadline.as_timedelta())
+            return
+        limit = Deadline(request.init_timeout.total_seconds())
+        form = partial(self._form_default, request, self._with_slack(request.init_timeout))
+        try:
+            limit.bound(form)
+        except TimeoutError:
+            raise self._broken(
+                f"did not connect its devices within {limit.seconds:g} s (init_timeout)"
+            ) from None
+
+    def _form_default(self, request: Request, timeout: timedelta) -> None:
         self._formed += 1
         dist.init_process_group(
             request.backend,
             store=PrefixStore(f"group/{self._formed}", self._connections.store),
             rank=request.world.rank,
             world_size=request.world.world_size,
-            timeout=deadline.as_timedelta(),
-            # With it, torch splits this group to form one of some ranks, which gloo
-            # cannot.
-            device_id=request.device if self.uses_nccl and request.device.type == "cuda" else None,
+            timeout=timeout,
+            device_id=request.device if self._is_bound(request) else None,
         )
         self._kept.append(dist.group.WORLD)
         total = torch.ones(1, device=request.device)
         dist.all_reduce(total)
-        total.item()  # NCCL only reports an error to those that wait for the result
+        if total.item() != request.world.world_size:
+            raise self._broken(f"adds ones up to {total.item():g}")
         self._set_timeout()
+
+    def _is_bound(self, request: Request) -> bool:
+        """Whether torch may bind the group to this rank's device.
+
+        It then splits this group to form one of some ranks, which gloo cannot, and
+        refuses tensors on other devices.
+        """
+        is_gpu = request.device.type == "cuda"
+        return self.uses_nccl and is_gpu and request.has_one_device
+
+    def _broken(self, finding: str) -> RendezvousError:
+        backend = self.request.backend
+        return RendezvousError(
+            f"the {backend} group of {self.request.world.world_size} ranks {finding}; look for"
+            f" messages of {backend} above, or pass nccl=NCCLOptions(debug='INFO') to see how"
+            " NCCL connects the devices"
+        )
 
     def form(self, key: object, ranks: list[int], backend: str | None) -> None:
         """Form a group of some ranks.
@@ -154,8 +195,11 @@ class ProcessGroups:
         if not isinstance(group, dist.ProcessGroup | None):
             # Torch's placeholder for a group without this rank.
             return
-        timeout = self.timeout + (_AFTER_OURS if self.uses_nccl else timedelta())
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        dist.distributed_c10d._set_pg_timeout(self._with_slack(self.timeout), group)
+
+    def _with_slack(self, timeout: timedelta) -> timedelta:
+        """Return the timeout for torch, which must act after this package with NCCL."""
+        return timeout + (_AFTER_OURS if self.uses_nccl else timedelta())
 
     @contextmanager
     def forming(self) -> Iterator[None]:

@@ -65,6 +65,7 @@ class Request:
         timeout: the timeout of collectives; ``None`` for the backend's default.
         init_timeout: the timeout of the whole start-up.
         is_explicit: whether the user chose the init method.
+        has_one_device: whether this rank's tensors are all on ``device``.
         variables: environment variables to set while the process group is open.
         versions: the versions of packages, which must be the same on all ranks.
         run: the launcher's name for this run, which must be the same on all ranks;
@@ -81,6 +82,7 @@ class Request:
     timeout: timedelta | None
     init_timeout: timedelta
     is_explicit: bool = True
+    has_one_device: bool = True
     variables: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     run: str = ""

@@ -128,13 +128,13 @@ def _origin_of(
     """
     if isinstance(exception, RankFailedError):
         return Origin.NAMED, None
-    if isinstance(exception, _ERRORS_OF_DEVICE):
-        # Torch's watchdog may end this process at any time.
-        return Origin.OWN, None
     peers = session.context.peers
     is_aborted = peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
     if not isinstance(exception, KeyboardInterrupt) and session.context.has_arbitrary_values:
         return Origin.ABORTED if is_aborted else Origin.BROKEN, peers.cause
+    if isinstance(exception, _ERRORS_OF_DEVICE):
+        # Torch's watchdog may end this process at any time.
+        return Origin.OWN, None
     event = None
     if may_be_echo(exception):
         event = session.survey.cause_of_broken_collective()

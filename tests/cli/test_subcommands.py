@@ -255,7 +255,10 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     """
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
     found = json.loads(run("env", "--json").stdout)
+    assert found["devices"] == ["cuda:0 NVIDIA H100", "cuda:1 NVIDIA H100"]
     assert found["versions"]["torch"]
     assert "gloo" in found["backends"]
     assert "127.0.0.1" in found["interfaces"]["lo"]

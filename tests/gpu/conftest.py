@@ -119,9 +119,8 @@ def placement(
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and item.path.parent == FOLDER:
-            item.user_properties.append(
-                (PROVES, str(item.function.__doc__).partition("\n")[0].rstrip("."))
-            )
+            sentence = " ".join(str(item.function.__doc__).partition("\n\n")[0].split())
+            item.user_properties.append((PROVES, sentence.rstrip(".")))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

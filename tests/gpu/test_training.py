@@ -158,38 +158,43 @@ def test_synchronised_batchnorm_equals_the_joined_batch(
 
 
 class Parts(Net):
-    """Has its parameters on its rank's first device, and computes on both."""
+    """Has its last layer on its rank's second device, and the others on the first."""
 
     def configure_model(self) -> None:
         self.first, self.second = self.trainer.strategy.rank_devices  # type: ignore[attr-defined]
-        self.layers.to(self.first)
+        self.layers[:3].to(self.first)
+        self.layers[3].to(self.second)
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.device == self.first
-        hidden = self.layers[:2](x).to(self.second)
-        out: Tensor = self.layers[3](self.layers[2](hidden).to(self.first))
-        return out
+        out: Tensor = self.layers[3](self.layers[:3](x).to(self.second))
+        return out.to(self.first)
 
 
 def train_on_two_devices(
-    rank: int, world_size: int, placement: Placement, directory: Path, *devices: str
+    rank: int, world_size: int, placement: Placement, directory: Path, devices: list[str]
 ) -> dict[str, Tensor]:
     L.seed_everything(1)
     model = Parts()
     chosen = {
-        "parallel_devices": [torch.device(device) for device in devices] * 2,
+        "parallel_devices": [torch.device(device) for device in devices],
         "devices_per_rank": 2,
     }
     placement.trainer(directory, strategy=chosen).fit(model)
     return on_cpu(weights(model))
 
 
-def test_a_rank_with_two_devices_learns_as_on_the_cpu(tmp_path: Path) -> None:
-    """`devices_per_rank=2` with a second GPU, or with the CPU where there is one GPU."""
-    second = "cuda:1" if IS_GPU and torch.cuda.device_count() > 1 else "cpu"
-    found, expected = (
-        GLOO.run(train_on_two_devices, tmp_path, *pair) for pair in ((GPU, second), ("cpu", "cpu"))
-    )
+def test_a_rank_with_two_devices_learns_as_on_the_cpu(placement: Placement, tmp_path: Path) -> None:
+    """`devices_per_rank=2` with two GPUs, or over gloo with a GPU and the CPU."""
+    first = placement.devices
+    second = ["cuda:0" if each == "cuda:1" else "cuda:1" for each in first]
+    if not IS_GPU or torch.cuda.device_count() < 2:
+        if IS_GPU and placement is not GLOO:
+            pytest.skip("needs two GPUs")
+        second = ["cpu"] * len(first)
+    pairs = [device for pair in zip(first, second, strict=True) for device in pair]
+    found = placement.run(train_on_two_devices, tmp_path, pairs)
+    expected = GLOO.run(train_on_two_devices, tmp_path, ["cpu"] * len(pairs))
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -21,13 +22,16 @@ from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.integration.data.resume import training_generators
 from lightning_ddp_ext.reductions.gradients import average_gradients
+from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
 from tests.harness.training import (
     At,
     Kind,
     Net,
     assert_same,
+    backend,
     make_strategy,
     make_trainer,
     on_both,
@@ -398,6 +402,9 @@ def use_several_devices(kind: Kind, directory: Path, per_rank: int) -> dict[str,
     again.fit(model, ckpt_path=files / "last.ckpt")
     assert again.world_size == 2
     tested = again.test(model, verbose=False)
+    context = current()
+    assert context is not None
+    assert context.groups.request.has_one_device is (per_rank == 1)
     return {"weights": weights(model), "step": again.global_step, "tested": tested}
 
 
@@ -411,10 +418,7 @@ def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
 
 def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
     """The error has the parameter, its device, and the devices to choose from."""
-    strategy = DDPExtStrategy(
-        devices_per_rank=2, parallel_devices=[torch.device("cuda", 0), torch.device("cuda", 1)]
-    )
-    strategy.cluster_environment = LightningEnvironment()
+    strategy = with_gpus(2)
     strategy.connect(Net())
     words = (
         r"layers\.0\.weight is on cpu; put it on one of self\.trainer\.strategy\.rank_devices"
@@ -422,3 +426,61 @@ def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
     )
     with pytest.raises(ConfigurationError, match=words):
         strategy.model_to_device()
+
+
+def with_gpus(count: int, *, local_rank: int = 0) -> DDPExtStrategy:
+    """Return the strategy of a rank with two of so many GPUs."""
+    gpus = [torch.device("cuda", number) for number in range(count)]
+    strategy = DDPExtStrategy(devices_per_rank=2, parallel_devices=gpus)
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.local_rank = lambda: local_rank  # type: ignore[method-assign]
+    return strategy
+
+
+def test_random_states_of_all_devices_of_a_rank_are_recorded() -> None:
+    """A part of the model on a rank's second GPU draws from that GPU's generator."""
+    generators = tuple(torch.Generator() for _ in range(4))
+    with patch.object(torch.cuda, "default_generators", generators):
+        found = training_generators(with_gpus(4, local_rank=1), with_loaders=False)
+    assert [generators.index(each) for each in found] == [2, 3]
+
+
+def wait_for_two_gpus(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Return the devices that a backward pass and a save wait for."""
+    waits: list[int] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.synchronize = lambda: waits.append(device.index)
+
+    def look(trainer: L.Trainer) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, DDPExtStrategy)
+        first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+        with patch.object(torch.cuda, "current_stream", Stream):
+            with (
+                patch.object(DDPExtStrategy, "rank_devices", [first, second]),
+                strategy.recorder.backward(),
+            ):
+                assert waits == []
+            # The save itself sends from the first device, which must exist.
+            with patch.object(DDPExtStrategy, "rank_devices", [torch.device("cpu"), second]):
+                strategy.save_checkpoint({}, directory / "saved.ckpt")
+
+    strategy = make_strategy(
+        "ours",
+        directory,
+        process_group_backend=backend("nccl_stand_in"),
+        rescue_checkpoint=directory / "rescue.ckpt",
+    )
+    callbacks = [At("on_train_batch_end", look)]
+    make_trainer(strategy, callbacks=callbacks, max_epochs=1).fit(Net())
+    return waits
+
+
+def test_all_devices_of_a_rank_finish_before_its_results_are_used(tmp_path: Path) -> None:
+    """An optimiser step on the second GPU would use partial sums after an abort of NCCL,
+    and a save would contain them.
+    """
+    for waits in run_ranks(wait_for_two_gpus, 2, tmp_path, env=by_hand_env(2)):
+        assert waits == [0, 1, 1]

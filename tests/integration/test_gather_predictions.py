@@ -14,11 +14,19 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext import ExactDistributedSampler
+from lightning_ddp_ext import DDPExtStrategy, ExactDistributedSampler
 from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.integration.data.predictions import gather_predictions
-from tests.harness.ranks import run_ranks
-from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both
+from tests.harness.network import Network
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import (
+    Kind,
+    assert_same,
+    backend,
+    make_strategy,
+    make_trainer,
+    on_both,
+)
 
 
 class Pair(NamedTuple):
@@ -180,3 +188,27 @@ def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
         *REFUSED,
     ]
     assert [message[: len(start)] for message, start in zip(first, starts, strict=True)] == starts
+
+
+def predict_on_two_hosts(rank: int, world_size: int, init_method: str) -> Any:
+    strategy = DDPExtStrategy(init_method, process_group_backend=backend("nccl_stand_in"))
+    gathered, _ = predict(make_trainer(strategy, devices=1, num_nodes=2), loader(5))
+    return gathered
+
+
+@pytest.mark.netns
+def test_predictions_of_hosts_whose_names_are_loopback_addresses(two_hosts: Network) -> None:
+    """Debian gives a host's own name the address 127.0.1.1, at which gloo would wait for
+    the other host.
+    """
+    for host in two_hosts:
+        known = host.hosts_file.read_text()
+        own = f"{host.address} {host.name}"
+        assert own in known
+        host.hosts_file.write_text(known.replace(own, f"127.0.1.1 {host.name}"))
+    env = {**by_hand_env(2), "LOCAL_RANK": "0", "NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
+    init_method = f"tcp://{two_hosts[0].address}:29874"
+    gathered, nothing = run_ranks(
+        predict_on_two_hosts, 2, init_method, env=env, namespaces=list(two_hosts)
+    )
+    assert (gathered.tolist(), nothing) == ([0, 1, 2, 3, 4], None)

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -162,6 +163,24 @@ def test_ranks_by_fork_and_by_forkserver() -> None:
     assert outcome.exit_code == 0, outcome.story()
     seen = re.findall(r"^variables (\d) 5 (\w+) True$", outcome.output, re.MULTILINE)
     assert sorted(seen) == [(rank, method) for rank in "01" for method in ("fork", "forkserver")]
+
+
+def initialise_cuda() -> Any:
+    raise AssertionError("this would initialise CUDA")
+
+
+def fit_by_forkserver(rank: int, world_size: int) -> None:
+    model = Net()
+    trainer = make_trainer(DDPExtStrategy(start_method="forkserver"), fast_dev_run=1)
+    with patch.multiple(torch.cuda, is_available=lambda: True, get_rng_state_all=initialise_cuda):
+        trainer.fit(model)
+    assert "loss_step" in trainer.callback_metrics
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would end some time after this
+
+
+def test_forkserver_does_not_initialise_cuda_in_the_launching_process() -> None:
+    """It would occupy memory of the GPU, and Lightning 2.5 would not start ranks again."""
+    run_ranks(fit_by_forkserver, 1)
 
 
 class Talkative(Net):

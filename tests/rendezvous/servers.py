@@ -70,11 +70,9 @@ def request(
         world=world,
         endpoint=FileEndpoint(where) if isinstance(where, str) else TcpEndpoint(where),
         init_method=init_method or url(where),
-        backend="gloo",
-        device=torch.device("cpu"),
         timeout=None,
         init_timeout=timedelta(seconds=init_timeout),
-        **fields,
+        **{"backend": "gloo", "device": torch.device("cpu"), **fields},
     )
 
 
@@ -181,8 +179,8 @@ def announce_connected_ranks() -> None:
 
 
 def stop_in_front_of(name: str | None) -> None:
-    """Hold when a function of ``torch.distributed`` is called; seek the store for a
-    moment only.
+    """Hold before a function of ``torch.distributed`` runs; seek the store for a moment
+    only.
     """
     if name == "the store":
         find = Handshake._find_store
@@ -190,7 +188,13 @@ def stop_in_front_of(name: str | None) -> None:
             vars(self).update(_deadline=Deadline(0.5)) or self, *args
         )
     elif name is not None:
-        setattr(dist, name, lambda *args, **kwargs: hold("in front"))
+        function = getattr(dist, name)
+
+        def hold_and_call(*args: Any, **kwargs: Any) -> Any:
+            hold("in front")
+            return function(*args, **kwargs)
+
+        setattr(dist, name, hold_and_call)
 
 
 @contextlib.contextmanager

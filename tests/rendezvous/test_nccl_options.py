@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lightning_ddp_ext import DDPExtStrategy, NCCLOptions
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.process_context import leave
-from tests.harness.ranks import by_hand_env, run_ranks
-from tests.harness.training import Net, make_trainer
+from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.training import At, Net, backend, make_trainer
 
 NAMES = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 # Settings of each type, and their variables.
@@ -76,9 +76,10 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
         match=r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; remove",
     ):
         fit(NCCLOptions(debug="WARN"))
-    assert fit(NCCLOptions(debug="INFO")).values == ["INFO", "=lo", "lo"]
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    assert fit(NCCLOptions(debug="INFO")).values == ["INFO", "lo", "lo"]
     leave()
-    assert os.environ["NCCL_DEBUG"] == "INFO"
+    assert [os.environ.get(name) for name in NAMES] == ["INFO", "lo", None]
 
 
 def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
@@ -87,3 +88,61 @@ def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
     What the user has exported stays, and must agree.
     """
     run_ranks(several_trainers, 2, tmp_path, env=by_hand_env(2))
+
+
+def fit_with_options(rank: int, world_size: int, directory: Path) -> None:
+    for debug in ("WARN", "WARN", "VERSION"):
+        strategy = DDPExtStrategy(
+            f"file://{directory}/rank0",
+            nccl=NCCLOptions(debug=debug),
+            process_group_backend=backend("nccl_stand_in"),
+        )
+        make_trainer(strategy, devices=1, fast_dev_run=1).fit(Net())
+
+
+def test_settings_that_nccl_may_not_read_again_are_reported(tmp_path: Path) -> None:
+    """NCCL reads most of its variables once in a process, so a warning names a later
+    Trainer that changes them, and no other.
+    """
+    (outcome,) = launch_ranks(fit_with_options, 1, tmp_path, env=by_hand_env(1))
+    assert outcome.exit_code == 0, outcome.story()
+    warning = "this Trainer sets other variables of NCCL than an earlier one"
+    assert outcome.output.count(warning) == 1, outcome.story()
+
+
+RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+
+
+def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> list[str | None]:
+    found: list[str | None] = []
+    for over in ("gloo", backend("nccl_stand_in")):
+        look = At("on_train_start", lambda trainer: found.append(os.environ.get(RETHROW)))
+        strategy = DDPExtStrategy(f"file://{directory}/rank0", process_group_backend=over)
+        make_trainer(strategy, callbacks=[look], devices=1, fast_dev_run=1).fit(Net())
+    leave()
+    return [*found, os.environ.get(RETHROW)]
+
+
+@pytest.mark.parametrize(
+    ("exported", "expected"), [(None, [None, "0", None]), ("1", ["1", "1", "1"])]
+)
+def test_torch_leaves_errors_of_cuda_to_python(
+    exported: str | None, expected: Any, tmp_path: Path
+) -> None:
+    """With NCCL, its watchdog would end the process before Python reports the exception."""
+    env = {**by_hand_env(1), RETHROW: exported}
+    assert run_ranks(fit_over_gloo_and_nccl, 1, tmp_path, env=env) == [expected]
+
+
+def fit_without_docker(rank: int, world_size: int, directory: Path) -> list[str | None]:
+    reads = Reads()
+    strategy = DDPExtStrategy(f"file://{directory}/rank0", interface="^docker0")
+    make_trainer(strategy, callbacks=[reads], devices=1, fast_dev_run=1).fit(Net())
+    return reads.values
+
+
+def test_an_interface_is_excluded_for_nccl_only(tmp_path: Path) -> None:
+    """Gloo would look for an interface of that name."""
+    env = {**by_hand_env(1), "GLOO_SOCKET_IFNAME": None}
+    expected = [None, "^docker0", None]
+    assert run_ranks(fit_without_docker, 1, tmp_path, env=env) == [expected]

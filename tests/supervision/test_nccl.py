@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.errors import RankDiedError
+from lightning_ddp_ext.errors import RankAbsentError, RankDiedError
 from lightning_ddp_ext.integration.named_calls import ranks_of
+from lightning_ddp_ext.rendezvous.peers import event_of
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
 from lightning_ddp_ext.threads import start_thread, use_device
-from tests.harness.ranks import RankProcesses, by_hand_env, hold
+from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks
 from tests.harness.training import At, Net, make_strategy, make_trainer
 from tests.supervision.model import error_of
 
@@ -67,6 +69,32 @@ def compare(trainer: Any) -> None:
     assert total.item() == trainer.world_size
 
 
+def index(trainer: Any) -> None:
+    """Use a reduced value in a kernel that fails if it is arbitrary."""
+    try:
+        compare(trainer)
+    except AssertionError:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered") from None
+
+
+def decide(trainer: Any) -> None:
+    """Use a decision of all ranks."""
+    if trainer.global_rank == 0:
+        hold("working")
+    decided = trainer.strategy.reduce_boolean_decision(True)
+    print(f"decided {decided}", flush=True)
+
+
+def blame(trainer: Any) -> None:
+    """Have rank 0 report that rank 1, which is in a collective, missed a call."""
+    context = current()
+    assert context is not None
+    if trainer.global_rank == 0:
+        context.peers.report(event_of("absent", context.table[1], "rank 1 missed a call"))
+        context.peers.check()
+    compare(trainer)
+
+
 def fit(rank: int, world_size: int, directory: Path, work: Any) -> None:
     def start(trainer: Any) -> None:
         if rank == 1:
@@ -76,7 +104,7 @@ def fit(rank: int, world_size: int, directory: Path, work: Any) -> None:
     make_trainer(make_strategy("ours", directory), callbacks=faults).fit(Net())
 
 
-@pytest.mark.parametrize("work", [exchange, compare])
+@pytest.mark.parametrize("work", [exchange, compare, index, decide])
 def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: Path) -> None:
     """A survivor that gets them raises the same error as with gloo, in place of an
     error that follows from them.
@@ -86,6 +114,14 @@ def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: 
         ranks.kill(0)
         died, told = ranks.wait()
     error_of(told, RankDiedError, 0, died.pid)
+    assert "decided" not in told.output, told.story()
+
+
+def test_arbitrary_values_on_a_rank_that_is_blamed_do_not_hide_the_reason(tmp_path: Path) -> None:
+    """Of ranks that wait in different collectives, one is named, and is aborted as well."""
+    for outcome in launch_ranks(fit, 2, tmp_path, blame, env=BY_HAND):
+        assert outcome.error is not None, outcome.story()
+        assert isinstance(outcome.error.exception, RankAbsentError), outcome.story()
 
 
 def fit_with_stuck_abort(rank: int, world_size: int, directory: Path) -> None:

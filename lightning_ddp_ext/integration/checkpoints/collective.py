@@ -15,7 +15,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_ddp_ext.at_exit import delaying_forced_end
@@ -45,6 +44,7 @@ from ..private.lightning_tree import (
     rank_zero_info,
     rank_zero_warn,
 )
+from ..start.devices import wait_for_gpus
 from .checkpoint_io import RankZeroCheckpointIO
 
 
@@ -235,14 +235,13 @@ class Checkpoints:
     def _has_partial_sums(self) -> bool:
         """Whether NCCL was aborted, so that the weights may be wrong.
 
-        With NCCL, this first waits for the device, as copying the weights does, because
+        With NCCL, this first waits for the devices, as copying the weights does, because
         an optimiser step that is waiting there for a dead rank is aborted only later.
         """
         context = current()
         if context is None or not context.groups.uses_nccl:
             return False
-        if self._strategy.root_device.type == "cuda":
-            torch.cuda.synchronize(self._strategy.root_device)
+        wait_for_gpus(getattr(self._strategy, "rank_devices", [self._strategy.root_device]))
         return context.groups.has_aborted_nccl
 
     @property

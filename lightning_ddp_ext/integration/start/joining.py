@@ -128,6 +128,7 @@ class ConnectionSettings:
             world=world,
             init_method=str(method or Env()),
             is_explicit=method is not None,
+            has_one_device=getattr(strategy, "devices_per_rank", 1) == 1,
             endpoint=self._endpoint(strategy, world),
             backend=backend_of(strategy),
             device=strategy.root_device,

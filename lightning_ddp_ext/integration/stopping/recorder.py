@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from lightning_ddp_ext.checkpoint.fixed_values import FixedValues
 from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
 from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes
@@ -20,6 +18,7 @@ from lightning_ddp_ext.rendezvous.peers import Peers
 from ..data.resume import positions_of, training_generators
 from ..host import Host
 from ..private.compat import batches_that_stepped_of
+from ..start.devices import wait_for_gpus
 
 
 class Recorder:
@@ -150,7 +149,7 @@ class Recorder:
             self.note(Kind.BATCH)
         yield
         if is_on_gpu:
-            torch.cuda.current_stream(self._strategy.root_device).synchronize()
+            wait_for_gpus(self._strategy.rank_devices)
             self._raise_cause()
             self.note(Kind.BATCH)
 

@@ -1,0 +1,153 @@
+"""A group is checked when it is formed, and groups of some ranks form on each kind of
+device.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_ddp_ext.rendezvous.process_context import join, leave
+from lightning_ddp_ext.threads import start_thread
+from tests.harness.ranks import launch_ranks, run_ranks
+from tests.harness.training import backend
+from tests.rendezvous.servers import request
+
+GPU = torch.device("cuda", 0)
+
+
+def on_cpu(*size: int, device: torch.device, ones: Any = torch.ones) -> torch.Tensor:
+    return ones(*size)  # type: ignore[no-any-return]
+
+
+def form_groups_of_one(rank: int, world_size: int, where: str) -> list[int]:
+    with pretended_gpus():
+        context = join(request(rank, world_size, where, device=GPU))
+    assert context is not None
+    groups = [context.new_group([member]) for member in range(world_size)]
+    sizes = [dist.get_world_size(group) for group in groups]
+    leave()
+    return sizes
+
+
+def test_ranks_on_a_gpu_form_groups_of_some_ranks_over_gloo(tmp_path: Path) -> None:
+    """``SyncBatchNormConversion(process_group=1)`` and ``"node"`` need them.
+
+    For ranks outside of a group, torch returns the size -1.
+    """
+    assert run_ranks(form_groups_of_one, 2, str(tmp_path / "store")) == [[1, -1], [-1, 1]]
+
+
+@contextmanager
+def pretended_gpus() -> Iterator[list[torch.device]]:
+    """Have tensors of GPUs on the CPU; yield the devices that threads set."""
+    chosen: list[torch.device] = []
+    with (
+        patch.object(torch, "ones", on_cpu),
+        patch.object(torch.cuda, "set_device", chosen.append),
+    ):
+        yield chosen
+
+
+def add_ones(rank: int, world_size: int, where: str, **fields: Any) -> int:
+    mine = request(rank, world_size, where, backend=backend("nccl_stand_in"), device=GPU, **fields)
+    with pretended_gpus():
+        join(mine)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def test_ranks_with_several_gpus_form_a_group_that_is_bound_to_none(tmp_path: Path) -> None:
+    """NCCL refuses tensors on other devices than the one to which a group is bound."""
+    given = partial(add_ones, has_one_device=False)
+    assert run_ranks(given, 2, str(tmp_path / "several")) == [2, 2]
+    with pytest.raises(AssertionError, match=r"device_id cuda:0 does not match"):
+        run_ranks(add_ones, 1, str(tmp_path / "one"))
+
+
+def change_gpu(rank: int, world_size: int, where: str) -> None:
+    options = {"backend": backend("nccl_stand_in"), "has_one_device": False}
+    first, second = (
+        request(rank, world_size, where, device=torch.device("cuda", number), **options)
+        for number in (0, 1)
+    )
+    with pretended_gpus() as chosen:
+        join(first)
+        group = dist.group.WORLD
+        join(first)
+        assert dist.group.WORLD is group
+        join(second)
+        assert dist.group.WORLD is not group
+        chosen.clear()
+        start_thread("worker", chosen.append, torch.device("cpu")).join()
+        assert chosen == [second.device, torch.device("cpu")]
+
+
+def test_a_trainer_on_another_gpu_gets_a_group_on_it(tmp_path: Path) -> None:
+    """With one rank; NCCL would refuse its tensors in the group of the first Trainer."""
+    run_ranks(change_gpu, 1, str(tmp_path / "store"))
+
+
+def aborted(tensor: torch.Tensor) -> None:
+    """Return zeros, as an aborted collective of NCCL may."""
+    tensor.zero_()
+
+
+def stuck(*args: Any, **kwargs: Any) -> None:
+    """Never return, as NCCL if GPUs or hosts cannot reach each other."""
+    threading.Event().wait()
+
+
+def form_broken_group(rank: int, world_size: int, where: str, functions: dict[str, Any]) -> None:
+    for name, function in functions.items():
+        setattr(dist.distributed_c10d if name.startswith("_") else dist, name, function)
+    join(request(rank, world_size, where, init_timeout=2.0, backend=backend("nccl_stand_in")))
+
+
+LATE = "did not connect its devices within 2 s (init_timeout); look for messages of nccl_stand_in"
+
+
+@pytest.mark.parametrize(
+    ("functions", "finding"),
+    [
+        ({"all_reduce": aborted}, "adds ones up to 0; look for messages of nccl_stand_in above"),
+        ({"all_reduce": stuck}, LATE),
+        ({"init_process_group": stuck}, LATE),
+        ({"all_reduce": stuck, "_abort_process_group": stuck}, LATE),
+    ],
+    ids=["aborted", "stuck", "never formed", "abort is stuck"],
+)
+def test_a_group_that_does_not_work_is_refused(
+    functions: dict[str, Any], finding: str, tmp_path: Path
+) -> None:
+    """The error is raised in time and names a remedy, and the process exits."""
+    (outcome,) = launch_ranks(form_broken_group, 1, str(tmp_path / "store"), functions)
+    assert outcome.error is not None, outcome.story()
+    assert outcome.error.type_name == "RendezvousError", outcome.story()
+    assert f"the nccl_stand_in group of 1 ranks {finding}" in outcome.error.message
+    assert outcome.exit_code == 1, outcome.story()
+
+
+def die_while_forming(rank: int, world_size: int, where: str) -> None:
+    if rank == 1:
+        dist.init_process_group = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+    join(request(rank, world_size, where, init_timeout=120.0, backend=backend("nccl_stand_in")))
+
+
+def test_a_rank_that_dies_while_nccl_connects_is_named(tmp_path: Path) -> None:
+    """The others do not wait until ``init_timeout``."""
+    told, _ = launch_ranks(die_while_forming, 2, str(tmp_path / "store"), time_limit=60)
+    assert told.error is not None, told.story()
+    assert told.error.type_name == "RankDiedError", told.story()
