@@ -179,9 +179,9 @@ class ProcessGroups:
 
         Collective over all ranks; within :meth:`forming`.
         """
-        group: dist.ProcessGroup = dist.new_group(
-            ranks, backend=backend, timeout=self.request.init_timeout
-        )
+        # All ranks are here: they have passed a barrier.
+        timeout = min(self.request.init_timeout, self.timeout)
+        group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout)
         self._set_timeout(group)
         self.others[key] = group
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,3 +154,32 @@ def test_a_rank_that_dies_while_nccl_connects_is_named(tmp_path: Path) -> None:
     told, _ = launch_ranks(die_while_forming, 2, str(tmp_path / "store"), time_limit=60)
     assert told.error is not None, told.story()
     assert told.error.type_name == "RankDiedError", told.story()
+
+
+def form_without_the_last_rank(rank: int, world_size: int, where: str, raised: Path) -> str:
+    """Return the name of the error on rank 0; the other rank waits for it in its own
+    code.
+    """
+    asked = request(rank, world_size, where, init_timeout=120.0)
+    context = join(replace(asked, timeout=timedelta(seconds=1)))
+    assert context is not None
+    if rank == 1:
+        with patch.object(dist, "new_group", lambda *_, **__: wait_for(raised)):
+            context.new_group()
+        return ""
+    with pytest.raises(dist.DistError) as error:
+        context.new_group()
+    raised.touch()
+    return type(error.value).__name__
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def test_a_later_group_forms_within_the_timeout_of_collectives(tmp_path: Path) -> None:
+    """``init_timeout`` is for ranks that have yet to start."""
+    where = str(tmp_path / "store")
+    found = run_ranks(form_without_the_last_rank, 2, where, tmp_path / "raised", time_limit=60)
+    assert found == ["DistStoreError", ""]
