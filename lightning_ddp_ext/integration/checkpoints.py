@@ -33,10 +33,10 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.run import Run
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.failure import explain, may_be_echo
+from lightning_ddp_ext.threads import wait_for_gpus
 
 from .checkpoint_io import RankZeroCheckpointIO
 from .compat import trainer_of
-from .devices import wait_for_gpus
 from .host import AnyHost
 from .lightning_tree import TrainerStatus, lightning_version, pl, rank_zero_info, rank_zero_warn
 from .named_calls import ranks_of

@@ -14,9 +14,9 @@ from lightning_ddp_ext.checkpoint.saved_parameters import SavedParameters
 from lightning_ddp_ext.data.random_state import random_state_bytes
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.peers import Peers
+from lightning_ddp_ext.threads import wait_for_gpus
 
 from .compat import batches_that_stepped_of
-from .devices import wait_for_gpus
 from .host import Host
 from .resume import positions_of, training_generators
 
