@@ -1,4 +1,4 @@
-"""Start threads that use this process's CUDA device.
+"""Start threads that use this process's CUDA device, and wait for the work of devices.
 
 A new thread uses device 0. If it calls CUDA there, each rank of a host takes some
 hundred MiB of that device.
@@ -7,7 +7,7 @@ hundred MiB of that device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -40,3 +40,10 @@ def start_thread(
     thread = threading.Thread(target=run, name=name, daemon=daemon)
     thread.start()
     return thread
+
+
+def wait_for_gpus(devices: Iterable[torch.device]) -> None:
+    """Wait for the work in the current stream of each GPU among the devices."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

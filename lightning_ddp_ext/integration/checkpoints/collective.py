@@ -33,6 +33,7 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.run import Run
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.failure import explain, may_be_echo
+from lightning_ddp_ext.threads import wait_for_gpus
 
 from ..host import AnyHost
 from ..named_calls import ranks_of
@@ -44,7 +45,6 @@ from ..private.lightning_tree import (
     rank_zero_info,
     rank_zero_warn,
 )
-from ..start.devices import wait_for_gpus
 from .checkpoint_io import RankZeroCheckpointIO
 
 

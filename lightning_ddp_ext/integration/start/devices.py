@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torchmetrics
 from torch import nn
@@ -12,13 +10,6 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import ConfigurationError
 
 from ..private.lightning_tree import pl
-
-
-def wait_for_gpus(devices: Iterable[torch.device]) -> None:
-    """Wait for the work in the current stream of each GPU."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
 
 
 class RankDevicesStrategy(pl.strategies.DDPStrategy):

@@ -14,11 +14,11 @@ from lightning_ddp_ext.checkpoint.saved_parameters import SavedParameters
 from lightning_ddp_ext.data.random_state import random_state_bytes
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.peers import Peers
+from lightning_ddp_ext.threads import wait_for_gpus
 
 from ..data.resume import positions_of, training_generators
 from ..host import Host
 from ..private.compat import batches_that_stepped_of
-from ..start.devices import wait_for_gpus
 
 
 class Recorder:
