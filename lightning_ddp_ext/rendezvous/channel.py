@@ -109,7 +109,7 @@ class Channel:
             return
         self._outgoing.append((line, ranks))
         if self.is_current_thread:
-            self._flush()
+            self._flush()  # the rest of the current callback, such as an abort, may take seconds
         else:
             with suppress(RuntimeError):  # closed meanwhile
                 self._loop.call_soon_threadsafe(self._flush)

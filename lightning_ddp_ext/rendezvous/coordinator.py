@@ -66,7 +66,6 @@ class Coordinator:
         with OpenedSockets() as self._store_sockets:
             self._store = _host_store(listener.getsockname()[0])
         channel.listen("handshake", self._handle_message)
-        channel.on_closed(self._handle_exit)
         channel.accept(listener, self._admit)
         self._endpoint.publish(self._address)
 
@@ -80,10 +79,10 @@ class Coordinator:
         """
         withdraw = partial(self._endpoint.withdraw, self._address)
         try:
-            while not self._channel.wait_for(
-                self._is_decided, min(_POLL, self._deadline.remaining)
-            ):
+            while not self._is_decided():
                 self._check_conditions()
+                seconds = min(_POLL, self._deadline.remaining)
+                self._channel.wait_for(self._has_news, seconds)
             if self._error is not None:
                 raise self._error
         except BaseException as error:
@@ -101,9 +100,17 @@ class Coordinator:
     def _is_decided(self) -> bool:
         return bool(self._table) or self._error is not None
 
+    def _has_news(self) -> bool:
+        return self._is_decided() or bool(self._channel.ended)
+
     def _check_conditions(self) -> None:
         """Check the conditions that end the wait without a message."""
         sentence = self._launch_failure()
+        for rank, reason in dict(self._channel.ended).items():
+            sentence = (
+                f"{self._present[rank]} exited before all ranks had connected"
+                f" ({reason or 'it left'}); look at its output"
+            )
         if sentence is not None:
             self._refuse(RendezvousError(sentence))
         if self._deadline.expired:
@@ -194,13 +201,6 @@ class Coordinator:
             return RendezvousError(difference)
         known = self._present.get(hello.info.rank)
         return None if known is None else _duplicate(known, hello.info)
-
-    def _handle_exit(self, rank: int, reason: str) -> None:
-        if not self._is_decided():
-            ended = (
-                f"exited before all ranks had connected ({reason or 'it left'}); look at its output"
-            )
-            self._refuse(RendezvousError(f"{self._present[rank]} {ended}"))
 
     def _handle_message(self, body: Message) -> None:
         if "overdue" in body:

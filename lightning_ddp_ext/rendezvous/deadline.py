@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TypeVar
-
-from lightning_ddp_ext.threads import start_thread
-
-T = TypeVar("T")
 
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.25
-_CHECK_EVERY = 0.1
-_EXCEEDS_BY = 1.5
 
 
 class Deadline:
@@ -51,35 +43,3 @@ class Deadline:
             yield
             time.sleep(min(pause * random.uniform(0.75, 1.25), self.remaining))
             pause = min(pause * 1.5, _LONGEST_PAUSE)
-
-    def bound(self, work: Callable[[], T], *, check: Callable[[], None] = lambda: None) -> T:
-        """Call ``work`` in a thread and return its result: timeouts of calls into C++
-        are imprecise or missing.
-
-        Args:
-            work: the function to call.
-            check: called repeatedly while waiting; it may raise if waiting is
-                pointless.
-
-        Raises:
-            TimeoutError: ``work`` is still running some time after the deadline; its
-                thread is abandoned.
-        """
-        outcome: Future[T] = Future()
-
-        def call() -> None:
-            try:
-                outcome.set_result(work())
-            except BaseException as error:
-                outcome.set_exception(error)
-
-        thread = start_thread("ddpx-bounded", call)
-        limit = Deadline(self.remaining + _EXCEEDS_BY)
-        while thread.is_alive() and not limit.expired:
-            thread.join(min(_CHECK_EVERY, limit.remaining))
-            check()
-        if not outcome.done():
-            raise TimeoutError(
-                f"still running {_EXCEEDS_BY:g} s after a deadline of {self.seconds:g} s"
-            )
-        return outcome.result()

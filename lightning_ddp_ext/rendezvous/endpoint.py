@@ -19,6 +19,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -27,16 +28,19 @@ from functools import partial
 from torch.distributed import TCPStore
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import DDPExtError, RendezvousError
+from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.sockets import listen, network_identity, own_addresses
+from lightning_ddp_ext.threads import start_thread
 
 _logger = logging.getLogger(__name__)
 
 _LONGEST_ADDRESS = 1 << 16
 # The limit of one operation on an existing key of a store.
 STORE_OPERATION = timedelta(seconds=10)
+_CHECK_EVERY = 0.1  # seconds
+_EXCEEDS_BY = 1.5  # seconds that torch's client may take after its timeout
 
 
 @dataclass(frozen=True)
@@ -249,18 +253,30 @@ def connect_store(
     """Open a client of the store at ``host`` and ``port``.
 
     The constructor of a client may ignore its timeout, for example if the server does
-    not reply. It therefore runs in a thread, and ``check`` may raise in the meantime.
+    not reply. It therefore runs in a thread, which is abandoned some time after the
+    deadline, and ``check`` may raise in the meantime.
 
     Raises:
         RendezvousError: the store could not be opened before the deadline.
     """
-    client = partial(TCPStore, host, port, wait_for_workers=False, timeout=deadline.as_timedelta())
+    opened = Future[TCPStore]()
+
+    def open_client() -> None:
+        timeout = deadline.as_timedelta()
+        try:
+            opened.set_result(TCPStore(host, port, wait_for_workers=False, timeout=timeout))
+        except Exception as error:
+            opened.set_exception(error)
+
+    start_thread("ddpx-store", open_client)
+    limit = Deadline(deadline.remaining + _EXCEEDS_BY)
+    while not opened.done() and not limit.expired:
+        wait([opened], _CHECK_EVERY)
+        check()
     try:
-        store = deadline.bound(client, check=check)
-    except DDPExtError:
-        raise
+        store = opened.result(timeout=0)
     except Exception as error:
-        reason = str(error).partition("\n")[0][:200]
+        reason = str(error).partition("\n")[0][:200] or "the server does not reply"
         raise RendezvousError(
             f"the store at {host}:{port} cannot be used ({reason}); look at the output of the"
             " process that hosts it"
