@@ -26,8 +26,8 @@ from lightning_ddp_ext.reductions.batched import (
     Value,
     reduce_common,
 )
-from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.session import current_session
+from lightning_ddp_ext.supervision.stacks import call_site
 
 from .checkpoints import Checkpoints
 from .compat import is_computed, is_computing_epoch, result_reduced_by, results_of

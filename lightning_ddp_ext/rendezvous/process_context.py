@@ -27,10 +27,9 @@ from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
-from lightning_ddp_ext.rendezvous.peers import Peers, event_of
+from lightning_ddp_ext.rendezvous.peers import Peers, event_of, start_run
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, check_variables
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
-from lightning_ddp_ext.rendezvous.run import start_run
 from lightning_ddp_ext.threads import use_device
 
 _logger = rank_logger(__name__, ranks=0)  # for messages that are the same on all ranks
@@ -172,8 +171,7 @@ class ProcessContext:
         Never raises or waits long.
         """
         self.peers.record_raised()
-        mine = self.table[self.world.rank]
-        self.peers.report(event_of("failed", mine, reason_of(exception), traceback_text))
+        self.peers.report(event_of("failed", self.peers.mine, reason_of(exception), traceback_text))
         self.close_group()
 
     def close_group(self) -> None:
