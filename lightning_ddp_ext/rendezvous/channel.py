@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import socket
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import ExitStack, suppress
@@ -63,7 +61,6 @@ class Channel:
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self._closing = asyncio.Event()
-        _open_channels.add(self)
 
     # Connecting.
 
@@ -286,14 +283,3 @@ class Channel:
             self.arrived.notify_all()
         if not self._is_closing:
             on_closed(rank, reason)
-
-
-_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
-
-
-def _close_inherited() -> None:
-    for channel in list(_open_channels):
-        channel.close_inherited_sockets()
-
-
-os.register_at_fork(after_in_child=_close_inherited)

@@ -184,6 +184,10 @@ class ProcessContext:
         self.groups.close(is_broken=True)
         self.peers.record_raised()
 
+    def drop_in_child(self) -> None:
+        """Close a forked child's copies of the sockets to other ranks."""
+        self._connections.channel.close_inherited_sockets()
+
     def close(self) -> None:
         """Close groups, channel and store."""
         self.is_closed = True
@@ -328,6 +332,8 @@ def leave() -> None:
 
 def _drop_in_child() -> None:
     """Drop the parent's context in a forked child, such as a loader worker."""
+    for context in _contexts:
+        context.drop_in_child()
     # Keep references: destroying a store joins threads, which only the parent has.
     _of_parent.extend(_contexts)
     _contexts.clear()
