@@ -144,11 +144,7 @@ class GracefulStop:
         with self._peers.arrived:
             self._job += 1
             # After an exception, the ranks' counts may differ.
-            self._position = (
-                self._job << 32,
-                0,
-                0,
-            )
+            self._position = (self._job << 32, 0, 0)
             self.is_active = True
             self._seconds = deadline.total_seconds()
             self._acknowledge = acknowledge or _ignore
