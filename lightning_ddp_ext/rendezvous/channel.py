@@ -15,13 +15,11 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
-from typing import Any, TypeVar
 
 from lightning_ddp_ext.rendezvous.wire import CLOSED, MAX_MESSAGE, Connection, Message, encode
 
-T = TypeVar("T")
 Listener = Callable[[Message], None]
 # Called with the topic and body of a message from a connection that has no rank yet.
 Admit = Callable[[Connection, str, Message], None]
@@ -66,7 +64,8 @@ class Channel:
 
     def connect(self, rank: int, connected: socket.socket) -> None:
         """Serve a connection to a rank, and close an earlier one to the same rank."""
-        self.call(self._open(connected, rank))
+        self._start()
+        asyncio.run_coroutine_threadsafe(self._open(connected, rank), self._loop).result()
 
     def accept(self, listener: socket.socket, admit: Admit) -> None:
         """Accept connections on ``listener``; ``admit`` receives a connection's
@@ -77,13 +76,6 @@ class Channel:
         self._admit = admit
         self._start()
         asyncio.run_coroutine_threadsafe(self._accept(listener), self._loop)
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the serving thread, and return its result; for other
-        threads.
-        """
-        self._start()
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # Callable from any thread.
 

@@ -4,11 +4,10 @@ them together.
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import socket
-from contextlib import suppress
-from dataclasses import asdict, astuple
+from contextlib import closing, suppress
+from dataclasses import astuple
 from functools import partial
 
 from torch.distributed import TCPStore
@@ -19,7 +18,7 @@ from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address, TcpEndpoint
-from lightning_ddp_ext.rendezvous.handshake import Connections, error_in, gave_up_error, refusal_of
+from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake, gave_up_error, refusal_of
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request, difference_between
 from lightning_ddp_ext.rendezvous.sockets import (
     OpenedSockets,
@@ -29,7 +28,7 @@ from lightning_ddp_ext.rendezvous.sockets import (
     own_addresses,
     without_scope,
 )
-from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode, exchange
+from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode
 
 _logger = rank_logger(__name__, ranks=0)
 
@@ -46,6 +45,7 @@ class Coordinator:
     def __init__(
         self, request: Request, hello: Hello, channel: Channel, deadline: Deadline
     ) -> None:
+        self._request = request
         self._hello = hello
         self._channel = channel
         self._deadline = deadline
@@ -135,16 +135,12 @@ class Coordinator:
 
     def _check_rank_zero_at(self, address: Address) -> None:
         """Raise the refusal of another rank 0 if one is answering at this address."""
-        hello = {"nonce": address.nonce, "hello": asdict(self._hello)}
-        seconds = min(self._timeouts.connect, max(0.1, self._deadline.remaining))
         for host in address.candidates(self._hello.info.network):
-            try:
-                answering = exchange(host, address.port, "hello", hello)
-                reply = self._channel.call(asyncio.wait_for(answering, seconds))
-            except OSError:
-                continue
-            if reply is not None and "refused" in reply:
-                raise error_in(reply["refused"])
+            deadline = Deadline(min(self._timeouts.connect, self._deadline.remaining))
+            channel = Channel(self._timeouts.heartbeat)
+            with suppress(OSError), closing(channel):
+                handshake = Handshake(self._request, self._hello, channel, deadline)
+                handshake.send_hello(host, address)
 
     # On the channel's thread, even after the start.
 

@@ -66,6 +66,7 @@ class Handshake:
         self._obstacle = OSError("not tried")
         self._published: Address | None = None
         self._host = self._where = self._own_address = ""
+        channel.listen("handshake", self._answers.update)
 
     def connect(self) -> Connections:
         """Connect to rank 0, and wait until all ranks are connected.
@@ -75,7 +76,6 @@ class Handshake:
                 be reached.
             RankDiedError: rank 0 died after all ranks had connected.
         """
-        self._channel.listen("handshake", self._answers.update)
         try:
             self._find_rank_zero()
             with OpenedSockets() as store_sockets:
@@ -116,17 +116,21 @@ class Handshake:
                 continue
             for host in address.candidates(self._hello.info.network):
                 try:
-                    self._send_hello(host, address)
+                    self.send_hello(host, address)
                     return
                 except OSError as error:
                     # A cluster's name service may not resolve the name until that host
                     # is up.
                     self._obstacle = error
+            self._raise_if_port_is_taken()
         raise self._not_found()
 
-    def _send_hello(self, host: str, address: Address) -> None:
-        """Wait until the process at an address has accepted this rank; raise
-        ``OSError`` if it does not.
+    def send_hello(self, host: str, address: Address) -> None:
+        """Wait until the process at an address has accepted this rank.
+
+        Raises:
+            OSError: it does not reply, or belongs to another run.
+            RendezvousError: it is rank 0, and has refused this rank.
         """
         connected = self._connect(host, address.port)
         self._where = f"{host}:{address.port}"
@@ -158,18 +162,21 @@ class Handshake:
 
     def _no_answer(self) -> str:
         closed = self._channel.ended.get(0)
-        if closed == MALFORMED and not isinstance(self._endpoint, TcpEndpoint):
-            return "another program is answering there"
         if closed == MALFORMED:
-            raise RendezvousError(
-                f"a program other than rank 0 is listening at {self._where}; choose a port that no"
-                " other program uses, or correct the address of rank 0's host"
-            )
+            return "another program is answering there"
         if "retry" in self._answers:
             return str(self._answers["retry"])
         if closed is None:
             return "it accepted the connection, but did not reply"
         return "it closed the connection without replying"
+
+    def _raise_if_port_is_taken(self) -> None:
+        is_other = self._channel.ended.get(0) == MALFORMED
+        if is_other and isinstance(self._endpoint, TcpEndpoint):
+            raise RendezvousError(
+                f"a program other than rank 0 is listening at {self._where}; choose a port that no"
+                " other program uses, or correct the address of rank 0's host"
+            )
 
     def _not_found(self) -> RendezvousError:
         obstacle = self._endpoint.obstacle()
