@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.supervision.call_site import call_site
+from lightning_ddp_ext.supervision.stacks import call_site
 
 from .host import AnyHost
 

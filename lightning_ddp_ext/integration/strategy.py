@@ -16,7 +16,7 @@ from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
-from lightning_ddp_ext.supervision.call_site import called_by_lightning
+from lightning_ddp_ext.supervision.stacks import called_by_lightning
 from lightning_ddp_ext.world import World, read_world
 
 from .callbacks.rank_debugger import rank_debugger_of

@@ -12,18 +12,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import socket
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
-from typing import Any, TypeVar
 
 from lightning_ddp_ext.rendezvous.wire import CLOSED, MAX_MESSAGE, Connection, Message, encode
 
-T = TypeVar("T")
 Listener = Callable[[Message], None]
 # Called with the topic and body of a message from a connection that has no rank yet.
 Admit = Callable[[Connection, str, Message], None]
@@ -63,13 +59,13 @@ class Channel:
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self._closing = asyncio.Event()
-        _open_channels.add(self)
 
     # Connecting.
 
     def connect(self, rank: int, connected: socket.socket) -> None:
         """Serve a connection to a rank, and close an earlier one to the same rank."""
-        self.call(self._open(connected, rank))
+        self._start()
+        asyncio.run_coroutine_threadsafe(self._open(connected, rank), self._loop).result()
 
     def accept(self, listener: socket.socket, admit: Admit) -> None:
         """Accept connections on ``listener``; ``admit`` receives a connection's
@@ -80,13 +76,6 @@ class Channel:
         self._admit = admit
         self._start()
         asyncio.run_coroutine_threadsafe(self._accept(listener), self._loop)
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the serving thread, and return its result; for other
-        threads.
-        """
-        self._start()
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # Callable from any thread.
 
@@ -109,7 +98,7 @@ class Channel:
             return
         self._outgoing.append((line, ranks))
         if self.is_current_thread:
-            self._flush()
+            self._flush()  # the rest of the current callback, such as an abort, may take seconds
         else:
             with suppress(RuntimeError):  # closed meanwhile
                 self._loop.call_soon_threadsafe(self._flush)
@@ -286,14 +275,3 @@ class Channel:
             self.arrived.notify_all()
         if not self._is_closing:
             on_closed(rank, reason)
-
-
-_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
-
-
-def _close_inherited() -> None:
-    for channel in list(_open_channels):
-        channel.close_inherited_sockets()
-
-
-os.register_at_fork(after_in_child=_close_inherited)

@@ -4,11 +4,10 @@ them together.
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import socket
-from contextlib import suppress
-from dataclasses import asdict, astuple
+from contextlib import closing, suppress
+from dataclasses import astuple
 from functools import partial
 
 from torch.distributed import TCPStore
@@ -19,7 +18,7 @@ from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address, TcpEndpoint
-from lightning_ddp_ext.rendezvous.handshake import Connections, error_in, gave_up_error, refusal_of
+from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake, gave_up_error, refusal_of
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request, difference_between
 from lightning_ddp_ext.rendezvous.sockets import (
     OpenedSockets,
@@ -29,7 +28,7 @@ from lightning_ddp_ext.rendezvous.sockets import (
     own_addresses,
     without_scope,
 )
-from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode, exchange
+from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode
 
 _logger = rank_logger(__name__, ranks=0)
 
@@ -46,6 +45,7 @@ class Coordinator:
     def __init__(
         self, request: Request, hello: Hello, channel: Channel, deadline: Deadline
     ) -> None:
+        self._request = request
         self._hello = hello
         self._channel = channel
         self._deadline = deadline
@@ -66,7 +66,6 @@ class Coordinator:
         with OpenedSockets() as self._store_sockets:
             self._store = _host_store(listener.getsockname()[0])
         channel.listen("handshake", self._handle_message)
-        channel.on_closed(self._handle_exit)
         channel.accept(listener, self._admit)
         self._endpoint.publish(self._address)
 
@@ -80,10 +79,10 @@ class Coordinator:
         """
         withdraw = partial(self._endpoint.withdraw, self._address)
         try:
-            while not self._channel.wait_for(
-                self._is_decided, min(_POLL, self._deadline.remaining)
-            ):
+            while not self._is_decided():
                 self._check_conditions()
+                seconds = min(_POLL, self._deadline.remaining)
+                self._channel.wait_for(self._has_news, seconds)
             if self._error is not None:
                 raise self._error
         except BaseException as error:
@@ -101,9 +100,17 @@ class Coordinator:
     def _is_decided(self) -> bool:
         return bool(self._table) or self._error is not None
 
+    def _has_news(self) -> bool:
+        return self._is_decided() or bool(self._channel.ended)
+
     def _check_conditions(self) -> None:
         """Check the conditions that end the wait without a message."""
         sentence = self._launch_failure()
+        for rank, reason in dict(self._channel.ended).items():
+            sentence = (
+                f"{self._present[rank]} exited before all ranks had connected"
+                f" ({reason or 'it left'}); look at its output"
+            )
         if sentence is not None:
             self._refuse(RendezvousError(sentence))
         if self._deadline.expired:
@@ -128,16 +135,12 @@ class Coordinator:
 
     def _check_rank_zero_at(self, address: Address) -> None:
         """Raise the refusal of another rank 0 if one is answering at this address."""
-        hello = {"nonce": address.nonce, "hello": asdict(self._hello)}
-        seconds = min(self._timeouts.connect, max(0.1, self._deadline.remaining))
         for host in address.candidates(self._hello.info.network):
-            try:
-                answering = exchange(host, address.port, "hello", hello)
-                reply = self._channel.call(asyncio.wait_for(answering, seconds))
-            except OSError:
-                continue
-            if reply is not None and "refused" in reply:
-                raise error_in(reply["refused"])
+            deadline = Deadline(min(self._timeouts.connect, self._deadline.remaining))
+            channel = Channel(self._timeouts.heartbeat)
+            with suppress(OSError), closing(channel):
+                handshake = Handshake(self._request, self._hello, channel, deadline)
+                handshake.send_hello(host, address)
 
     # On the channel's thread, even after the start.
 
@@ -194,13 +197,6 @@ class Coordinator:
             return RendezvousError(difference)
         known = self._present.get(hello.info.rank)
         return None if known is None else _duplicate(known, hello.info)
-
-    def _handle_exit(self, rank: int, reason: str) -> None:
-        if not self._is_decided():
-            ended = (
-                f"exited before all ranks had connected ({reason or 'it left'}); look at its output"
-            )
-            self._refuse(RendezvousError(f"{self._present[rank]} {ended}"))
 
     def _handle_message(self, body: Message) -> None:
         if "overdue" in body:

@@ -158,11 +158,8 @@ class FileEndpoint(Endpoint):
             with open(self.path, "rb") as file:
                 content = file.read(_LONGEST_ADDRESS)
         except OSError as error:
-            if error.errno in (
-                errno.ENOENT,
-                errno.ESTALE,
-            ):
-                # ESTALE: on NFS, a file replaced while being read.
+            # ESTALE: on NFS, a file replaced while being read.
+            if error.errno in (errno.ENOENT, errno.ESTALE):
                 return None
             raise RendezvousError(
                 f"init_method 'file://{self.path}': {error.strerror}; use another file"

@@ -63,9 +63,10 @@ class Handshake:
         self._timeouts = request.timeouts
         self._launch_failure = request.launch_failure
         self._answers: Message = {}
-        self._obstacle: OSError | str = "not tried"
+        self._obstacle = OSError("not tried")
         self._published: Address | None = None
         self._host = self._where = self._own_address = ""
+        channel.listen("handshake", self._answers.update)
 
     def connect(self) -> Connections:
         """Connect to rank 0, and wait until all ranks are connected.
@@ -75,7 +76,6 @@ class Handshake:
                 be reached.
             RankDiedError: rank 0 died after all ranks had connected.
         """
-        self._channel.listen("handshake", self._answers.update)
         try:
             self._find_rank_zero()
             with OpenedSockets() as store_sockets:
@@ -112,21 +112,27 @@ class Handshake:
                 raise RendezvousError(sentence)
             self._published = address = self._endpoint.look_up(self._deadline)
             if address is None:
-                self._obstacle = "rank 0 has not published its address there"
-            elif any(
-                self._is_rank_zero_at(host, address)
-                for host in address.candidates(self._hello.info.network)
-            ):
-                return
+                self._obstacle = OSError("rank 0 has not published its address there")
+                continue
+            for host in address.candidates(self._hello.info.network):
+                try:
+                    self.send_hello(host, address)
+                    return
+                except OSError as error:
+                    # A cluster's name service may not resolve the name until that host
+                    # is up.
+                    self._obstacle = error
+            self._raise_if_port_is_taken()
         raise self._not_found()
 
-    def _is_rank_zero_at(self, host: str, address: Address) -> bool:
-        try:
-            connected = self._connect(host, address.port)
-        except OSError as error:
-            # A cluster's name service may not resolve the name until that host is up.
-            self._obstacle = error
-            return False
+    def send_hello(self, host: str, address: Address) -> None:
+        """Wait until the process at an address has accepted this rank.
+
+        Raises:
+            OSError: it does not reply, or belongs to another run.
+            RendezvousError: it is rank 0, and has refused this rank.
+        """
+        connected = self._connect(host, address.port)
         self._where = f"{host}:{address.port}"
         self._host = host_of(connected.getpeername())
         self._own_address = host_of(connected.getsockname())
@@ -140,10 +146,8 @@ class Handshake:
                 break
         if "refused" in self._answers:
             raise error_in(self._answers["refused"])
-        if "accepted" in self._answers:
-            return True
-        self._obstacle = self._no_answer()
-        return False
+        if "accepted" not in self._answers:
+            raise OSError(self._no_answer())
 
     def _connect(self, host: str, port: int) -> socket.socket:
         seconds = max(0.1, min(self._timeouts.connect, self._deadline.remaining))
@@ -158,21 +162,23 @@ class Handshake:
 
     def _no_answer(self) -> str:
         closed = self._channel.ended.get(0)
-        if closed == MALFORMED and not isinstance(self._endpoint, TcpEndpoint):
-            return "another program is answering there"
         if closed == MALFORMED:
-            raise RendezvousError(
-                f"a program other than rank 0 is listening at {self._where}; choose a port that no"
-                " other program uses, or correct the address of rank 0's host"
-            )
+            return "another program is answering there"
         if "retry" in self._answers:
             return str(self._answers["retry"])
         if closed is None:
             return "it accepted the connection, but did not reply"
         return "it closed the connection without replying"
 
+    def _raise_if_port_is_taken(self) -> None:
+        is_other = self._channel.ended.get(0) == MALFORMED
+        if is_other and isinstance(self._endpoint, TcpEndpoint):
+            raise RendezvousError(
+                f"a program other than rank 0 is listening at {self._where}; choose a port that no"
+                " other program uses, or correct the address of rank 0's host"
+            )
+
     def _not_found(self) -> RendezvousError:
-        found = self._obstacle
         obstacle = self._endpoint.obstacle()
         if obstacle is not None:
             return obstacle
@@ -182,8 +188,9 @@ class Handshake:
         else:
             where = self._hello.init_method
             remedy = "that it uses the same init_method"
-        if isinstance(found, OSError):
-            found = "timed out" if isinstance(found, TimeoutError) else str(found.strerror or found)
+        found = str(self._obstacle.strerror or self._obstacle)
+        if isinstance(self._obstacle, TimeoutError):
+            found = "timed out"
         if self._published is not None and self._published.pid:
             found = (
                 f"{found}; pid {self._published.pid} on host {self._published.host} published its"

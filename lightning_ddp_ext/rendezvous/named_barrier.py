@@ -76,7 +76,6 @@ class NamedBarriers:
     def __init__(self, peers: Peers, timeout: Callable[[], timedelta]) -> None:
         self._peers = peers
         self._timeout = timeout
-        self._everyone = range(len(peers.table))
         self._waiting: dict[int, list[Call]] = {}
         self.awaited: Call | None = None
         self.reset_counts()
@@ -131,7 +130,8 @@ class NamedBarriers:
         with self._peers.arrived:
             self.made += 1
             call = Call(self._peers.rank, self.made, self._steps, *texts)
-        self._remote.call(self._everyone if self._peers.rank == 0 else [0], "record", asdict(call))
+        receivers = self._peers.everyone if self._peers.rank == 0 else [0]
+        self._remote.call(receivers, "record", asdict(call))
         return call
 
     def enter(
@@ -204,8 +204,8 @@ class NamedBarriers:
         missed = self._missed()
         if self._peers.rank == 0 and call.name != calls[0].name:
             self._report_mismatch(calls)
-        elif len(calls) == len(self._everyone) and len({each.name for each in calls}) == 1:
-            self._remote.call(self._everyone, "open", call.number)
+        elif len(calls) == len(self._peers.everyone) and len({each.name for each in calls}) == 1:
+            self._remote.call(self._peers.everyone, "open", call.number)
         elif missed is not None:
             self._report_absence(missed, [self._peers.rank])
 
@@ -217,7 +217,7 @@ class NamedBarriers:
         """Report the ranks that have not started a call; for rank 0."""
         call = Call(**values)
         began = {each.rank for each in self._waiting.get(call.number, [])}
-        absent = [rank for rank in self._everyone if rank not in began]
+        absent = [rank for rank in self._peers.everyone if rank not in began]
         if absent and self._open < call.number:
             self._report_absence(call, absent, "did not do so in time", _BE_IN_TIME)
         return True

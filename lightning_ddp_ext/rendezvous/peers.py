@@ -2,12 +2,13 @@
 
 Rank 0 decides which event was first, and sends it to all ranks. Each rank then aborts
 pending collectives, which unblocks its main thread with an error. If nothing unblocks
-that thread, the process exits.
+that thread during a run, a Trainer's call such as ``fit``, the process exits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -16,7 +17,6 @@ from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedE
 from lightning_ddp_ext.ranks import RemoteTraceback, shortened
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.request import RankInfo, Timeouts
-from lightning_ddp_ext.rendezvous.run import current_run
 from lightning_ddp_ext.rendezvous.wire import Message
 
 Kind = Literal["died", "failed", "left", "absent", "hung"]
@@ -80,6 +80,57 @@ def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str =
     )
 
 
+@dataclass
+class Run:
+    """A call of a Trainer, such as ``fit``, on this process; its strategy keeps it
+    until the next call.
+
+    Attributes:
+        is_outermost: whether no other run was under way at its start; a Trainer may run
+            inside another Trainer's hook.
+        is_joint: whether all ranks make this run.
+        has_failed: whether an exception ended it, which the Trainer may still be
+            handling. A rank without an exception may then wait in a collective call
+            that this rank never makes.
+    """
+
+    is_outermost: bool
+    is_joint: bool = True
+    has_failed: bool = False
+
+
+_under_way: list[Run] = []
+_joint_runs = 0
+
+
+@contextmanager
+def start_run(*, is_joint: bool = True) -> Iterator[Run]:
+    """Mark the block as a run: another rank's death then ends this process if its main
+    thread stays blocked.
+
+    Outside of runs, such as in the user's code after ``fit``, a death is only recorded,
+    and signals do not stop ranks. The same applies to a run of this rank alone.
+    """
+    global _joint_runs
+    run = Run(is_outermost=not _under_way, is_joint=is_joint)
+    _joint_runs += run.is_outermost and is_joint
+    _under_way.append(run)
+    try:
+        yield run
+    finally:
+        _under_way.pop()
+
+
+def current_run() -> Run | None:
+    """Return the innermost run that is under way in the main thread, if any."""
+    return _under_way[-1] if _under_way else None
+
+
+def joint_runs() -> int:
+    """Return the number of runs that all ranks make and that this rank has started."""
+    return _joint_runs
+
+
 class Peers:
     """The other ranks, and their failures and departures.
 
@@ -93,6 +144,8 @@ class Peers:
     Attributes:
         rank: this process's rank.
         table: all ranks, in order.
+        everyone: the numbers of all ranks.
+        mine: this process, as in the table.
         channel: the channel to rank 0, or on rank 0 to all other ranks.
         timeouts: the timeouts of the control channel.
         arrived: the channel's condition, which is also notified at each event.
@@ -113,6 +166,8 @@ class Peers:
         self.has_raised = False
         self.rank = rank
         self.table = table
+        self.everyone = range(len(table))
+        self.mine = table[rank]
         self.channel = channel
         self.arrived = self.channel.arrived
         self.timeouts = timeouts

@@ -27,10 +27,9 @@ from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
-from lightning_ddp_ext.rendezvous.peers import Peers, event_of
+from lightning_ddp_ext.rendezvous.peers import Peers, event_of, start_run
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, check_variables
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
-from lightning_ddp_ext.rendezvous.run import start_run
 from lightning_ddp_ext.threads import use_device
 
 _logger = rank_logger(__name__, ranks=0)  # for messages that are the same on all ranks
@@ -175,8 +174,7 @@ class ProcessContext:
         Never raises or waits long.
         """
         self.peers.record_raised()
-        mine = self.table[self.world.rank]
-        self.peers.report(event_of("failed", mine, reason_of(exception), traceback_text))
+        self.peers.report(event_of("failed", self.peers.mine, reason_of(exception), traceback_text))
         self.close_group()
 
     def close_group(self) -> None:
@@ -188,6 +186,10 @@ class ProcessContext:
         self.groups.abort()
         self.groups.close(is_broken=True)
         self.peers.record_raised()
+
+    def drop_in_child(self) -> None:
+        """Close a forked child's copies of the sockets to other ranks."""
+        self._connections.channel.close_inherited_sockets()
 
     def close(self) -> None:
         """Close groups, channel and store."""
@@ -351,6 +353,8 @@ def _exit_if_stuck() -> None:
 
 def _drop_in_child() -> None:
     """Drop the parent's context in a forked child, such as a loader worker."""
+    for context in _contexts:
+        context.drop_in_child()
     # Keep references: destroying a store joins threads, which only the parent has.
     _of_parent.extend(_contexts)
     _contexts.clear()

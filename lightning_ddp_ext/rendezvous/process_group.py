@@ -256,11 +256,8 @@ class ProcessGroups:
 
     def _abort_all(self) -> None:
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-        with (
-            self._aborting,
-            suppress(Exception),
-        ):
-            # The channel's thread aborts while the main thread closes.
+        # The channel's thread aborts while the main thread closes.
+        with self._aborting, suppress(Exception):
             abort()
 
     def close(self, *, is_broken: bool) -> None:

@@ -143,9 +143,8 @@ class Hello:
         """
         found = {"world_size": str(self.world_size), "init_method": self.init_method}
         found |= {f"the version of {name}": version for name, version in self.versions.items()}
-        loose = (  # a difference in the patch number only causes a warning
-            "the version of torchmetrics"
-        )
+        # A difference in the patch number only causes a warning.
+        loose = "the version of torchmetrics"
         if loose in found:
             found[loose] = ".".join(found[loose].split(".")[:2])
         return found

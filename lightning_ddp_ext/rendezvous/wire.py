@@ -137,24 +137,6 @@ def decode(line: bytes) -> tuple[str, Message] | None:
     return (topic, body) if isinstance(topic, str) and isinstance(body, dict) else None
 
 
-async def exchange(host: str, port: int, topic: str, body: Message) -> Message | None:
-    """Connect, send one message, and return the body of the reply; ``None`` if it is
-    malformed.
-
-    Raises:
-        OSError: the connection failed.
-    """
-    reader, writer = await asyncio.open_connection(host, port, limit=MAX_MESSAGE)
-    try:
-        writer.write(encode(topic, body))
-        reply = decode(await reader.readline())
-    except ValueError:  # the line is too long
-        return None
-    finally:
-        writer.close()
-    return None if reply is None else reply[1]
-
-
 def _keep_alive(connected: socket.socket, heartbeat: float) -> None:
     """Disable delays, and have the kernel close the connection after ``heartbeat``
     seconds of silence.

@@ -16,25 +16,19 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.at_exit import print_in_time
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
-from lightning_ddp_ext.rendezvous.peers import PeerEvent
+from lightning_ddp_ext.rendezvous.peers import PeerEvent, current_run, start_run
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
-from lightning_ddp_ext.rendezvous.run import current_run, start_run
-from lightning_ddp_ext.supervision.call_site import is_main_thread_in, is_users
 from lightning_ddp_ext.supervision.session import Session, current_session
+from lightning_ddp_ext.supervision.stacks import (
+    is_in_backward,
+    is_in_collective,
+    is_main_thread_in,
+    is_users,
+)
 
 T = TypeVar("T")
 Rescue = Callable[[BaseException], object]
 
-# Modules that call collectives, or wait for them, in C++.
-_COLLECTIVE = (
-    "torch.distributed.",
-    "torch.nn.parallel.distributed.",
-    "lightning_ddp_ext.batchnorm.",
-    "lightning_ddp_ext.data.shortest.",
-    "lightning_ddp_ext.ranks.",
-    "lightning_ddp_ext.reductions.",
-)
-_BACKWARD = "torch.autograd.graph"
 _ERRORS_OF_DEVICE: Any = getattr(torch, "AcceleratorError", ())  # not in torch 2.7
 _RAISING = ("RAISE_VARARGS", "RERAISE")
 
@@ -86,7 +80,6 @@ def supervised(
 class Origin(Enum):
     """The origin of an exception, as far as other ranks are concerned."""
 
-    UNRELATED = "this process is not connected to other ranks"
     NAMED = "it names the rank that caused it"
     ABORTED = "it was raised in a collective that this rank aborted after another rank's failure"
     BROKEN = "it was raised in a collective or store that another rank probably broke"
@@ -213,10 +206,8 @@ def _is_in_collective(exception: BaseException) -> bool:
     trace = _innermost(exception)
     if trace is None or isinstance(exception, DDPExtError):
         return False
-    module = str(trace.tb_frame.f_globals.get("__name__"))
-    return f"{module}.".startswith(_COLLECTIVE) or (
-        module == _BACKWARD and current_run() is not None
-    )
+    is_in_joint_backward = is_in_backward(trace.tb_frame) and current_run() is not None
+    return is_in_collective(trace.tb_frame) or is_in_joint_backward
 
 
 def _is_raised_in_python(exception: BaseException) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.supervision.call_site import call_site_in
+from lightning_ddp_ext.supervision.stacks import call_site_in
 from lightning_ddp_ext.threads import start_thread
 
 _SIZE = "2000"  # torch's default, in versions that have one

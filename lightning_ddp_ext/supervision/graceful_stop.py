@@ -8,8 +8,18 @@ each channel thread replies with the rank's count. The ranks thus agree on the f
 stop point that none of them has passed.
 
 Only the channel threads reply, so ranks that are in a collective at that time always
-complete it. Until a signal arrives, a stop point costs one addition and one check of a
-bool.
+complete it. Until a signal arrives, a stop point costs one addition and one comparison.
+
+The request and the target of a rank show its state:
+
+=========  =======  ==============  ====================================================
+State      Request  Target          Meaning
+=========  =======  ==============  ====================================================
+running    none     none            no rank has received a signal
+requested  set      none            rank 0 has not begun the job of the request yet
+pausing    set      ``_UNDECIDED``  the main thread waits at its next stop point
+agreed     set      a stop point    all ranks stop there
+=========  =======  ==============  ====================================================
 """
 
 from __future__ import annotations
@@ -24,8 +34,8 @@ from lightning_ddp_ext.at_exit import ForcedExit
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls, Replies
-from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.signals import status_of
+from lightning_ddp_ext.supervision.stacks import call_site_of, main_frame
 from lightning_ddp_ext.threads import start_thread
 
 _AFTER_SAVES = 3.0  # seconds from a finished save to the exit, after the deadline
@@ -47,12 +57,14 @@ class StopRequest:
 
 
 Acknowledge = Callable[[StopRequest], object]
+Target = tuple[int, int]  # a stop point, and a step of the evaluation after it
+_UNDECIDED: Target = (-1, -1)
 # The numbers of stop points that a rank has passed, of evaluation steps started since,
 # and of steps in that evaluation.
 Position = tuple[int, int, int]
 
 
-def next_common(positions: Sequence[Position]) -> tuple[int, int]:
+def next_common(positions: Sequence[Position]) -> Target:
     """Return the first stop point that no rank has passed yet and that every rank will
     reach.
 
@@ -79,8 +91,7 @@ def _ignore(request: StopRequest) -> None:
 
 
 class GracefulStop:
-    """This rank's part in stopping together; one per process, since counts continue
-    across Trainers.
+    """This rank's part in stopping together, for all Trainers that use the connections.
 
     Args:
         context: the connections to the other ranks.
@@ -94,18 +105,15 @@ class GracefulStop:
         self._check_that_all_answer = check_that_all_answer
         self._context = context
         self._peers = context.peers
-        self._rank = context.world.rank
         self._position: Position = (0, 0, 0)
         self._job = 0
         self.is_active = False
-        self._is_pausing = False
         self._request: StopRequest | None = None
-        self._target: tuple[int, int] | None = None
+        self._target: Target | None = None
         self._replies = Replies()
         self._seconds = 0.0  # from the first signal to the deadline
         self._acknowledge: Acknowledge = _ignore
         self._forced_exit = ForcedExit("ddpx-stop-deadline")
-        self._everyone = range(len(context.table))
         self._remote = RemoteCalls(
             context.peers,
             "stop",
@@ -119,7 +127,7 @@ class GracefulStop:
 
         Further requests have no effect.
         """
-        request = StopRequest(signum, self._rank, self._context.table[self._rank].host, self._job)
+        request = StopRequest(signum, self._peers.rank, self._peers.mine.host, self._job)
         self._limit_stop(request)
         self._remote.call([0], "handle_request", asdict(request))
 
@@ -136,11 +144,7 @@ class GracefulStop:
         with self._peers.arrived:
             self._job += 1
             # After an exception, the ranks' counts may differ.
-            self._position = (
-                self._job << 32,
-                0,
-                0,
-            )
+            self._position = (self._job << 32, 0, 0)
             self.is_active = True
             self._seconds = deadline.total_seconds()
             self._acknowledge = acknowledge or _ignore
@@ -158,7 +162,6 @@ class GracefulStop:
             if self._request is None or self._is_over(self._request.job):
                 self._request = None
                 self._target = None
-                self._is_pausing = False
         self._forced_exit.lift()
 
     # Stop points, in the main thread.
@@ -173,7 +176,7 @@ class GracefulStop:
                 request; it may be a subclass.
         """
         self._position = (self._position[0] + 1, 0, 0)
-        return self._decide() if self._is_pausing else None
+        return None if self._target is None else self._decide()
 
     def at_step(
         self, count_steps: Callable[[], int], may_stop: Callable[[], bool] = lambda: True
@@ -190,7 +193,7 @@ class GracefulStop:
         """
         points, steps, of_steps = self._position
         self._position = (points, steps + 1, of_steps if steps else count_steps())
-        return self._decide(may_stop) if self._is_pausing else None
+        return None if self._target is None else self._decide(may_stop)
 
     def at_last_point(self) -> StopRequest | None:
         """Return the request if all ranks stop at their last stop point. Collective.
@@ -214,16 +217,19 @@ class GracefulStop:
             if not self._is_agreed_on():
                 return None
             request = self._request
-            self.is_active = self._is_pausing = False
+            self.is_active = False
             self._request = self._target = None
             return request
 
     def _is_agreed_on(self) -> bool:
         """Whether the ranks stop here; waits until they have agreed where."""
         with self._peers.arrived:
-            self._peers.wait_for(lambda: self._target is not None or not self._is_pausing)
+            self._peers.wait_for(lambda: self._target != _UNDECIDED)
             self._peers.check()
-            return self._target is not None and self._position[:2] >= self._target
+            target = self._target
+            if target is None or target == _UNDECIDED:
+                return False
+            return self._position[:2] >= target
 
     # The agreement, in other threads.
 
@@ -247,23 +253,22 @@ class GracefulStop:
         """Pause all ranks before another barrier opens, and wait for their replies in a
         thread; on rank 0.
         """
-        if self._rank == 0:
-            self._replies = self._remote.call(self._everyone, "pause", asdict(request))
+        if self._peers.rank == 0:
+            self._replies = self._remote.call(self._peers.everyone, "pause", asdict(request))
             start_thread("ddpx-stop", self._agree, request)
 
     def _agree(self, request: StopRequest) -> None:
         self._acknowledge(request)
         replies = self._replies
-        if self._peers.wait_for(lambda: len(replies) == len(self._everyone), self._seconds):
+        if self._peers.wait_for(lambda: len(replies) == len(self._peers.everyone), self._seconds):
             target = next_common([tuple(reply) for reply in replies.values()])
-            self._remote.call(self._everyone, "set_target", target, request.job)
+            self._remote.call(self._peers.everyone, "set_target", target, request.job)
 
     def _pause(self, values: dict[str, Any]) -> Position:
         request = StopRequest(**values)
         if not self._is_over(request.job):
             self._request = request
-            self._is_pausing = True
-            self._target = None
+            self._target = _UNDECIDED
             self._limit_stop(request)
         return self._position  # read after the flag is set; the main thread uses the opposite order
 
@@ -287,7 +292,8 @@ class GracefulStop:
 
     def _start_limit(self, status: int, finding: str, **options: Any) -> None:
         def sentence() -> str:
-            is_agreeing = self._rank == 0 and self._is_pausing
+            rank = self._peers.rank
+            is_agreeing = rank == 0 and self._target is not None
             silent = [
                 info
                 for info in self._context.table
@@ -295,8 +301,8 @@ class GracefulStop:
             ]
             who = f", and {listed(silent)} did not answer" if silent else ""
             return (
-                f"[rank {self._rank}] {finding} within {self._seconds:g} s (save_deadline){who}, so"
-                f" rank {self._rank} exits at {call_site_of(main_frame())}; earlier checkpoints are"
+                f"[rank {rank}] {finding} within {self._seconds:g} s (save_deadline){who}, so"
+                f" rank {rank} exits at {call_site_of(main_frame())}; earlier checkpoints are"
                 " intact. Pass a longer save_deadline if the ranks only need more time"
             )
 

@@ -49,11 +49,8 @@ def own_command() -> Command | None:
     if module:
         name = main.__spec__.name if main.__spec__ is not None else ""
         return Command(words, _directory) if name.removesuffix(".__main__") == module else None
-    for path in (
-        file,
-        os.path.dirname(file),
-    ):
-        # Python also runs the ``__main__.py`` of a directory.
+    # Python also runs the ``__main__.py`` of a directory.
+    for path in (file, os.path.dirname(file)):
         if path == program:
             return Command(words, _directory)
         if path.endswith(os.sep + program):

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -30,6 +31,7 @@ from lightning_ddp_ext.supervision.signals import (
 # are not saving are stopped.
 _END_WITHIN = 5.0
 _NOTICE_AFTER = 10.0
+_LOOK_EVERY = 0.02
 # After sys.exit(1), this process seems to have succeeded, so a stuck child must not
 # block its exit for longer.
 _AT_MOST = 600.0
@@ -86,29 +88,27 @@ class ChildScripts:
         """
         failed = _has_raised()
         with suppress(KeyboardInterrupt):
-            alive = self._alive_after(_END_WITHIN if failed else self.notice_after)
-            if alive and failed:
-                for child in self.children:
-                    child.terminate()  # those that are saving finish first
-                self._alive_after(self.save_within)
-            elif alive:
+            if failed:
+                _end(self.children, _END_WITHIN, self.save_within)
+            elif alive := _running_after(self.children, self.notice_after):
+                who = ", ".join(
+                    f"local rank {index + 1} (pid {self.children[index].pid})" for index in alive
+                )
                 sys.stderr.write(
-                    f"this script has finished; waiting for {', '.join(alive)} to exit, for at most"
+                    f"this script has finished; waiting for {who} to exit, for at most"
                     f" {self.at_most:.0f} s (Ctrl-C kills them now)\n"
                 )
-                self._alive_after(self.at_most)
+                _running_after(self.children, self.at_most)
         for child in self.children:
-            if child.poll() is None:
-                child.kill()
+            child.kill()
         return 0 if failed else self._status_of_failure()
 
     def _status_of_failure(self) -> int:
         """Return the status of the first child that failed, and name it unless a signal
         stopped all ranks.
         """
+        _running_after(self.children, _END_WITHIN)  # one that was killed may be in the kernel
         for local_rank, child in enumerate(self.children, start=1):
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(_END_WITHIN)  # one that was killed may still be in the kernel
             status = -signal.SIGKILL if child.returncode is None else child.returncode
             if status != 0:
                 if status not in STOP_STATUSES:
@@ -117,18 +117,6 @@ class ChildScripts:
                     )
                 return status if status > 0 else status_of(-status)
         return 0
-
-    def _alive_after(self, seconds: float) -> list[str]:
-        moment = time.monotonic() + seconds
-        for child in self.children:
-            remaining = moment - time.monotonic()
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(max(0.0, remaining))
-        return [
-            f"local rank {local_rank} (pid {child.pid})"
-            for local_rank, child in enumerate(self.children, start=1)
-            if child.poll() is None
-        ]
 
 
 def _has_raised() -> bool:
@@ -183,11 +171,12 @@ class RankProcesses:
         try:
             self._wait_for_an_end()
             if self._failed():
-                late = self._end_the_rest(self._stop_within if self._stopped_by() else _END_WITHIN)
+                seconds = self._stop_within if self._stopped_by() else _END_WITHIN
+                late = _end(self.processes, seconds, self._stop_within)
         except BaseException:
             # Ctrl-C reaches all processes in a terminal, but only this one in a
             # notebook.
-            self._end_the_rest(_END_WITHIN / 2)
+            _end(self.processes, _END_WITHIN / 2, self._stop_within)
             raise
         finally:
             signals.restore()
@@ -212,33 +201,6 @@ class RankProcesses:
         while running and not self._failed():
             for sentinel in wait(list(running)):
                 running.pop(sentinel).join()
-
-    def _end_the_rest(self, seconds: float) -> list[int]:
-        """Wait, then send SIGTERM to processes that are still running, and return their
-        numbers.
-
-        Those that are not saving then exit. After another wait, the remaining ones are
-        killed.
-        """
-        try:
-            self._join_within(seconds)
-            late = [
-                index for index, process in enumerate(self.processes) if process.exitcode is None
-            ]
-            for index in late:
-                # A second SIGINT would interrupt a save.
-                os.kill(self.processes[index].pid, signal.SIGTERM)
-            self._join_within(self._stop_within)
-        finally:
-            for process in self.processes:
-                process.kill()
-                process.join()
-        return late
-
-    def _join_within(self, seconds: float) -> None:
-        moment = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, moment - time.monotonic()))
 
     def _pass_on(self, signum: int) -> None:
         """Pass a signal on to the first running rank, which makes all ranks stop."""
@@ -307,6 +269,44 @@ class RankProcesses:
         return kind(
             f"local rank {index} (host {host}, pid {pid}) {what}", rank=index, host=host, pid=pid
         )
+
+
+def _end(processes: Sequence[Any], seconds: float, save_within: float) -> list[int]:
+    """Wait, then send SIGTERM to processes that are still running, and return their
+    numbers.
+
+    Those that are not saving then exit. After another wait, the remaining ones are
+    killed.
+    """
+    try:
+        late = _running_after(processes, seconds)
+        for index in late:
+            processes[index].terminate()  # a second SIGINT would interrupt a save
+        _running_after(processes, save_within)
+    finally:
+        for process in processes:
+            process.kill()
+        _running_after(processes, _END_WITHIN)
+    return late
+
+
+def _running_after(processes: Sequence[Any], seconds: float) -> list[int]:
+    """Wait for processes, for a limited time, and return the numbers of those that are
+    still running.
+    """
+    moment = time.monotonic() + seconds
+    while True:
+        running = [index for index, each in enumerate(processes) if _status_of(each) is None]
+        if not running or time.monotonic() >= moment:
+            return running
+        time.sleep(_LOOK_EVERY)
+
+
+def _status_of(process: Any) -> int | None:
+    """Return the exit status of a process; ``None`` while it is running."""
+    is_script = isinstance(process, subprocess.Popen)
+    status: int | None = process.poll() if is_script else process.exitcode
+    return status
 
 
 def _in_words(status: int) -> str:

@@ -10,8 +10,8 @@ from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.supervision.common_exception import CommonException
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
-from lightning_ddp_ext.supervision.long_waits import LongWaits
 from lightning_ddp_ext.supervision.survey import Survey
+from lightning_ddp_ext.supervision.watchdog import watch_long_waits
 
 
 class Session:
@@ -32,7 +32,7 @@ class Session:
         self.survey = Survey(context)
         self.stops = GracefulStop(context, self.survey.check_that_all_answer)
         self.exceptions = CommonException(context)
-        LongWaits(context, self.survey).watch()
+        watch_long_waits(context, self.survey)
 
 
 def start_session(request: Request) -> Session | None:

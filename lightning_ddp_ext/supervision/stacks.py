@@ -1,53 +1,144 @@
-"""Describe the stacks of this process's threads as text."""
+"""Read the stacks of this process: the user's code that made a call, and calls that wait
+for other ranks.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
 import threading
 import traceback
+from collections.abc import Iterable
+from functools import cache
 from types import FrameType
 
 from lightning_ddp_ext.ranks import shortened
 
+_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+
+# Packages between the call and the user's code, whose lines do not help users find a
+# mistake.
+_LIBRARIES = {
+    "lightning",
+    "lightning_ddp_ext",
+    "lightning_fabric",
+    "lightning_utilities",
+    "pytorch_lightning",
+    "torch",
+    "torchmetrics",
+}
+_BETWEEN = sys.stdlib_module_names | _LIBRARIES
 # A report must fit into one message, and into the socket buffer of a rank that has
 # stopped reading.
 _LONGEST = 1 << 15
+# Modules whose functions wait for collectives in C++, or for a device that does.
+_COLLECTIVE = (
+    "torch.distributed.",
+    "torch.nn.parallel.distributed.",
+    "lightning_ddp_ext.batchnorm.sync_context.",
+    "lightning_ddp_ext.data.shortest.",
+    "lightning_ddp_ext.ranks.",
+    "lightning_ddp_ext.reductions.",
+)
 # A backward pass waits for the gradients of other ranks in C++.
-_WAITING = {
-    "torch.autograd",
-    "torch.distributed.distributed_c10d",
-    "lightning_ddp_ext.rendezvous.named_barrier",
-}
-# These wait too, but they also call user code, so they count only as the innermost
-# frame.
-_WAITING_IF_INNERMOST = {
-    "lightning_ddp_ext.batchnorm.sync_context",
-    "lightning_ddp_ext.data.shortest",
-    "torch.distributed.utils",
-    "torch.nn.parallel.distributed",
-}
+_BACKWARD = "torch.autograd.graph."
+# Modules that a waiting call has on its stack; it may also be running Python code, such
+# as a hook of a backward pass.
+_WAITING = (
+    _BACKWARD,
+    "torch.distributed.distributed_c10d.",
+    "lightning_ddp_ext.rendezvous.named_barrier.",
+)
 
 
-# The innermost frame of a call that waits in C++.
-_BLOCKING = _WAITING_IF_INNERMOST | {"torch.autograd.graph", "torch.distributed.distributed_c10d"}
+def call_site() -> str:
+    """Return file and line of the innermost call in the user's code; empty if not
+    found.
+    """
+    return call_site_of(sys._getframe(1))
+
+
+def called_by_lightning() -> bool:
+    """Whether the calling function was called by Lightning's own code."""
+    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] in _LIGHTNING
+
+
+def call_site_of(frame: FrameType | None) -> str:
+    """Return file and line of the innermost call in the user's code, starting at
+    ``frame``; empty if not found.
+    """
+    while frame is not None and not is_users(frame):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame belongs to the user's code."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN
+
+
+def call_site_in(lines: Iterable[tuple[str, int]]) -> str:
+    """Return the first file and line in the user's code of a recorded stack; empty if
+    not found.
+    """
+    found = (f"{file}:{line}" for file, line in lines if not _is_between(file))
+    return next(found, "")
+
+
+@cache
+def _is_between(file: str) -> bool:
+    libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
+    folders = [os.path.dirname(module.__file__ or "") for module in libraries]
+    is_of_library = any(file.startswith(folder + os.sep) for folder in folders)
+    is_of_python = file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
+    return is_of_library or is_of_python or file.startswith("<frozen")
+
+
+def is_main_thread_in(call: FrameType) -> bool:
+    """Whether a call on the main thread is still running; must be called on another
+    thread.
+    """
+    frame = main_frame()
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is call
+
+
+def main_frame() -> FrameType | None:
+    """Return the innermost frame of the main thread; must be called on another thread."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+# Calls that wait for other ranks.
 
 
 def is_in_collective(frame: FrameType | None) -> bool:
-    """Whether a call that waits for other ranks in C++ is the innermost one, so that no
-    Python code is running.
+    """Whether the innermost frame of a call is in code that waits for other ranks in
+    C++, other than a backward pass.
     """
-    return frame is not None and frame.f_globals.get("__name__") in _BLOCKING
+    return _module_of(frame).startswith(_COLLECTIVE)
+
+
+def is_in_backward(frame: FrameType | None) -> bool:
+    """Whether the innermost frame of a call is in a backward pass."""
+    return _module_of(frame).startswith(_BACKWARD)
 
 
 def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
     """Whether a frame is in a call that is or may be waiting for other ranks, as far as
     its Python stack shows.
     """
-    if frame is not None and frame.f_globals.get("__name__") in _WAITING_IF_INNERMOST:
+    if is_in_collective(frame):
         return True
-    while frame is not None and frame.f_globals.get("__name__") not in _WAITING:
+    while frame is not None and not _module_of(frame).startswith(_WAITING):
         frame = frame.f_back
     return frame is not None
+
+
+def _module_of(frame: FrameType | None) -> str:
+    """Return the name of a frame's module, with a dot at its end."""
+    return "" if frame is None else f"{frame.f_globals.get('__name__')}."
 
 
 def all_stacks() -> str:

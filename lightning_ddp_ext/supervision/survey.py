@@ -27,17 +27,20 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from lightning_ddp_ext.rank_lists import listed
-from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
+from lightning_ddp_ext.rendezvous.peers import PeerEvent, current_run, event_of, joint_runs
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.rendezvous.run import current_run, joint_runs
-from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
-from lightning_ddp_ext.supervision.deadlock import deadlock_in, mismatch_in
-from lightning_ddp_ext.supervision.diagnosis import Findings
+from lightning_ddp_ext.supervision.diagnosis import Findings, deadlock_in, mismatch_in
 from lightning_ddp_ext.supervision.flight import Flight, flights, unfinished
 from lightning_ddp_ext.supervision.report import Report, Silence
-from lightning_ddp_ext.supervision.stacks import is_in_collective, may_be_waiting_for_ranks
+from lightning_ddp_ext.supervision.stacks import (
+    call_site_of,
+    is_in_backward,
+    is_in_collective,
+    main_frame,
+    may_be_waiting_for_ranks,
+)
 from lightning_ddp_ext.threads import start_thread
 
 Kind = Literal["deadlock", "collective", "silence", "hang"]
@@ -60,8 +63,6 @@ _REMEDY = (
 class Survey:
     """This rank's part in surveys.
 
-    Every rank must create its instance before any rank sends a request.
-
     Attributes:
         describe: returns this rank's report.
         publish: called with the findings of a watchdog's survey, on the rank that
@@ -70,19 +71,15 @@ class Survey:
 
     def __init__(self, context: ProcessContext) -> None:
         self.describe: Callable[[], Report] = lambda: report_of(
-            self._mine, doing="user code", is_outside=True
+            self._peers.mine, doing="user code", is_outside=True
         )
         self.publish: Callable[[Findings], bool] = lambda findings: True
         self._context = context
         self._peers = context.peers
-        self._everyone = range(len(context.table))
-        self._rank = context.world.rank
-        self._mine = context.table[self._rank]
         self._seconds = context.peers.timeouts.answer
         self._has_broken_collective = False
-        self._glances: dict[
-            int, Any
-        ] = {}  # the ranks' replies before the last survey that found no deadlock
+        # The ranks' replies before the last survey that found no deadlock.
+        self._glances: dict[int, Any] = {}
         self._over: set[Kind] = set()
         self._requested: set[Kind] = set()
         self._one_at_a_time = threading.Lock()
@@ -92,7 +89,7 @@ class Survey:
             start=self._start,
             glance=self._glance,
             report=lambda: asdict(self._report()),
-            calls=lambda: asdict(self._completed(report_of(self._mine))),
+            calls=lambda: asdict(self._completed(report_of(self._peers.mine))),
             end=self._over.add,
         )
 
@@ -106,7 +103,7 @@ class Survey:
         has_timed_out = self._has_timed_out(flights())
         event = None if has_timed_out else self._peers.wait(self._peers.timeouts.first_cause)
         if event is None:
-            broken = f"a collective of rank {self._rank} failed"
+            broken = f"a collective of rank {self._peers.rank} failed"
             event = self.request("collective", self.waited if has_timed_out else broken)
         self._has_broken_collective = event is not None
         return event
@@ -119,13 +116,9 @@ class Survey:
             RankHungError: a rank does not reply.
             RankFailedError: a rank died, failed or left; it may be a subclass.
         """
-        event = self.request("silence", f"rank {self._rank} has waited for {self._timeout}")
+        event = self.request("silence", f"rank {self._peers.rank} has waited for {self._timeout}")
         if event is not None:
             raise event.to_error()
-
-    def after_standstill(self) -> None:
-        """Find the rank that is stuck, and report it to all ranks if they should stop."""
-        self.request("hang", "")
 
     def request(self, kind: Kind, wait: str) -> PeerEvent | None:
         """Have rank 0 make a survey, and return the event that it, or something else,
@@ -141,7 +134,7 @@ class Survey:
             # A survey of another kind may run first.
             self._peers.wait_for(lambda: kind in self._over, 4 * self._seconds)
         is_unanswered = kind not in self._over and self._peers.cause_or_departure is None
-        if self._rank != 0 and is_unanswered and kind != "deadlock":
+        if self._peers.rank != 0 and is_unanswered and kind != "deadlock":
             self._conclude(kind, wait, Findings([self._report()], [self._silence(0)]))
         return self._peers.cause_or_departure
 
@@ -163,7 +156,9 @@ class Survey:
         return [*self.waits(), self._is_blocked(), current_run() is not None]
 
     def _is_blocked(self) -> bool:
-        return self._context.barriers.awaited is not None or is_in_collective(main_frame())
+        frame = main_frame()
+        is_in_call = self._context.barriers.awaited is not None
+        return is_in_call or is_in_collective(frame) or is_in_backward(frame)
 
     def _report(self) -> Report:
         return self._completed(self.describe())
@@ -175,9 +170,8 @@ class Survey:
             report,
             is_waiting=report.is_waiting or self._has_broken_collective,
             is_blocked=self._is_blocked(),
-            cpu_seconds=(
-                0.0 if self._context.groups.uses_nccl else _cpu_seconds()
-            ),  # CUDA may poll while it waits
+            # CUDA may poll while it waits.
+            cpu_seconds=0.0 if self._context.groups.uses_nccl else _cpu_seconds(),
             calls=barriers.made,
             awaited=barriers.awaited,
             run=joint_runs(),
@@ -202,10 +196,10 @@ class Survey:
                     self._report_findings(kind, wait)
             finally:
                 self._requested.discard(kind)
-                self._remote.call(self._everyone, "end", kind)
+                self._remote.call(self._peers.everyone, "end", kind)
 
     def _report_deadlock(self) -> None:
-        glances = self._replies("glance", self._everyone, min(_GLANCED_WITHIN, self._seconds))
+        glances = self._replies("glance", self._peers.everyone, min(_GLANCED_WITHIN, self._seconds))
         # A reply contains the calls in which the rank waits, and two bools. Working
         # ranks need not be disturbed.
         ranks = [rank for rank, (*waits, _, is_in_run) in glances.items() if waits or not is_in_run]
@@ -221,10 +215,10 @@ class Survey:
             self._peers.report(found.event)
 
     def _report_findings(self, kind: Kind, wait: str) -> None:
-        findings = self._collect(self._everyone)
+        findings = self._collect(self._peers.everyone)
         if kind == "collective" and not findings.silences and findings.elsewhere:
             self._peers.wait(_FOLLOWS_WITHIN)
-            findings = self._collect(self._everyone)
+            findings = self._collect(self._peers.everyone)
         if self._peers.cause_or_departure is None:
             self._conclude(kind, wait, findings)
 
@@ -249,19 +243,21 @@ class Survey:
             return
         self._peers.report(event)
         for silence in findings.silences:
-            if kind == "hang" and is_stopped(silence.who, seen_from=self._mine):
+            if kind == "hang" and is_stopped(silence.who, seen_from=self._peers.mine):
                 with suppress(OSError):
                     # It then receives the event and exits as well.
                     os.kill(silence.who.pid, signal.SIGCONT)
 
     def _silence(self, rank: int) -> Silence:
         who = self._peers.table[rank]
-        return Silence(who, self._seconds, is_stopped(who, seen_from=self._mine))
+        return Silence(who, self._seconds, is_stopped(who, seen_from=self._peers.mine))
 
     @property
     def waited(self) -> str:
         """Describes that this rank's collective timed out, for messages."""
-        return f"rank {self._rank} has waited in a collective for its timeout of {self._timeout}"
+        return (
+            f"rank {self._peers.rank} has waited in a collective for its timeout of {self._timeout}"
+        )
 
     @property
     def _timeout(self) -> str:

@@ -1,5 +1,7 @@
-"""Detect that this rank is making no progress, and find the rank for which the others
-are waiting.
+"""Detect that this rank is making no progress, and request a survey.
+
+Every rank watches its calls that wait for other ranks; rank 0 then looks for a deadlock
+that is certain. A :class:`Watchdog` also detects a rank that is stuck in its own code.
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_ddp_ext.at_exit import exit_now, print_in_time
+from lightning_ddp_ext.rendezvous.peers import Peers, event_of
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.supervision.call_site import main_frame
 from lightning_ddp_ext.supervision.diagnosis import Findings
+from lightning_ddp_ext.supervision.flight import unfinished
 from lightning_ddp_ext.supervision.report import Report
-from lightning_ddp_ext.supervision.stacks import all_stacks
+from lightning_ddp_ext.supervision.stacks import all_stacks, main_frame
 from lightning_ddp_ext.supervision.survey import Survey, report_of
 from lightning_ddp_ext.threads import start_thread
 
@@ -26,6 +30,49 @@ OnHang = Literal["abort", "continue"]
 
 # Seconds; if the thread has overslept by more, its process was stopped.
 _OVERSLEPT = 1.0
+_LOOKS = 8  # checks for calls that wait, within the time after which rank 0 compares the ranks
+
+
+def watch_long_waits(context: ProcessContext, survey: Survey) -> None:
+    """Start a daemon thread that looks at the calls of this rank until the ranks
+    disconnect, if there are other ranks.
+    """
+    if len(context.table) > 1:
+        start_thread("ddpx-waits", _watch, context, survey)
+
+
+def _watch(context: ProcessContext, survey: Survey) -> None:
+    since: dict[str, float] = {}
+    surveyed_at = 0.0
+    limit = context.peers.timeouts.deadlock
+    while not context.is_closed and context.peers.cause is None:
+        now = time.monotonic()
+        since = {each: since.get(each, now) for each in survey.waits()}
+        start = min(since.values(), default=now)
+        if _is_overdue(context, now - start):
+            _end_overdue_collective(context.peers, survey)
+            since.clear()
+        elif now - max(start, surveyed_at) >= limit:
+            survey.request("deadlock", "")
+            surveyed_at = time.monotonic()
+        time.sleep(min(limit, context.groups.timeout.total_seconds()) / _LOOKS)
+
+
+def _is_overdue(context: ProcessContext, seconds: float) -> bool:
+    """Whether NCCL has waited for its timeout, or for a rank that left; unlike gloo, it
+    does not raise then.
+    """
+    limit = context.groups.timeout.total_seconds()
+    if context.peers.cause_or_departure is not None:
+        limit = context.peers.timeouts.answer
+    return context.groups.uses_nccl and bool(unfinished()) and seconds >= limit
+
+
+def _end_overdue_collective(peers: Peers, survey: Survey) -> None:
+    left = peers.cause_or_departure
+    event = survey.request("collective", survey.waited)
+    if left is not None and event is left:  # NCCL keeps no connection that closes with the rank
+        peers.report(event_of("absent", peers.table[left.rank], str(left.to_error())))
 
 
 class Watchdog:
@@ -98,7 +145,7 @@ class Watchdog:
     def _diagnose(self) -> None:
         self._reported_at = time.monotonic()
         if self._survey is not None:
-            self._survey.after_standstill()
+            self._survey.request("hang", "")
         elif self._publish(Findings([self._report()])):
             exit_now(1)  # nothing else would unblock the main thread
 
@@ -130,14 +177,15 @@ class Watchdog:
         doing, progress = self._describe(main_frame())
         idle = time.monotonic() - self.moved_at
         is_outside = self._is_stopping.is_set()
-        is_still = is_outside or idle >= self._timeout
-        facts: dict[str, Any] = {
-            "doing": doing,
-            "progress": progress,
-            "is_outside": is_outside,
-            "stacks": all_stacks(),
-        }
-        return report_of(self._who, idle=idle, is_still=is_still, **facts)
+        return report_of(
+            self._who,
+            idle=idle,
+            is_still=is_outside or idle >= self._timeout,
+            doing=doing,
+            is_outside=is_outside,
+            progress=progress,
+            stacks=all_stacks(),
+        )
 
 
 def _write(path: Path, text: str) -> None:

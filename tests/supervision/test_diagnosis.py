@@ -11,8 +11,7 @@ import pytest
 
 from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.supervision.deadlock import deadlock_in
-from lightning_ddp_ext.supervision.diagnosis import Findings
+from lightning_ddp_ext.supervision.diagnosis import Findings, deadlock_in
 from lightning_ddp_ext.supervision.flight import Collective, Flight, flights_in
 from lightning_ddp_ext.supervision.report import Report, Silence
 

@@ -29,10 +29,10 @@ from lightning_ddp_ext.errors import (
 )
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import Ranks
+from lightning_ddp_ext.rendezvous.peers import Run
 from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.rendezvous.run import Run
-from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.failure import explain, may_be_echo
+from lightning_ddp_ext.supervision.stacks import call_site
 from lightning_ddp_ext.threads import wait_for_gpus
 
 from ..host import AnyHost

@@ -23,7 +23,7 @@ from lightning_ddp_ext.errors import (
     DamagedCheckpointError,
 )
 from lightning_ddp_ext.rank_lists import listed
-from lightning_ddp_ext.rendezvous.run import current_run
+from lightning_ddp_ext.rendezvous.peers import current_run
 
 from ..private.lightning_tree import (
     SLURMEnvironment,

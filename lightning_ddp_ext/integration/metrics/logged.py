@@ -27,8 +27,8 @@ from lightning_ddp_ext.reductions.batched import (
     Value,
     reduce_common,
 )
-from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.session import current_session
+from lightning_ddp_ext.supervision.stacks import call_site
 
 from ..checkpoints.collective import Checkpoints
 from ..data.evaluation import Evaluation
