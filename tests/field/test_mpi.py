@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -42,11 +43,12 @@ def mpirun(
 
 def ranks_in(directory: Path) -> list[psutil.Process]:
     """Return the ranks that still run in a directory."""
-    return [
-        each
-        for each in marked(os.environ[MARK])
-        if f"file://{directory}/address" in " ".join(each.cmdline())
-    ]
+    found = []
+    for each in marked(os.environ[MARK]):
+        with suppress(psutil.NoSuchProcess):  # it exits meanwhile
+            if f"file://{directory}/address" in " ".join(each.cmdline()):
+                found.append(each)
+    return found
 
 
 # The launcher's process, as a command of rank 0 finds it; Hydra has a proxy in between.
