@@ -21,7 +21,9 @@ _ROOT = str(Path(__file__).parents[2])
 _SECONDS_TO_EXIT = 60.0  # at most; without a watch, the ranks would train for longer
 
 
-OPTIONS = {"openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpich": []}
+# By default, Open MPI kills ranks a second after SIGTERM, which a busy machine exceeds.
+TIME_TO_SAVE = ["--mca", "odls_base_sigkill_timeout", "15"]
+OPTIONS = {"openmpi": ["--allow-run-as-root", "--oversubscribe", *TIME_TO_SAVE], "mpich": []}
 
 
 def mpirun(
