@@ -95,8 +95,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of
             them: a path, or a file name, which is placed next to the other checkpoints,
             or below ``default_root_dir`` if a logger decides where these are; ``None``
-            saves nothing. ``ckpt_path="last"`` finds the file in the same fit of the
-            same command.
+            saves nothing, except for a requeue by SLURM. ``ckpt_path="last"`` finds the
+            file in the same fit of the same command.
         rescue_checkpoint: where a survivor saves the last step after another rank has
             died, failed or hung, such as ``"last-rescued.ckpt"``: a path or file name
             as for ``stop_checkpoint``; ``None`` saves nothing. The file is removed when
