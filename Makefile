@@ -1,7 +1,10 @@
 # Needs Python 3.11 or newer and nothing else: every target makes the environment that it uses. `make` lists the targets.
 PYTHON ?= python3
 
-VENV   := .venv
+PINNED_TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+# `make test TORCH=torch==2.15.0` uses another one, in another environment.
+TORCH  := $(PINNED_TORCH)
+VENV   := .venv$(if $(filter-out $(PINNED_TORCH),$(TORCH)),-$(subst ==,-,$(TORCH)))
 LOWEST := .venv-lowest
 NEXT   := .venv-next
 WHEEL  := .venv-wheel
@@ -11,12 +14,12 @@ BENCHMARKS := launching rendezvous resume save samplers loaders uneven batchnorm
 BIN    := $(VENV)/bin
 
 VERSION   := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' lightning_ddp_ext/version.py)
-TORCH     := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # `dependencies` of pyproject.toml and what follows down to `debug`, each at its lower bound.
 LOWEST_OF := sed -n '/^dependencies/,/^debug/p' pyproject.toml | grep -o '[A-Za-z_]*>=[0-9.]*' | sed 's/>=/==/'
 LOWEST_TORCH := $(shell $(LOWEST_OF) | grep '^torch==')
 LIGHTNING_NEXT := git+https://github.com/Lightning-AI/pytorch-lightning.git@master
 INSTALLED := .installed-$(VERSION)
+FIELD     := .field-$(VERSION)
 # More than the cores of a small machine: tests wait for processes, and for limits to pass.
 PARALLEL  := --numprocesses 3 --dist worksteal
 PIP       := -m pip --disable-pip-version-check --no-input install --quiet
@@ -54,7 +57,7 @@ nightly: venv ## The long tests that `make test` leaves out, those of `make gpu`
 	DDPX_GPU_TESTS_ON=cpu $(BIN)/python -m pytest tests/gpu $(PARALLEL)
 	$(MAKE) soak COUNT=60
 
-field: venv ## Tests on a real SLURM and on Open MPI, as root; says how to install them (five minutes)
+field: $(VENV)/$(FIELD) ## Tests on a real SLURM and on Open MPI, as root, and on an S3 server; says how to install the first two (ten minutes)
 	@echo "Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin mpich"
 	$(BIN)/python -m pytest -m field --numprocesses 2 --dist worksteal --durations 10
 
@@ -117,9 +120,14 @@ clean: ## Remove what tests and builds leave behind; keeps the environments
 
 $(VENV)/$(INSTALLED): pyproject.toml constraints.txt
 	$(call make-environment,$(VENV))
-	$(VENV)/bin/python $(PIP) -c constraints.txt $(TORCH)
-	$(VENV)/bin/python $(PIP) -c constraints.txt -e '.[dev,examples]'
+	@sed 's/^torch==.*/$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt $(TORCH)
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt -e '.[dev,examples]'
 	@rm -f $(VENV)/.installed-* && touch $@
+
+$(VENV)/$(FIELD): $(VENV)/$(INSTALLED)
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt -e '.[field]'
+	@rm -f $(VENV)/.field-* && touch $@
 
 $(WHEEL)/$(INSTALLED): pyproject.toml constraints.txt
 	$(call make-environment,$(WHEEL))

@@ -9,6 +9,7 @@ its own disk, and later all ranks restore the file that rank 0 found.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import sys
@@ -138,12 +139,14 @@ class RunFiles:
         )
 
     def _may_replace(self, path: str) -> bool:
-        if path == self._found or modified(path) is None:
+        time = modified(path)
+        if path == self._found or time is None:
             return True
         try:
             saved = _identity_in(path)
         except CheckpointError as error:
-            return isinstance(error, _UNUSABLE)
+            # In a store that cannot be reached, no name is known to be free.
+            return isinstance(error, _UNUSABLE) or math.isinf(time)
         if saved is None:
             return True
         return not (
