@@ -155,7 +155,9 @@ class ProcessGroups:
             # Torch's placeholder for a group without this rank.
             return
         timeout = self.timeout + (_AFTER_OURS if self.uses_nccl else timedelta())
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        # Torch 2.15 deprecates the private name, which earlier versions have alone.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(timeout, group)
 
     @contextmanager
     def forming(self) -> Iterator[None]:

@@ -56,6 +56,7 @@ def train(
     act: Any = None,
     background: bool = False,
     keeps: int = -1,
+    stop_checkpoint: str | None = "last-preempted.ckpt",
 ) -> dict[str, Any]:
     """Run one command, which saves after each epoch and continues where it finds a
     checkpoint.
@@ -70,7 +71,7 @@ def train(
     if act is not None:
         callbacks.append(At("on_train_batch_end", partial(act, rank), earlier=5))
     trainer = make_trainer(
-        make_strategy("ours", directory),
+        make_strategy("ours", directory, stop_checkpoint=stop_checkpoint),
         callbacks=callbacks,
         plugins=[RankZeroCheckpointIO(restore=mode, background=background)],
         enable_checkpointing=True,
@@ -183,13 +184,15 @@ def test_an_object_that_another_run_has_replaced_stays(store: ObjectStore, tmp_p
     """A finished run removes the stop checkpoint only if it is the one that it resumed
     from.
     """
-    key = "replaced/last-preempted.ckpt"
+    # In a directory in which the run saves nothing, the client keeps what it has listed.
+    key = "replaced-stop/it.ckpt"
+    options = {"stop_checkpoint": f"s3://bucket/{key}"}
     with store.gateway():
-        stopped = run(store, tmp_path, "s3://bucket/replaced", 2, act=stop)
+        stopped = run(store, tmp_path, "s3://bucket/replaced", 2, act=stop, **options)
         assert [each.exit_code for each in stopped] == [143, 143], stopped[0].story()
         act = partial(replace, "replaced/last.ckpt", key, store.environment["AWS_ENDPOINT_URL"])
-        results(run(store, tmp_path, "s3://bucket/replaced", 4, act=act))
-    assert key in store.objects("replaced")
+        results(run(store, tmp_path, "s3://bucket/replaced", 4, act=act, **options))
+    assert key in store.objects("replaced-stop")
 
 
 FAULTS = {
@@ -283,7 +286,8 @@ def test_last_is_not_missing_in_a_store_that(
     before = store.objects(name)
     with store.gateway(*fault) if fault else nullcontext():
         # With other numbers, Lightning lists the directory after us.
-        outcomes = run(store, tmp_path, url, 2, client=IMPATIENT, keeps=0)
+        options = {"client": IMPATIENT, "keeps": 0, "stop_checkpoint": None}
+        outcomes = run(store, tmp_path, url, 2, **options)
     with suppress(AssertionError):
         assert [each["from"] for each in results(outcomes)] == [STEPS, STEPS]
         return
