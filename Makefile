@@ -1,7 +1,10 @@
 # Needs Python 3.11 or newer and nothing else: every target makes the environment that it uses. `make` lists the targets.
 PYTHON ?= python3
 
-VENV   := .venv
+PINNED_TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+# `make test TORCH=torch==2.15.0` uses another one, in another environment.
+TORCH  := $(PINNED_TORCH)
+VENV   := .venv$(if $(filter-out $(PINNED_TORCH),$(TORCH)),-$(subst ==,-,$(TORCH)))
 LOWEST := .venv-lowest
 NEXT   := .venv-next
 WHEEL  := .venv-wheel
@@ -10,12 +13,12 @@ COUNT  := 300
 BENCHMARKS := launching rendezvous resume save samplers loaders uneven batchnorm supervision rescue collectives
 BIN    := $(VENV)/bin
 
-TORCH     := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # `dependencies` of pyproject.toml and what follows down to `debug`, each at its lower bound.
 LOWEST_OF := sed -n '/^dependencies/,/^debug/p' pyproject.toml | grep -o '[A-Za-z_]*>=[0-9.]*' | sed 's/>=/==/'
 LOWEST_TORCH := $(shell $(LOWEST_OF) | grep '^torch==')
 LIGHTNING_NEXT := git+https://github.com/Lightning-AI/pytorch-lightning.git@master
 INSTALLED := .installed
+FIELD     := .field
 # More than the cores of a small machine: tests wait for processes, and for limits to pass.
 PARALLEL  := --numprocesses 3 --dist worksteal
 PIP       := -m pip --disable-pip-version-check --no-input install --quiet
@@ -58,7 +61,7 @@ slurm: venv ## The short jobs on a real SLURM of two nodes, which it starts itse
 	@echo "Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 	$(BIN)/python -m pytest tests/field/test_slurm.py -m "field and not nightly" $(PARALLEL) --durations 10
 
-field: venv ## All jobs on a real SLURM, Open MPI, MPICH, and two agents of torchrun, as root (15 minutes)
+field: $(VENV)/$(FIELD) ## All jobs on a real SLURM, Open MPI, MPICH, two agents of torchrun, and an S3 server, as root (20 minutes)
 	@echo "Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin mpich"
 	$(BIN)/python -m pytest -m field $(PARALLEL) --durations 10
 
@@ -121,8 +124,13 @@ clean: ## Remove what tests and builds leave behind; keeps the environments
 
 $(VENV)/$(INSTALLED): pyproject.toml constraints.txt
 	$(call make-environment,$(VENV))
-	$(VENV)/bin/python $(PIP) -c constraints.txt $(TORCH)
-	$(VENV)/bin/python $(PIP) -c constraints.txt -e '.[dev,examples]'
+	@sed 's/^torch==.*/$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt $(TORCH)
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt -e '.[dev,examples]'
+	@touch $@
+
+$(VENV)/$(FIELD): $(VENV)/$(INSTALLED)
+	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt -e '.[field]'
 	@touch $@
 
 $(WHEEL)/$(INSTALLED): pyproject.toml constraints.txt

@@ -51,7 +51,7 @@ ALLOWED = {
     "reductions.batched": {"_pytree": "the leaves of nested values"},
     "rendezvous.process_group": {
         "_abort_process_group": "abort without waiting; destroys the group if missing",
-        "_set_pg_timeout": "the timeout of an existing group",
+        "_set_pg_timeout": "the timeout of an existing group, before torch 2.15",
     },
     "supervision.flight": {
         "_C": "the Flight Recorder, which is optional",

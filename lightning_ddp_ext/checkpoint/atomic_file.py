@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,26 +24,28 @@ _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
 
 class Sink:
-    """Writes to a file without a buffer, and records the error that stopped it.
+    """Writes all data that it gets, and records the error that stopped it.
 
     Args:
-        descriptor: the file to write to.
+        write: writes data, and returns the number of bytes written.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, write: Callable[[memoryview], int]) -> None:
+        self._write = write
         self.error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         """Write all of ``data``; record an exception in ``error``.
 
-        torch replaces exceptions, even disk errors and Ctrl-C.
+        torch replaces exceptions, even disk errors and Ctrl-C, and may write again.
         """
+        if self.error is not None:
+            raise self.error
         view = memoryview(data).cast("B")
         size = len(view)
         try:
             while view:
-                view = view[os.write(self._descriptor, view) :]
+                view = view[self._write(view) :]
         except BaseException as error:
             self.error = error
             raise
@@ -68,7 +70,7 @@ def atomic_write(path: Path) -> Iterator[Sink]:
     # O_EXCL does not follow a link that another user may have created there.
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        yield Sink(descriptor)
+        yield Sink(lambda data: os.write(descriptor, data))
         os.fsync(descriptor)
         os.replace(partial, path)
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError
 
 PathLike = str | Path
+
+_PIECE = 8 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,27 @@ def on_local_disk(location: Location) -> Iterator[str]:
         yield str(location.local)
         return
     with tempfile.NamedTemporaryFile(prefix="checkpoint-") as file:
-        try:
-            location.fs.get_file(location.path, file.name)
-        except FileNotFoundError:
-            raise CheckpointNotFoundError(
-                f"checkpoint {location.url} does not exist; pass the path of a file"
-            ) from None
-        except Exception as error:  # each kind of store raises its own errors
-            raise CheckpointError(
-                f"checkpoint {location.url} cannot be fetched: {type(error).__name__}: {error}"
-            ) from error
+        _fetch(location, file.name)
         yield file.name
+
+
+def _fetch(location: Location, target: str) -> None:
+    """Copy the file to the local path ``target``: in parallel if the store's library can
+    do that, and otherwise piece by piece.
+    """
+    try:
+        try:
+            location.fs.get_file(location.path, target)
+        except FileNotFoundError:
+            raise
+        except Exception:  # s3fs repeats a request that breaks off only in the second way
+            with location.fs.open(location.path, "rb") as source, open(target, "wb") as copy:
+                shutil.copyfileobj(source, copy, _PIECE)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(
+            f"checkpoint {location.url} does not exist; pass the path of a file"
+        ) from None
+    except Exception as error:  # each kind of store raises its own errors
+        raise CheckpointError(
+            f"checkpoint {location.url} cannot be fetched: {type(error).__name__}: {error}"
+        ) from error

@@ -16,6 +16,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_ddp_ext.checkpoint.atomic_file import (
     NotDurableError,
+    Sink,
     atomic_symlink,
     atomic_write,
     remove_leftovers,
@@ -42,8 +43,9 @@ def write(checkpoint: Any, path: PathLike) -> None:
     A local file is streamed, flushed to disk and then renamed in one step; if it cannot
     be written, an existing file is unchanged. Temporary files left behind in its
     directory by killed saves are removed. In a store behind fsspec, the checkpoint is
-    written within a transaction. Stores with atomic uploads (S3, GCS, Azure, memory)
-    give the same guarantee, except that durability is up to the store.
+    written within a transaction, which is aborted after an error. Stores with atomic
+    uploads (S3, GCS, Azure, memory) give the same guarantee, except that durability is
+    up to the store.
 
     Args:
         checkpoint: anything that ``torch.save`` accepts.
@@ -55,12 +57,15 @@ def write(checkpoint: Any, path: PathLike) -> None:
     """
     location = locate(path)
     is_there = _NOT_KNOWN if location.local is None else _UNTOUCHED
+    writing = _upload(location) if location.local is None else _local_file(location.local)
     try:
-        with _checksums():
-            if location.local is not None:
-                _write_local(checkpoint, location.local)
-            else:
-                _write_remote(checkpoint, location)
+        with _checksums(), writing as sink:
+            try:
+                torch.save(checkpoint, sink)  # type: ignore[arg-type] # only needs write and flush
+            except Exception:
+                if sink.error is not None:
+                    raise sink.error from None  # torch would replace it, even a KeyboardInterrupt
+                raise
     except OSError as error:
         is_there = _IN_PLACE if isinstance(error, NotDurableError) else is_there
         message = (
@@ -73,25 +78,39 @@ def write(checkpoint: Any, path: PathLike) -> None:
         raise unwritable(checkpoint, path, error, is_there) from error
 
 
-def _write_local(checkpoint: Any, path: Path) -> None:
+@contextmanager
+def _local_file(path: Path) -> Iterator[Sink]:
     path.parent.mkdir(parents=True, exist_ok=True)
     if _is_directory(path):  # raise before writing a gigabyte in vain
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     with suppress(OSError):  # leftover files are harmless
         remove_leftovers(path.parent)
     with atomic_write(path) as sink:
+        yield sink
+
+
+@contextmanager
+def _upload(location: Location) -> Iterator[Sink]:
+    """Upload what the block writes; if the block raises, abort the upload if the store
+    can be reached.
+    """
+    fs = location.fs
+    fs.makedirs(fs._parent(location.path), exist_ok=True)
+    fs.start_transaction()
+    try:
+        file = fs.open(location.path, "wb")
         try:
-            torch.save(checkpoint, sink)  # type: ignore[arg-type] # only needs write and flush
-        except Exception:
-            if sink.error is not None:
-                raise sink.error from None  # torch would replace it, even a KeyboardInterrupt
+            yield Sink(file.write)
+        except BaseException:
+            file.forced = True  # HACK: fsspec then closes the file without uploading the rest
             raise
-
-
-def _write_remote(checkpoint: Any, location: Location) -> None:
-    location.fs.makedirs(location.fs._parent(location.path), exist_ok=True)
-    with location.fs.transaction, location.fs.open(location.path, "wb") as file:
-        torch.save(checkpoint, file)
+        finally:
+            file.close()
+    except BaseException:
+        with suppress(Exception):
+            fs.transaction.complete(commit=False)
+        raise
+    fs.end_transaction()
 
 
 @contextmanager
@@ -122,7 +141,7 @@ def remove(path: PathLike) -> None:
             local.unlink()
     except FileNotFoundError:
         return
-    except OSError as error:
+    except Exception as error:  # each kind of store raises its own errors
         raise CheckpointError(
             f"cannot remove checkpoint {location.url}: {_explained(error, location)}"
         ) from error
@@ -153,9 +172,13 @@ def _is_directory(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _explained(error: OSError, location: Location) -> str:
-    """Return the system's message and a remedy."""
-    directory = Path(location.path).parent
+def _explained(error: Exception, location: Location) -> str:
+    """Return the system's or the store's message and a remedy."""
+    if location.local is None:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        return f"{reason}; check the store and your permissions, or save elsewhere"
+    assert isinstance(error, OSError)
+    directory = location.local.parent
     remedy = _REMEDIES.get(error.errno or 0, "check the file system, or save elsewhere")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with suppress(OSError):

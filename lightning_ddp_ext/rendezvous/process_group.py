@@ -195,7 +195,9 @@ class ProcessGroups:
         if not isinstance(group, dist.ProcessGroup | None):
             # Torch's placeholder for a group without this rank.
             return
-        dist.distributed_c10d._set_pg_timeout(self._with_slack(self.timeout), group)
+        # Torch 2.15 deprecates the private name, which earlier versions have alone.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(self._with_slack(self.timeout), group)
 
     def _with_slack(self, timeout: timedelta) -> timedelta:
         """Return the timeout for torch, which must act after this package with NCCL."""

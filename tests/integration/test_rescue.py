@@ -496,10 +496,6 @@ REFUSED = [
     pytest.param(*SANITY, marks=pytest.mark.nightly),
     ("model_averaging_period", Plan(THIRD, strategy={"model_averaging_period": 2})),
     ('resume_data="stock"', Plan(THIRD, strategy={"resume_data": "stock"})),
-    (
-        "a file system that supports locks",
-        Plan(THIRD, strategy={"rescue_checkpoint": "memory://run/it.ckpt"}),
-    ),
 ]
 
 
@@ -518,6 +514,14 @@ def test_what_could_be_a_wrong_checkpoint_is_refused(
     assert reason in line
     assert "RankDiedError: rank 1 " in survivor.output
     assert not (tmp_path / NAME).exists()
+
+
+def test_a_place_without_locks_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Every rank raises, before it trains, if a path is in an object store."""
+    plan = Plan(strategy={"rescue_checkpoint": "memory://run/it.ckpt"})
+    for outcome in launch_ranks(train, 2, plan, tmp_path):
+        assert outcome.failure.type_name == "ConfigurationError"
+        assert "(got memory://run/it.ckpt); pass a local path" in outcome.failure.message
 
 
 def test_a_batch_that_is_not_trained_on_costs_no_step(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import importlib
 import json
 import os
 import pickle
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtStrategy, World
 from lightning_ddp_ext.integration.private import compat
 from lightning_ddp_ext.integration.private.replaced_methods import ReplacedMethods
-from tests.harness.ranks import free_port, run_ranks
+from tests.harness.ranks import free_port, launch_ranks, run_ranks
 from tests.harness.scripts import run_script
 from tests.harness.training import (
     At,
@@ -366,3 +368,16 @@ def test_a_callback_of_the_other_tree_is_refused() -> None:
         "HangWatchdog is made for pytorch_lightning, but this Trainer is from lightning; "
         "write 'from lightning_ddp_ext.lightning import HangWatchdog'"
     ]
+
+
+def train_with_all_warnings(rank: int, world_size: int, directory: Path) -> None:
+    warnings.simplefilter("always")
+    make_trainer(make_strategy("ours", directory), max_epochs=1).fit(Net())
+
+
+def test_a_run_uses_nothing_deprecated(tmp_path: Path) -> None:
+    """No library warns of a call in this package, in any tested version of torch."""
+    for outcome in launch_ranks(train_with_all_warnings, 2, tmp_path):
+        assert outcome.exit_code == 0, outcome.story()
+        warned = re.findall(r"lightning_ddp_ext/\S+\.py:\d+: .*", outcome.output)
+        assert warned == [], outcome.story()

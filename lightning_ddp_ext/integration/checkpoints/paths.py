@@ -11,7 +11,7 @@ import os
 import re
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.location import PathLike, locate
+from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
 
 from ..private.compat import checkpoint_of_requeued_job, chosen_directory_of
 from ..private.lightning_tree import SLURMEnvironment, pl
@@ -71,20 +71,30 @@ def versions_of(path: str | None) -> set[str]:
     version = re.compile(rf"{re.escape(stem)}(-v\d+)*{re.escape(suffix)}")
     try:
         return {each for each in _files_in(directory) if version.fullmatch(os.path.basename(each))}
-    except (OSError, NotImplementedError):
-        return {path}
+    except Exception:  # each kind of store raises its own errors
+        return {path}  # reading it raises the reason on every rank
 
 
 def _files_in(directory: str) -> list[str]:
-    """Return the paths or URLs of the files in a directory.
+    """Return the paths or URLs of the files in a directory, also if it does not exist.
 
     A file system lists them without the protocol of a URL.
     """
-    location = locate(directory)
-    return [
-        os.path.join(directory, os.path.basename(each))
-        for each in location.fs.ls(location.path, detail=False)
-    ]
+    location = _locate_anew(directory)
+    try:
+        found = location.fs.ls(location.path, detail=False)
+    except (FileNotFoundError, NotADirectoryError, NotImplementedError):
+        return []
+    return [os.path.join(directory, os.path.basename(each)) for each in found]
+
+
+def _locate_anew(path: str) -> Location:
+    """Return the location, and forget what its store listed before other processes
+    changed it.
+    """
+    location = locate(path)
+    location.fs.invalidate_cache(location.path)
+    return location
 
 
 def _last_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:
@@ -92,13 +102,17 @@ def _last_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:
 
     Lightning itself loses the protocol of a URL.
     """
+    directory = chosen_directory_of(callback, trainer)
     name = re.compile(
         rf"{callback.CHECKPOINT_NAME_LAST}(-(\d+))?.*{re.escape(callback.FILE_EXTENSION)}"
     )
     try:
-        files = _files_in(chosen_directory_of(callback, trainer))
-    except (OSError, NotImplementedError):
-        return set()
+        files = _files_in(directory)
+    except Exception:  # each kind of store raises its own errors
+        # Reading it raises the reason on every rank.
+        files = [
+            os.path.join(directory, f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}")
+        ]
     return {each for each in files if name.fullmatch(os.path.basename(each))}
 
 
@@ -136,14 +150,14 @@ def modified(path: str) -> float | None:
 
     The time is infinity if it is unknown.
     """
-    location = locate(path)
+    location = _locate_anew(path)
     try:
         if location.local is not None:
             return location.local.stat().st_mtime
         return float(location.fs.modified(location.path).timestamp())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, NotImplementedError):
+    except Exception:  # each kind of store raises its own errors
         return float("inf")
 
 
@@ -152,8 +166,8 @@ def state_of(path: str) -> str:
 
     It is empty if the file's state is unknown.
     """
-    location = locate(path)
+    location = _locate_anew(path)
     try:
         return str(location.fs.ukey(location.path))
-    except (OSError, NotImplementedError):
+    except Exception:  # each kind of store raises its own errors
         return ""

@@ -7,6 +7,7 @@ that rank 0 found.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -114,12 +115,14 @@ class RunFiles:
         )
 
     def _may_replace(self, path: str) -> bool:
-        if path == self._found or modified(path) is None:
+        time = modified(path)
+        if path == self._found or time is None:
             return True
         try:
             saved = identity_in(path)
         except CheckpointError as error:
-            return isinstance(error, _UNUSABLE)
+            # In a store that cannot be reached, no name is known to be free.
+            return isinstance(error, _UNUSABLE) or math.isinf(time)
         if saved is None:
             return True
         return not (

@@ -21,6 +21,7 @@ from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.rank_notes import Kind, open_notes, save_if_furthest
 from lightning_ddp_ext.data.random_state import random_state_in, record_random_state
 from lightning_ddp_ext.data.seeding import mix, seeded
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rank_lists import ranks_in_words
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -118,6 +119,11 @@ class Rescue:
         place = str(files.place(self.name, trainer)) if ranks.rank == 0 else ""
         shared = ranks.from_rank_zero((place, secrets.token_hex(8), files.identity.content))
         self._path, self._run, files.identity.content = shared
+        if locate(self._path).local is None:
+            raise ConfigurationError(
+                "rescue_checkpoint must be on a file system, because the ranks need locks (got"
+                f" {self._path}); pass a local path, such as '/shared/last-rescued.ckpt'"
+            )
         self._refusal = self._why_never()
         if self._refusal is None:
             try:
@@ -142,11 +148,6 @@ class Rescue:
         kinds = {base.__name__ for each in self._strategy.optimizers for base in type(each).__mro__}
         if "ZeroRedundancyOptimizer" in kinds:  # by name: importing ZeroRedundancyOptimizer is slow
             return "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
-        if locate(self._path).local is None:
-            return (
-                f"{self._path} is not a local path, and the ranks need a file system that supports"
-                " locks"
-            )
         if self._training.resume_data == "stock":
             return 'with resume_data="stock", training would not continue with the next step'
         return None

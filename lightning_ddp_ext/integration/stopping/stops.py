@@ -54,7 +54,8 @@ class StoppedException(pl.utilities.exceptions.SIGTERMException):
     """
 
     def __init__(self, signum: int) -> None:
-        super().__init__(status_of(signum))
+        # Newer versions of the base class take no status.
+        SystemExit.__init__(self, status_of(signum))
 
 
 class StopController:
