@@ -1,10 +1,9 @@
-"""The control channel: one TCP connection from each rank to rank 0, for messages by
-topic.
+"""Connect each rank to rank 0 by the control channel, which carries messages by topic.
 
-A closed connection reveals a dead rank, whatever state Python, the store or a
-collective is in. An asyncio event loop on a daemon thread serves the connections.
-Callbacks on that thread must not wait for messages, since the thread itself would have
-to deliver them.
+Every rank except rank 0 has one TCP connection to it. A closed connection reveals a
+dead rank, whatever state Python, the store or a collective is in. An asyncio event loop
+on a daemon thread serves the connections. Callbacks on that thread must not wait for
+messages, since the thread itself would have to deliver them.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ _LEAVING = "leaving"
 
 
 class Channel:
-    """The connections of this process: rank 0 is connected to every other rank, and
-    every other rank to rank 0.
+    """The connections of this process: on rank 0 to all other ranks, else to rank 0.
 
     Attributes:
         ended: the ranks whose connections closed, with the reasons; a reason is empty
@@ -68,8 +66,9 @@ class Channel:
         asyncio.run_coroutine_threadsafe(self._open(connected, rank), self._loop).result()
 
     def accept(self, listener: socket.socket, admit: Admit) -> None:
-        """Accept connections on ``listener``; ``admit`` receives a connection's
-        messages until it is adopted.
+        """Accept connections on ``listener`` in the background.
+
+        ``admit`` receives a connection's messages until it is adopted.
         """
         listener.setblocking(False)
         self._listening.enter_context(listener)
@@ -80,8 +79,7 @@ class Channel:
     # Callable from any thread.
 
     def send(self, topic: str, body: Message, ranks: Collection[int] | None = None) -> None:
-        """Send a message to rank 0, or from rank 0 to ``ranks`` (by default all
-        others).
+        """Send a message to rank 0; on rank 0, to ``ranks``, by default all others.
 
         All ranks receive messages in the same order. Never waits or raises.
         """
@@ -104,8 +102,10 @@ class Channel:
                 self._loop.call_soon_threadsafe(self._flush)
 
     def listen(self, topic: str, listener: Listener) -> None:
-        """Pass a topic's messages to ``listener`` on the serving thread, earlier ones
-        immediately on this thread.
+        """Have ``listener`` called with each message on a topic.
+
+        This thread calls it with messages that arrived earlier, and the serving thread
+        with later ones.
         """
         with self.arrived:  # no later message is delivered meanwhile
             for body in self._unclaimed.pop(topic, []):
@@ -133,14 +133,13 @@ class Channel:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller runs on the serving thread, so it must not wait for
-        messages.
-        """
+        """Whether this is the serving thread, which must not wait for messages."""
         return threading.current_thread() is self._thread
 
     def close(self, *, in_order: bool = True) -> None:
-        """Send all pending messages and close the connections; unless ``in_order``,
-        this rank then counts as dead.
+        """Send all pending messages and close the connections.
+
+        Unless ``in_order``, the other ranks then count this rank as dead.
         """
         if self._is_closing:
             return
@@ -156,8 +155,7 @@ class Channel:
         self._listeners.clear()
 
     def close_inherited_sockets(self) -> None:
-        """Close a forked child's copies, so that other ranks notice the death of its
-        parent.
+        """Close a forked child's copies, so that other ranks notice its parent's death.
 
         The loop must not close them, since it would also remove the parent's sockets
         from the selector, which both processes share.
@@ -195,8 +193,7 @@ class Channel:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # The peers close first: closing a socket with unread data would discard
-        # undelivered messages.
+        # The peers close first: closing with unread data would discard sent messages.
         peers = list(self._peers.values())
         for connection in peers:
             connection.close_in_order()
@@ -208,8 +205,7 @@ class Channel:
         self._listening.close()
 
     async def _accept(self, listener: socket.socket) -> None:
-        # Without descriptors, asyncio's own server calls accept a thousand times in
-        # each attempt.
+        # Without descriptors, asyncio's server tries a thousand times in each attempt.
         has_warned = False
         while True:
             try:

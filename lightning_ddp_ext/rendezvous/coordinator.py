@@ -1,6 +1,4 @@
-"""Run rank 0's part of the handshake: wait for every rank, and accept or refuse all of
-them together.
-"""
+"""Run rank 0's part of the handshake, which accepts or refuses all ranks together."""
 
 from __future__ import annotations
 
@@ -215,9 +213,7 @@ class Coordinator:
                 self._channel.arrived.notify_all()
 
     def _stay(self) -> None:
-        """Keep listening for some seconds, so that late ranks learn why the start
-        failed.
-        """
+        """Listen for some more seconds, so that late ranks also receive the refusal."""
         late = set(range(1, self._hello.world_size)) - self._present.keys()
         self._channel.wait_for(lambda: late <= self._refused, self._timeouts.after_refusal)
 
@@ -241,11 +237,11 @@ def _reply(connection: Connection, body: Message) -> None:
 
 
 def _raise_limit_of_descriptors(ranks: int) -> None:
-    """Raise the limit of open files to 512, plus 16 for each rank: for the channel, the
-    store and the groups.
+    """Raise the limit of open files to 512, plus 16 for each rank.
 
-    The maximum would be too high: it may be 2 ** 30 in containers, and some programs
-    close every possible descriptor.
+    The channel, the store and the groups need these descriptors. The maximum would be
+    too high: it may be 2 ** 30 in containers, and some programs close every possible
+    descriptor.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 512 + 16 * ranks

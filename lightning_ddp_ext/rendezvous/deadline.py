@@ -37,14 +37,16 @@ class Deadline:
         return self.remaining == 0.0
 
     def as_timedelta(self) -> timedelta:
-        """Return the remaining time, at least one second, since stores and groups count
-        in whole seconds.
+        """Return the remaining time, but at least one second.
+
+        Stores and groups count in whole seconds.
         """
         return timedelta(seconds=max(1.0, self.remaining))
 
     def ticks(self) -> Iterator[None]:
-        """Yield until the deadline, with growing pauses and jitter, so that ranks do
-        not retry in lockstep.
+        """Yield until the deadline, with growing and random pauses in between.
+
+        Ranks thus do not retry in lockstep.
         """
         pause = _FIRST_PAUSE
         while not self.expired:
@@ -53,8 +55,9 @@ class Deadline:
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def bound(self, work: Callable[[], T], *, check: Callable[[], None] = lambda: None) -> T:
-        """Call ``work`` in a thread and return its result: timeouts of calls into C++
-        are imprecise or missing.
+        """Call ``work`` in a thread, and return its result or raise its exception.
+
+        Calls into C++ need this, since their own timeouts are imprecise or missing.
 
         Args:
             work: the function to call.

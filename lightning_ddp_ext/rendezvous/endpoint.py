@@ -71,8 +71,10 @@ class Endpoint:
     """Whether all ranks are on this host, so rank 0 need not listen beyond loopback."""
 
     def listen(self) -> tuple[socket.socket, Address]:
-        """Return a listening socket and its address on rank 0, or raise
-        ``RendezvousError``.
+        """Return a listening socket and its address; called on rank 0.
+
+        Raises:
+            RendezvousError: the given port cannot be bound.
         """
         listener = listen("127.0.0.1" if self.is_local else "", 0)
         hosts = ("127.0.0.1",) if self.is_local else tuple(own_addresses())
@@ -90,20 +92,21 @@ class Endpoint:
         raise NotImplementedError
 
     def withdraw(self, address: Address) -> None:
-        """Remove the published address, unless another process published it; called on
-        rank 0.
+        """Remove the published address, unless another process published it.
+
+        Called on rank 0, or on other ranks after rank 0's death.
         """
 
     def obstacle(self) -> RendezvousError | None:
-        """Return the reason why other ranks cannot find rank 0, if this host can detect
-        one.
-        """
+        """Return the reason why rank 0 cannot be found, if this host can detect one."""
 
 
 @dataclass(frozen=True)
 class TcpEndpoint(Endpoint):
-    """Rank 0 listens at ``where``, on all interfaces unless ``is_local`` is set and
-    ``where`` is a loopback address.
+    """Rank 0 listens at the host and port ``where``.
+
+    It listens on all interfaces, unless ``is_local`` is set and ``where`` is a loopback
+    address.
     """
 
     where: Tcp
@@ -112,8 +115,7 @@ class TcpEndpoint(Endpoint):
     @override
     def listen(self) -> tuple[socket.socket, Address]:
         try:
-            # Some Kubernetes operators give rank 0 a loopback address, and other ranks
-            # the address of its host.
+            # Some Kubernetes operators give a loopback address to rank 0 only.
             listener = listen(self.where.host if self.is_local else "", self.where.port)
         except OSError as error:
             raise RendezvousError(
@@ -204,8 +206,9 @@ class FileEndpoint(Endpoint):
 
 @dataclass
 class StoreEndpoint(Endpoint):
-    """Rank 0 writes its address to a launcher's store at ``where``, under a ``key``
-    derived from the run id.
+    """Rank 0 writes its address to a launcher's store at ``where``.
+
+    The ``key`` of the address is derived from the run id.
     """
 
     where: Tcp

@@ -1,6 +1,4 @@
-"""Run the handshake on every rank except rank 0: find rank 0, send a hello, and wait
-for the reply.
-"""
+"""Run the other ranks' part of the handshake: find rank 0 and wait for its replies."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
 @dataclass(frozen=True)
 class Connections:
-    """The results of the handshake; the connections stay open until this process leaves
-    the group.
+    """The results of the handshake; the connections stay open until the context closes.
 
     Attributes:
         channel: the channel to rank 0, or on rank 0 to all other ranks.
@@ -119,8 +116,7 @@ class Handshake:
                     self.send_hello(host, address)
                     return
                 except OSError as error:
-                    # A cluster's name service may not resolve the name until that host
-                    # is up.
+                    # A name may become resolvable only when its host is up.
                     self._obstacle = error
             self._raise_if_port_is_taken()
         raise self._not_found()
@@ -205,8 +201,9 @@ class Handshake:
     # Waiting for the other ranks.
 
     def _open_store(self) -> TCPStore:
-        """Open the store before the welcome: after it, hundreds of ranks would connect
-        to the store simultaneously.
+        """Open the store before the welcome arrives.
+
+        After the welcome, hundreds of ranks would connect to the store simultaneously.
         """
         port, hosts = self._answers["accepted"]
         try:
@@ -218,8 +215,9 @@ class Handshake:
             raise
 
     def _find_store(self, hosts: list[str], port: int) -> None:
-        """Find rank 0's host behind a service or a tunnel that may forward only the
-        port of rank 0's listener.
+        """Find the host of rank 0's store behind a service or a tunnel.
+
+        Either may forward only the port of rank 0's listener.
         """
         for _ in self._deadline.ticks():
             self._raise_if_over()
@@ -262,8 +260,9 @@ class Handshake:
         )
 
     def _wait_for(self, answer: str, seconds: float) -> bool:
-        """Return whether this answer or a refusal arrives, or the connection closes,
-        within ``seconds``.
+        """Return whether the wait for an answer ends within ``seconds``.
+
+        It also ends with a refusal, a request to retry, or a closed connection.
         """
         ends = {answer, "refused", "retry"}
 
@@ -277,9 +276,7 @@ class Handshake:
 
 
 def gave_up_error(info: RankInfo, error: BaseException) -> RendezvousError:
-    """Return the error for the ranks that are waiting for this one, when ``error`` ends
-    its handshake.
-    """
+    """Return the error for the other ranks when ``error`` ends one rank's handshake."""
     if isinstance(error, RendezvousError):
         return error
     return RendezvousError(f"{info} gave up before all ranks had connected: {reason_of(error)}")

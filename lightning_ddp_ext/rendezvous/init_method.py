@@ -93,8 +93,7 @@ InitMethod: TypeAlias = Env | Tcp | File
 
 
 def choose(argument: str | InitMethod | None, environ: Mapping[str, str]) -> InitMethod | None:
-    """Return the init method of the argument or of ``DDPX_INIT_METHOD``; ``None`` if
-    neither is set.
+    """Return the init method that the argument or ``DDPX_INIT_METHOD`` sets, if any.
 
     Raises:
         ConfigurationError: one of them is malformed, or they differ.
@@ -113,8 +112,7 @@ def choose(argument: str | InitMethod | None, environ: Mapping[str, str]) -> Ini
 
 
 def parse(value: str | InitMethod | None, *, field: str = "init_method") -> InitMethod | None:
-    """Return the init method of a URL; ``None`` and init methods are returned
-    unchanged.
+    """Parse the URL of an init method; return ``None`` and init methods unchanged.
 
     Raises:
         ConfigurationError: ``value`` is malformed or has another type; the message
@@ -153,8 +151,9 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
 
 
 def check_file(method: File, *, num_nodes: int) -> None:
-    """Raise if the file cannot be created, or is not visible to all nodes; must be
-    called before opening the file.
+    """Raise if the file cannot be created, or is not visible to all nodes.
+
+    Must be called before the file is opened.
 
     Raises:
         ConfigurationError: the directory is missing, not writable, or local to each of

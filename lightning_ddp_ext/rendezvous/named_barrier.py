@@ -1,5 +1,4 @@
-"""Make ranks wait for each other in calls that all of them must make, and name a rank
-that misses one.
+"""Wait for all ranks in calls that each must make, and name a rank that misses one.
 
 A barrier does not use a collective. Each rank reports the start of a call to rank 0
 over the channel, and rank 0 opens the barrier for all ranks after the last report. A
@@ -88,8 +87,9 @@ class NamedBarriers:
         )
 
     def reset_counts(self) -> None:
-        """Reset the counts of calls and steps; only on all ranks together, while none
-        of them is in a call.
+        """Reset the counts of calls and steps.
+
+        All ranks must do this together, while none of them is in a call.
         """
         self._steps = self.made = self._open = 0
         self._waiting.clear()
@@ -110,16 +110,15 @@ class NamedBarriers:
             raise self._report_absence(call, [self._peers.rank]).to_error()
 
     def _missed(self) -> Call | None:
-        """Return a call in which another rank is waiting and which this rank has
-        skipped, if any.
-        """
+        """Return a call that this rank skipped and another one waits in, if any."""
         waiting = self._waiting.get(self.made + 1, [])
         earliest = min(waiting, key=lambda call: call.steps, default=None)
         return earliest if earliest is not None and self._steps > earliest.steps else None
 
     def start_call(self, what: str, where: str = "", *, name: str = "") -> Call:
-        """Report that this rank starts a call that every rank must make; :meth:`wait`
-        is for calls that do not wait.
+        """Report the start of a call that every rank must make, without waiting.
+
+        A call that does not itself wait for the other ranks also needs :meth:`wait`.
 
         Args:
             what: the call, as messages show it.
@@ -172,17 +171,16 @@ class NamedBarriers:
             self.awaited = None
 
     def _end_wait(self, call: Call) -> None:
-        """Have rank 0 name the absent ranks; if rank 0 does not answer, rank 0 is
-        absent.
-        """
+        """Have rank 0 name the absent ranks, or name rank 0 if it does not reply."""
         replies = self._remote.call([0], "overdue", asdict(call))
         self._peers.wait_for(lambda: bool(replies), self._peers.timeouts.answer)
         if not self._is_open(call, 0.0):
             raise self._report_absence(call, [0], "did not answer", _BE_IN_TIME).to_error()
 
     def _is_open(self, call: Call, seconds: float) -> bool:
-        """Return whether all ranks start the call within ``seconds``; raise if one of
-        them cannot.
+        """Wait up to ``seconds``, and return whether all ranks have started the call.
+
+        Raise an error if one of them cannot.
         """
         if self._peers.wait_for(lambda: self._open >= call.number, seconds):
             return True

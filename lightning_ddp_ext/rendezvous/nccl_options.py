@@ -1,6 +1,4 @@
-"""Define NCCL's settings as typed fields, and translate them into environment variables
-of NCCL and gloo.
-"""
+"""Define NCCL's settings as typed fields, and turn them into environment variables."""
 
 from __future__ import annotations
 
@@ -88,9 +86,7 @@ def _check(field: str, value: object, kind: Any) -> None:
 
 
 def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str, str]:
-    """Return the environment variables for these settings, and those that set the
-    network interface.
-    """
+    """Return the environment variables for these settings and this interface."""
     settings = asdict(options) if options is not None else {}
     variables = {
         f"NCCL_{field.upper()}": str(int(value)) if isinstance(value, bool) else str(value)

@@ -26,9 +26,7 @@ _LONGEST_TEXT = 1 << 15
 
 @dataclass(frozen=True)
 class PeerEvent:
-    """The event that a rank died, failed, left, hung, or did not make a call that other
-    ranks made.
-    """
+    """A rank's death, failure, departure or hang, or a call that it did not make."""
 
     kind: Kind
     rank: int
@@ -38,8 +36,9 @@ class PeerEvent:
     traceback_text: str = ""
 
     def to_error(self) -> RankFailedError:
-        """Return the exception that other ranks raise because of this event; its
-        traceback, if any, is the cause.
+        """Return the exception that other ranks raise because of this event.
+
+        Its cause is the rank's traceback, if there is one.
         """
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         died = (
@@ -82,8 +81,9 @@ def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str =
 
 @dataclass
 class Run:
-    """A call of a Trainer, such as ``fit``, on this process; its strategy keeps it
-    until the next call.
+    """A Trainer's call on this process, such as ``fit``.
+
+    Its strategy keeps it until the next call.
 
     Attributes:
         is_outermost: whether no other run was under way at its start; a Trainer may run
@@ -105,11 +105,12 @@ _joint_runs = 0
 
 @contextmanager
 def start_run(*, is_joint: bool = True) -> Iterator[Run]:
-    """Mark the block as a run: another rank's death then ends this process if its main
-    thread stays blocked.
+    """Mark the block as a run.
 
-    Outside of runs, such as in the user's code after ``fit``, a death is only recorded,
-    and signals do not stop ranks. The same applies to a run of this rank alone.
+    After another rank's death, this process exits if its main thread stays blocked in a
+    run. Outside of runs, such as in the user's code after ``fit``, a death is only
+    recorded, and signals do not stop ranks. The same applies to a run of this rank
+    alone.
     """
     global _joint_runs
     run = Run(is_outermost=not _under_way, is_joint=is_joint)
@@ -152,6 +153,8 @@ class Peers:
         cause: the first event after which the ranks cannot continue together: a death,
             a failure (even this rank's own), a hang, or a missed call.
         has_raised: whether the main thread has raised an error because of the cause.
+            :meth:`record_raised` sets it; the forced exit, ``sys.excepthook`` and
+            :func:`join` for a further Trainer read it.
     """
 
     def __init__(
@@ -196,8 +199,7 @@ class Peers:
         return self.cause_or_departure
 
     def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until the condition holds or an event arrives; return whether the
-        condition holds.
+        """Wait until the condition holds or an event arrives; return whether it holds.
 
         Args:
             condition: checked after each message.
@@ -210,8 +212,10 @@ class Peers:
             return condition()
 
     def report(self, event: PeerEvent) -> PeerEvent:
-        """Report to all ranks, including this one, why they cannot continue; return the
-        first event, which all use.
+        """Report to all ranks, including this one, why they cannot continue.
+
+        Return the first such event, which all ranks use. The channel's thread cannot
+        wait for it, and gets ``event`` back on ranks other than 0.
         """
         if self.rank != 0:
             self.channel.send("event", asdict(event))
@@ -222,8 +226,9 @@ class Peers:
         return self._record(event)
 
     def record_raised(self) -> None:
-        """Record that the main thread is raising because of the event, so the process
-        need not be forced to exit.
+        """Record that the main thread is raising because of the cause.
+
+        This process then need not be forced to exit.
         """
         with self.arrived:
             self.has_raised = True
@@ -257,8 +262,9 @@ class Peers:
         return self.cause or event
 
     def _end_later(self, event: PeerEvent) -> None:
-        """Exit after some time if nothing unblocks the main thread, without clean-up,
-        which could also block.
+        """Force the exit after some time if the main thread stays blocked in a run.
+
+        The exit skips clean-up, which could also block.
         """
         error = event.to_error()
         seconds = self.timeouts.grace[event.kind]

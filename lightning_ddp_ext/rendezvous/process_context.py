@@ -1,9 +1,9 @@
-"""Connect this process to the other ranks with :func:`join`; all its Trainers share the
-connections until exit.
+"""Connect this process to the other ranks with :func:`join`, for all its Trainers.
 
-To turn a request into a process group, :func:`join` calls ``Coordinator.connect`` on
-rank 0 and ``Handshake.connect`` on every other rank, which both return the
-``Connections``, and then ``ProcessGroups.form_default``.
+The connections normally stay open until exit. To turn a request into a process group,
+:func:`join` calls ``Coordinator.connect`` on rank 0 and ``Handshake.connect`` on every
+other rank, which both return the ``Connections``, and then
+``ProcessGroups.form_default``.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class Reuse(Enum):
 
 
 class ProcessContext:
-    """The channel, the store and the process groups that this process shares with the
-    other ranks.
+    """The channel, the store and the groups that this process shares with other ranks.
 
     Args:
         request: the request of the first Trainer.
@@ -117,8 +116,10 @@ class ProcessContext:
     # Further Trainers.
 
     def adapted(self, request: Request) -> Request:
-        """Return another Trainer's request, with the init method of the existing
-        connections.
+        """Return another Trainer's request, adapted to the existing connections.
+
+        It gets their init method and endpoint. :func:`join` needs the result even where
+        :meth:`reuse_for` finds nothing to reuse, so these are two methods.
 
         Raises:
             GroupInUseError: the request has another rank, world size or init method.
@@ -158,8 +159,10 @@ class ProcessContext:
 
     @property
     def has_arbitrary_values(self) -> bool:
-        """Whether collectives may have returned arbitrary values, after NCCL was aborted
-        for another reason than this rank's own exception.
+        """Whether collectives may have returned arbitrary values.
+
+        This is so if NCCL was aborted for another reason than this rank's own
+        exception.
         """
         cause = self.peers.cause
         return (
@@ -178,8 +181,9 @@ class ProcessContext:
         self.close_group()
 
     def close_group(self) -> None:
-        """Abort this rank's part in all groups, which unblocks ranks that are waiting
-        for it in a collective.
+        """Abort and close this rank's part in all groups.
+
+        This unblocks ranks that are waiting for it in a collective.
         """
         # A traceback's frames may keep the group's C++ objects alive, so destroying the
         # group might close nothing.
@@ -215,9 +219,7 @@ _of_parent: list[ProcessContext] = []
 
 
 def current() -> ProcessContext | None:
-    """Return this process's context; ``None`` before :func:`join` and after
-    :func:`leave`.
-    """
+    """Return this process's context; ``None`` while it is not connected."""
     return _contexts[-1] if _contexts else None
 
 
@@ -279,8 +281,10 @@ def join(request: Request) -> ProcessContext | None:
 
 
 def _group_settings(request: Request) -> tuple[object, ...]:
-    """Return what a group depends on, as far as all ranks decide alike: several ranks
-    would have to agree on whether any of them has another device.
+    """Return the settings that must be equal for a request to reuse the group.
+
+    With several ranks, the device is not one of them: the ranks would have to agree on
+    whether any of them has another device.
     """
     device = request.device if request.world.world_size == 1 else None
     return request.backend, request.variables, request.has_one_device, device
@@ -320,8 +324,9 @@ def connect(request: Request, deadline: Deadline) -> Connections:
 
 
 def _cause_of_broken_start(context: ProcessContext, error: BaseException) -> BaseException:
-    """Return the error of the rank that prevented the group, or report and return this
-    rank's own error.
+    """Close the context, and return the error of the rank that prevented its group.
+
+    If no other rank did, report this rank's own error and return it.
     """
     is_own = isinstance(error, DDPExtError)
     event = context.peers.wait(0.0 if is_own else context.peers.timeouts.first_cause)
@@ -344,8 +349,9 @@ def leave() -> None:
 
 
 def _exit_if_stuck() -> None:
-    """Exit after everything else if an abort did not return, since the destructors of
-    torch's groups would wait for it.
+    """Exit after everything else if an abort did not return.
+
+    The destructors of torch's groups would wait for it.
     """
     if _stuck:
         exit_now(1)

@@ -89,7 +89,9 @@ class ProcessGroups:
         # wait for the GIL. A reference from Python releases the GIL meanwhile, but
         # DDP's does not, so those in this list must outlive the model's:
         # https://github.com/pytorch/pytorch/issues/56297. Without the list, 2 of 69
-        # failing runs hung in teardown.
+        # failing runs hung in teardown. `close` clears it, which frees the sockets of
+        # earlier groups, unless `is_broken`: gloo's threads may then still be busy, so
+        # only `release` does.
         self._kept: list[object] = []
         self._sockets: list[OpenedSockets] = []
 
@@ -205,11 +207,11 @@ class ProcessGroups:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """Record the sockets that the block opens, and have gloo use the network that
-        connects the hosts.
+        """Record the sockets that the block opens, for :meth:`abort`.
+
+        In the block, gloo uses the network that connects the hosts.
         """
-        # By default, gloo uses the network of the address that the host's name resolves
-        # to.
+        # By default, gloo uses the network to which the host's name resolves.
         route = self._connections.route
         interface = interface_of(route) if route and _INTERFACE not in os.environ else None
         if interface is not None:
@@ -225,10 +227,10 @@ class ProcessGroups:
                 del os.environ[_INTERFACE]
 
     def abort(self) -> None:
-        """Unblock threads that wait for other ranks: those in a collective or store get
-        an error.
+        """Unblock threads that wait for other ranks.
 
-        A collective of NCCL returns arbitrary values instead.
+        Those in a collective or a store get an error. A collective of NCCL returns
+        arbitrary values instead.
         """
         self.abort_nccl()
         for sockets in self._sockets[self._is_formed_by_nccl :]:
@@ -238,14 +240,16 @@ class ProcessGroups:
 
     @property
     def _is_formed_by_nccl(self) -> bool:
-        """Whether the first sockets are NCCL's; other ranks would see a remote error
-        before NCCL is aborted there.
+        """Whether the first sockets are NCCL's, which :meth:`abort` leaves open.
+
+        Otherwise other ranks would see a remote error before NCCL is aborted there.
         """
         return self.request.backend in _ONLY_NCCL and not self._is_forming
 
     def abort_nccl(self) -> bool:
-        """Abort NCCL's groups, and return whether any existed; destroying them would
-        wait for their kernels.
+        """Abort NCCL's groups, and return whether any existed.
+
+        Destroying them would wait for their kernels.
         """
         if not self.uses_nccl or not (dist.is_initialized() or self.has_aborted_nccl):
             return False

@@ -1,8 +1,7 @@
-"""Call functions over the control channel: rank 0 calls them on any rank, every other
-rank only on rank 0.
+"""Call functions of other ranks over the control channel.
 
-Barriers, stops and surveys use these calls. A call never waits; the caller may wait for
-replies.
+Rank 0 calls them on any rank, every other rank only on rank 0. Barriers, stops and
+surveys use these calls. A call never waits; the caller may wait for replies.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from lightning_ddp_ext.rendezvous.wire import Message
 
 
 class Replies(dict[int, Any]):
-    """The results of a call that have arrived, by rank; a result of ``None`` is not
-    sent.
+    """The results of a call that have arrived so far, by rank.
+
+    A result of ``None`` is not sent.
     """
 
 
@@ -45,8 +45,9 @@ class RemoteCalls:
         peers.channel.listen(topic, self._handle_message)
 
     def call(self, ranks: Collection[int], function: str, *arguments: Any) -> Replies:
-        """Call a function on ``ranks``, which are ``[0]`` unless this is rank 0; return
-        the replies as they arrive.
+        """Call a function on ``ranks``, and return the replies, which arrive later.
+
+        On ranks other than 0, ``ranks`` must be ``[0]``.
         """
         replies = Replies()
         number = next(self._numbers)

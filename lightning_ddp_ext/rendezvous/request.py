@@ -1,6 +1,4 @@
-"""Describe what a Trainer requests, and the process of each rank; find settings that
-differ between ranks.
-"""
+"""Describe what a Trainer requests, and find settings that differ between ranks."""
 
 from __future__ import annotations
 
@@ -45,8 +43,7 @@ class Timeouts:
     after_refusal: float = 3.0
     first_cause: float = 2.0
     deadlock: float = 10.0
-    # A busy rank notices a failure at its next collective, and may then save a
-    # checkpoint.
+    # A busy rank notices a failure at its next collective, and may then save.
     grace: dict[str, float] = field(
         default_factory=lambda: {"died": 3.0, "failed": 30.0, "absent": 30.0, "hung": 5.0}
     )
@@ -122,8 +119,10 @@ class Hello:
 
     @staticmethod
     def of(values: dict[str, Any]) -> Hello:
-        """Parse a hello from JSON; raise ``KeyError``, ``TypeError`` or ``ValueError``
-        if it is malformed.
+        """Parse a hello from JSON.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is malformed.
         """
         info = RankInfo(**values["info"])
         world_size = int(values["world_size"])
@@ -138,9 +137,7 @@ class Hello:
         )
 
     def settings(self) -> dict[str, str]:
-        """Return the settings that must be the same on all ranks, by their names in
-        messages.
-        """
+        """Return the settings that must be the same on all ranks, by name."""
         found = {"world_size": str(self.world_size), "init_method": self.init_method}
         found |= {f"the version of {name}": version for name, version in self.versions.items()}
         # A difference in the patch number only causes a warning.
@@ -151,14 +148,11 @@ class Hello:
 
 
 def difference_between(first: Hello, second: Hello) -> str | None:
-    """Describe the first setting that wrongly differs between two ranks; ``None`` if
-    all match.
-    """
+    """Describe the first setting that wrongly differs between two ranks, if any."""
     low, high = sorted([first, second], key=lambda hello: hello.info.rank)
     for name in {**low.settings(), **high.settings()}:
         one, other = (hello.settings().get(name, "none") for hello in (low, high))
-        # Ranks may use different names for rank 0's host; since both ranks reached it,
-        # it is the same host.
+        # Ranks may name rank 0's host differently, but both have reached the same one.
         if re.sub(r"^tcp://.*:", "tcp://", one) != re.sub(r"^tcp://.*:", "tcp://", other):
             return (
                 f"{name} must be the same on all ranks: {low.info} has {one}, {high.info} has"

@@ -12,8 +12,9 @@ _OPEN_FILES = "/proc/self/fd"
 
 
 class OpenedSockets:
-    """The sockets that C++ code opens in this process during a ``with`` block; they can
-    be aborted at any time.
+    """The sockets that C++ code opens in this process during a ``with`` block.
+
+    They can be aborted at any time.
     """
 
     def __init__(self) -> None:
@@ -112,9 +113,7 @@ def without_scope(host: str) -> str:
 
 
 def own_addresses() -> list[str]:
-    """Return the numeric addresses of this host: first those that other hosts can
-    reach, and IPv4 before IPv6.
-    """
+    """Return this host's numeric addresses, loopback last, and IPv4 before IPv6."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = [
         entry.address
@@ -142,8 +141,10 @@ def _interfaces() -> dict[str, Any]:
 
 
 def network_identity() -> str:
-    """Return a string that is the same for two processes if they can reach each other
-    by loopback, and only then.
+    """Return an identity of this process's loopback network.
+
+    It is the same for two processes if they can reach each other by loopback, and only
+    then.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/net")

@@ -138,8 +138,9 @@ def decode(line: bytes) -> tuple[str, Message] | None:
 
 
 def _keep_alive(connected: socket.socket, heartbeat: float) -> None:
-    """Disable delays, and have the kernel close the connection after ``heartbeat``
-    seconds of silence.
+    """Have the kernel send without delay, and close a connection that stays silent.
+
+    The limit is ``heartbeat`` seconds of silence.
     """
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,3 +1,1 @@
-"""Report one rank's failure to the other ranks: exceptions, signals, hangs, and the
-death of the launcher.
-"""
+"""Report a rank's exception, signal or hang to the others; exit with the launcher."""

@@ -1,7 +1,7 @@
-"""Determine whether every rank raised an exception; if so, all may continue, as no rank
-is waiting for another.
+"""Determine whether every rank raised an exception, so that all may continue.
 
-Rank 0 collects the ranks that raise, from the first one on, and then decides:
+If every rank raised, no rank is waiting for another. Rank 0 collects the ranks that
+raise, from the first one on, and then decides:
 
 ========  ==========================================  =======================================
 Decision  Condition                                   A rank that raises
@@ -22,8 +22,7 @@ from lightning_ddp_ext.supervision.stacks import main_frame, may_be_waiting_for_
 from lightning_ddp_ext.threads import start_thread
 
 _SECONDS_BETWEEN = 0.1
-# A rank must be found waiting in this many checks in a row, since it may just be
-# returning from a collective.
+# Checks in a row, since a waiting rank may just be returning from a collective.
 _CHECKS = 3
 
 
@@ -45,10 +44,9 @@ class CommonException:
         )
 
     def is_common(self) -> bool:
-        """Whether every rank is raising; ``False`` if one is waiting for others, or is
-        late.
+        """Whether every rank is raising; called on the main thread.
 
-        For the main thread.
+        ``False`` if a rank is waiting for others, or is late.
         """
         self._is_raising = True
         self._is_common = None

@@ -1,5 +1,4 @@
-"""Find in the reports of all ranks why they make no progress: a rank that is stuck, or a
-deadlock.
+"""Find in the reports of all ranks which rank is stuck, or that they are in a deadlock.
 
 In a deadlock, ranks made different calls, so none of them can continue. A rank waits
 for another one that has not made its call. It can never make it if it is itself waiting
@@ -51,16 +50,16 @@ class Findings:
 
     @property
     def diagnosis(self) -> PeerEvent | None:
-        """The event of the rank that the others are waiting for; ``None`` if it, or
-        every rank, is making progress.
+        """The event of the rank that the others are waiting for.
+
+        ``None`` if it, or every rank, is making progress.
         """
         still = [report for report in self.reports if report.is_still]
         moving = [report for report in self.reports if not report.is_still]
         if not still:
             return None
         longest = max(report.idle for report in still)
-        # Ranks start to wait at different times, so a rank past half of the longest
-        # wait also counts as still.
+        # Ranks start to wait at different times, so half of the longest wait suffices.
         if self.silences and all(2 * report.idle > longest for report in moving):
             sentence = listed([*self.silences, *_activities(still)], separator="; ")
             return event_of("hung", self.silences[0].who, sentence)
@@ -79,10 +78,10 @@ class Findings:
 
 
 def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:
-    """Return the event of a rank that did not enter the first unfinished collective of
-    a group, if any.
+    """Return the event of a rank that did not enter an unfinished collective, if any.
 
-    The default group comes first.
+    The first unfinished collective of each group is checked, that of the default group
+    before the others.
     """
     pending = chain.from_iterable(report.pending for report in reports)
     for flight, number in sorted(pending, key=lambda pair: (pair[0].label, pair[0].group, pair[1])):
@@ -116,8 +115,9 @@ def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]
 
 
 def _stuck(still: Sequence[Report]) -> PeerEvent:
-    """Return the event of the rank that the others are assumed to wait for: one that is
-    not waiting itself, if any.
+    """Return the event of the rank that the others are assumed to wait for.
+
+    It is a rank that is not waiting itself, if possible.
     """
     inside = [report for report in still if not report.is_outside] or list(still)
     culprits = [report for report in inside if not report.waits] or inside
@@ -190,9 +190,7 @@ class Deadlock:
         )
 
     def persists_in(self, later: Deadlock | None) -> bool:
-        """Whether a later survey found the same ranks in the same calls, and none of
-        them was computing.
-        """
+        """Whether a later survey found the same calls, and no rank was computing."""
         if later is None or self.calls != later.calls:
             return False
         pairs = zip(self.reports, later.reports, strict=True)
@@ -206,8 +204,9 @@ def deadlock_in(reports: Sequence[Report]) -> Deadlock | None:
 
 
 def mismatch_in(reports: Sequence[Report]) -> Deadlock | None:
-    """Return the ranks that entered different collectives with the same number, while
-    one of them waits in it.
+    """Return ranks that entered different collectives with the same number, if any.
+
+    At least one of them is waiting in its collective.
     """
     for flight, number in chain.from_iterable(report.pending for report in reports):
         others = [(each, each.flight(flight.group)) for each in reports]
@@ -257,8 +256,9 @@ def _is_missed(report: Report, stuck: Sequence[Report]) -> bool:
 
 
 def _is_waiting_for(report: Report, other: Report) -> bool:
-    """Whether a rank waits in a call that another one has not made, and that it cannot
-    make in another run.
+    """Whether a rank waits in a call that another one has not made and cannot make.
+
+    The other one cannot make it if it is blocked, or if it has left that run.
     """
     if not report.is_blocked or not (
         other.is_blocked or (report.is_in_run and other.run >= report.run)

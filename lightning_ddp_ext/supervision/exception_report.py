@@ -1,6 +1,4 @@
-"""Print a rank's exception: with its traceback, or as one line if another rank caused
-it.
-"""
+"""Print a rank's exception: the traceback, or one line if another rank caused it."""
 
 from __future__ import annotations
 
@@ -26,12 +24,11 @@ _behind: Hook | None = None  # the hook that ours replaced and calls
 
 
 def install_excepthook() -> None:
-    """Put our ``sys.excepthook`` in front of the current one; must be called after each
-    group is formed.
+    """Put our ``sys.excepthook`` in front of the current one.
 
-    When a group is formed, torch installs a hook that delays output; ours then moves in
-    front of it. A hook that the user has put in front of ours since the first call
-    stays there.
+    Must be called after each group is formed: torch then installs a hook that delays
+    output, and ours moves in front of it. A hook that the user has put in front of ours
+    since the first call stays there.
     """
     global _behind
     hook = sys.excepthook
@@ -55,8 +52,7 @@ def _excepthook(
         return
     context = session.context
     if not context.peers.has_raised:
-        # An exception outside of Trainer calls also ends this rank, for which other
-        # ranks may be waiting.
+        # Other ranks may be waiting for this one outside of Trainer calls as well.
         explanation: BaseException = explain(exception)
         if explanation is not exception:
             explanation.__cause__ = exception
@@ -79,9 +75,7 @@ def _excepthook(
 
 
 def _write_for_torchrun(exception: BaseException) -> None:
-    """Write the file from which torchrun reports the cause, unless ``@record`` has
-    written it.
-    """
+    """Write the cause to torchrun's file, unless ``@record`` has written one."""
     message = {
         "message": reason_of(exception),
         # HACK: a second early, since torchrun compares whole seconds and blames the
@@ -96,9 +90,7 @@ def _write_for_torchrun(exception: BaseException) -> None:
 
 
 def print_line(exception: BaseException, remark: str = "") -> None:
-    """Print the type and the first line of an exception on one line, after this rank's
-    number.
-    """
+    """Print this rank's number, and the type and first line of an exception."""
     context = current()
     who = "" if context is None else f"[rank {context.world.rank}] "
     line = reason_of(exception).partition("\n")[0]

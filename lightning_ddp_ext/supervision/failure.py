@@ -1,6 +1,4 @@
-"""Determine whether an exception is this rank's own failure, or a consequence of
-another rank's failure.
-"""
+"""Determine whether this rank or another one caused an exception."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ def supervised(
     is_joint: bool = True,
     **kwargs: Any,
 ) -> T:
-    """Call ``function``; if it raises, report this to the other ranks, or find the rank
-    that caused it.
+    """Call ``function``, and report its exception or find the rank that caused it.
 
     Every rank runs its part of a job through this function. A rank's own exception is
     raised unchanged; it is also announced, unless every rank raises one. An exception
@@ -90,11 +87,10 @@ class Origin(Enum):
 def explain(
     exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False
 ) -> Any:
-    """Announce the exception to the other ranks and return it, or return the error of
-    the rank that caused it.
+    """Announce an exception to the other ranks, or find the rank that caused it.
 
-    If the caller may catch it and every rank raises, it is not announced, so the groups
-    stay intact.
+    Return the exception, or the error of that rank. If the caller may catch it and
+    every rank raises, it is not announced, so the groups stay intact.
     """
     session = current_session()
     if session is None or isinstance(exception, RendezvousError):
@@ -116,8 +112,9 @@ def explain(
 def _origin_of(
     exception: BaseException, session: Session, is_caught: bool
 ) -> tuple[Origin, PeerEvent | None]:
-    """Return the origin and, if another rank broke a collective, that rank's event;
-    this may take some seconds.
+    """Return the origin, and the event of another rank that broke a collective, if any.
+
+    This may take some seconds.
     """
     if isinstance(exception, RankFailedError):
         return Origin.NAMED, None
@@ -143,9 +140,7 @@ def _origin_of(
 def _replacement(
     exception: BaseException, event: PeerEvent, context: ProcessContext, rescue: Rescue
 ) -> BaseException:
-    """Return the error that names the rank that broke a collective, after closing this
-    rank's groups.
-    """
+    """Call ``rescue``, close this rank's groups, and return the error of the event."""
     rescue(exception)  # the groups are already aborted; closing them takes longer
     context.close_group()
     error = event.to_error()
@@ -163,11 +158,10 @@ def _print_replaced(exception: BaseException, context: ProcessContext) -> None:
 
 
 def may_be_echo(exception: BaseException) -> bool:
-    """Whether ``exception`` or one of its causes was raised in a collective or store,
-    judging by the place.
+    """Whether ``exception`` or a cause of it was raised in a collective or store.
 
-    Ctrl-C reaches all ranks, perhaps while this one handles another rank's exit, so it
-    counts as this rank's own.
+    The place where it was raised decides. Ctrl-C reaches all ranks, perhaps while this
+    one handles another rank's exit, so it counts as this rank's own.
     """
     return not isinstance(exception, KeyboardInterrupt) and any(
         map(_is_broken_collective, chain_of(exception))
@@ -175,8 +169,9 @@ def may_be_echo(exception: BaseException) -> bool:
 
 
 def _is_broken_collective(exception: BaseException) -> bool:
-    """Whether a backend raised the exception or, after another rank's failure, torch
-    because the group is closed.
+    """Whether a backend raised the exception, or torch because the group is closed.
+
+    The latter follows from another rank's failure.
     """
     context = current()
     is_aborted = context is not None and context.peers.cause is not None
@@ -184,24 +179,24 @@ def _is_broken_collective(exception: BaseException) -> bool:
 
 
 def _is_raised_for_user(exception: BaseException) -> bool:
-    """Whether a backend may have raised the exception in user code that waits for a
-    collective.
-    """
+    """Whether a backend may have raised it in user code that waits for a collective."""
     trace = _innermost(exception)
     return trace is not None and is_users(trace.tb_frame) and _may_be_of_backend(exception)
 
 
 def _may_be_of_backend(exception: BaseException) -> bool:
-    """Whether a backend may have raised the exception: it raises from C++, and only
-    these types.
+    """Whether a backend may have raised the exception.
+
+    Backends raise from C++, and only these types.
     """
     is_of_backend = type(exception) is RuntimeError or isinstance(exception, dist.DistError)
     return is_of_backend and not _is_raised_in_python(exception)
 
 
 def _is_in_collective(exception: BaseException) -> bool:
-    """Whether the innermost frame is in code that waits for other ranks, such as a
-    backward pass within a run.
+    """Whether the exception was raised in code that waits for other ranks.
+
+    The innermost frame decides. Within a run, a backward pass also counts.
     """
     trace = _innermost(exception)
     if trace is None or isinstance(exception, DDPExtError):

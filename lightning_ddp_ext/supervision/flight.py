@@ -1,5 +1,4 @@
-"""Read from torch's Flight Recorders which collectives this rank entered, and which of
-them are finished.
+"""Read this rank's collectives, finished or not, from torch's Flight Recorders.
 
 torch keeps the latest collectives of all NCCL groups in one ring buffer, and those of
 other groups in another. An environment variable enables both; torch reads it at the
@@ -26,12 +25,10 @@ from lightning_ddp_ext.threads import start_thread
 
 _SIZE = "2000"  # torch's default, in versions that have one
 _VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-# Collectives to keep for each group: ranks that wait for each other are only a few
-# apart.
+# Collectives to keep for each group; ranks that wait for each other are a few apart.
 _RECENT = 32
 _DEFAULT_GROUP = "default_pg"
-# The recorder of gloo and other backends, and that of NCCL, which builds without CUDA
-# lack.
+# The recorder of gloo and others, and that of NCCL, which builds without CUDA lack.
 _RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 _DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must reply to a survey
 # Functions on the stack of a collective that reveal its purpose: a part of the file's
@@ -62,8 +59,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class Flight:
-    """The progress of a rank in a process group; its collectives are numbered from 1,
-    in the same way on all ranks.
+    """The progress of a rank in a process group.
+
+    Its collectives are numbered from 1, in the same way on all ranks.
     """
 
     group: str
@@ -93,8 +91,9 @@ class Flight:
         return cls(**{**values, "recent": recent})
 
     def is_awaited(self, number: int, rank: int, its: Flight | None) -> bool:
-        """Whether a rank is a member of this group, and has not entered a collective,
-        given its progress.
+        """Whether a rank is a member that has not entered collective ``number``.
+
+        ``its`` is the progress of that rank in the group, if known.
         """
         is_member = its is not None or not self.label or rank in self.members
         return is_member and (its is None or its.entered < number)
@@ -112,8 +111,9 @@ class Flight:
 
 
 def enable() -> dict[str, str]:
-    """Have torch record the collectives of groups formed from now on, unless the user
-    has set a size.
+    """Have torch record the collectives of groups that are formed from now on.
+
+    Do nothing if the user has set a size.
 
     Returns:
         The variables that were set.
@@ -140,9 +140,7 @@ def unfinished() -> list[str]:
 
 
 def flights() -> list[Flight]:
-    """Return this rank's progress in each process group, as far as torch records it and
-    replies in time.
-    """
+    """Return this rank's progress in each group, as far as torch reports it in time."""
     found: dict[str, list[Flight]] = {}
     for recorder in _RECORDERS:
         # NCCL's recorder queries CUDA for the state of events, which may block.
@@ -159,9 +157,7 @@ def _read(recorder: str, found: dict[str, list[Flight]]) -> None:
 
 
 def _dump(recorder: str, has_collectives: bool) -> Any:
-    """Return the contents of a recorder, with or without the collectives and their
-    Python stacks.
-    """
+    """Return a recorder's contents, with or without collectives and Python stacks."""
     dump = getattr(torch._C._distributed_c10d, recorder)
     return pickle.loads(dump(has_collectives, has_collectives, False))
 
@@ -172,8 +168,7 @@ def _members() -> dict[str, list[int]]:
 
 
 def flights_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> list[Flight]:
-    """Return the progress in each group from a recorder's trace, whose entries are in
-    order.
+    """Return the progress in each group from a trace, whose entries are in order.
 
     >>> entry = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce"}
     >>> entry |= {"input_sizes": [[4]], "state": "scheduled"}

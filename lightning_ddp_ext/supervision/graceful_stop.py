@@ -43,8 +43,9 @@ _AFTER_SAVES = 3.0  # seconds from a finished save to the exit, after the deadli
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A request to stop: the signal, the rank that received it, and the ordinal of the
-    ranks' current ``job``.
+    """A request to stop, from the rank that received the signal.
+
+    ``job`` is the ordinal of the ranks' current job.
     """
 
     signum: int
@@ -65,8 +66,7 @@ Position = tuple[int, int, int]
 
 
 def next_common(positions: Sequence[Position]) -> Target:
-    """Return the first stop point that no rank has passed yet and that every rank will
-    reach.
+    """Return the first stop point that no rank has passed and that all will reach.
 
     If the evaluation is shorter on some rank, this is the next point outside of
     evaluation steps.
@@ -132,8 +132,7 @@ class GracefulStop:
         self._remote.call([0], "handle_request", asdict(request))
 
     def start(self, deadline: timedelta, acknowledge: Acknowledge | None = None) -> None:
-        """Handle requests from now on, since the ranks have begun a job that has stop
-        points.
+        """Handle requests from now on: the ranks have begun a job with stop points.
 
         Args:
             deadline: the time from the first signal or an exception until ranks that
@@ -153,9 +152,7 @@ class GracefulStop:
                 self._start_agreement(self._request)
 
     def end(self) -> None:
-        """Ignore requests from now on, since the ranks have stopped or passed the last
-        stop point.
-        """
+        """Ignore requests from now on, after a stop or the last stop point."""
         with self._peers.arrived:
             self.is_active = False
             self._acknowledge = _ignore  # this object outlives the Trainer
@@ -181,8 +178,9 @@ class GracefulStop:
     def at_step(
         self, count_steps: Callable[[], int], may_stop: Callable[[], bool] = lambda: True
     ) -> StopRequest | None:
-        """Return the request if all ranks stop here; called before each step of an
-        evaluation.
+        """Return the request if all ranks stop here.
+
+        Called before each step of an evaluation.
 
         Args:
             count_steps: returns this rank's number of evaluation steps, or 1 if
@@ -208,9 +206,7 @@ class GracefulStop:
         return self.at_point()
 
     def _decide(self, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
-        """Wait until the ranks have agreed where to stop; return the request if they
-        stop here.
-        """
+        """Return the request if the ranks stop here, after they have agreed where."""
         if self._is_agreed_on() and not may_stop():
             self._target = (self._position[0] + 1, 0)
         with self._peers.arrived:
@@ -234,14 +230,16 @@ class GracefulStop:
     # The agreement, in other threads.
 
     def _is_over(self, job: int) -> bool:
-        """Whether this rank has finished that job; a late message must not stop the
-        next job.
+        """Whether this rank has finished that job.
+
+        A late message must not stop the next one.
         """
         return job < self._job or (job == self._job and not self.is_active)
 
     def _handle_request(self, values: dict[str, Any]) -> None:
-        """Handle a request on rank 0: after the first one, pause all ranks as soon as
-        rank 0 has started that job.
+        """Handle a request on rank 0.
+
+        After the first one, all ranks pause as soon as rank 0 has started that job.
         """
         request = StopRequest(**values)
         if self._request is None and not self._is_over(request.job):
@@ -250,8 +248,9 @@ class GracefulStop:
                 self._start_agreement(request)
 
     def _start_agreement(self, request: StopRequest) -> None:
-        """Pause all ranks before another barrier opens, and wait for their replies in a
-        thread; on rank 0.
+        """On rank 0, pause all ranks and find their stop point in a thread.
+
+        The ranks pause before another barrier opens.
         """
         if self._peers.rank == 0:
             self._replies = self._remote.call(self._peers.everyone, "pause", asdict(request))
@@ -279,8 +278,9 @@ class GracefulStop:
     # The deadline.
 
     def limit_exit(self, *, is_void: Callable[[], bool] = lambda: False) -> None:
-        """Have a rank that has raised exit in time, even if hooks or teardown block;
-        :meth:`end` lifts the limit.
+        """Limit the time until this rank exits after an exception.
+
+        It exits even if hooks or teardown block. :meth:`end` lifts the limit.
         """
         if self._seconds:  # otherwise no Trainer has run
             finding = "the process raised an exception and has not exited"

@@ -8,15 +8,12 @@ import sys
 from contextlib import suppress
 from typing import NamedTuple
 
-# An option of the interpreter: flags, and perhaps one with a value, which may be the
-# next word.
+# An option of the interpreter: flags, perhaps with a value, which may be the next word.
 _OPTION = re.compile(r"-[abd-ln-zA-VYZ?]*(?P<last>[cmWX]?)(?P<value>.*)")
 
 
 class Command(NamedTuple):
-    """A command, and the directory in which it was started; ``None`` if that directory
-    is unknown.
-    """
+    """A command, and the directory in which it was started, if known."""
 
     words: list[str]
     directory: str | None
@@ -33,8 +30,7 @@ _directory = _current_directory()
 
 
 def own_command() -> Command | None:
-    """Return the command of this process, with the interpreter's options and all
-    arguments.
+    """Return this process's command, with the interpreter's options and all arguments.
 
     The script may have changed ``sys.argv`` and the directory. Return ``None`` if the
     command does not name the running program, because a debugger or another tool runs
@@ -59,8 +55,7 @@ def own_command() -> Command | None:
 
 
 def _program_of(words: list[str]) -> tuple[str, str]:
-    """Return the module that Python's ``-m`` names, or the script; an empty string
-    stands for the other one.
+    """Return the module that ``-m`` names, and the script; one or both are empty.
 
     >>> _program_of(["python", "-X", "dev", "-Wignore", "train.py", "-m", "x"])
     ('', 'train.py')

@@ -14,15 +14,12 @@ from lightning_ddp_ext.at_exit import exit_now, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.threads import start_thread
 
-# The variable with the id of the process that started a rank, for ranks that this
-# package starts.
+# The variable with the id of the launcher, for ranks that this package starts.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
-# The variable with the id of the rank for which the variables below were set: programs
-# that it starts inherit them.
+# The variable with the id of the rank that has those below; its programs inherit them.
 _RANK_PID = "DDPX_RANK_PID"
 _OF_RANK = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The variable with the file to which rank 0 writes its address, if this package chose
-# the file.
+# The variable with the file of rank 0's address, if this package chose the file.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
 # Seconds until the exit, also after a save; longer than after a rank's death, since the
@@ -45,10 +42,10 @@ os.register_at_fork(after_in_child=_record_parent)
 
 
 def watch_launcher(pid: int) -> None:
-    """Exit some seconds after process ``pid`` exits, or after this call if it is not
-    running.
+    """Exit some seconds after process ``pid`` exits.
 
-    A second call for the same process does nothing.
+    If it is not running, the time counts from this call. A second call for the same
+    process does nothing.
     """
     _watch(pid, partial(_wait_for_exit, pid))
 
@@ -61,17 +58,20 @@ def _watch(pid: int, wait_for_exit: Callable[[], None]) -> None:
 
 
 def _refuse_parent_death_signal() -> None:
-    """Undo torch's request for SIGINT at the parent's death: one may arrive for each
-    thread, and two prevent a save.
+    """Undo torch's request for SIGINT at the parent's death.
+
+    One signal may arrive for each thread, and two prevent a save.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def watch_own_launcher() -> None:
-    """Exit soon after the process that started this rank exits; do nothing if the
-    environment does not name it.
+    """Exit soon after the process that started this rank exits.
 
-    A program that a rank has started is not that rank, and may start ranks itself.
+    Do nothing if the environment does not name that process.
+
+    A program that a rank has started is not that rank, and may start ranks itself, so
+    this function removes the rank's variables there.
     """
     launcher = os.environ.pop(LAUNCHER_PID, None)  # meant for this process, not for its children
     rank = os.environ.get(_RANK_PID)
@@ -84,28 +84,29 @@ def watch_own_launcher() -> None:
 
 
 def set_rank_variables(local_rank: str) -> None:
-    """Set this process's local rank, and record that it is not that of the programs
-    that this process starts.
+    """Set this process's local rank.
+
+    Record also this process's id, since programs that it starts inherit the variables.
     """
     os.environ["LOCAL_RANK"] = local_rank
     os.environ[_RANK_PID] = str(os.getpid())
 
 
 def watch_parent() -> None:
-    """Exit soon after the parent process exits, for launchers that the environment does
-    not name.
+    """Exit soon after the parent process exits.
 
-    Parent 0 is outside of this container. Process 1 has either adopted this orphan or
-    is the first process of a container, which ends with it. In doubt, this process
-    continues.
+    This is for launchers that the environment does not name. Parent 0 is outside of
+    this container. Process 1 has either adopted this orphan or is the first process of
+    a container, which ends with it. In doubt, this process continues.
     """
     if _parent > 1:
         _watch(_parent, _wait_for_adoption)
 
 
 def _wait_for_adoption() -> None:
-    """Wait until this process gets another parent because its own exited; ``/proc`` may
-    not show that one.
+    """Wait until the parent has exited and this process has another one.
+
+    ``/proc`` may not show the parent.
     """
     while os.getppid() == _parent:
         time.sleep(_LOOK_EVERY)

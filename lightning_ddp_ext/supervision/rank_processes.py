@@ -1,6 +1,4 @@
-"""Wait for the ranks that this process started, find the first that failed, and stop
-the other ranks.
-"""
+"""Wait for started ranks, find the first that failed, and stop the others."""
 
 from __future__ import annotations
 
@@ -39,8 +37,7 @@ _AT_MOST = 600.0
 
 @dataclass(frozen=True)
 class ChildScripts:
-    """The other ranks of this node, which local rank 0 started by running its script
-    again.
+    """The ranks of this node that local rank 0 started by running its script again.
 
     Args:
         children: their processes, in the order of their local ranks, which start at 1.
@@ -58,9 +55,7 @@ class ChildScripts:
     notice_after: float = _NOTICE_AFTER
 
     def failure(self) -> str | None:
-        """Describe a child that has exited while this process is waiting for it;
-        ``None`` if all are running.
-        """
+        """Describe a child that exited before all ranks had connected, if any."""
         for local_rank, child in enumerate(self.children, start=1):
             status = child.poll()
             if status is not None:
@@ -71,16 +66,15 @@ class ChildScripts:
         return None
 
     def join_at_exit(self) -> None:
-        """Wait for the children, and have this process exit with the status of one that
-        failed.
-        """
+        """Wait for the children, and exit with the status of one that failed."""
         status = self.join_or_kill()
         if status != 0:
             set_exit_status(status)
 
     def join_or_kill(self) -> int:
-        """Wait for the children for a limited time, which is shorter after an
-        exception.
+        """Wait for the children for a limited time, then kill those that are running.
+
+        The time is shorter after an exception.
 
         Returns:
             The status of the first child that failed, as shells write it; 0 after an
@@ -104,8 +98,9 @@ class ChildScripts:
         return 0 if failed else self._status_of_failure()
 
     def _status_of_failure(self) -> int:
-        """Return the status of the first child that failed, and name it unless a signal
-        stopped all ranks.
+        """Return the status of the first child that failed, or 0.
+
+        Print which one it is, unless a signal stopped all ranks.
         """
         _running_after(self.children, _END_WITHIN)  # one that was killed may be in the kernel
         for local_rank, child in enumerate(self.children, start=1):
@@ -139,10 +134,10 @@ def record_started(started: ChildScripts) -> None:
 
 
 class RankProcesses:
-    """The ranks of this node, as processes that run a function; joining them raises the
-    first failure.
+    """The ranks of this node, as processes that run a function.
 
-    The other ranks get some time to print why they exit.
+    Joining them raises the first failure. The other ranks get some time to print why
+    they exit.
 
     Args:
         context: torch's object for the started processes.
@@ -174,8 +169,7 @@ class RankProcesses:
                 seconds = self._stop_within if self._stopped_by() else _END_WITHIN
                 late = _end(self.processes, seconds, self._stop_within)
         except BaseException:
-            # Ctrl-C reaches all processes in a terminal, but only this one in a
-            # notebook.
+            # In a notebook, Ctrl-C reaches this process only.
             _end(self.processes, _END_WITHIN / 2, self._stop_within)
             raise
         finally:
@@ -211,9 +205,7 @@ class RankProcesses:
                 return
 
     def _stopped_by(self) -> int | None:
-        """Return the common status of ranks that a signal stopped; ``None`` if one
-        exited for another reason.
-        """
+        """Return the common status of the failed ranks if a signal stopped them all."""
         statuses = {self.processes[index].exitcode for index in self._failed()}
         is_stop = len(statuses) == 1 and statuses <= STOP_STATUSES
         return (
@@ -228,8 +220,10 @@ class RankProcesses:
         ]
 
     def _order_of_blame(self, index: int) -> tuple[int, float]:
-        """Return a sort key: kills, own exceptions by time, exits without a report,
-        failures due to other ranks.
+        """Return a sort key that puts the process to blame first.
+
+        The order is: kills, own exceptions by time, exits without a report, failures
+        due to other ranks.
         """
         path = self._error_file(index)
         if path is None:  # no report: the process was killed, called sys.exit(), or was stuck
@@ -240,8 +234,7 @@ class RankProcesses:
         return (3 if is_bystander else 1), os.stat(path).st_mtime
 
     def _error_file(self, index: int) -> str | None:
-        """Return torch's file with a process's traceback; ``None`` if the process wrote
-        none.
+        """Return torch's file with a process's traceback, if the process wrote one.
 
         Its name in the directory for temporary files is known to other users. One who
         takes it could have this process unpickle any code, so the file has to be this
@@ -272,11 +265,10 @@ class RankProcesses:
 
 
 def _end(processes: Sequence[Any], seconds: float, save_within: float) -> list[int]:
-    """Wait, then send SIGTERM to processes that are still running, and return their
-    numbers.
+    """Wait, then stop processes that are still running, and return their numbers.
 
-    Those that are not saving then exit. After another wait, the remaining ones are
-    killed.
+    They get SIGTERM, and those that are not saving then exit. After another wait, the
+    remaining ones are killed.
     """
     try:
         late = _running_after(processes, seconds)
@@ -291,9 +283,7 @@ def _end(processes: Sequence[Any], seconds: float, save_within: float) -> list[i
 
 
 def _running_after(processes: Sequence[Any], seconds: float) -> list[int]:
-    """Wait for processes, for a limited time, and return the numbers of those that are
-    still running.
-    """
+    """Wait up to ``seconds``, and return the numbers of processes that still run."""
     moment = time.monotonic() + seconds
     while True:
         running = [index for index, each in enumerate(processes) if _status_of(each) is None]

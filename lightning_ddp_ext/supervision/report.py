@@ -63,9 +63,7 @@ class Report:
 
     @property
     def pending(self) -> list[tuple[Flight, int]]:
-        """The first collective of each group that it has entered and not finished, by
-        its number.
-        """
+        """Each group's first unfinished collective, by its number."""
         return [(flight, flight.pending) for flight in self.flights if flight.pending is not None]
 
     def flight(self, group: str) -> Flight | None:

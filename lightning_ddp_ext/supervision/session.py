@@ -1,6 +1,4 @@
-"""Build what answers the other ranks' messages once the ranks are connected, and find
-it.
-"""
+"""Build and find the session, which answers other ranks' messages."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from lightning_ddp_ext.supervision.watchdog import watch_long_waits
 
 
 class Session:
-    """This rank's part in what the connected ranks do together; it lasts as long as its
-    context.
+    """This rank's part in what the connected ranks do together.
 
-    Messages that arrive before it is built are kept for it.
+    It lasts as long as its context. Messages that arrive before it is built are kept
+    for it.
 
     Attributes:
         context: the connections and process groups.

@@ -54,8 +54,9 @@ class StopSignals:
         self._former_descriptor = -1
 
     def install(self, *signals: signal.Signals) -> None:
-        """Install handlers for these signals, except ignored ones; do nothing outside
-        of the main thread.
+        """Install handlers for these signals, except for ignored ones.
+
+        Do nothing outside of the main thread.
         """
         self.received = None
         self.has_passed_on = False
@@ -139,8 +140,9 @@ _installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
 
 def _drop_in_child() -> None:
-    """Drop the handlers in a forked child, such as a loader worker: signals to it are
-    not for its parent.
+    """Drop the handlers in a forked child, such as a loader worker.
+
+    Signals to it are not meant for its parent.
     """
     for signals in list(_installed):
         if signals._writer is not None:
@@ -153,9 +155,7 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def has_handler(signum: signal.Signals) -> bool:
-    """Whether a signal is ignored or has a handler: a Python function, or C code such
-    as ``faulthandler``'s.
-    """
+    """Whether a signal is ignored or has a handler, in Python or in C."""
     if signal.getsignal(signum) is not signal.SIG_DFL:
         return True
     # Python does not report handlers in C, but the kernel lists them.
@@ -165,17 +165,15 @@ def has_handler(signum: signal.Signals) -> bool:
 
 
 def without_handler(*signals: signal.Signals) -> list[signal.Signals]:
-    """Return those of the signals that would end this process: neither handled nor
-    ignored, as by ``nohup``.
-    """
+    """Return the signals that would end this process: neither handled nor ignored."""
     return [each for each in signals if not has_handler(each)]
 
 
 class _Deferral:
-    """A handler that gives this process time to print the cause, and then exits with
-    the status of SIGTERM.
+    """A handler that ends this process after some time to print the cause.
 
-    Its thread starts in advance, since a handler that starts a thread may deadlock.
+    The exit status is that of SIGTERM. The handler's thread starts in advance, since a
+    handler that starts a thread may deadlock.
     """
 
     def __init__(self) -> None:
@@ -197,8 +195,7 @@ class _Deferral:
 
 
 def status_of(signum: int) -> int:
-    """Return the exit status of a process that stopped because of a signal, as shells
-    and schedulers write it.
+    """Return the exit status after a signal, as shells and schedulers write it.
 
     >>> status_of(signal.SIGTERM)
     143

@@ -1,6 +1,4 @@
-"""Read the stacks of this process: the user's code that made a call, and calls that wait
-for other ranks.
-"""
+"""Read this process's stacks: the user's calls, and calls that wait for other ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from lightning_ddp_ext.ranks import shortened
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
-# Packages between the call and the user's code, whose lines do not help users find a
-# mistake.
+# Packages between the call and the user's code, whose lines do not help users.
 _LIBRARIES = {
     "lightning",
     "lightning_ddp_ext",
@@ -53,9 +50,7 @@ _WAITING = (
 
 
 def call_site() -> str:
-    """Return file and line of the innermost call in the user's code; empty if not
-    found.
-    """
+    """Return file and line of the user's innermost call; empty if not found."""
     return call_site_of(sys._getframe(1))
 
 
@@ -65,8 +60,9 @@ def called_by_lightning() -> bool:
 
 
 def call_site_of(frame: FrameType | None) -> str:
-    """Return file and line of the innermost call in the user's code, starting at
-    ``frame``; empty if not found.
+    """Return file and line of the user's innermost call, starting at ``frame``.
+
+    Empty if not found.
     """
     while frame is not None and not is_users(frame):
         frame = frame.f_back
@@ -79,9 +75,7 @@ def is_users(frame: FrameType) -> bool:
 
 
 def call_site_in(lines: Iterable[tuple[str, int]]) -> str:
-    """Return the first file and line in the user's code of a recorded stack; empty if
-    not found.
-    """
+    """Return a recorded stack's first line in the user's code; empty if not found."""
     found = (f"{file}:{line}" for file, line in lines if not _is_between(file))
     return next(found, "")
 
@@ -96,9 +90,7 @@ def _is_between(file: str) -> bool:
 
 
 def is_main_thread_in(call: FrameType) -> bool:
-    """Whether a call on the main thread is still running; must be called on another
-    thread.
-    """
+    """Whether the main thread is still in a call; for use on another thread."""
     frame = main_frame()
     while frame is not None and frame is not call:
         frame = frame.f_back
@@ -114,8 +106,9 @@ def main_frame() -> FrameType | None:
 
 
 def is_in_collective(frame: FrameType | None) -> bool:
-    """Whether the innermost frame of a call is in code that waits for other ranks in
-    C++, other than a backward pass.
+    """Whether the innermost frame of a call is in code that waits for ranks in C++.
+
+    A backward pass does not count.
     """
     return _module_of(frame).startswith(_COLLECTIVE)
 
@@ -126,8 +119,9 @@ def is_in_backward(frame: FrameType | None) -> bool:
 
 
 def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
-    """Whether a frame is in a call that is or may be waiting for other ranks, as far as
-    its Python stack shows.
+    """Whether a frame is in a call that may be waiting for other ranks.
+
+    Only its Python stack is examined.
     """
     if is_in_collective(frame):
         return True
@@ -142,11 +136,10 @@ def _module_of(frame: FrameType | None) -> str:
 
 
 def all_stacks() -> str:
-    """Return the stacks of all other threads, shortened if too long: the main thread
-    first, the most recent call last.
+    """Return the stacks of all other threads, the main thread's first.
 
-    Source lines are left out, since the file system that contains them may be the cause
-    of a hang.
+    The most recent call comes last, and a long text is shortened. Source lines are left
+    out, since the file system that contains them may be the cause of a hang.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()

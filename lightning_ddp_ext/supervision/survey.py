@@ -1,13 +1,12 @@
-"""Collect a report from every rank when a rank waits for a long time, or a watchdog has
-detected no progress.
+"""Collect a report from every rank when one waits for long or makes no progress.
 
 Rank 0 requests the reports in a thread, on behalf of any rank. Each rank replies from
 the channel's thread, even if its main thread is blocked. There are surveys of four
 kinds:
 
 - ``"deadlock"``: a rank has waited in a call for some seconds. Only a deadlock that is
-  certain is reported, after a second survey has found it unchanged. Ranks that work are
-  asked only whether they wait.
+  certain is reported, after a second survey has found it unchanged. Ranks that work
+  only report whether they wait.
 - ``"collective"``: a collective has timed out. A rank that does not reply is named,
   otherwise one that is not waiting for the others. The latter may just be returning
   from the same collective, so rank 0 first sends a second request.
@@ -45,14 +44,11 @@ from lightning_ddp_ext.threads import start_thread
 
 Kind = Literal["deadlock", "collective", "silence", "hang"]
 
-# Seconds within which all ranks return from a collective once one has, so rank 0 waits
-# this long before asking again.
+# Seconds before a second request; once one rank returns from a collective, all do.
 _FOLLOWS_WITHIN = 1.0
-# seconds; a rank that does not reply is not part of a deadlock, and must not delay
-# other surveys
+# Seconds; a rank that does not reply is not in a deadlock, and must not delay others.
 _GLANCED_WITHIN = 1.0
-# a rank may have entered the last of several collectives a little later than the one
-# that timed out
+# A rank may have entered its last collective a little after the one that timed out.
 _NEARLY = 0.9
 _REMEDY = (
     "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to"
@@ -80,7 +76,9 @@ class Survey:
         self._has_broken_collective = False
         # The ranks' replies before the last survey that found no deadlock.
         self._glances: dict[int, Any] = {}
+        # The kinds whose survey has finished since this rank last requested it.
         self._over: set[Kind] = set()
+        # On rank 0, the kinds that wait or run: further requests share that survey.
         self._requested: set[Kind] = set()
         self._one_at_a_time = threading.Lock()
         self._remote = RemoteCalls(
@@ -96,8 +94,9 @@ class Survey:
     # For any thread except the channel's; most of these calls take several seconds.
 
     def cause_of_broken_collective(self) -> PeerEvent | None:
-        """Return the event that broke a collective or store, the same on all ranks;
-        ``None`` if no rank caused it.
+        """Return the event that broke a collective or store, if a rank caused it.
+
+        All ranks get the same event.
         """
         self._has_broken_collective = True
         has_timed_out = self._has_timed_out(flights())
@@ -109,8 +108,9 @@ class Survey:
         return event
 
     def check_that_all_answer(self) -> None:
-        """Raise if a rank does not reply; a rank that replies may take as long as it
-        needs.
+        """Raise if a rank does not reply.
+
+        A rank that replies may take as long as it needs.
 
         Raises:
             RankHungError: a rank does not reply.
@@ -121,8 +121,7 @@ class Survey:
             raise event.to_error()
 
     def request(self, kind: Kind, wait: str) -> PeerEvent | None:
-        """Have rank 0 make a survey, and return the event that it, or something else,
-        found meanwhile.
+        """Have rank 0 make a survey; return the event that was found meanwhile, if any.
 
         Args:
             kind: the kind of survey.
@@ -146,8 +145,9 @@ class Survey:
         return unfinished() + ([] if call is None else [f"call {call.number}"])
 
     def _has_timed_out(self, found: Collection[Flight]) -> bool:
-        """Whether a collective of this rank took as long as its timeout, as far as
-        torch records collectives.
+        """Whether a collective of this rank took as long as its timeout.
+
+        Also true if torch has not recorded any.
         """
         limit = self._context.groups.timeout.total_seconds()
         return not found or any(each.seconds >= _NEARLY * min(limit, each.limit) for each in found)
@@ -279,9 +279,7 @@ def _cpu_seconds() -> float:
 
 
 def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
-    """Return the event for the rank that the others are waiting for; ``None`` if it is
-    not found.
-    """
+    """Return the event of the rank that the others are waiting for, if it is found."""
     silences = findings.silences
     elsewhere = findings.elsewhere
     if silences:

@@ -34,8 +34,9 @@ _LOOKS = 8  # checks for calls that wait, within the time after which rank 0 com
 
 
 def watch_long_waits(context: ProcessContext, survey: Survey) -> None:
-    """Start a daemon thread that looks at the calls of this rank until the ranks
-    disconnect, if there are other ranks.
+    """Start a thread that looks at this rank's calls until the ranks disconnect.
+
+    A single rank needs no such thread.
     """
     if len(context.table) > 1:
         start_thread("ddpx-waits", _watch, context, survey)
@@ -59,8 +60,9 @@ def _watch(context: ProcessContext, survey: Survey) -> None:
 
 
 def _is_overdue(context: ProcessContext, seconds: float) -> bool:
-    """Whether NCCL has waited for its timeout, or for a rank that left; unlike gloo, it
-    does not raise then.
+    """Whether NCCL has waited for its timeout, or too long for a rank that left.
+
+    Unlike gloo, it does not raise then.
     """
     limit = context.groups.timeout.total_seconds()
     if context.peers.cause_or_departure is not None:
@@ -76,8 +78,7 @@ def _end_overdue_collective(peers: Peers, survey: Survey) -> None:
 
 
 class Watchdog:
-    """A daemon thread that sleeps until this rank has made no progress for ``timeout``
-    seconds.
+    """A thread that sleeps until this rank makes no progress for ``timeout`` seconds.
 
     Args:
         who: this process.
@@ -161,8 +162,7 @@ class Watchdog:
             if self._on_hang == "abort"
             else "the ranks continue (on_hang='continue')"
         )
-        # The file system may be the cause of the hang, and must not block the
-        # diagnosis.
+        # The file system may have caused the hang, and must not block the diagnosis.
         written = start_thread("ddpx-watchdog-file", _write, path, text)
         print_in_time(
             f"[rank {self._who.rank}] no progress for {self._timeout:g} s: {diagnosis.reason};"
