@@ -77,8 +77,9 @@ def on_local_disk(location: Location) -> Iterator[str]:
 
 
 def _fetch(location: Location, target: str) -> None:
-    """Copy the file to the local path ``target``: in parallel if the store's library can
-    do that, and otherwise piece by piece.
+    """Copy the file to the local path ``target``, in parallel if the store can do that.
+
+    Otherwise it is copied piece by piece.
     """
     try:
         try:

@@ -91,8 +91,9 @@ def _local_file(path: Path) -> Iterator[Sink]:
 
 @contextmanager
 def _upload(location: Location) -> Iterator[Sink]:
-    """Upload what the block writes; if the block raises, abort the upload if the store
-    can be reached.
+    """Upload what the block writes, or abort the upload if the block raises.
+
+    An upload that a store cannot be told to abort stays there.
     """
     fs = location.fs
     fs.makedirs(fs._parent(location.path), exist_ok=True)

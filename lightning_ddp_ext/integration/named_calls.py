@@ -41,8 +41,7 @@ def report_step() -> None:
 
 
 def check_received() -> None:
-    """Raise the error of the rank that failed if what a collective returned may be
-    arbitrary.
+    """Raise the error of the rank that failed if received values may be arbitrary.
 
     NCCL's collectives return when they are aborted, so this must be called before a
     received value is used.

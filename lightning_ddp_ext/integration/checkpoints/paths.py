@@ -89,8 +89,9 @@ def _files_in(directory: str) -> list[str]:
 
 
 def _locate_anew(path: str) -> Location:
-    """Return the location, and forget what its store listed before other processes
-    changed it.
+    """Return the location, without what its store listed earlier.
+
+    Other processes may have changed it since.
     """
     location = locate(path)
     location.fs.invalidate_cache(location.path)
