@@ -77,17 +77,16 @@ def _is_ours(strategy: object) -> bool:
 
 @pytest.mark.lowest
 def test_a_notebook_may_fork_ranks_and_do_nothing_else() -> None:
-    """Lightning refuses other start methods in an interactive session; the example
-    shows how a notebook trains.
-    """
-    names = ("ddp_ext_notebook", "ddp_ext_fork", "ddp_ext", "ddp_ext_spawn")
-    launchers: list[Any] = [make_trainer(name).strategy.launcher for name in names]
-    assert [launcher.is_interactive_compatible for launcher in launchers] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    """Lightning refuses every other start method in an interactive session."""
+    is_compatible = {
+        "ddp_ext_notebook": True,
+        "ddp_ext_fork": True,
+        "ddp_ext": False,
+        "ddp_ext_spawn": False,
+    }
+    for name, expected in is_compatible.items():
+        launcher: Any = make_trainer(name).strategy.launcher
+        assert launcher.is_interactive_compatible is expected, name
 
 
 def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
@@ -155,15 +154,16 @@ def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
     assert [facts[1:] for facts in ours] == [facts[1:] for facts in stock]
 
 
+class Owner:
+    """An object of Lightning's without any private name."""
+
+
 @pytest.mark.lowest
 def test_a_private_name_that_lightning_removed_is_named() -> None:
-    """The error names the class, the name, the version and the remedy, and nothing is
-    replaced; clocks may lack.
+    """The error names the class, the name, the version and the remedy.
+
+    Nothing is replaced.
     """
-
-    class Owner:
-        pass
-
     owner = Owner()
     needs = r"needs .*Owner\.{}, which \S+ \d\S* does not .*; install"
     with pytest.raises(ImportError, match=needs.format("forget")):
@@ -171,7 +171,14 @@ def test_a_private_name_that_lightning_removed_is_named() -> None:
     assert not hasattr(owner, "forget")
     with pytest.raises(ImportError, match=needs.format("_active_loop")):
         compat.active_loop_of(owner)
+
+
+@pytest.mark.lowest
+def test_a_lightning_without_a_validation_clock_is_accepted() -> None:
+    """Nothing is scheduled, and nothing raises."""
+    owner: Any = Owner()
     compat.schedule_timed_validation(owner, 0.0)
+    assert vars(owner) == {}
 
 
 class CountingIO(TorchCheckpointIO):
