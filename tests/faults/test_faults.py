@@ -382,8 +382,9 @@ def test_a_fault_is_survived(
     request: pytest.FixtureRequest,
     record: Callable[[Case, float], None],
 ) -> None:
-    """All processes exit in time and name the culprit; the same command then reads each
-    sample once an epoch.
+    """All processes exit in time and name the culprit.
+
+    The same command then reads each sample once an epoch.
     """
     hosts = request.getfixturevalue("two_hosts") if case.started == BAD_WIRE else None
     ended = strike_and_wait(case, tmp_path, hosts)

@@ -295,11 +295,11 @@ def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
-    """With DDP's options, Lightning's ways to optimise, and layers of all kinds: the
-    statistics are joint.
+    """The statistics of ranks are joint, with layers and options of all kinds.
 
-    What the ranks have, running statistics included, is the same to the last bit; the
-    callback also serves stock DDP.
+    The options are DDP's, and Lightning's ways to optimise. What the ranks have,
+    running statistics included, is the same to the last bit; the callback also serves
+    stock DDP.
     """
     (alone,) = run_ranks(features_alone, 1)
     first, second = on_ranks("ours", features_on_all, tmp_path)
@@ -341,9 +341,7 @@ def fit_and_log(kind: Kind, directory: Path, by: By) -> list[str]:
 
 @WAYS
 def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path) -> None:
-    """Rank 0 logs the number of converted layers in one line, and names the others in one
-    warning.
-    """
+    """Rank 0 logs a line about converted layers, and names the others in a warning."""
     (summary, warning), second = on_ranks(kind, fit_and_log, tmp_path, by)
     assert (
         summary == "SyncBatchNorm: 6 of 10 layers, statistics over 2 ranks; "
@@ -438,8 +436,9 @@ def choose(kind: Kind, directory: Path, model: Joint, options: dict[str, Any]) -
 def test_a_choice_that_cannot_be_followed_ends_fit_on_all_ranks(
     model: Joint, options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    """The error names a layer whose forward does not reach ours; the Trainer's flag
-    allows no choice of ranks.
+    """All ranks raise an error that names the layer or the flag.
+
+    A layer's forward may not reach ours; the Trainer's flag allows no choice of ranks.
     """
     for error in on_ranks("ours", choose, tmp_path, model, options):
         assert told in error
@@ -465,8 +464,9 @@ def resume(kind: Kind, directory: Path) -> None:
 
 
 def test_checkpoints_are_those_of_plain_layers_and_resuming_changes_nothing(tmp_path: Path) -> None:
-    """A file from the middle of training has a plain model's keys; a resumed run equals
-    an unbroken one, bit by bit.
+    """A file from the middle of training has a plain model's keys.
+
+    A resumed run equals an unbroken one, bit by bit.
     """
     on_ranks("ours", resume, tmp_path)
 
@@ -488,8 +488,9 @@ def in_groups(rank: int, world_size: int, init_method: str) -> list[Tensor]:
 
 @pytest.mark.netns
 def test_groups_have_separate_statistics(two_hosts: Network) -> None:
-    """With `process_group=2` two ranks each have the same statistics, with "node" those
-    of one machine.
+    """Ranks of a group have the same statistics, and groups have different ones.
+
+    With `process_group=2` a group has two ranks, with "node" those of one machine.
     """
     env = {
         **by_hand_env(4),
@@ -562,8 +563,9 @@ DIFFERENCES: list[tuple[By, dict[str, Any], str, str]] = [
 def test_ranks_that_run_other_layers_raise(
     by: By, options: dict[str, Any], first: str, second: str, tmp_path: Path
 ) -> None:
-    """If a rank skips a layer, or runs one more often, every rank's error names each
-    rank's layer.
+    """Every rank's error names each rank's layer.
+
+    A rank skips a layer, or runs one more often.
     """
     told = (
         f"ranks are in different BatchNorm layers or passes: rank 0 is in the {first}, rank 1 is in"

@@ -58,8 +58,9 @@ def as_stock(kind: Kind, directory: Path) -> list[Any]:
 
 
 def test_steps_that_cannot_leave_out_a_sample_are_as_with_stock(tmp_path: Path) -> None:
-    """Values, samples and batches of combined loaders, of steps with
-    ``dataloader_iter`` and of ``drop_last``.
+    """Values, samples and batches of such steps are stock's.
+
+    They have combined loaders, ``dataloader_iter`` or ``drop_last``.
     """
     ours, stock = on_both(as_stock, tmp_path)
     assert_same(ours, stock)
@@ -127,8 +128,9 @@ def reduce_otherwise(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_metrics_of_any_shape_and_values_that_users_reduce(tmp_path: Path) -> None:
-    """A rank that only repeats a sample takes part in all reductions, and a value that
-    a step gathered stays.
+    """A rank that only repeats a sample takes part in all reductions.
+
+    A value that a step gathered stays.
     """
     first, second = run_ranks(reduce_otherwise, 2, tmp_path)
     assert first == second

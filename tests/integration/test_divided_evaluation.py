@@ -70,8 +70,9 @@ def choose(rank: int, world_size: int, directory: Path) -> dict[str, Chosen]:
 
 
 def test_limits_and_samplers_that_repeat_can_be_chosen(tmp_path: Path) -> None:
-    """A limit leaves each rank that many batches; ``drop_last``, the user's own sampler
-    or stock's repeat samples.
+    """A limit leaves each rank that many batches.
+
+    ``drop_last``, the user's own sampler or stock's repeat samples.
     """
     padded = [0, 0, 1, 1, 2, 3]
     mean = sum(float(scores(4)[index]["x"]) for index in padded) / len(padded)
@@ -149,8 +150,9 @@ def divide(rank: int, world_size: int, directory: Path) -> dict[str, Divided]:
 
 
 def test_ranks_that_have_other_numbers_of_batches_or_none(tmp_path: Path) -> None:
-    """Each rank evaluates its own batches, at least one of them, and values are those
-    of all samples.
+    """Each rank evaluates its own batches, and values are those of all samples.
+
+    A rank without a batch evaluates one that counts for nothing.
     """
     (one,) = run_ranks(divide, 1, tmp_path)
     ranks = run_ranks(divide, 3, tmp_path)

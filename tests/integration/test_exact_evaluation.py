@@ -269,8 +269,9 @@ def assert_at_most_one_step_more(case: Case, mine: Found, stocks: Found) -> None
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_values_are_those_of_one_process_and_all_else_is_stocks(ranks: int, tmp_path: Path) -> None:
-    """Every rank has stock's samples in stock's order, and at most one step more, which
-    only fills up.
+    """Every rank has stock's samples in stock's order, and one process's values.
+
+    It takes at most one step more, which only fills up.
     """
     cases = [Case(*case, ranks) for case in CASES]
     alone = [Case(*case, 1) for case in CASES]

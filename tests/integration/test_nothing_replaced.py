@@ -162,10 +162,9 @@ def look(kind: Kind, directory: Path) -> Replaced:
 def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(
     kind: Kind, tmp_path: Path
 ) -> None:
-    """At most four methods are, and none of a loader, a fetcher or a result: with
-    several loaders and our callbacks.
+    """At most four methods are replaced, and none of a loader, fetcher or result.
 
-    The same holds for our callbacks with stock strategies.
+    This holds with several loaders and our callbacks, also with stock strategies.
     """
     for found in on_ranks(kind, look, tmp_path):
         assert 0 < max(len(names) for names in found.within) <= 4
@@ -216,8 +215,9 @@ def changed_by_runs(kind: Kind, directory: Path) -> dict[str, set[str]]:
 
 
 def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:
-    """This holds for every end; only the channel stays, and after a failure SIGTERM
-    waits for some seconds.
+    """A process is unchanged after a run, however it ends.
+
+    Only the channel stays, and after a failure SIGTERM waits for some seconds.
     """
     expected = {name: played.leaves for name, played in RUNS.items()} | {"setup_environment": set()}
     for found in on_ranks("ours", changed_by_runs, tmp_path, env={"OMP_NUM_THREADS": "1"}):
@@ -276,8 +276,9 @@ def profile_runs(kind: Kind, directory: Path) -> dict[str, Profiled]:
 
 
 def test_a_profiler_of_the_users_works_and_stays_the_trainers(tmp_path: Path) -> None:
-    """The profiler counts a part that the module profiles, and after a run the Trainer
-    still has this profiler.
+    """The profiler counts a part that the module profiles.
+
+    After a run the Trainer still has this profiler.
     """
     ours, stock = on_both(profile_runs, tmp_path)
     assert ours == stock
@@ -322,8 +323,9 @@ def train_on(trainer: L.Trainer) -> Any:
 
 
 def test_a_fitted_trainer_is_copied_and_pickled_as_with_stock(tmp_path: Path) -> None:
-    """So are its strategy, loops, model and loader; a copy tests and trains as a copy
-    of stock's does.
+    """A copy of a Trainer tests and trains as a copy of stock's does.
+
+    Its strategy, loops, model and loader can also be copied and pickled.
     """
     for mine, expected in zip(*on_both(copy_fitted, tmp_path), strict=True):
         assert mine.keys() == expected.keys(), {
@@ -417,8 +419,9 @@ def is_as_before(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_the_users_objects_are_as_they_were(tmp_path: Path) -> None:
-    """Loader, sampler, batch sampler and dataset have the class and the attributes that
-    they had before the run.
+    """Loader, sampler, batch sampler and dataset have the attributes from before.
+
+    Their classes are also those from before the run.
     """
     assert run_ranks(is_as_before, 2, tmp_path) == [[], []]
 
@@ -498,9 +501,7 @@ def write_to_loaders(kind: Kind, directory: Path, is_injected: bool) -> dict[str
 
 @INJECTED
 def test_a_method_of_a_loader_writes_to_it(is_injected: bool, tmp_path: Path) -> None:
-    """An attribute is set in the loader that users see, and not in its copy, as with
-    stock.
-    """
+    """An attribute is set in the loader that users see, and not in its copy."""
     ours, stock = on_both(write_to_loaders, tmp_path, is_injected)
     assert ours == stock == [{"before": "given", "after": "set", "of the copy": "given"}] * 2
 

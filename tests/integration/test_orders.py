@@ -90,8 +90,9 @@ def orders(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
-    """Every batch of every epoch is the same, for any length, batch size and seed, and
-    after a resume.
+    """Every batch of every epoch is stock's, also after a resume.
+
+    This holds for any length, batch size and seed.
     """
     ours, stock = on_both(orders, tmp_path)
     assert ours == stock
@@ -306,8 +307,9 @@ def read_with_own_classes(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_loaders_and_batch_samplers_keep_their_arguments(tmp_path: Path) -> None:
-    """Each rank reads its part through them, also if their classes cannot be created
-    again; else as with stock.
+    """Each rank reads its part through the user's loader and batch sampler.
+
+    Those whose classes cannot be created again are copied; else batches are stock's.
     """
     for ours, stock in zip(*on_both(read_with_own_classes, tmp_path), strict=True):
         assert {name: ours[name] for name in stock} == stock
@@ -378,8 +380,9 @@ def look_at_copy(kind: Kind, directory: Path, own: Scaled) -> Copied:
 
 
 def test_a_copied_loader_looks_as_stocks_does(tmp_path: Path) -> None:
-    """Sampler, batch sampler and options are those of the loader that stock creates;
-    the user's own is unchanged.
+    """A copied loader has the options and samplers of the one that stock creates.
+
+    The user's own is unchanged.
     """
     ours, stock = on_both(look_at_copies, tmp_path)
     assert ours == stock
@@ -396,8 +399,10 @@ def refuse_batches(kind: Kind, directory: Path) -> list[str]:
 
 
 def test_batches_that_cannot_be_divided_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    """So are batches that do not come from the attribute `sampler`, and a length that
-    counts those of all ranks.
+    """Every rank's error names the class and the remedies.
+
+    The batches do not come from the attribute `sampler`, the length counts those of all
+    ranks, or the batches are in a list.
     """
     for drawn, counted, listed in on_ranks("ours", refuse_batches, tmp_path):
         assert drawn.startswith(

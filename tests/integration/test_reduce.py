@@ -98,8 +98,9 @@ def reduce_values(kind: Kind, directory: Path) -> Reduced:
 
 @pytest.mark.lowest
 def test_a_mean_of_integers_is_not_rounded(tmp_path: Path) -> None:
-    """``reduce`` returns 1.5 for 1 and 2, where stock divides to whole numbers; all else
-    is stock's.
+    """The mean of 1 and 2 is 1.5, where stock divides to whole numbers.
+
+    All else that ``reduce`` returns is stock's.
     """
     for mine, stocks in zip(*on_both(reduce_values, tmp_path), strict=True):
         assert_same(mine.integer_means, [torch.tensor([1.5, 4.0])] * 2)

@@ -96,9 +96,7 @@ def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, dict[str
 
 @pytest.mark.lowest
 def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
-    """After any number of stops, the remaining batches are the same, and so are the
-    weights, bit for bit.
-    """
+    """Batches and weights are those of an unbroken run after any number of stops."""
     found = run_ranks(run_cases, 2, tmp_path)
     assert found == [{name: {} for name in CASES}] * 2
 
@@ -126,8 +124,9 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> list[st
 
 
 def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Path) -> None:
-    """If the first, last or another batch of an epoch raises, the run later continues
-    with it, or with its step.
+    """A run continues with the batch that raised, or with its step.
+
+    The batch is the first, the last or another one of an epoch.
     """
     assert run_ranks(fail_again_and_again, 2, tmp_path) == [["", ""]] * 2
 
@@ -162,8 +161,9 @@ def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
-    """Its checkpoint is saved after ``validate``, which followed an epoch, or a step in
-    the middle of one.
+    """A checkpoint that is saved after ``validate`` continues the training.
+
+    The validation followed an epoch, or a step in the middle of one.
     """
     assert run_ranks(resume_ended_runs, 2, tmp_path) == [["", ""]] * 2
 
@@ -183,9 +183,7 @@ def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[
 
 
 def test_batches_that_grow_during_an_epoch_are_read_once(tmp_path: Path) -> None:
-    """A resumed run reads the samples that are left, in batches of the size that it was
-    given.
-    """
+    """A resumed run reads the samples that are left, in batches of its own size."""
     by_rank = run_ranks(change_batch_size, 2, tmp_path)
     read = []
     for steps, resumed in by_rank:
@@ -353,8 +351,9 @@ EACH_BATCH_ONCE = (18, 18, 14)  # samples of nine batches, and of the seven afte
 
 
 def test_a_loaders_state_is_read_for_a_checkpoint_only(tmp_path: Path) -> None:
-    """States can be large and are not read before each batch; finished batches are not
-    read again.
+    """A loader's state, which can be large, is not read before each batch.
+
+    Finished batches are not read again.
     """
     for calls in run_ranks(count_calls, 2, tmp_path, "with a state"):
         plain, saved, resumed = calls
@@ -378,8 +377,9 @@ def continue_by_hand(rank: int, world_size: int, directory: Path) -> dict[str, s
 
 
 def test_each_rank_continues_with_the_state_of_its_own_loader(tmp_path: Path) -> None:
-    """A user's loader reads its state for a checkpoint only, and loses and repeats no
-    batch.
+    """A user's own loader loses and repeats no batch.
+
+    Its state is read for a checkpoint only.
     """
     for plain, saved, resumed in run_ranks(count_calls, 2, tmp_path, "by hand"):
         assert plain.states == 0
@@ -430,8 +430,9 @@ def save_early(side: Kind, directory: Path, model: type[Net]) -> str:
 
 
 def test_a_file_that_a_hook_reads_moves_no_run(tmp_path: Path) -> None:
-    """As with stock, training starts at the first batch, and a rank gets the file's
-    content even if it reads alone.
+    """Training starts at the first batch, as with stock.
+
+    A rank gets the file's content even if it reads alone.
     """
     teacher, _ = on_ranks("ours", save_early, tmp_path, Net)
     torch.save({"layers.0.weight": torch.ones(4, 1)}, tmp_path / "plain.pt")
@@ -519,8 +520,9 @@ def resume_augmented(rank: int, world_size: int, directory: Path) -> list[dict[s
 
 
 def test_augmentation_in_workers_is_that_of_an_uninterrupted_run(tmp_path: Path) -> None:
-    """With ``each_sample=True``, a run that resumes within an epoch learns the same, bit
-    for bit, as does one with another number of workers.
+    """A run that resumes within an epoch learns the same with ``each_sample=True``.
+
+    It is the same bit for bit, as is one with another number of workers.
     """
     found = run_ranks(resume_augmented, 2, tmp_path)
     assert found == [[{"one worker": ""}, {"one worker": ""}]] * 2
