@@ -154,8 +154,9 @@ def diverge(kind: Kind, directory: Path) -> DivergenceError | None:
 
 
 def test_the_error_names_the_first_tensor_and_the_ranks(tmp_path: Path) -> None:
-    """All three ranks raise it at the next check, with the rank that differs from the
-    other two, and its tensors.
+    """All three ranks raise the error at the next check.
+
+    It names the rank that differs from the other two, and its tensors.
     """
     names = ("parameter layers.0.weight", "parameter layers.0.bias")
     for error in on_ranks("stock", diverge, tmp_path, world_size=3):

@@ -224,8 +224,9 @@ CHANGED = [
 def test_a_model_that_changes_outside_of_the_optimiser_continues_exactly(
     kind: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A momentum encoder in the file is that of the last finished step, whichever way
-    it is updated.
+    """A momentum encoder in the file is that of the last finished step.
+
+    This holds whichever way it is updated.
     """
     plan = Plan(trainer=options, kind=kind)
     kills = [
@@ -243,8 +244,9 @@ def test_a_model_that_changes_outside_of_the_optimiser_continues_exactly(
 def test_a_chain_of_kills_is_survived(
     chain: Chain, unbroken: Callable[..., Weights], tmp_path: Path
 ) -> None:
-    """No step that a survivor finished is lost, and the final state is that of a run
-    without a fault.
+    """No step that a survivor finished is lost.
+
+    The final state is that of a run without a fault.
     """
     plan = Plan(strategy=OPTIONS[chain.world_size], trainer=chain.trainer)
     ended = survive(chain.world_size, plan, chain.kills, tmp_path)
@@ -346,8 +348,9 @@ def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
 def test_the_process_that_starts_ranks_lets_a_survivor_save(
     start_method: str, unbroken: Callable[..., Weights], tmp_path: Path
 ) -> None:
-    """It waits up to ``save_deadline`` for a long step and a slow save, and then raises
-    the cause.
+    """The process waits up to ``save_deadline`` for a slow save, and then raises.
+
+    The step before the save also takes long; the error is the cause.
     """
     options = {"start_method": start_method}
     killed = Plan(Kill("on_before_backward", earlier=5), rescue="slow", strategy=options, kind=Slow)
@@ -551,8 +554,9 @@ def test_a_batch_that_is_not_trained_on_costs_no_step(tmp_path: Path) -> None:
 
 
 def test_an_earlier_save_error_does_not_prevent_the_rescue(tmp_path: Path) -> None:
-    """A save in the background failed, and its error was not raised before the other
-    rank died.
+    """A survivor saves although an earlier save in the background failed.
+
+    That error was not raised before the other rank died.
     """
     survivor, _ = launch_ranks(
         train, 2, Plan(Kill("on_before_backward", earlier=15), rescue="only"), tmp_path
@@ -593,8 +597,9 @@ SCRIPT = """
 
 @pytest.mark.nightly
 def test_torchrun_starts_the_ranks_again_where_they_were(tmp_path: Path) -> None:
-    """With ``--max-restarts`` and ``"last"`` training continues; at the end no file is
-    left.
+    """Training continues with ``--max-restarts`` and ``"last"``.
+
+    At the end no file is left.
     """
     launcher = ("torchrun", "--nproc-per-node=2", "--max-restarts=1")
     script = run_script(SCRIPT, launcher=launcher, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})

@@ -52,8 +52,9 @@ SUFFIXES = {
 
 @pytest.mark.lowest
 def test_a_name_stands_for_its_start_method_and_option() -> None:
-    """Fifteen names are added; a reload changes nothing; Lightning's own names are
-    unchanged.
+    """Fifteen names are added, and Lightning's own names are unchanged.
+
+    A reload changes nothing.
     """
     expected = {
         name + suffix: {"start_method": start_method, **options}
@@ -111,8 +112,9 @@ def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
-    """`world` is right as soon as the strategy has a Trainer, `barrier` works, and the
-    strategy can be pickled.
+    """`world` is right as soon as the strategy has a Trainer, and `barrier` works.
+
+    The strategy can be pickled.
     """
     for rank, found in enumerate(on_ranks("ours", use_strategy, tmp_path)):
         counts = {"world_size": 2, "local_world_size": 2, "node_rank": 0}
@@ -146,7 +148,8 @@ def open_by_hand(kind: Kind, directory: Path) -> tuple[Any, ...]:
 
 
 def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
-    """`setup_environment` works without a module, a backend may be registered late, and
+    """`setup_environment` works without a module, and a backend may come late.
+
     Lightning's hints appear.
     """
     ours, stock = on_both(open_by_hand, tmp_path)
@@ -248,8 +251,9 @@ def with_plugins(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_a_users_own_checkpoint_io_does_what_it_does_with_stock(tmp_path: Path) -> None:
-    """It writes on rank 0 and reads on every rank, also in Lightning's
-    AsyncCheckpointIO.
+    """A user's checkpoint IO writes on rank 0 and reads on every rank.
+
+    It does so also in Lightning's AsyncCheckpointIO.
     """
     ours, stock = on_both(with_plugins, tmp_path)
     assert_same(
@@ -329,10 +333,10 @@ OTHER_TREE = """
 
 
 def test_the_other_tree_trains(tmp_path: Path) -> None:
-    """With `import pytorch_lightning as pl` its Trainer trains, resumes and predicts;
-    `lightning` is not imported.
+    """The Trainer of `pytorch_lightning` trains, resumes and predicts.
 
-    Where the script imports it later, its Trainer trains on the same ranks.
+    `lightning` is not imported. Where the script imports it later, its Trainer trains
+    on the same ranks.
     """
     done = run_script(OTHER_TREE, str(tmp_path / "it.ckpt"), str(tmp_path / "store"))
     assert done.exit_code == 0, done.output
