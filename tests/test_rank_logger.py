@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 import pytest
@@ -23,11 +22,6 @@ TORCHRUN = {
 SCRIPT = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}
 SECOND_NODE = {"LOCAL_RANK": "0", "NODE_RANK": "1", "WORLD_SIZE": "4"}
 BROKEN = {"TORCHELASTIC_RUN_ID": "7"}
-# Before, an adapter's ``stacklevel`` also counts frames of ``logging``.
-COUNTS_CALLERS = sys.version_info >= (
-    3,
-    11,
-)
 
 
 class Unprintable:
@@ -38,11 +32,11 @@ class Unprintable:
 @pytest.mark.parametrize(
     ("variables", "shown"),
     [
-        ({}, {"all", "0", "[0, 3]"}),
-        (TORCHRUN, {"all", "[0, 3]"}),
-        (SCRIPT, {"all"}),
-        (SECOND_NODE, {"all"}),
-        (BROKEN, {"all"}),
+        pytest.param({}, {"all", "0", "[0, 3]"}, id="no variables"),
+        pytest.param(TORCHRUN, {"all", "[0, 3]"}, id="rank 3 of torchrun"),
+        pytest.param(SCRIPT, {"all"}, id="rank 1 of a script"),
+        pytest.param(SECOND_NODE, {"all"}, id="first rank of a script's second node"),
+        pytest.param(BROKEN, {"all"}, id="torchrun without ranks"),
     ],
 )
 def test_lines_appear_on_their_ranks(
@@ -68,22 +62,21 @@ def test_a_line_is_as_if_the_logger_had_been_called(caplog: pytest.LogCaptureFix
     """Function, file, `stacklevel` and `extra` are the caller's."""
 
     def helper() -> None:
-        rank_logger("tests.some").warning("of the caller", stacklevel=1 + COUNTS_CALLERS)
+        rank_logger("tests.some").warning("of the caller", stacklevel=2)
 
     rank_logger("tests.some", ranks=0).error("%s", "text", extra={"mine": 1})
     helper()
     here, caller = caplog.records
-    assert (here.name, here.levelname, here.msg, here.args) == (
-        "tests.some",
-        "ERROR",
-        "%s",
-        ("text",),
-    )
+    assert here.name == "tests.some"
+    assert here.levelname == "ERROR"
+    assert here.msg == "%s"
+    assert here.args == ("text",)
     assert here.mine == 1  # type: ignore[attr-defined]
     name = test_a_line_is_as_if_the_logger_had_been_called.__name__
-    assert (here.funcName, here.pathname) == (name, __file__)
-    if COUNTS_CALLERS:
-        assert (caller.funcName, caller.lineno) == (name, here.lineno + 1)
+    assert here.funcName == name
+    assert here.pathname == __file__
+    assert caller.funcName == name
+    assert caller.lineno == here.lineno + 1
 
 
 @pytest.mark.parametrize("ranks", ["0", [0, -1], True, 1.5, None])
@@ -111,8 +104,10 @@ def in_a_group(rank: int, world_size: int, store: str) -> list[bool]:
 
 
 def test_a_process_group_overrides_variables(tmp_path: Any) -> None:
-    """A logger that was made before the group takes its rank from it, and afterwards
-    from the variables again.
+    """A logger takes its rank from a process group while there is one.
+
+    Before and afterwards it takes it from the variables, also if it was made before the
+    group.
     """
     env = {"RANK": str, "LOCAL_RANK": str, "WORLD_SIZE": lambda _: "2"}
     assert run_ranks(in_a_group, 2, f"{tmp_path}/store", env=env) == [

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
@@ -25,81 +25,119 @@ class Growing(Exception):
 
 
 LOCK = "TypeError: cannot pickle '_thread.lock' object"
-# Work of rank 0, and type and text of what it and others raise; an error that pickle
-# spoils is sent as text.
-WORKS: list[tuple[Callable[[], Any], str, str]] = [
-    (boom, "BoomError: no such layer", "BoomError: no such layer"),
-    (
+
+
+class Failing(NamedTuple):
+    """Work of rank 0 that fails, and the errors that it and others raise."""
+
+    work: Callable[[], Any]
+    on_rank_zero: str
+    on_others: str
+
+
+WORKS = [
+    Failing(boom, "BoomError: no such layer", "BoomError: no such layer"),
+    # An error that pickle spoils is sent as text.
+    Failing(
         lambda: throw(Growing("layer3")),
         "Growing: no layer layer3",
         "RuntimeError: Growing: no layer layer3",
     ),
-    (
-        threading.Lock,
-        LOCK,
-        LOCK,
-    ),  # rank 0 does not continue alone with a result that the others cannot have
+    # Rank 0 does not continue alone with a result that the others cannot have.
+    Failing(threading.Lock, LOCK, LOCK),
 ]
 
 
-LENGTHS = {10: 2, 600: 3, 2000: 4}  # of texts; collectives for two exchanges
+@dataclass(frozen=True)
+class Caught:
+    """An error that ``on_rank_zero`` raised."""
+
+    text: str
+    cause: str
+    notes: list[str]
+
+    @classmethod
+    def of(cls, error: Exception) -> Caught:
+        notes = getattr(error, "__notes__", [])
+        return cls(f"{type(error).__name__}: {error}", str(error.__cause__), notes)
 
 
-def fit_and_catch(rank: int, world_size: int, directory: Path) -> list[tuple[str, str, list[str]]]:
-    """Return results and errors of the strategy's ``on_rank_zero`` in the second step."""
-    outcomes = []
-    results = iter([[1, 2]])
+@dataclass
+class Worked:
+    """What a rank got from ``on_rank_zero`` in the second step."""
+
+    calls: int = 0  # of the work that succeeds, on this rank
+    result: Any = None
+    errors: list[Caught] = field(default_factory=list)
+
+
+def work_and_catch(rank: int, world_size: int, directory: Path) -> Worked:
+    found = Worked()
+
+    def count() -> list[int]:
+        found.calls += 1
+        return [1, 2]
 
     def work_all(trainer: Any) -> None:
-        for work in (lambda: next(results), *(work for work, *_ in WORKS)):
+        found.result = trainer.strategy.on_rank_zero(count, what="a test")
+        for each in WORKS:
             try:
-                outcomes.append((repr(trainer.strategy.on_rank_zero(work, what="a test")), "", []))
+                trainer.strategy.on_rank_zero(each.work, what="a test")
             except Exception as error:
-                notes = getattr(error, "__notes__", [])
-                outcomes.append((f"{type(error).__name__}: {error}", str(error.__cause__), notes))
+                found.errors.append(Caught.of(error))
 
     at = At("on_train_batch_start", work_all, earlier=1)
     make_trainer(world_size, by_hand(rank, world_size, f"file://{directory}/store"), at).fit(Net())
-    return outcomes
+    return found
 
 
 def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
-    """The work runs once; on other ranks an error has a note with its origin, and rank
-    0's traceback.
+    """Rank 0 works once, and every rank has its result or its error.
+
+    On other ranks the error has a note with its origin, and rank 0's traceback.
     """
-    first, other = run_ranks(fit_and_catch, 2, tmp_path)
-    assert first[0] == other[0] == ("[1, 2]", "", [])
-    assert [said for said, *_ in first[1:]] == [said for _, said, _ in WORKS]
-    assert [said for said, *_ in other[1:]] == [said for *_, said in WORKS]
-    assert all(notes == ["raised on rank 0 (operation: a test)"] for *_, notes in other[1:])
-    assert all(not notes for *_, notes in first[1:])
-    assert "in boom\n" in other[1][1]
+    first, other = run_ranks(work_and_catch, 2, tmp_path)
+    assert first.calls == 1
+    assert other.calls == 0
+    assert first.result == other.result == [1, 2]
+    assert [error.text for error in first.errors] == [each.on_rank_zero for each in WORKS]
+    assert [error.text for error in other.errors] == [each.on_others for each in WORKS]
+    for error in first.errors:
+        assert error.notes == []
+    for error in other.errors:
+        assert error.notes == ["raised on rank 0 (operation: a test)"]
+    assert "in boom\n" in other.errors[0].cause
 
 
-def exchange(kind: Kind, directory: Path) -> list[tuple[list[str], str, int]]:
-    """Return what the ranks have exchanged, texts of which rank 1's is twice as long,
-    and the number of collectives.
-    """
+@dataclass
+class Exchanged:
+    """What a rank has exchanged: texts, of which rank 1's is twice as long."""
+
+    gathered: list[str]
+    from_rank_zero: str
+    collectives: int
+
+
+COLLECTIVES_BY_LENGTH = {10: 2, 600: 3, 2000: 4}  # of two exchanges
+
+
+def exchange(kind: Kind, directory: Path) -> list[Exchanged]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     found = []
-    for length in LENGTHS:
+    for length in COLLECTIVES_BY_LENGTH:
         own = str(ranks.rank) * length * (ranks.rank + 1)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             values = ranks.gather(own)
             first = ranks.from_rank_zero(own)
-        found.append(
-            (
-                values,
-                first,
-                Counter(event.name.partition(":")[0] for event in recorded.events())["gloo"],
-            )
-        )
+        names = [event.name.partition(":")[0] for event in recorded.events()]
+        found.append(Exchanged(values, first, names.count("gloo")))
     return found
 
 
 def test_a_small_value_takes_one_collective(tmp_path: Path) -> None:
     """A longer value takes two collectives, even if it is long on one rank only."""
     expected = [
-        (["0" * n, "1" * n * 2], "0" * n, collectives) for n, collectives in LENGTHS.items()
+        Exchanged(["0" * length, "1" * length * 2], "0" * length, collectives)
+        for length, collectives in COLLECTIVES_BY_LENGTH.items()
     ]
     assert on_ranks("stock", exchange, tmp_path) == [expected] * 2

@@ -23,11 +23,14 @@ from tests.harness.training import Kind, on_ranks
 
 MODES: tuple[Mode, ...] = ("auto", "map", "broadcast")
 MAPPED = "mapped by every rank"
+REQUESTED = "sent from rank 0 to all ranks (as requested)"
 SENT = "sent from rank 0 to all ranks (rank 1 on host "
 Paths = list[Path]  # by rank; the last one is that of all further ranks
 
 
-def outcome(expected: Any, paths: Paths | list[str], mode: Mode = "auto", **options: Any) -> str:
+def how_restored(
+    expected: Any, paths: Paths | list[str], mode: Mode = "auto", **options: Any
+) -> str:
     """Return how this rank reads the ``expected`` content; or "other content", or the
     error's type and text.
     """
@@ -46,78 +49,92 @@ def outcome(expected: Any, paths: Paths | list[str], mode: Mode = "auto", **opti
     return how if same(content, expected) else "other content"
 
 
-def see_different_files(kind: Kind, directory: Path, files: Path) -> list[str]:
+def see_different_files(kind: Kind, directory: Path, files: Path) -> dict[str, str]:
     path = files / "it.ckpt"
     old = files / "old.ckpt"
-    missing, other, copied = (
-        [path, files / name] for name in ("no.ckpt", "other.ckpt", "copy.ckpt")
-    )
-    return [
-        *(outcome(kinds(), [path], mode) for mode in MODES),
-        *(outcome(kinds(), paths) for paths in (missing, other, copied)),
-        *(outcome(kinds()["float"], [old], mode) for mode in MODES),
-        outcome(kinds()["float"].to("meta"), [old], map_location="meta"),
-        outcome(
-            kinds()["float"].to("meta"),
-            [files / "no-device.ckpt"],
-            "broadcast",
-            map_location={"cpu": "meta"},
-        ),
-    ]
+    alone = files / "float.ckpt"
+    float_ = kinds()["float"]
+    meta = float_.to("meta")
+    return {
+        **{mode: how_restored(kinds(), [path], mode) for mode in MODES},
+        "others have no file": how_restored(kinds(), [path, files / "no.ckpt"]),
+        "others have another file": how_restored(kinds(), [path, files / "other.ckpt"]),
+        "others have a copy": how_restored(kinds(), [path, files / "copy.ckpt"]),
+        **{f"old format, {mode}": how_restored(float_, [old], mode) for mode in MODES},
+        "old format to meta": how_restored(meta, [old], map_location="meta"),
+        "broadcast to meta": how_restored(meta, [alone], "broadcast", map_location={"cpu": "meta"}),
+    }
 
 
 def test_every_rank_gets_the_checkpoint(tmp_path: Path) -> None:
-    """The file is mapped or sent; a rank without it, or with a different one, receives
-    rank 0's; a copy also serves.
+    """Every rank maps the file, or gets it from rank 0.
+
+    A rank without the file, or with a different one, receives rank 0's; a copy also
+    serves.
     """
     saved(tmp_path / "it.ckpt", kinds())
     shutil.copy(tmp_path / "it.ckpt", tmp_path / "copy.ckpt")
     saved(tmp_path / "other.ckpt", kinds() | {"float": kinds()["float"] + 1})  # of the same size
     saved(tmp_path / "old.ckpt", kinds()["float"], _use_new_zipfile_serialization=False)
-    saved(tmp_path / "no-device.ckpt", kinds()["float"])
-    asked = "sent from rank 0 to all ranks (as requested)"
+    saved(tmp_path / "float.ckpt", kinds()["float"])
     for found in on_ranks("stock", see_different_files, tmp_path, tmp_path, world_size=3):
-        assert found[:3] == [MAPPED, MAPPED, asked]
-        assert [found[3].startswith(SENT), found[4].startswith(SENT), found[5]] == [
-            True,
-            True,
-            MAPPED,
-        ]
-        assert found[6:] == [MAPPED, MAPPED, asked, MAPPED, asked]
+        for case in ("others have no file", "others have another file"):
+            assert found.pop(case).startswith(SENT)
+        assert found == {
+            "auto": MAPPED,
+            "map": MAPPED,
+            "broadcast": REQUESTED,
+            "others have a copy": MAPPED,
+            "old format, auto": MAPPED,
+            "old format, map": MAPPED,
+            "old format, broadcast": REQUESTED,
+            "old format to meta": MAPPED,
+            "broadcast to meta": REQUESTED,
+        }
 
 
-NOWHERE = {"cpu": "cuda:77"} | {f"cuda:{number}": "cpu" for number in range(200)}  # a long error
+# A place that no machine has. The error names all entries, so that a long text is sent.
+NOWHERE = {"cpu": "cuda:77"} | {f"cuda:{number}": "cpu" for number in range(200)}
 
 
-def use_files_that_differ(kind: Kind, directory: Path, files: Path) -> list[str]:
-    """Each rank has its own directory with the file; the files of ranks 0 and 1 have
-    different faults.
+def use_files_that_differ(kind: Kind, directory: Path, files: Path) -> dict[str, str]:
+    """Return the error if rank 0 or rank 1 has no file, if rank 1 has another file, and
+    if no rank can place the tensors.
     """
     content = {"a": numbers(6000)}
     whole, other, missing = (files / name for name in ("whole.ckpt", "other.ckpt", "no.ckpt"))
-    return [
-        *(outcome(content, [missing, whole], mode) for mode in MODES),
-        *(outcome(content, [whole, bad], "map") for bad in (missing, other)),
-        *(outcome(content, [whole], mode, map_location=NOWHERE) for mode in MODES),
-    ]
+    return {
+        **{f"0 has none, {mode}": how_restored(content, [missing, whole], mode) for mode in MODES},
+        "1 has none": how_restored(content, [whole, missing], "map"),
+        "1 has another": how_restored(content, [whole, other], "map"),
+        **{
+            f"no place, {mode}": how_restored(content, [whole], mode, map_location=NOWHERE)
+            for mode in MODES
+        },
+    }
 
 
 def test_all_ranks_raise_the_error_in_a_bad_file(tmp_path: Path) -> None:
-    """All raise rank 0's error; with ``restore="map"`` also that of a rank without the
-    file, or with another one.
+    """All ranks raise rank 0's error.
+
+    With ``restore="map"`` they also raise that of a rank without the file, or with
+    another one.
     """
     saved(tmp_path / "whole.ckpt", {"a": numbers(6000)})
     saved(tmp_path / "other.ckpt", numbers(5))
-    one, other = on_ranks("stock", use_files_that_differ, tmp_path, tmp_path)
-    assert one == [text.replace("/other.ckpt on rank 1", "/whole.ckpt on rank 1") for text in other]
+    found, of_rank_1 = on_ranks("stock", use_files_that_differ, tmp_path, tmp_path)
+    # Each rank's error names the path that this rank was given.
+    of_rank_1["1 has another"] = of_rank_1["1 has another"].replace(
+        "/other.ckpt on rank 1", "/whole.ckpt on rank 1"
+    )
+    assert found == of_rank_1
     missing = f"CheckpointNotFoundError: checkpoint {tmp_path}/no.ckpt does not exist"
-    assert [text.startswith(missing) for text in one[:3]] == [True] * 3
-    assert one[3].startswith("CheckpointNotFoundError: rank 1 (host ")
-    assert one[3].endswith("pass the path of a file; or use restore='auto'")
-    assert "differs from rank 0's file" in one[4]
-    assert ["cannot place a tensor saved from cpu: RuntimeError: " in text for text in one[5:]] == [
-        True
-    ] * 3
+    for mode in MODES:
+        assert found[f"0 has none, {mode}"].startswith(missing)
+        assert "cannot place a tensor saved from cpu: RuntimeError: " in found[f"no place, {mode}"]
+    assert found["1 has none"].startswith("CheckpointNotFoundError: rank 1 (host ")
+    assert found["1 has none"].endswith("pass the path of a file; or use restore='auto'")
+    assert "differs from rank 0's file" in found["1 has another"]
 
 
 LARGE = 17 << 20  # numbers
@@ -146,20 +163,20 @@ def test_a_file_that_is_sent_in_pieces_arrives(tmp_path: Path) -> None:
 URL = "memory://bucket/it.ckpt"
 
 
-def from_memory(kind: Kind, directory: Path) -> list[str]:
-    """Each rank has its own object store in memory; first only rank 0's has the file,
-    then all, then it fails.
+def from_memory(kind: Kind, directory: Path) -> dict[str, str]:
+    """Read from the object store in each rank's memory: without the file, with it in
+    rank 0's store, with it in each, and from a store of rank 0 that fails.
     """
     modes: tuple[Mode, ...] = ("auto", "broadcast")
-    found = [outcome(kinds(), [URL], mode) for mode in modes]
+    found = {f"missing, {mode}": how_restored(kinds(), [URL], mode) for mode in modes}
     if dist.get_rank() == 0:
         write(kinds(), URL)
-    found += [outcome(kinds(), [URL], mode) for mode in modes]
+    found |= {mode: how_restored(kinds(), [URL], mode) for mode in modes}
     write(kinds(), URL)
-    found.append(outcome(kinds(), [URL], "map"))
+    found["map"] = how_restored(kinds(), [URL], "map")
     if dist.get_rank() == 0:
         MemoryFileSystem._open = hang_up
-    return found + [outcome(kinds(), [URL], mode) for mode in MODES]
+    return found | {f"failing, {mode}": how_restored(kinds(), [URL], mode) for mode in MODES}
 
 
 def hang_up(*_: Any, **__: Any) -> Any:
@@ -167,23 +184,24 @@ def hang_up(*_: Any, **__: Any) -> Any:
 
 
 def test_an_object_store_is_read(tmp_path: Path) -> None:
-    """Rank 0 reads it, or each rank with ``map``; all ranks raise if the object is
-    missing or the store fails.
+    """Rank 0 reads an object store, or each rank does with ``map``.
+
+    All ranks raise if the object is missing or the store fails.
     """
-    one, other = on_ranks("stock", from_memory, tmp_path)
-    assert one == other
-    assert (
-        one[:2]
-        == [f"CheckpointNotFoundError: checkpoint {URL} does not exist; pass the path of a file"]
-        * 2
+    found, of_rank_1 = on_ranks("stock", from_memory, tmp_path)
+    assert found == of_rank_1
+    missing = f"CheckpointNotFoundError: checkpoint {URL} does not exist; pass the path of a file"
+    failing = (
+        f"CheckpointError: checkpoint {URL} cannot be fetched: ConnectionResetError: the store"
+        " has hung up"
     )
-    assert one[2].startswith(SENT)
-    assert one[4] == MAPPED
-    assert (
-        one[5:]
-        == [
-            f"CheckpointError: checkpoint {URL} cannot be fetched: ConnectionResetError: the store"
-            " has hung up"
-        ]
-        * 3
-    )
+    for mode in ("auto", "broadcast"):
+        assert found.pop(mode).startswith(SENT)
+    assert found == {
+        "missing, auto": missing,
+        "missing, broadcast": missing,
+        "map": MAPPED,
+        "failing, auto": failing,
+        "failing, map": failing,
+        "failing, broadcast": failing,
+    }

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -43,17 +43,29 @@ SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
 SECONDS_TO_TIDY = 60.0
 SECONDS_TO_DUMP = 60.0
 
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "raise": FAIL}
+What = Literal["kill", "raise", "cut", "stop", "term"]
 # How ranks are started: by hand, by a script that is rank 0 (popen), or by a process
 # that is not a rank itself.
-BY_HAND = ("by hand", "by hand, bad wire")
-LAUNCHED = ("torchrun", "fork", "spawn")
-DURING = ("saves", "background saves", "rescue")
+Started = Literal["by hand", "by hand, bad wire", "popen", "torchrun", "fork", "spawn"]
+During = Literal["saves", "background saves", "rescue"]
+
+SIGNALS: dict[What, int] = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "term": signal.SIGTERM,
+    "raise": FAIL,
+}
+BAD_WIRE: Started = "by hand, bad wire"
+BY_HAND: tuple[Started, ...] = ("by hand", BAD_WIRE)
+LAUNCHED: tuple[Started, ...] = ("torchrun", "fork", "spawn")
+DURING: tuple[During, ...] = ("saves", "background saves", "rescue")
+FAILED = 1  # the exit status of a rank that raises
+STOPPED = 128 + signal.SIGTERM  # the exit status of a rank that stops on SIGTERM
 # See "How long it takes at most" in docs/guides/hangs.md. After a death the main thread
 # raises or the process ends; what then runs, and the end of the process, each have the
 # deadline of a save.
 TO_END = 2 * LIMITS["save_deadline"]
-BOUNDS: dict[str, float] = {
+BOUNDS: dict[What | Literal["launcher"], float] = {
     "kill": 3 + TO_END,
     "raise": 30 + TO_END,
     "cut": LIMITS["heartbeat_timeout"] + 3 + TO_END,
@@ -69,8 +81,8 @@ class Strike:
     ranks began to train.
     """
 
-    what: str
-    whom: int | None
+    what: What
+    whom: int | None  # None is the launching process
     after: float
 
     def __str__(self) -> str:
@@ -82,9 +94,9 @@ class Strike:
 @dataclass(frozen=True)
 class Case:
     seed: int
-    started: str
+    started: Started
     world_size: int
-    during: str
+    during: During
     strikes: tuple[Strike, ...]
 
     def __str__(self) -> str:
@@ -102,12 +114,14 @@ class Case:
 def draw(seed: int) -> Case:
     """Return the case of a seed."""
     chance = random.Random(seed)
-    started = chance.choice((*BY_HAND * 2, "popen", *LAUNCHED))
+    ways: tuple[Started, ...] = (*BY_HAND * 2, "popen", *LAUNCHED)
+    started = chance.choice(ways)
     # The others import torch anew.
     world_size = chance.choice((2, 3)) if started in (*BY_HAND, "fork") else 2
-    what = chance.choice(
-        ("kill", "kill", "term", "raise", "stop", *["cut"] * (started == BY_HAND[1]))
-    )
+    faults: list[What] = ["kill", "kill", "term", "raise", "stop"]
+    if started == BAD_WIRE:
+        faults.append("cut")
+    what = chance.choice(faults)
     one, other = chance.sample(range(world_size), 2)
     to_launcher = what in ("kill", "term") and started in LAUNCHED and chance.random() < 0.4
     strikes = [Strike(what, None if to_launcher else one, chance.uniform(0.0, 1.5))]
@@ -117,9 +131,8 @@ def draw(seed: int) -> Case:
         and not to_launcher
         and chance.random() < 0.5
     ):
-        strikes.append(
-            Strike(chance.choice(("kill", "term", "raise")), other, chance.uniform(0.0, 0.5))
-        )
+        second: list[What] = ["kill", "term", "raise"]
+        strikes.append(Strike(chance.choice(second), other, chance.uniform(0.0, 0.5)))
     return Case(seed, started, world_size, chance.choice(DURING), tuple(strikes))
 
 
@@ -211,24 +224,32 @@ def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
         url = f"tcp://{address}:{free_port()}" if case.seed % 2 else f"file://{directory}/store"
         options["namespaces"] = places
         return RankProcesses(train_by_hand, case.world_size, directory, url, case.during, **options)
-    command = [training.__file__, str(directory), str(case.world_size), case.started, case.during]
+    # torchrun sets the ranks' variables, which hold for each start method.
+    start_method = "popen" if case.started == "torchrun" else case.started
+    script = training.__file__
+    arguments = [str(directory), str(case.world_size), start_method, case.during]
     if case.started == "torchrun":
-        command[3] = "popen"
-        command = [
-            torch.distributed.run.__file__,
+        arguments = [
             "--standalone",
             f"--nproc-per-node={case.world_size}",
-            *command,
+            script,
+            *arguments,
         ]
-    return RankProcesses(be_the_script, 1, Path(command[0]), command[1:], directory, **options)
+        script = torch.distributed.run.__file__
+    return RankProcesses(be_the_script, 1, Path(script), arguments, directory, **options)
 
 
-def strike_and_wait(
-    case: Case, directory: Path, hosts: Network | None
-) -> tuple[float, set[int], str, list[Outcome]]:
-    """Strike a run; return the time that its ranks took to exit, the processes that are
-    late, and their output.
-    """
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended after its strikes."""
+
+    seconds: float  # that its ranks took to exit
+    late: list[str]  # the processes that did not exit in time
+    outcomes: list[Outcome]  # none if a process is late
+    output: str
+
+
+def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> Ended:
     with contextlib.ExitStack() as stack:
         wire = (
             bad_wire(hosts, delay=0.003, loss=0.01)
@@ -242,28 +263,50 @@ def strike_and_wait(
             run.strike(strike, cut)
         struck = time.monotonic()
         stopped = {run.pid_of(strike.whom) for strike in case.strikes if strike.what == "stop"}
-        left = run.wait(set(run.ranks.values()) - stopped, struck + case.bound)
+        ranks = run.wait(set(run.ranks.values()) - stopped, struck + case.bound)
         seconds = time.monotonic() - struck
-        if not left:
-            for pid in stopped:
-                os.kill(pid, signal.SIGKILL)
-            left = run.wait(set(run.descriptors), time.monotonic() + SECONDS_TO_TIDY)
-        run.dump_stacks(left)
-        outcomes = [] if left else processes.wait()
-        return seconds, left, run.output + "".join(outcome.output for outcome in outcomes), outcomes
+        late = [f"rank process {pid} still runs {case.bound} s after the strike" for pid in ranks]
+        if ranks:
+            run.dump_stacks(ranks)
+            return Ended(seconds, late, [], run.output)
+        for pid in stopped:
+            os.kill(pid, signal.SIGKILL)
+        others = run.wait(set(run.descriptors), time.monotonic() + SECONDS_TO_TIDY)
+        if others:
+            run.dump_stacks(others)
+            late = [
+                f"process {pid} still runs {SECONDS_TO_TIDY} s after the ranks exited"
+                for pid in others
+            ]
+            return Ended(seconds, late, [], run.output)
+        outcomes = processes.wait()
+        output = run.output + "".join(outcome.output for outcome in outcomes)
+        return Ended(seconds, [], outcomes, output)
 
 
 # The checks of the outcome.
 
 
+def exit_codes(case: Case) -> set[int]:
+    """Return the exit codes that processes may have after the first strike."""
+    whats = {strike.what for strike in case.strikes}
+    if whats == {"term"} and case.started != "torchrun":
+        return {STOPPED}
+    expected = {FAILED, -signal.SIGTERM}  # SIGTERM ends a process without a handler
+    if "term" in whats:
+        expected.add(STOPPED)
+    if whats & {"kill", "stop"}:
+        expected.add(-signal.SIGKILL)  # also ends a rank that was stopped
+    return expected
+
+
 def wrong_endings(case: Case, outcomes: list[Outcome], output: str) -> Iterator[str]:
     whats = {strike.what for strike in case.strikes}
-    usual = {1, *([143] if "term" in whats else []), *([-9] if whats & {"kill", "stop"} else [])}
-    expected = {143} if whats == {"term"} and case.started != "torchrun" else usual | {-15}
+    expected = exit_codes(case)
     # A second signal may reach a rank whose interpreter ends, which has no handlers.
-    late = [(strike.whom, -SIGNALS[strike.what]) for strike in case.strikes[1:]]
+    second = [(strike.whom, -SIGNALS[strike.what]) for strike in case.strikes[1:]]
     for outcome in outcomes:
-        if outcome.exit_code not in expected and (outcome.rank, outcome.exit_code) not in late:
+        if outcome.exit_code not in expected and (outcome.rank, outcome.exit_code) not in second:
             yield f"process {outcome.rank} exited with {outcome.exit_code}"
     if not any(re.search(cause, output) for strike in case.strikes for cause in causes(strike)):
         yield "the output names no cause"
@@ -328,9 +371,8 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case, float], 
 
 def parameter(seed: int) -> Any:
     case = draw(seed)
-    return pytest.param(
-        case, marks=[pytest.mark.netns] * (case.started == BY_HAND[1]), id=str(case)
-    )
+    marks = [pytest.mark.netns] if case.started == BAD_WIRE else []
+    return pytest.param(case, marks=marks, id=str(case))
 
 
 @pytest.mark.parametrize("case", [parameter(seed) for seed in range(FIRST, FIRST + COUNT) or SEEDS])
@@ -340,19 +382,16 @@ def test_a_fault_is_survived(
     request: pytest.FixtureRequest,
     record: Callable[[Case, float], None],
 ) -> None:
-    """All processes exit in time and name the culprit; the same command then reads each
-    sample once an epoch.
+    """All processes exit in time and name the culprit.
+
+    The same command then reads each sample once an epoch.
     """
-    hosts = request.getfixturevalue("two_hosts") if case.started == BY_HAND[1] else None
-    seconds, left, output, outcomes = strike_and_wait(case, tmp_path, hosts)
-    record(case, seconds)
-    late = [f"process {pid} still runs {case.bound} s after the strike" for pid in left]
-    wrong = [
-        *late,
-        *([] if left else wrong_endings(case, outcomes, output)),
-        *wrong_files(case, tmp_path, output),
-    ]
-    assert not wrong, "\n".join([f"make soak SEED={case.seed} COUNT=1", *wrong, output])
+    hosts = request.getfixturevalue("two_hosts") if case.started == BAD_WIRE else None
+    ended = strike_and_wait(case, tmp_path, hosts)
+    record(case, ended.seconds)
+    wrong = ended.late or [*wrong_endings(case, ended.outcomes, ended.output)]
+    wrong += wrong_files(case, tmp_path, ended.output)
+    assert not wrong, "\n".join([f"make soak SEED={case.seed} COUNT=1", *wrong, ended.output])
 
     newest = max((step_of(path) or 0 for path in tmp_path.glob("*.ckpt")), default=0)
     epochs = newest // STEPS + 2

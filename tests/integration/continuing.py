@@ -273,13 +273,13 @@ class Training:
             "num_sanity_val_steps": 0,
         }
         chosen: dict[str, Any] = {**defaults, **self.options, **options}
-        kind = chosen.pop("kind", Net)
+        model = chosen.pop("model", Net)
         fail_at = chosen.pop("fail_at", None)
         plateau = chosen.pop("plateau", False)
         ckpt_path = chosen.pop("ckpt_path", None)
         saver = Saver(self.directory / self.name / into, points)
         L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
-        net = kind(self.loaders, fail_at, plateau)
+        net = model(self.loaders, fail_at, plateau)
         net.validation = chosen.pop("validation", {})
         status: int | None = None
         if not chosen.pop("dropout", True):

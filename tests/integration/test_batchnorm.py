@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import pytest
@@ -40,6 +40,8 @@ from tests.harness.training import (
     on_ranks,
     weights,
 )
+
+By = Literal["callback", "flag", "both"]  # what converts: our callback, or the Trainer's flag
 
 
 class Scaled(nn.BatchNorm2d):
@@ -86,15 +88,13 @@ def trainer_with(
     kind: Kind,
     directory: Path,
     *,
-    by: str = "callback",
+    by: By = "callback",
     conversion: dict[str, Any] | None = None,
     callbacks: Sequence[L.Callback] = (),
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> L.Trainer:
-    """Return a Trainer that converts BatchNorm by the ``"callback"``, by the Trainer's
-    ``"flag"``, or by ``"both"``.
-    """
+    """Return a Trainer that converts BatchNorm."""
     from lightning_ddp_ext import SyncBatchNormConversion
 
     warnings.simplefilter("ignore", UserWarning)  # of Lightning, on few batches and workers
@@ -150,8 +150,8 @@ class Split(nn.BatchNorm2d):
 
 
 class Odd(Joint):
-    """Has layers of all kinds: derived, split, hooked, normalised, in evaluation,
-    shared, and synchronised already.
+    """Has ten layers of all kinds: six can be converted, three override ``forward``, and
+    one synchronises already.
 
     Args:
         end: what happens in the second training step.
@@ -161,16 +161,23 @@ class Odd(Joint):
         super().__init__()
         from lightning_ddp_ext import SyncBatchNorm
 
-        shared = nn.BatchNorm2d(8)
-        layers = [Scaled(8), Mixed(8), Split(8), shared, hooked(nn.BatchNorm2d(8))]
-        layers += [
-            nn.utils.spectral_norm(nn.BatchNorm2d(8)),
-            nn.BatchNorm2d(8).eval(),
-            SyncBatchNorm(8),
+        shared = nn.BatchNorm2d(8)  # converted: one layer in two places
+        self.layers = nn.Sequential(
+            nn.Linear(4, 32),
+            nn.BatchNorm1d(32),  # converted
+            nn.Unflatten(1, (8, 4, 1)),
+            Scaled(8),  # overrides forward
+            Mixed(8),  # overrides forward
+            Split(8),  # overrides forward; its second layer is converted
             shared,
-        ]
-        start = nn.Linear(4, 32), nn.BatchNorm1d(32), nn.Unflatten(1, (8, 4, 1))
-        self.layers = nn.Sequential(*start, *layers, nn.Flatten(), nn.Linear(32, 1))
+            hooked(nn.BatchNorm2d(8)),  # converted
+            nn.utils.spectral_norm(nn.BatchNorm2d(8)),  # converted
+            nn.BatchNorm2d(8).eval(),  # converted
+            SyncBatchNorm(8),  # synchronises already
+            shared,
+            nn.Flatten(),
+            nn.Linear(32, 1),
+        )
         self.end = end
         self.seen: dict[str, Any] = {}
 
@@ -212,12 +219,12 @@ class Feature:
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-9
-    by: str = "callback"
+    by: By = "callback"
     conversion: dict[str, Any] = field(default_factory=dict)
     average: Callable[[], L.Callback] | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return the loaders of the Trainer."""
+        """Return the options of the Trainer, with its callbacks."""
         callbacks = [self.average()] if self.average is not None else []
         epochs = 1 if self.average is None else 2
         return {
@@ -288,11 +295,11 @@ def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
-    """With DDP's options, Lightning's ways to optimise, and layers of all kinds: the
-    statistics are joint.
+    """The statistics of ranks are joint, with layers and options of all kinds.
 
-    What the ranks have, running statistics included, is the same to the last bit; the
-    callback also serves stock DDP.
+    The options are DDP's, and Lightning's ways to optimise. What the ranks have,
+    running statistics included, is the same to the last bit; the callback also serves
+    stock DDP.
     """
     (alone,) = run_ranks(features_alone, 1)
     first, second = on_ranks("ours", features_on_all, tmp_path)
@@ -306,64 +313,36 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     torch.testing.assert_close(stock["nothing"], alone["nothing"], rtol=1e-9, atol=1e-9)
 
 
-def fit_and_leave(kind: Kind, directory: Path, by: str) -> list[str]:
-    """Leave ``fit`` in several ways; return the messages of the first run."""
+WAYS = pytest.mark.parametrize(
+    ("kind", "by"), [pytest.param("ours", "flag", marks=pytest.mark.lowest), ("stock", "callback")]
+)
+
+
+def fit_and_log(kind: Kind, directory: Path, by: By) -> list[str]:
+    """Return the messages about BatchNorm of a run that converts layers."""
     lines = BufferingHandler(10_000)
     for logger in (logging.getLogger("lightning_ddp_ext"), logging.getLogger("lightning.pytorch")):
         logger.setLevel(logging.INFO)
         logger.addHandler(lines)
-    said: list[str] = []
-    for end, limit in (
-        (None, None),
-        (None, 0),
-        (ZeroDivisionError(), None),
-        (KeyboardInterrupt(), None),
-    ):
-        model = Odd(end)
-        before = facts(model)
-        trainer = trainer_with(kind, directory, by=by, limit_train_batches=limit, max_epochs=1)
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            suppress(ZeroDivisionError, RankFailedError, SystemExit),
-        ):
-            warnings.simplefilter("always")
-            trainer.fit(model)
-        texts = [
-            *(each.getMessage() for each in lines.buffer),
-            *(str(each.message) for each in caught),
-        ]
-        said = said or [text for text in texts if "BatchNorm" in text]
-        assert facts(model) == before
-        if end is None:
-            assert model.seen["on_fit_end"] == before
-        if end is None and limit is None:
-            assert by == "flag" or model.seen["on_train_end"] == before
-            assert model.seen["training"]["modules"] != before["modules"]
-            assert model.seen["training"]["keys"] == before["keys"]
     model = Odd()
     before = facts(model)
-    trainer = trainer_with(kind, directory, by=by, default_root_dir=directory)
-    options: dict[str, Any] = {
-        "num_training": 6,
-        "early_stop_threshold": None,
-        "attr_name": "end",
-        "update_attr": False,
-    }
-    assert len(Tuner(trainer).lr_find(model, **options).results["loss"]) == 6
-    assert facts(model) == before
-    return said
+    with warnings.catch_warnings(record=True) as caught:
+        trainer = trainer_with(kind, directory, by=by, max_epochs=1)
+        warnings.simplefilter("always")
+        trainer.fit(model)
+    assert model.seen["training"]["modules"] != before["modules"]
+    assert model.seen["training"]["keys"] == before["keys"]
+    if by == "callback":  # the flag's layers stay until the end of fit
+        assert model.seen["on_train_end"] == before
+    logged = [each.getMessage() for each in lines.buffer]
+    warned = [str(each.message) for each in caught]
+    return [text for text in [*logged, *warned] if "BatchNorm" in text]
 
 
-@pytest.mark.parametrize(
-    ("kind", "by"), [pytest.param("ours", "flag", marks=pytest.mark.lowest), ("stock", "callback")]
-)
-def test_whatever_ends_fit_the_model_is_what_it_was(kind: Kind, by: str, tmp_path: Path) -> None:
-    """Types, modes, keys and sharing are unchanged after success, errors, Ctrl-C, an
-    empty fit, and Lightning's Tuner.
-
-    Rank 0 logs the converted layers in one line, and names the others in one warning.
-    """
-    (summary, warning), second = on_ranks(kind, fit_and_leave, tmp_path, by)
+@WAYS
+def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path) -> None:
+    """Rank 0 logs a line about converted layers, and names the others in a warning."""
+    (summary, warning), second = on_ranks(kind, fit_and_log, tmp_path, by)
     assert (
         summary == "SyncBatchNorm: 6 of 10 layers, statistics over 2 ranks; "
         "not converted: 3 overrides forward, 1 synchronises already"
@@ -373,6 +352,54 @@ def test_whatever_ends_fit_the_model_is_what_it_was(kind: Kind, by: str, tmp_pat
         in warning
     )
     assert second == []
+
+
+def fit_to_an_end(
+    kind: Kind, directory: Path, by: By, error: BaseException | None, limit: int | None
+) -> None:
+    model = Odd(error)
+    before = facts(model)
+    trainer = trainer_with(kind, directory, by=by, limit_train_batches=limit, max_epochs=1)
+    with suppress(ZeroDivisionError, RankFailedError, SystemExit):
+        trainer.fit(model)
+    assert facts(model) == before
+    if error is None:
+        assert model.seen["on_fit_end"] == before
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("error", "limit"),
+    [
+        pytest.param(None, None, id="success"),
+        pytest.param(None, 0, id="no batches"),
+        pytest.param(ZeroDivisionError(), None, id="error"),
+        pytest.param(KeyboardInterrupt(), None, id="Ctrl-C"),
+    ],
+)
+def test_whatever_ends_fit_the_model_is_what_it_was(
+    kind: Kind, by: By, error: BaseException | None, limit: int | None, tmp_path: Path
+) -> None:
+    """Types, modes, keys and sharing of layers are unchanged."""
+    on_ranks(kind, fit_to_an_end, tmp_path, by, error, limit)
+
+
+def tune(kind: Kind, directory: Path, by: By) -> None:
+    model = Odd()
+    before = facts(model)
+    trainer = trainer_with(kind, directory, by=by, default_root_dir=directory)
+    found = Tuner(trainer).lr_find(
+        model, num_training=6, early_stop_threshold=None, attr_name="end", update_attr=False
+    )
+    assert found is not None
+    assert len(found.results["loss"]) == 6
+    assert facts(model) == before
+
+
+@WAYS
+def test_lightnings_tuner_leaves_the_model_as_it_was(kind: Kind, by: By, tmp_path: Path) -> None:
+    """The Tuner finds a rate in six steps; layers are unchanged then."""
+    on_ranks(kind, tune, tmp_path, by)
 
 
 class ByItself(Joint):
@@ -409,8 +436,9 @@ def choose(kind: Kind, directory: Path, model: Joint, options: dict[str, Any]) -
 def test_a_choice_that_cannot_be_followed_ends_fit_on_all_ranks(
     model: Joint, options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    """The error names a layer whose forward does not reach ours; the Trainer's flag
-    allows no choice of ranks.
+    """All ranks raise an error that names the layer or the flag.
+
+    A layer's forward may not reach ours; the Trainer's flag allows no choice of ranks.
     """
     for error in on_ranks("ours", choose, tmp_path, model, options):
         assert told in error
@@ -436,8 +464,9 @@ def resume(kind: Kind, directory: Path) -> None:
 
 
 def test_checkpoints_are_those_of_plain_layers_and_resuming_changes_nothing(tmp_path: Path) -> None:
-    """A file from the middle of training has a plain model's keys; a resumed run equals
-    an unbroken one, bit by bit.
+    """A file from the middle of training has a plain model's keys.
+
+    A resumed run equals an unbroken one, bit by bit.
     """
     on_ranks("ours", resume, tmp_path)
 
@@ -459,8 +488,9 @@ def in_groups(rank: int, world_size: int, init_method: str) -> list[Tensor]:
 
 @pytest.mark.netns
 def test_groups_have_separate_statistics(two_hosts: Network) -> None:
-    """With `process_group=2` two ranks each have the same statistics, with "node" those
-    of one machine.
+    """Ranks of a group have the same statistics, and groups have different ones.
+
+    With `process_group=2` a group has two ranks, with "node" those of one machine.
     """
     env = {
         **by_hand_env(4),
@@ -506,12 +536,12 @@ class Normalised(Net):
         return x
 
 
-def normalise(rank: int, world_size: int, directory: Path, by: str, model: Normalised) -> None:
+def normalise(rank: int, world_size: int, directory: Path, by: By, model: Normalised) -> None:
     unused = {"find_unused_parameters": True}
     trainer_with("ours", directory, by=by, strategy=unused, max_epochs=1).fit(model)
 
 
-DIFFERENCES: list[tuple[str, dict[str, Any], str, str]] = [
+DIFFERENCES: list[tuple[By, dict[str, Any], str, str]] = [
     (
         "callback",
         {"leaves_out": "first"},
@@ -531,10 +561,11 @@ DIFFERENCES: list[tuple[str, dict[str, Any], str, str]] = [
 @pytest.mark.lowest
 @pytest.mark.parametrize(("by", "options", "first", "second"), DIFFERENCES)
 def test_ranks_that_run_other_layers_raise(
-    by: str, options: dict[str, Any], first: str, second: str, tmp_path: Path
+    by: By, options: dict[str, Any], first: str, second: str, tmp_path: Path
 ) -> None:
-    """If a rank skips a layer, or runs one more often, every rank's error names each
-    rank's layer.
+    """Every rank's error names each rank's layer.
+
+    A rank skips a layer, or runs one more often.
     """
     told = (
         f"ranks are in different BatchNorm layers or passes: rank 0 is in the {first}, rank 1 is in"

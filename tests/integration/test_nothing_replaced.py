@@ -6,19 +6,21 @@ from __future__ import annotations
 
 import copy
 import faulthandler
-import os
 import pickle
 import signal
 import warnings
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext import (
     HangWatchdog,
@@ -120,13 +122,17 @@ class TwoLoaders(Net):
         )
 
 
-def look(kind: Kind, directory: Path) -> tuple[list[set[str]], list[set[str]]]:
-    """Return the replaced methods at points of runs where a user's code runs, and
-    before and after each run.
-    """
+@dataclass
+class Replaced:
+    """The replaced methods where a user's code runs, and before and after runs."""
+
+    within: list[set[str]]
+    around: dict[str, set[str]]
+
+
+def look(kind: Kind, directory: Path) -> Replaced:
     warnings.simplefilter("ignore")
-    within: list[set[str]] = []
-    around: list[set[str]] = []
+    found = Replaced([], {})
     ours = [
         SyncBatchNormConversion(),
         SamplerEpochSeeding(),
@@ -135,7 +141,8 @@ def look(kind: Kind, directory: Path) -> tuple[list[set[str]], list[set[str]]]:
     ]
     for model, callbacks in ((TwoLoaders(), []), (Net(), ours)):
         looks = [
-            At(f"on_{hook}", lambda trainer: within.append(replaced(trainer))) for hook in HOOKS
+            At(f"on_{hook}", lambda trainer: found.within.append(replaced(trainer)))
+            for hook in HOOKS
         ]
         options = {
             "callbacks": [*looks, *callbacks],
@@ -143,75 +150,88 @@ def look(kind: Kind, directory: Path) -> tuple[list[set[str]], list[set[str]]]:
             "val_check_interval": 2,
         }
         trainer = make_trainer(make_strategy(kind, directory), **options)
-        for run in (trainer.fit, trainer.validate, trainer.test):
-            around.append(replaced(trainer))
-            run(model)
-        around.append(replaced(trainer))
-    return within, around
+        name = type(model).__name__
+        found.around[f"{name} before runs"] = replaced(trainer)
+        for run in ("fit", "validate", "test"):
+            getattr(trainer, run)(model)
+            found.around[f"{name} after {run}"] = replaced(trainer)
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(
     kind: Kind, tmp_path: Path
 ) -> None:
-    """At most four methods are, and none of a loader, a fetcher or a result: with
-    several loaders and our callbacks.
+    """At most four methods are replaced, and none of a loader, fetcher or result.
 
-    The same holds for our callbacks with stock strategies.
+    This holds with several loaders and our callbacks, also with stock strategies.
     """
-    for within, around in on_ranks(kind, look, tmp_path):
-        assert 0 < max(len(names) for names in within) <= 4
-        owners = {name.partition(".")[0].lower() for names in within for name in names}
+    for found in on_ranks(kind, look, tmp_path):
+        assert 0 < max(len(names) for names in found.within) <= 4
+        owners = {name.partition(".")[0].lower() for names in found.within for name in names}
         assert [owner for owner in owners if any(word in owner for word in DATA)] == []
-        assert around == [set()] * 8
+        assert {when: names for when, names in found.around.items() if names} == {}
+
+
+class Played(NamedTuple):
+    """A run with a callback, and what it leaves changed in its process."""
+
+    run: str
+    callback: L.Callback
+    leaves: set[str]
 
 
 BATCH_END = "on_train_batch_end"
-RUNS: list[tuple[str, L.Callback]] = [
-    *((run, L.Callback()) for run in ("fit", "validate", "test", "predict")),
-    ("fit", signalled(BATCH_END)),
-    *(
-        ("fit", fault)
-        for fault in (
-            Fault(BATCH_END, boom),
-            Fault(BATCH_END, interrupt),
-            Fault("setup", interrupt),
-        )
-    ),
-    ("fit", L.Callback()),
-]
+DEFERRED = {"SIGTERM", "SigCgt"}  # SIGTERM waits for some seconds
+RUNS = {
+    "fit": Played("fit", L.Callback(), leaves=set()),
+    "validate": Played("validate", L.Callback(), leaves=set()),
+    "test": Played("test", L.Callback(), leaves=set()),
+    "predict": Played("predict", L.Callback(), leaves=set()),
+    "stopped": Played("fit", signalled(BATCH_END), leaves=set()),
+    "failed": Played("fit", Fault(BATCH_END, boom), leaves=DEFERRED),
+    "interrupted": Played("fit", Fault(BATCH_END, interrupt), leaves=DEFERRED),
+    "interrupted in setup": Played("fit", Fault("setup", interrupt), leaves=DEFERRED),
+    "fit after failures": Played("fit", L.Callback(), leaves=set()),
+}
 
 
-def changed_by_runs(kind: Kind, directory: Path) -> list[dict[str, Any]]:
+def changed_by_runs(kind: Kind, directory: Path) -> dict[str, set[str]]:
     """Return the changes after each run in a process that prints stacks on a signal."""
     warnings.simplefilter("ignore")
     faulthandler.register(signal.SIGUSR1)
     before = of_process()
-    changes = []
-    for run, callback in RUNS:
-        callbacks = [HangWatchdog(600), callback]
+    found = {}
+    for name, played in RUNS.items():
+        callbacks = [HangWatchdog(600), played.callback]
         trainer = make_trainer(
             make_strategy(kind, directory), callbacks=callbacks, default_root_dir=directory
         )
         with suppress(BoomError, SystemExit):
-            getattr(trainer, run)(Net())
-        changes.append(changed_in_process(before))
+            getattr(trainer, played.run)(Net())
+        found[name] = {*changed_in_process(before)}
     trainer.strategy.setup_environment()  # by hand, and never torn down
-    return [*changes, changed_in_process(before)]
+    return {**found, "setup_environment": {*changed_in_process(before)}}
 
 
 def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:
-    """This holds for every end; only the channel stays, and after a failure SIGTERM
-    waits for some seconds.
+    """A process is unchanged after a run, however it ends.
+
+    Only the channel stays, and after a failure SIGTERM waits for some seconds.
     """
-    deferred = {"SIGTERM", "SigCgt"}
-    for changes in on_ranks("ours", changed_by_runs, tmp_path, env={"OMP_NUM_THREADS": "1"}):
-        names = [{name for name in changed if not name.startswith("ddpx-")} for changed in changes]
-        assert names == [set()] * 5 + [deferred] * 3 + [set()] * 2, changes
-        assert all(
-            "ddpx-signals" not in changed and "ddpx-stop-deadline" not in changed
-            for changed in changes
-        )
+    expected = {name: played.leaves for name, played in RUNS.items()} | {"setup_environment": set()}
+    for found in on_ranks("ours", changed_by_runs, tmp_path, env={"OMP_NUM_THREADS": "1"}):
+        threads = {each for changed in found.values() for each in changed if is_ours(each)}
+        assert threads.isdisjoint({"ddpx-signals", "ddpx-stop-deadline"})
+        left = {
+            name: {each for each in changed if not is_ours(each)} for name, changed in found.items()
+        }
+        assert left == expected
+
+
+def is_ours(changed: str) -> bool:
+    """Whether it is the name of one of our threads."""
+    return changed.startswith("ddpx-")
 
 
 class Profiles(Net):
@@ -224,31 +244,46 @@ class Profiles(Net):
         return self.trainer.profiler.profile("another")(super().training_step)(batch, index)
 
 
-def profile_runs(kind: Kind, directory: Path) -> dict[str, Any]:
-    """Return the counts of profilers that the user made, and whether the Trainer still
-    has them after runs.
-    """
-    found: dict[str, Any] = {}
-    for profiler in (PassThroughProfiler(str(directory), "times"), SimpleProfiler(), None):
-        trainer = make_trainer(make_strategy(kind, directory), profiler=profiler, max_epochs=1)
-        before = trainer.profiler
+@dataclass
+class Profiled:
+    """A user's profiler after runs."""
+
+    attributes: list[str]
+    local_rank: int | None
+    calls: int | None  # of the part that the module profiles, where they are counted
+
+
+PROFILERS: dict[str, Callable[[Path], Any]] = {
+    "nothing": lambda directory: PassThroughProfiler(str(directory), "times"),
+    "times": lambda directory: SimpleProfiler(),
+    "default": lambda directory: None,
+}
+
+
+def profile_runs(kind: Kind, directory: Path) -> dict[str, Profiled]:
+    found = {}
+    for name, make in PROFILERS.items():
+        strategy = make_strategy(kind, directory)
+        trainer = make_trainer(strategy, profiler=make(directory), max_epochs=1)
+        before: Any = trainer.profiler
         for run in (trainer.fit, trainer.test):
             run(Profiles())
             assert trainer.profiler is before
-        calls = {
-            name: len(times) for name, times in getattr(before, "recorded_durations", {}).items()
-        }
-        found[str(type(profiler))] = (sorted(vars(before)), before.local_rank, calls.get("a part"))
+        times = getattr(before, "recorded_durations", {}).get("a part")
+        calls = None if times is None else len(times)
+        found[name] = Profiled(sorted(vars(before)), before.local_rank, calls)
     return found
 
 
 def test_a_profiler_of_the_users_works_and_stays_the_trainers(tmp_path: Path) -> None:
-    """The profiler counts a part that the module profiles, and after a run the Trainer
-    still has this profiler.
+    """The profiler counts a part that the module profiles.
+
+    After a run the Trainer still has this profiler.
     """
     ours, stock = on_both(profile_runs, tmp_path)
     assert ours == stock
-    assert [calls for *_, calls in ours[0].values()] == [None, 4, None]
+    calls = {name: profiled.calls for name, profiled in ours[0].items()}
+    assert calls == {"nothing": None, "times": 4, "default": None}
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.dumps(each))}
@@ -259,21 +294,21 @@ def copy_fitted(kind: Kind, directory: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     trainer = make_trainer(make_strategy(kind, directory))
     trainer.fit(Net())
-    parts = [
-        trainer,
-        trainer.strategy,
-        trainer.fit_loop,
-        trainer.lightning_module,
-        trainer.train_dataloader,
-    ]
+    parts = {
+        "Trainer": trainer,
+        "strategy": trainer.strategy,
+        "loop": trainer.fit_loop,
+        "module": trainer.lightning_module,
+        "loader": trainer.train_dataloader,
+    }
     found: dict[str, Any] = {}
     for how, copied in COPIES.items():
-        for number, part in enumerate(parts):
+        for name, part in parts.items():
             try:
                 copied(part)
             except Exception as error:
-                found[f"{how} of part {number}"] = repr(error)
-        if f"{how} of part 0" not in found:
+                found[f"{how} of the {name}"] = repr(error)
+        if f"{how} of the Trainer" not in found:
             found[f"{how} continues"] = train_on(copied(trainer))
     return found
 
@@ -288,8 +323,9 @@ def train_on(trainer: L.Trainer) -> Any:
 
 
 def test_a_fitted_trainer_is_copied_and_pickled_as_with_stock(tmp_path: Path) -> None:
-    """So are its strategy, loops, model and loader; a copy tests and trains as a copy
-    of stock's does.
+    """A copy of a Trainer tests and trains as a copy of stock's does.
+
+    Its strategy, loops, model and loader can also be copied and pickled.
     """
     for mine, expected in zip(*on_both(copy_fitted, tmp_path), strict=True):
         assert mine.keys() == expected.keys(), {
@@ -383,8 +419,9 @@ def is_as_before(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_the_users_objects_are_as_they_were(tmp_path: Path) -> None:
-    """Loader, sampler, batch sampler and dataset have the class and the attributes that
-    they had before the run.
+    """Loader, sampler, batch sampler and dataset have the attributes from before.
+
+    Their classes are also those from before the run.
     """
     assert run_ranks(is_as_before, 2, tmp_path) == [[], []]
 
@@ -398,65 +435,126 @@ class Combined(Net):
         return super().training_step(batch["own"], index)
 
 
-def look_at_loaders(kind: Kind, directory: Path) -> list[Any]:
-    """Return what callbacks see of loaders and set in them, and Lightning's later
-    copies.
-    """
-    facts: list[Any] = []
+@dataclass
+class Seen:
+    """What user code sees of a loader."""
 
-    def use(trainer: L.Trainer) -> None:
-        loader: Any = trainer.train_dataloader
-        again = [
-            loader,
-            type(loader)(loader.dataset),
-            copy.copy(loader),
-            pickle.loads(pickle.dumps(loader)),
-        ]
-        facts.append(
-            [
-                (type(each).__name__, isinstance(each, OwnLoader), len(each), {*vars(each)})
-                for each in again
-            ]
-        )
-        facts.append([loader.write("set"), vars(loader)["own"], again[2].own, loader.batch_size])
+    type_name: str
+    is_users: bool
+    length: int
+    attributes: set[str]
+
+
+def seen(loader: Any) -> Seen:
+    return Seen(type(loader).__name__, isinstance(loader, OwnLoader), len(loader), {*vars(loader)})
+
+
+def fit_with(kind: Kind, directory: Path, do: Callable[[Any], None], is_injected: bool) -> int:
+    """Train with ``do(loader)`` at the start; return the number of steps."""
+
+    def begin(trainer: L.Trainer) -> None:
+        assert isinstance(trainer.val_dataloaders, DataLoader)
+        do(trainer.train_dataloader)
+
+    start = At("on_train_start", begin)
+    options = {"use_distributed_sampler": is_injected, "callbacks": [start], "max_epochs": 1}
+    trainer = make_trainer(make_strategy(kind, directory), **options)
+    trainer.fit(Net(), made())
+    return trainer.global_step
+
+
+def copy_loaders(kind: Kind, directory: Path, is_injected: bool) -> dict[str, Seen]:
+    found: dict[str, Seen] = {}
+
+    def copy_loader(loader: Any) -> None:
+        found["itself"] = seen(loader)
+        found["made again"] = seen(type(loader)(loader.dataset))
+        found["copied"] = seen(copy.copy(loader))
+        found["pickled"] = seen(pickle.loads(pickle.dumps(loader)))
+
+    fit_with(kind, directory, copy_loader, is_injected)
+    return found
+
+
+INJECTED = pytest.mark.parametrize("is_injected", [True, False])
+
+
+@INJECTED
+def test_copies_of_a_loader_in_a_run_are_as_with_stock(is_injected: bool, tmp_path: Path) -> None:
+    """A loader, and one that is copied, pickled or made again, have the user's class."""
+    ours, stock = on_both(copy_loaders, tmp_path, is_injected)
+    assert ours == stock
+
+
+def write_to_loaders(kind: Kind, directory: Path, is_injected: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def write(loader: Any) -> None:
+        copied = copy.copy(loader)
+        found["before"] = loader.write("set")
+        found["after"] = vars(loader)["own"]
+        found["of the copy"] = copied.own
+
+    fit_with(kind, directory, write, is_injected)
+    return found
+
+
+@INJECTED
+def test_a_method_of_a_loader_writes_to_it(is_injected: bool, tmp_path: Path) -> None:
+    """An attribute is set in the loader that users see, and not in its copy."""
+    ours, stock = on_both(write_to_loaders, tmp_path, is_injected)
+    assert ours == stock == [{"before": "given", "after": "set", "of the copy": "given"}] * 2
+
+
+def enlarge_batches(kind: Kind, directory: Path, is_injected: bool) -> int:
+    def enlarge(loader: Any) -> None:
+        assert loader.batch_size == 2
+        assert isinstance(loader.batch_sampler, BatchSampler)
         loader.batch_sampler.batch_size = 4
-        facts.append(
-            [
-                isinstance(trainer.val_dataloaders, DataLoader),
-                isinstance(loader.batch_sampler, BatchSampler),
-            ]
-        )
 
-    def size(trainer: L.Trainer) -> None:
-        facts.append(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+    return fit_with(kind, directory, enlarge, is_injected)
 
-    def fit(module: L.LightningModule, loaders: Any, **options: Any) -> None:
-        make_trainer(make_strategy(kind, directory), **{"max_epochs": 1, **options}).fit(
-            module, loaders
-        )
 
-    for is_injected in (True, False):
-        callbacks = [At("on_train_start", use), At("on_train_end", size)]
-        fit(Net(), made(), use_distributed_sampler=is_injected, callbacks=callbacks)
+@INJECTED
+def test_a_batch_size_that_users_set_applies(is_injected: bool, tmp_path: Path) -> None:
+    """An epoch of 16 samples has batches of four, divided among ranks or not."""
+    ours, stock = on_both(enlarge_batches, tmp_path, is_injected)
+    assert ours == stock == [2 if is_injected else 4] * 2
+
+
+def overfit_twice(kind: Kind, directory: Path) -> tuple[bool, bool]:
+    """Return whether a combined loader's sampler divides samples after two runs, and
+    whether it shuffles.
+    """
     combined = CombinedLoader({"own": made()}, "max_size")
     for _ in range(2):
-        fit(Combined(), combined, overfit_batches=2)
-    facts.append(type(combined.flattened[0].sampler).__name__ == "SequentialSampler")
-    if kind == "ours":  # stock starts the workers
-        is_first = os.environ["RANK"] == "0"
-        with (
-            pytest.warns(UserWarning, match="persistent_workers=True")
-            if is_first
-            else nullcontext()
-        ):
-            fit(Net(), made(num_workers=1, multiprocessing_context="spawn"), max_epochs=0)
-    return facts
+        trainer = make_trainer(make_strategy(kind, directory), max_epochs=1, overfit_batches=2)
+        trainer.fit(Combined(), combined)
+    sampler = combined.flattened[0].sampler
+    return isinstance(sampler, DistributedSampler), sampler.shuffle
 
 
-def test_users_see_loaders_as_stock_shows_them(tmp_path: Path) -> None:
-    """Loaders have their class, can be changed, copied and made again, and cause
-    Lightning's hints.
+def test_overfitting_leaves_a_combined_loader_as_stock_does(tmp_path: Path) -> None:
+    """Its sampler divides the samples and does not shuffle, also after a second run."""
+    ours, stock = on_both(overfit_twice, tmp_path)
+    assert ours == stock == [(True, False)] * 2
+
+
+def fit_with_spawned_worker(kind: Kind, directory: Path) -> list[str]:
+    """Return Lightning's hints at a worker that is started anew each epoch."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(make_strategy(kind, directory), max_epochs=0)
+        trainer.fit(Net(), made(num_workers=1, multiprocessing_context="spawn"))
+    texts = [str(each.message) for each in caught]
+    return [text for text in texts if "persistent_workers=True" in text]
+
+
+def test_a_spawned_worker_causes_lightnings_hint(tmp_path: Path) -> None:
+    """Rank 0 prints it.
+
+    It is not compared with stock, which starts the workers.
     """
-    ours, stock = on_both(look_at_loaders, tmp_path)
-    assert ours == stock
-    assert (ours[0][3], ours[0][7]) == (2, 4)
+    first, second = on_ranks("ours", fit_with_spawned_worker, tmp_path)
+    assert first
+    assert not second

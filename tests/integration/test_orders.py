@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,15 @@ from tests.integration.continuing import KEPT, Net, Numbers, Saver
 Batches = dict[int, list[list[int]]]  # by epoch
 
 
-def fit(kind: Kind, directory: Path, make: Callable[[], Any], **options: Any) -> Batches:
+def fit(
+    kind: Kind,
+    directory: Path,
+    make: Callable[[], Any],
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> Batches:
     module = Net(make)
-    ckpt_path = options.pop("ckpt_path", None)
-    strategy = make_strategy(kind, directory, **options.pop("strategy", {}))
+    strategy = make_strategy(kind, directory)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = make_trainer(strategy, **{"max_epochs": 3, "limit_val_batches": 0, **options})
@@ -43,7 +49,7 @@ def fit(kind: Kind, directory: Path, make: Callable[[], Any], **options: Any) ->
 
 
 class Backwards(BatchSampler):
-    """A loader class of which Lightning makes a new object, with its own sampler."""
+    """A batch sampler of which Lightning makes a new object, with a sampler for the rank."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return (batch[::-1] for batch in super().__iter__())
@@ -84,8 +90,9 @@ def orders(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
-    """Every batch of every epoch is the same, for any length, batch size and seed, and
-    after a resume.
+    """Every batch of every epoch is stock's, also after a resume.
+
+    This holds for any length, batch size and seed.
     """
     ours, stock = on_both(orders, tmp_path)
     assert ours == stock
@@ -94,77 +101,101 @@ def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
     assert ours[0]["seeded"] != ours[0]["padded"]
 
 
-def samples(runs: Iterable[Batches], epoch: int) -> list[int]:
-    """Return all samples that the ranks read in an epoch."""
-    return [sample for run in runs for batch in run[epoch] for sample in batch]
+@dataclass
+class Draws:
+    """What a rank reads of each sampler, whose seed differs on each rank."""
 
-
-def each_once() -> DataLoader[Any]:
-    """36 draws an epoch of 39 samples, and of one that weighs nothing."""
-    sampler = WeightedRandomSampler([1.0] * 39 + [0.0], 36, replacement=False)
-    return DataLoader(Numbers(40), 2, sampler=sampler)
+    with_replacement: Batches  # 36 draws of 40 samples
+    with_replacement_in_batches: Batches
+    without_replacement: Batches  # 36 of 40 samples
+    shuffled: Batches  # 40 samples
+    even: Batches  # 40 draws
+    even_in_batches: Batches
+    weighted: Batches  # 4000 draws of 4 samples
+    weighted_epochs: Batches  # 36 of 40 samples without replacement; the last one weighs nothing
 
 
 class Even(RandomSampler):
-    """A user's sampler that yields as many."""
+    """A user's sampler that draws each even sample twice."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([index & ~1 for index in super().__iter__()])
 
 
-def draw(kind: Kind, directory: Path) -> tuple[Batches, ...]:
-    """Return the samples drawn once each, by weight, by other samplers than one over
-    all samples, or shuffled.
-    """
+WEIGHTS = [1.0, 3.0, 0.0, 6.0]
+
+
+def draw(kind: Kind, directory: Path) -> Draws:
     torch.manual_seed(os.getpid())
-    others = (
-        RandomSampler(range(40), True, 36),
-        RandomSampler(range(40), num_samples=36),
-        Even(range(40)),
+
+    def read(**options: Any) -> Batches:
+        return fit(kind, directory, loader(40, **options), max_epochs=1)
+
+    repeating = RandomSampler(range(40), replacement=True, num_samples=36)
+    even = Even(range(40))
+    weighted = WeightedRandomSampler(WEIGHTS, 4000)
+    once = WeightedRandomSampler([1.0] * 39 + [0.0], 36, replacement=False)
+    return Draws(
+        with_replacement=read(sampler=repeating),
+        with_replacement_in_batches=read(batch_sampler=Backwards(repeating, 2, False)),
+        without_replacement=read(sampler=RandomSampler(range(40), num_samples=36)),
+        shuffled=read(shuffle=True),
+        even=read(sampler=even),
+        even_in_batches=read(batch_sampler=BatchSampler(even, 2, False)),
+        weighted=fit(kind, directory, loader(4, batch_size=100, sampler=weighted), max_epochs=1),
+        weighted_epochs=fit(kind, directory, loader(40, sampler=once)),
     )
-    own = [fit(kind, directory, loader(40, sampler=each), max_epochs=1) for each in others]
-    own.append(fit(kind, directory, loader(40, shuffle=True), max_epochs=1))
-    own.append(
-        fit(kind, directory, loader(40, batch_sampler=Backwards(others[0], 2, False)), max_epochs=1)
-    )
-    own.append(
-        fit(
-            kind,
-            directory,
-            loader(40, batch_sampler=BatchSampler(others[2], 2, False)),
-            max_epochs=1,
-        )
-    )
-    by_weight = loader(4, batch_size=100, sampler=WeightedRandomSampler([1.0, 3.0, 0.0, 6.0], 4000))
-    return fit(kind, directory, each_once), fit(kind, directory, by_weight, max_epochs=1), *own
 
 
-def test_ranks_share_out_what_a_sampler_draws(tmp_path: Path) -> None:
-    """All ranks divide one weighted draw per epoch, even if their seeds differ."""
+@pytest.fixture(scope="module")
+def draws(tmp_path_factory: pytest.TempPathFactory) -> list[Draws]:
+    """What two ranks read, whose seeds differ."""
     env = {"PL_GLOBAL_SEED": lambda rank: str(100 + rank)}
-    whole, by_weight, *others = zip(*on_ranks("ours", draw, tmp_path, env=env), strict=True)  # type: ignore[arg-type]
-    replaced, part, even, shuffled, batched, batches = (samples(each, 0) for each in others)
-    assert sorted(shuffled) == list(range(40))
-    assert (
-        len(replaced)
-        == len(batched)
-        == len(part)
-        == len({*part})
-        == 36
-        > max(len({*replaced}), len({*batched}))
-    )
-    assert ({*even}, len(even)) == ({*batches}, len(batches)) == ({*range(0, 40, 2)}, 40)
-    epochs = [samples(whole, epoch) for epoch in range(3)]
+    return on_ranks("ours", draw, tmp_path_factory.mktemp("draws"), env=env)
+
+
+def samples(runs: Iterable[Batches], epoch: int = 0) -> list[int]:
+    """Return all samples that the ranks read in an epoch."""
+    return [sample for run in runs for batch in run[epoch] for sample in batch]
+
+
+def test_ranks_divide_one_draw_of_a_sampler(draws: list[Draws]) -> None:
+    """Together they read what the sampler draws, also where it is in a batch sampler."""
+    assert sorted(samples(rank.shuffled for rank in draws)) == list(range(40))
+
+    part = samples(rank.without_replacement for rank in draws)
+    assert len(part) == 36
+    assert len(set(part)) == 36
+
+    replaced = samples(rank.with_replacement for rank in draws)
+    assert len(replaced) == 36
+    assert len(set(replaced)) < 36
+
+    in_batches = samples(rank.with_replacement_in_batches for rank in draws)
+    assert len(in_batches) == 36
+    assert len(set(in_batches)) < 36
+
+    twice = sorted([*range(0, 40, 2)] * 2)
+    assert sorted(samples(rank.even for rank in draws)) == twice
+    assert sorted(samples(rank.even_in_batches for rank in draws)) == twice
+
+
+def test_each_epoch_of_a_weighted_sampler_is_another_draw(draws: list[Draws]) -> None:
+    """All ranks divide one draw per epoch, and read none of its samples twice."""
+    epochs = [samples((rank.weighted_epochs for rank in draws), epoch) for epoch in range(3)]
     for drawn in epochs:
-        assert len(drawn) == len(set(drawn)) == 36
-        assert 39 not in drawn
+        assert len(drawn) == 36
+        assert len(set(drawn)) == 36
+        assert 39 not in drawn, "it weighs nothing"
     assert len({tuple(drawn) for drawn in epochs}) == 3
-    counts = np.bincount(samples(by_weight, 0), minlength=4)
-    expected = np.array([400, 1200, 0, 2400])
+
+
+def test_weights_are_the_chances_of_samples(draws: list[Draws]) -> None:
+    """The number of draws of each sample is within five standard deviations."""
+    counts = np.bincount(samples(rank.weighted for rank in draws), minlength=4)
+    expected = 4000 * np.array(WEIGHTS) / sum(WEIGHTS)
     assert counts.sum() == 4000
-    assert (np.abs(counts - expected) <= 5 * np.sqrt(expected)).all(), (
-        "within five standard deviations"
-    )
+    assert (np.abs(counts - expected) <= 5 * np.sqrt(expected)).all()
 
 
 class Scaled(DataLoader[Any]):
@@ -276,8 +307,9 @@ def read_with_own_classes(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_loaders_and_batch_samplers_keep_their_arguments(tmp_path: Path) -> None:
-    """Each rank reads its part through them, also if their classes cannot be created
-    again; else as with stock.
+    """Each rank reads its part through the user's loader and batch sampler.
+
+    Those whose classes cannot be created again are copied; else batches are stock's.
     """
     for ours, stock in zip(*on_both(read_with_own_classes, tmp_path), strict=True):
         assert {name: ours[name] for name in stock} == stock
@@ -293,44 +325,64 @@ def test_loaders_and_batch_samplers_keep_their_arguments(tmp_path: Path) -> None
         assert (ours["repeated"], ours["repeated, in a hook"]) == (twice, twice)
 
 
-def look_at_copies(kind: Kind, directory: Path) -> list[Any]:
-    """Return what a callback sees of loaders that were copied, and how the user's
-    loader is afterwards.
-    """
-    facts: list[Any] = []
+@dataclass
+class Shown:
+    """What a callback sees of a loader."""
+
+    has_distributed_sampler: bool
+    has_one_sampler: bool  # that of its batch sampler
+    length: int
+    loader_type: str
+    owner_type: str  # of the batch sampler, or of the loader without one
+    batch_size: int | None
+    drop_last: bool
+    has_users_dataset: bool
+
+
+@dataclass
+class Copied:
+    """A run with a loader that is copied."""
+
+    shown: list[Shown]
+    read: Batches
+    is_users_unchanged: bool
+
+
+def look_at_copies(kind: Kind, directory: Path) -> list[Copied]:
+    return [
+        look_at_copy(kind, directory, Scaled(Numbers(8), shuffle=True, **options))
+        for options in ({}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}, KEPT)
+    ]
+
+
+def look_at_copy(kind: Kind, directory: Path, own: Scaled) -> Copied:
+    shown: list[Shown] = []
 
     def look(trainer: L.Trainer) -> None:
-        shown: Any = trainer.train_dataloader
-        owner = shown if shown.batch_sampler is None else shown.batch_sampler
-        facts.append(
-            (
-                isinstance(owner.sampler, DistributedSampler),
-                owner.sampler is shown.sampler,
-                len(shown),
+        copied: Any = trainer.train_dataloader
+        owner = copied if copied.batch_sampler is None else copied.batch_sampler
+        shown.append(
+            Shown(
+                has_distributed_sampler=isinstance(owner.sampler, DistributedSampler),
+                has_one_sampler=owner.sampler is copied.sampler,
+                length=len(copied),
+                loader_type=type(copied).__name__,
+                owner_type=type(owner).__name__,
+                batch_size=copied.batch_size,
+                drop_last=copied.drop_last,
+                has_users_dataset=copied.dataset is own.dataset,
             )
         )
-        facts.append(
-            (type(shown).__name__, type(owner).__name__, shown.batch_size, shown.drop_last)
-        )
-        facts.append(shown.dataset is own.dataset)
 
-    several: list[dict[str, Any]] = [
-        {},
-        {"batch_size": 3, "drop_last": True},
-        {"batch_size": None},
-        KEPT,
-    ]
-    for options in several:
-        own = Scaled(Numbers(8), shuffle=True, **options)
-        before = dict(vars(own))
-        read = fit(kind, directory, lambda own=own: own, callbacks=[At("on_train_start", look)])  # type: ignore[misc]
-        facts.append((read, vars(own) == before))
-    return facts
+    before = dict(vars(own))
+    read = fit(kind, directory, lambda: own, callbacks=[At("on_train_start", look)])
+    return Copied(shown, read, is_users_unchanged=vars(own) == before)
 
 
 def test_a_copied_loader_looks_as_stocks_does(tmp_path: Path) -> None:
-    """Sampler, batch sampler and options are those of the loader that stock creates;
-    the user's own is unchanged.
+    """A copied loader has the options and samplers of the one that stock creates.
+
+    The user's own is unchanged.
     """
     ours, stock = on_both(look_at_copies, tmp_path)
     assert ours == stock
@@ -347,8 +399,10 @@ def refuse_batches(kind: Kind, directory: Path) -> list[str]:
 
 
 def test_batches_that_cannot_be_divided_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    """So are batches that do not come from the attribute `sampler`, and a length that
-    counts those of all ranks.
+    """Every rank's error names the class and the remedies.
+
+    The batches do not come from the attribute `sampler`, the length counts those of all
+    ranks, or the batches are in a list.
     """
     for drawn, counted, listed in on_ranks("ours", refuse_batches, tmp_path):
         assert drawn.startswith(

@@ -444,7 +444,7 @@ def resume_unknown_orders(rank: int, world_size: int, directory: Path) -> dict[s
     """
     found = {}
     for name, loaders in UNKNOWN.items():
-        options = {"max_epochs": 2, "use_distributed_sampler": "divided" in name, "kind": Mixing}
+        options = {"max_epochs": 2, "use_distributed_sampler": "divided" in name, "model": Mixing}
         options |= {"accumulate_grad_batches": 2 if "accumulating" in name else 1}
         training = Training(lambda make=loaders: make(rank), directory, 2, options, name=name)  # type: ignore[misc]
         first = training.run()

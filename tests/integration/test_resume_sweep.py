@@ -379,7 +379,7 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
         "reload_dataloaders_every_n_epochs": int(case.made == "each"),
         "callbacks": [Looks()] if case.looks == "yes" else [],
         "validation": KEPT if case.workers == "kept" else {},
-        "kind": KINDS[case.step][case.optimizing == "manual"],
+        "model": KINDS[case.step][case.optimizing == "manual"],
         **(
             {}
             if "last" in (case.stop, case.again)

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -33,7 +35,6 @@ from tests.harness.training import (
 )
 from tests.integration.continuing import (
     KEPT,
-    Loaders,
     Net,
     Numbers,
     Points,
@@ -43,6 +44,7 @@ from tests.integration.continuing import (
     Training,
     difference,
     generations,
+    shuffled,
     workers,
 )
 
@@ -55,46 +57,46 @@ class Plans(Net):
         return super().configure_optimizers()
 
 
-def shuffled(samples: int = 16, **options: Any) -> Loaders:
-    return lambda rank, size: DataLoader(
-        Numbers(samples), **{"batch_size": 2, "shuffle": True, **options}
-    )
+class Case(NamedTuple):
+    """Loaders, and the points that are resumed from: of a whole run, of the run resumed
+    there, and so on.
+
+    "train_batch_end-3" is the end of the third training step of the whole run.
+    """
+
+    loaders: Callable[[], Any]
+    points: list[Points]
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
-# What is read, the points that are resumed from (of a whole run, of the run resumed
-# there, and so on), and options.
-CASES: dict[str, tuple[Loaders, list[Points], dict[str, Any]]] = {
-    "limit of samples": (
+CASES = {
+    "limit of samples": Case(
         shuffled(10, batch_size=None),
         [["train_batch_end-3"], ["train_epoch_end-4"], ["train_batch_end-6"]],
         {"limit_train_batches": 4},
     ),
-    "last batch dropped": (
-        shuffled(18, drop_last=True),
-        [["train_batch_end-3"], ["train_batch_end-6"]],
-        {},
+    "last batch dropped": Case(
+        shuffled(18, drop_last=True), [["train_batch_end-3"], ["train_batch_end-6"]]
     ),
-    "plan": (
-        shuffled(),
+    "plan": Case(
+        shuffled(16),
         [["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"]],
-        {"kind": Plans, "accumulate_grad_batches": 2},
+        {"model": Plans, "accumulate_grad_batches": 2},
     ),
 }
 
 
 def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, dict[str, str]]:
     found = {}
-    for name, (loaders, points, options) in CASES.items():
-        training = Training(lambda make=loaders: make(rank, 2), directory, 2, options, name=name)  # type: ignore[misc]
-        found[name] = generations(training, *points)
+    for name, case in CASES.items():
+        training = Training(case.loaders, directory, options=dict(case.options), name=name)
+        found[name] = generations(training, *case.points)
     return found
 
 
 @pytest.mark.lowest
 def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
-    """After any number of stops, the remaining batches are the same, and so are the
-    weights, bit for bit.
-    """
+    """Batches and weights are those of an unbroken run after any number of stops."""
     found = run_ranks(run_cases, 2, tmp_path)
     assert found == [{name: {} for name in CASES}] * 2
 
@@ -103,7 +105,7 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> list[st
     """Return the differences of runs that fail in an epoch's second, last and first
     batch, and within a step.
     """
-    training = Training(lambda: shuffled(**KEPT)(rank, 2), directory, 2, {"dropout": False})
+    training = Training(shuffled(16, **KEPT), directory, options={"dropout": False})
     whole = training.run()
     done = 0
     path = None
@@ -111,13 +113,10 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> list[st
     for fail_at in ((0, 1), (0, 3), (1, 0)):
         point = f"exception-{4 * fail_at[0] + fail_at[1]}"
         run = training.run(point, ckpt_path=path, fail_at=fail_at)
-        wrong += (
-            []
-            if run.steps == whole.steps[done : done + len(run.steps)]
-            else [f"{fail_at}: {run.steps}"]
-        )
+        if run.steps != whole.steps[done : done + len(run.steps)]:
+            wrong.append(f"{fail_at}: {run.steps}")
         path = run.saved[point]
-        done = done + len(run.steps)
+        done += len(run.steps)
     wrong.append(difference(training, whole, done, training.run(ckpt_path=path)))
     training.options["accumulate_grad_batches"] = 2
     path = training.run("exception-7", fail_at=(1, 3)).saved["exception-7"]
@@ -125,8 +124,9 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> list[st
 
 
 def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Path) -> None:
-    """If the first, last or another batch of an epoch raises, the run later continues
-    with it, or with its step.
+    """A run continues with the batch that raised, or with its step.
+
+    The batch is the first, the last or another one of an epoch.
     """
     assert run_ranks(fail_again_and_again, 2, tmp_path) == [["", ""]] * 2
 
@@ -142,7 +142,7 @@ def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
     }.items():
         is_fixed = name == "epoch"  # random states are those after the validation otherwise
         options = {"max_epochs": 2, "dropout": not is_fixed}
-        training = Training(lambda: shuffled(20)(rank, 2), directory, 2, options, name=name)
+        training = Training(shuffled(20), directory, options=options, name=name)
         path = str(directory / f"{name}.ckpt")
         L.seed_everything(7, verbose=False)
         net = Net(training.loaders)
@@ -161,8 +161,9 @@ def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
-    """Its checkpoint is saved after ``validate``, which followed an epoch, or a step in
-    the middle of one.
+    """A checkpoint that is saved after ``validate`` continues the training.
+
+    The validation followed an epoch, or a step in the middle of one.
     """
     assert run_ranks(resume_ended_runs, 2, tmp_path) == [["", ""]] * 2
 
@@ -176,15 +177,13 @@ def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[
         trainer.train_dataloader.batch_sampler.batch_size = 4
 
     options = {"max_epochs": 1, "callbacks": [At("on_train_batch_end", grow, earlier=2)]}
-    training = Training(lambda: shuffled(48)(rank, 2), directory, 2, options)
+    training = Training(shuffled(48), directory, options=options)
     run = training.run("train_batch_end-5")
     return [run.steps, training.run(ckpt_path=run.saved["train_batch_end-5"], callbacks=[]).steps]
 
 
 def test_batches_that_grow_during_an_epoch_are_read_once(tmp_path: Path) -> None:
-    """A resumed run reads the samples that are left, in batches of the size that it was
-    given.
-    """
+    """A resumed run reads the samples that are left, in batches of its own size."""
     by_rank = run_ranks(change_batch_size, 2, tmp_path)
     read = []
     for steps, resumed in by_rank:
@@ -210,6 +209,8 @@ def train(directory: Path, devices: int, batch_size: int, *points: str, **option
 
 
 def save(rank: int, world_size: int, directory: Path) -> Run:
+    # Its epoch is limited to eight batches; the resumed run, without a limit, reads all
+    # that are left of the twelve.
     return train(directory, world_size, 2, POINT, limit_train_batches=8, max_epochs=1)
 
 
@@ -235,9 +236,8 @@ def test_the_rest_of_an_epoch_is_read_once_in_other_batches(ranks: int, tmp_path
     assert set(read) == set(range(SAMPLES))
     assert len(read) - SAMPLES < 3 * ranks, "more than what fills the last batches"
     for steps in resumed:
-        assert [batch for epoch, batch, *_ in steps if epoch == 1] == list(
-            range(-(-SAMPLES // (3 * ranks)))
-        )
+        batches = [batch for epoch, batch, *_ in steps if epoch == 1]
+        assert batches == list(range(math.ceil(SAMPLES / (3 * ranks))))
 
 
 class Counted(Numbers):
@@ -251,7 +251,7 @@ class Counted(Numbers):
 
 
 class Asked(StatefulDataLoader[Any]):
-    """Counts how often its state, or that of a copy, is read."""
+    """Counts the calls of ``state_dict``, also of copies."""
 
     asked = 0
 
@@ -262,10 +262,10 @@ class Asked(StatefulDataLoader[Any]):
 
 
 class ByHand(DataLoader[Any]):
-    """The same of a stream in a loader with only the methods that Lightning needs.
+    """Loads a stream, and has no more than the two methods that Lightning needs for its state.
 
-    As torchdata's it counts batches as they are asked for, and its state is for the
-    next iterator alone.
+    Like torchdata's loader, it counts a batch when it is fetched, and a restored state
+    is for the next iterator only.
     """
 
     given = start = 0
@@ -317,84 +317,122 @@ class LikeLitdata(DataLoader[Any]):
 
 
 LOADERS: dict[str, Callable[[int], Any]] = {
-    "samples": lambda rank: Asked(Counted(18), batch_size=2, shuffle=True),
-    "samples without a state": lambda rank: DataLoader(
+    "with a state": lambda rank: Asked(Counted(18), batch_size=2, shuffle=True),
+    "without a state": lambda rank: DataLoader(
         Counted(18), 2, sampler=DistributedSampler(range(18), 2, rank)
     ),
-    "stream, by hand": lambda rank: ByHand(Stream(9, rank), batch_size=2),
+    "by hand": lambda rank: ByHand(Stream(9, rank), batch_size=2),
 }
-Counts = list[tuple[int, int]]  # samples read, and states asked for
 
 
-def read(rank: int, world_size: int, directory: Path) -> tuple[dict[str, Counts], dict[str, str]]:
-    """Return counts of runs without checkpoints, with some, and resumed; and
-    differences of resumed runs.
+class Calls(NamedTuple):
+    """How many samples, and how many states of a loader, a run reads."""
+
+    samples: int
+    states: int
+
+
+def count_calls(rank: int, world_size: int, directory: Path, name: str) -> list[Calls]:
+    """Return what runs read: without checkpoints, with two, and resumed from the first."""
+    training = Training(partial(LOADERS[name], rank), directory, options={"max_epochs": 2})
+    found = []
+    path = None
+    for points in ((), ("train_batch_end-2", "train_batch_end-5"), ()):
+        Asked.asked = 0
+        Counted.reads = 0
+        run = training.run(*points, ckpt_path=path)
+        assert len(run.steps) == (10 if path is None else 8)
+        found.append(Calls(Counted.reads, Asked.asked))
+        path = run.saved.get("train_batch_end-2")
+    return found
+
+
+EACH_BATCH_ONCE = (18, 18, 14)  # samples of nine batches, and of the seven after the second
+
+
+def test_a_loaders_state_is_read_for_a_checkpoint_only(tmp_path: Path) -> None:
+    """A loader's state, which can be large, is not read before each batch.
+
+    Finished batches are not read again.
     """
-    counts: dict[str, Counts] = {}
-    for name, make in LOADERS.items():
-        training = Training(
-            lambda make=make: make(rank), directory, options={"max_epochs": 2}, name=name
-        )  # type: ignore[misc]
-        path = None
-        for points in ((), ("train_batch_end-2", "train_batch_end-5"), ()):
-            Asked.asked = Counted.reads = 0
-            run = training.run(*points, ckpt_path=path)
-            assert len(run.steps) == (10 if path is None else 8)
-            counts.setdefault(name, []).append((Counted.reads, Asked.asked))
-            path = run.saved.get("train_batch_end-2")
-    training.options |= {"dropout": False, "accumulate_grad_batches": 2}
-    wrong = generations(training, ["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"])
-    training.loaders = lambda: LikeLitdata(Numbers(10), 2)
-    training.options |= {"max_epochs": 3, "use_distributed_sampler": False}
-    return counts, wrong | generations(training, ["train_batch_end-2"], ["train_batch_end-8"])
+    for calls in run_ranks(count_calls, 2, tmp_path, "with a state"):
+        plain, saved, resumed = calls
+        assert plain.states == 0
+        assert 2 <= saved.states <= 4
+        assert resumed.states == 0
+        assert tuple(each.samples for each in calls) == EACH_BATCH_ONCE
 
 
-def test_each_rank_continues_with_its_own_next_batch_and_saves_its_state(tmp_path: Path) -> None:
-    """States can be large and are not read before each batch; finished batches are
-    neither repeated nor lost.
+def test_a_loader_without_a_state_reads_no_batch_twice(tmp_path: Path) -> None:
+    """A resumed run does not read the samples of finished batches."""
+    for calls in run_ranks(count_calls, 2, tmp_path, "without a state"):
+        assert tuple(each.samples for each in calls) == EACH_BATCH_ONCE
+
+
+def continue_by_hand(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    """Return the differences of resumed runs with a user's own stateful loader."""
+    options = {"max_epochs": 2, "dropout": False, "accumulate_grad_batches": 2}
+    training = Training(partial(LOADERS["by hand"], rank), directory, options=options)
+    return generations(training, ["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"])
+
+
+def test_each_rank_continues_with_the_state_of_its_own_loader(tmp_path: Path) -> None:
+    """A user's own loader loses and repeats no batch.
+
+    Its state is read for a checkpoint only.
     """
-    for counts, wrong in run_ranks(read, 2, tmp_path):
-        assert wrong == {}
-        for name, ((first, without), (again, with_two), (resumed, after)) in counts.items():
-            assert (without, after) == (0, 0), name
-            assert with_two == 0 if "without" in name else 2 <= with_two <= 4, name
-            if name != "stream, by hand":
-                assert (first, again, resumed) == (18, 18, 14)
+    for plain, saved, resumed in run_ranks(count_calls, 2, tmp_path, "by hand"):
+        assert plain.states == 0
+        assert 2 <= saved.states <= 4
+        assert resumed.states == 0
+    (tmp_path / "resumed").mkdir()
+    assert run_ranks(continue_by_hand, 2, tmp_path / "resumed") == [{}, {}]
 
 
-def load_a_teacher(kind: Kind, directory: Path, teacher: Path, plain: Path) -> list[Any]:
+def continue_like_litdata(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    options = {
+        "max_epochs": 3,
+        "dropout": False,
+        "accumulate_grad_batches": 2,
+        "use_distributed_sampler": False,
+    }
+    training = Training(lambda: LikeLitdata(Numbers(10), 2), directory, options=options)
+    return generations(training, ["train_batch_end-2"], ["train_batch_end-8"])
+
+
+def test_a_state_that_a_loader_keeps_until_the_epochs_end_is_restored_once(tmp_path: Path) -> None:
+    """With a loader like litdata's no batch is lost or repeated."""
+    assert run_ranks(continue_like_litdata, 2, tmp_path) == [{}, {}]
+
+
+def load_a_teacher(side: Kind, directory: Path, teacher: Path, plain: Path) -> list[Any]:
     """Return runs in which hooks read files: on all ranks a checkpoint, and on rank 0
     only a file of weights.
     """
     found: list[Any] = []
 
-    def read(trainer: L.Trainer) -> None:
+    def load(trainer: L.Trainer) -> None:
         content = [trainer.strategy.load_checkpoint(teacher)]
         if trainer.is_global_zero:
             content.append(trainer.strategy.load_checkpoint(plain))
         found.append([len(each) for each in content])
 
-    training = Training(one_epoch, directory, side=kind, options={"max_epochs": 1})
+    training = Training(shuffled(12), directory, side=side, options={"max_epochs": 1})
     for hook in ("setup", "on_fit_start", "on_train_start", "on_train_batch_start"):
-        run = training.run(callbacks=[At(hook, read)])
+        run = training.run(callbacks=[At(hook, load)])
         found.append([run.steps, run.counts, run.weights])
     return found
 
 
-def one_epoch() -> DataLoader[Tensor]:
-    return shuffled(12)(0, 2)
-
-
-def save_early(kind: Kind, directory: Path, net: type[Net]) -> str:
-    run = Training(one_epoch, directory, options={"max_epochs": 1, "kind": net}).run(
-        "train_batch_end-1"
-    )
-    return run.saved["train_batch_end-1"]
+def save_early(side: Kind, directory: Path, model: type[Net]) -> str:
+    training = Training(shuffled(12), directory, options={"max_epochs": 1, "model": model})
+    return training.run("train_batch_end-1").saved["train_batch_end-1"]
 
 
 def test_a_file_that_a_hook_reads_moves_no_run(tmp_path: Path) -> None:
-    """As with stock, training starts at the first batch, and a rank gets the file's
-    content even if it reads alone.
+    """Training starts at the first batch, as with stock.
+
+    A rank gets the file's content even if it reads alone.
     """
     teacher, _ = on_ranks("ours", save_early, tmp_path, Net)
     torch.save({"layers.0.weight": torch.ones(4, 1)}, tmp_path / "plain.pt")
@@ -415,10 +453,10 @@ class Taught(Net):
 
 
 def resume_with_a_teacher(rank: int, world_size: int, directory: Path) -> str:
-    training = Training(one_epoch, directory, options={"max_epochs": 2})
+    training = Training(shuffled(12), directory, options={"max_epochs": 2})
     whole = training.run("train_batch_end-1", "train_batch_end-4")
     Taught.teachers = [whole.saved[point] for point in ("train_batch_end-4", "train_batch_end-1")]
-    resumed = training.run(kind=Taught, ckpt_path=whole.saved["train_batch_end-4"])
+    resumed = training.run(model=Taught, ckpt_path=whole.saved["train_batch_end-4"])
     return difference(training, whole, 4, resumed)
 
 
@@ -434,15 +472,14 @@ class Tuned(Net):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def find_a_rate(kind: Kind, directory: Path, path: str) -> list[int]:
+def find_a_rate(side: Kind, directory: Path, path: str) -> list[int]:
     """Return the steps of a run that resumes and then looks for a learning rate, which
     needs four more steps.
     """
     finder = LearningRateFinder(num_training_steps=4, update_attr=False)
-    training = Training(
-        one_epoch, directory, side=kind, options={"max_epochs": 2, "default_root_dir": directory}
-    )
-    run = training.run(kind=Tuned, callbacks=[finder], ckpt_path=path)
+    options = {"max_epochs": 2, "default_root_dir": directory}
+    training = Training(shuffled(12), directory, side=side, options=options)
+    run = training.run(model=Tuned, callbacks=[finder], ckpt_path=path)
     return [len(run.steps), *run.counts]
 
 
@@ -471,10 +508,10 @@ class AugmentedTogether(Augmented):
 def resume_augmented(rank: int, world_size: int, directory: Path) -> list[dict[str, str]]:
     """Return the differences of runs that resume, and of one with fewer workers."""
     found = []
-    for kind in (Augmented, AugmentedTogether):
-        two = partial(DataLoader, kind(24), 2, shuffle=True, **workers(2))
+    for dataset in (Augmented, AugmentedTogether):
+        two = partial(DataLoader, dataset(24), 2, shuffle=True, **workers(2))
         seeding = SamplerEpochSeeding(seed=3, each_sample=True)
-        training = Training(two, directory, options={"callbacks": [seeding]}, name=kind.__name__)
+        training = Training(two, directory, options={"callbacks": [seeding]}, name=dataset.__name__)
         wrong = generations(training, ["train_batch_end-3"], ["train_batch_end-7"])
         whole = training.run()
         training.loaders = partial(two, num_workers=1)
@@ -483,8 +520,9 @@ def resume_augmented(rank: int, world_size: int, directory: Path) -> list[dict[s
 
 
 def test_augmentation_in_workers_is_that_of_an_uninterrupted_run(tmp_path: Path) -> None:
-    """With ``each_sample=True``, a run that resumes within an epoch learns the same, bit
-    for bit, as does one with another number of workers.
+    """A run that resumes within an epoch learns the same with ``each_sample=True``.
+
+    It is the same bit for bit, as is one with another number of workers.
     """
     found = run_ranks(resume_augmented, 2, tmp_path)
     assert found == [[{"one worker": ""}, {"one worker": ""}]] * 2

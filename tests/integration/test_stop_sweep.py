@@ -282,7 +282,7 @@ def stop_and_resume(case: Case, rank: int, place: Path) -> str:
     def run(at: Path, module: Any = Stopped, more: Sequence[L.Callback] = ()) -> tuple[Run, str]:
         own = made(case, at)
         done = training.run(
-            kind=module, callbacks=[own, *more], default_root_dir=at, ckpt_path="last"
+            model=module, callbacks=[own, *more], default_root_dir=at, ckpt_path="last"
         )
         if case.ranks > 1:
             dist.barrier()  # one rank's run must not look for what the other one's removes

@@ -237,7 +237,7 @@ def cross_validate(
         if stop is not None and stop[0] == fold and rank == 1:
             own.append(signalled(stop[1], 1))
         defaults = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": place}
-        run = training.run(kind=Fold, callbacks=own, ckpt_path="last", **{**defaults, **options})
+        run = training.run(model=Fold, callbacks=own, ckpt_path="last", **{**defaults, **options})
         begun.append(run.steps[0][:2])
         dist.barrier()  # the next fold's loggers look for directories of this one
         if run.status is not None:

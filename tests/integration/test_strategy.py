@@ -54,8 +54,9 @@ SUFFIXES = {
 
 @pytest.mark.lowest
 def test_a_name_stands_for_its_start_method_and_option() -> None:
-    """Fifteen names are added; a reload changes nothing; Lightning's own names are
-    unchanged.
+    """Fifteen names are added, and Lightning's own names are unchanged.
+
+    A reload changes nothing.
     """
     expected = {
         name + suffix: {"start_method": start_method, **options}
@@ -79,17 +80,16 @@ def _is_ours(strategy: object) -> bool:
 
 @pytest.mark.lowest
 def test_a_notebook_may_fork_ranks_and_do_nothing_else() -> None:
-    """Lightning refuses other start methods in an interactive session; the example
-    shows how a notebook trains.
-    """
-    names = ("ddp_ext_notebook", "ddp_ext_fork", "ddp_ext", "ddp_ext_spawn")
-    launchers: list[Any] = [make_trainer(name).strategy.launcher for name in names]
-    assert [launcher.is_interactive_compatible for launcher in launchers] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    """Lightning refuses every other start method in an interactive session."""
+    is_compatible = {
+        "ddp_ext_notebook": True,
+        "ddp_ext_fork": True,
+        "ddp_ext": False,
+        "ddp_ext_spawn": False,
+    }
+    for name, expected in is_compatible.items():
+        launcher: Any = make_trainer(name).strategy.launcher
+        assert launcher.is_interactive_compatible is expected, name
 
 
 def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
@@ -114,8 +114,9 @@ def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
-    """`world` is right as soon as the strategy has a Trainer, `barrier` works, and the
-    strategy can be pickled.
+    """`world` is right as soon as the strategy has a Trainer, and `barrier` works.
+
+    The strategy can be pickled.
     """
     for rank, found in enumerate(on_ranks("ours", use_strategy, tmp_path)):
         counts = {"world_size": 2, "local_world_size": 2, "node_rank": 0}
@@ -149,7 +150,8 @@ def open_by_hand(kind: Kind, directory: Path) -> tuple[Any, ...]:
 
 
 def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
-    """`setup_environment` works without a module, a backend may be registered late, and
+    """`setup_environment` works without a module, and a backend may come late.
+
     Lightning's hints appear.
     """
     ours, stock = on_both(open_by_hand, tmp_path)
@@ -157,15 +159,16 @@ def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
     assert [facts[1:] for facts in ours] == [facts[1:] for facts in stock]
 
 
+class Owner:
+    """An object of Lightning's without any private name."""
+
+
 @pytest.mark.lowest
 def test_a_private_name_that_lightning_removed_is_named() -> None:
-    """The error names the class, the name, the version and the remedy, and nothing is
-    replaced; clocks may lack.
+    """The error names the class, the name, the version and the remedy.
+
+    Nothing is replaced.
     """
-
-    class Owner:
-        pass
-
     owner = Owner()
     needs = r"needs .*Owner\.{}, which \S+ \d\S* does not .*; install"
     with pytest.raises(ImportError, match=needs.format("forget")):
@@ -173,7 +176,14 @@ def test_a_private_name_that_lightning_removed_is_named() -> None:
     assert not hasattr(owner, "forget")
     with pytest.raises(ImportError, match=needs.format("_active_loop")):
         compat.active_loop_of(owner)
+
+
+@pytest.mark.lowest
+def test_a_lightning_without_a_validation_clock_is_accepted() -> None:
+    """Nothing is scheduled, and nothing raises."""
+    owner: Any = Owner()
     compat.schedule_timed_validation(owner, 0.0)
+    assert vars(owner) == {}
 
 
 class CountingIO(TorchCheckpointIO):
@@ -243,8 +253,9 @@ def with_plugins(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_a_users_own_checkpoint_io_does_what_it_does_with_stock(tmp_path: Path) -> None:
-    """It writes on rank 0 and reads on every rank, also in Lightning's
-    AsyncCheckpointIO.
+    """A user's checkpoint IO writes on rank 0 and reads on every rank.
+
+    It does so also in Lightning's AsyncCheckpointIO.
     """
     ours, stock = on_both(with_plugins, tmp_path)
     assert_same(
@@ -324,10 +335,10 @@ OTHER_TREE = """
 
 
 def test_the_other_tree_trains(tmp_path: Path) -> None:
-    """With `import pytorch_lightning as pl` its Trainer trains, resumes and predicts;
-    `lightning` is not imported.
+    """The Trainer of `pytorch_lightning` trains, resumes and predicts.
 
-    Where the script imports it later, its Trainer trains on the same ranks.
+    `lightning` is not imported. Where the script imports it later, its Trainer trains
+    on the same ranks.
     """
     done = run_script(OTHER_TREE, str(tmp_path / "it.ckpt"), str(tmp_path / "store"))
     assert done.exit_code == 0, done.output

@@ -59,7 +59,7 @@ def train(rank: int, world_size: int, directory: Path) -> list[list[int]]:
         "max_epochs": EPOCHS,
         "val_check_interval": INTERVAL,
         "limit_val_batches": 1.0,
-        "kind": Timed,
+        "model": Timed,
     }
     for of_rank_1, options in ((1000.0, {}), (1.0, {"check_val_every_n_epoch": None})):
         validated_after.append([])

@@ -4,25 +4,33 @@ that rank.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness.scripts import run_script
 
 TRAINS = """
+    import json
     import os
     import sys
-    import warnings
 
     import lightning as L
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     import lightning_ddp_ext
 
-    how = (sys.argv, os.getcwd(), sys.flags.optimize, sys.flags.utf8_mode, sys.warnoptions)
+    start = {
+        "arguments": sys.argv[1:],
+        "directory": os.getcwd(),
+        "optimize": sys.flags.optimize,
+        "utf8_mode": sys.flags.utf8_mode,
+        "warnoptions": sys.warnoptions,
+    }
     sys.argv = sys.argv[:1]  # the script consumes its arguments
     os.makedirs("out", exist_ok=True)
     os.chdir("out")
@@ -31,8 +39,13 @@ TRAINS = """
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )
     trainer.fit(BoringModel())
-    sys.stdout.write(f"rank {trainer.global_rank} of {trainer.world_size}: {how}\\n")
+    start["rank"] = trainer.global_rank
+    start["world_size"] = trainer.world_size
+    sys.stdout.write(f"started: {json.dumps(start)}\\n")
 """
+# ``run_script`` appends the script's path. Where the launcher's words name the script
+# already, this harmless path becomes its last argument.
+NO_SCRIPT = "/dev/null"
 OPTIONS = ("-X", "utf8", "-O", "-Wignore::DeprecationWarning")
 # The words before the arguments, and the file with the script.
 STARTS = {
@@ -48,21 +61,30 @@ def write(directory: Path, file: str, source: str = TRAINS) -> None:
     path.write_text("\n".join(line.removeprefix("    ") for line in source.splitlines()))
 
 
+def starts(output: str) -> list[dict[str, Any]]:
+    """Return how the ranks of a script were started."""
+    return [json.loads(line) for line in re.findall(r"^started: (.*)$", output, re.MULTILINE)]
+
+
 @pytest.mark.parametrize("start", STARTS)
 def test_ranks_start_as_their_script_did(start: str, tmp_path: Path) -> None:
     """They get the interpreter's options, the arguments and the directory of the start."""
     words, file = STARTS[start]
     write(tmp_path, file)
     launcher = ("env", "-C", str(tmp_path), "python", *words, "--lr", "0.1")
-    done = run_script("/dev/null", launcher=launcher)
-    seen = re.findall(r"^rank \d of 2: (.*)$", done.output, re.MULTILINE)
+    done = run_script(NO_SCRIPT, launcher=launcher)
     assert done.exit_code == 0, done.output
-    assert len(seen) == 2
-    assert seen[0] == seen[1]
-    assert (
-        f"'--lr', '0.1', '/dev/null'], '{tmp_path}', 1, 1, ['ignore::DeprecationWarning'])"
-        in seen[0]
-    )
+    found = starts(done.output)
+    assert sorted(each.pop("rank") for each in found) == [0, 1]
+    expected = {
+        "arguments": ["--lr", "0.1", NO_SCRIPT],
+        "directory": str(tmp_path),
+        "optimize": 1,
+        "utf8_mode": 1,
+        "warnoptions": ["ignore::DeprecationWarning"],
+        "world_size": 2,
+    }
+    assert found == [expected] * 2
 
 
 def test_a_command_on_the_path_starts_its_ranks(tmp_path: Path) -> None:
@@ -71,18 +93,20 @@ def test_a_command_on_the_path_starts_its_ranks(tmp_path: Path) -> None:
     command = tmp_path / "train-it"
     command.write_text(f"#!{sys.executable}\n{command.read_text()}")
     command.chmod(0o755)
-    done = run_script("/dev/null", launcher=("env", f"--chdir={tmp_path}", str(command)))
+    done = run_script(NO_SCRIPT, launcher=("env", f"--chdir={tmp_path}", str(command)))
     assert done.exit_code == 0, done.output
-    assert len(re.findall(rf"^rank \d of 2: .*'{tmp_path}'", done.output, re.MULTILINE)) == 2, (
-        done.output
-    )
+    found = starts(done.output)
+    assert sorted(each["rank"] for each in found) == [0, 1], done.output
+    for each in found:
+        assert each["directory"] == str(tmp_path)
+        assert each["world_size"] == 2
 
 
 EVALUATES = f"""{TRAINS}
     import subprocess
 
     program = [sys.executable, "../train.py"]
-    if len(how[0]) == 1 and trainer.global_rank == int(os.environ["RANK_THAT_STARTS_IT"]):
+    if not start["arguments"] and trainer.global_rank == int(os.environ["RANK_THAT_STARTS_IT"]):
         sys.stdout.flush()
         raise SystemExit(subprocess.run([*program, "again"]).returncode)
 """
@@ -95,5 +119,6 @@ def test_a_program_that_a_rank_starts_has_ranks_of_both_numbers(rank: int, tmp_p
     launcher = ("env", "-C", str(tmp_path), f"RANK_THAT_STARTS_IT={rank}", "python")
     done = run_script(tmp_path / "train.py", launcher=launcher)
     assert done.exit_code == 0, done.output
-    ranks = re.findall(r"^rank (\d) of 2: \(\[[^]]*'again'\]", done.output, re.MULTILINE)
-    assert sorted(ranks) == ["0", "1"], done.output
+    again = [each for each in starts(done.output) if each["arguments"] == ["again"]]
+    assert sorted(each["rank"] for each in again) == [0, 1], done.output
+    assert [each["world_size"] for each in again] == [2, 2]

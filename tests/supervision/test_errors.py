@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.ranks import RemoteTraceback
-from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, announce, hold, launch_ranks, run_ranks
 from tests.harness.training import Net
@@ -32,6 +31,7 @@ from tests.supervision.model import (
     in_step,
     interrupt,
     make_trainer,
+    wait_for_another_ranks_end,
     wait_for_ever,
     who,
 )
@@ -81,8 +81,9 @@ def catch_and_stay(
 def test_others_raise_while_the_failed_rank_continues(
     hook: str, culprit: int, steps: int, url: str, tmp_path: Path
 ) -> None:
-    """The other rank exits and names the cause, even if the failed one keeps running;
-    rank 0 can still save.
+    """The other rank exits and names the cause while the failed one keeps running.
+
+    Rank 0 can still save.
     """
     fault = Fault(hook, boom, culprit, earlier=1 if steps else 0)
     with RankProcesses(catch_and_stay, 2, url, fault, hook, tmp_path) as ranks:
@@ -105,9 +106,7 @@ def test_others_raise_while_the_failed_rank_continues(
     ],
 )
 def test_a_rank_that_nothing_can_wake_exits(end: Callable[[], None], said: str, url: str) -> None:
-    """The process exits and prints the reason even if its main thread blocks in user
-    code for ever.
-    """
+    """A process whose main thread blocks for ever exits and prints the reason."""
     faults = in_step(end, 0), in_step(wait_for_ever, 1)
     culprit, ended = launch_ranks(fit, 2, url, *faults, grace={"failed": 0.1, "died": 0.3})
     assert f"[rank 1] {said.format(who(0, culprit.pid))}" in ended.output
@@ -120,21 +119,24 @@ def leave_a_thread() -> None:
 
 
 @pytest.mark.parametrize(
-    "faults", [(Fault("on_exception", wait_for_ever),), ()], ids=["in a hook", "at the end"]
+    ("faults", "stuck"),
+    [
+        pytest.param([Fault("on_exception", wait_for_ever)], [0, 1], id="in a hook of both ranks"),
+        pytest.param([], [0], id="at the end, in a thread of rank 0"),
+    ],
 )
 def test_a_rank_that_raised_exits_within_the_save_deadline(
-    faults: tuple[Fault, ...], url: str
+    faults: list[Fault], stuck: list[int], url: str
 ) -> None:
-    """It exits even if hooks, or threads of its script, block; the message has the line
-    where they do.
+    """A rank exits even if hooks, or threads of its script, block.
+
+    The message has the line where they do.
     """
-    for outcome in launch_ranks(
-        fit, 2, url, in_step(leave_a_thread, 0), *faults, save_deadline=0.3
-    ):
+    outcomes = launch_ranks(fit, 2, url, in_step(leave_a_thread, 0), *faults, save_deadline=0.3)
+    for outcome in outcomes:
         assert outcome.exit_code == 1, outcome.story()
-        assert re.search(STUCK, outcome.output) or (outcome.rank == 1 and not faults), (
-            outcome.story()
-        )
+    for rank in stuck:
+        assert re.search(STUCK, outcomes[rank].output), outcomes[rank].story()
 
 
 def wait_for_the_limit(thread: str = "ddpx-stop-deadline") -> None:
@@ -153,7 +155,7 @@ def catch_and_work(
             world_size,
             url,
             in_step(boom),
-            Fault("on_exception", collapse_otherwise),
+            Fault("on_exception", raise_lookup_error),
             save_deadline=3,
         )
     if next_step is None:
@@ -162,7 +164,7 @@ def catch_and_work(
         fit(rank, world_size, url, in_step(next_step))
 
 
-def collapse_otherwise() -> None:
+def raise_lookup_error() -> None:
     raise LookupError("no such run")
 
 
@@ -172,13 +174,14 @@ def collapse_otherwise() -> None:
 def test_a_script_that_catches_an_exception_of_a_hook_continues(
     next_step: Callable[[], None] | None, url: str
 ) -> None:
-    """Lightning skips teardown if ``on_exception`` raises; the limit still ends with
-    the Trainer's call.
+    """The time limit of a failure ends with the Trainer's call.
+
+    Lightning skips teardown if ``on_exception`` raises.
     """
     run_ranks(catch_and_work, 2, url, next_step)
 
 
-def collapse() -> None:
+def exit_with_text() -> None:
     sys.exit("the config is empty")
 
 
@@ -202,7 +205,7 @@ def raise_a_book() -> None:
 @pytest.mark.parametrize(
     ("action", "reason"),
     [
-        (collapse, "SystemExit: the config is empty"),
+        (exit_with_text, "SystemExit: the config is empty"),
         (interrupt, "KeyboardInterrupt"),
         (raise_unprintable, "Unprintable: <its __str__ fails>"),
         (raise_a_book, "BoomError: no such layer!!!"),
@@ -211,8 +214,10 @@ def raise_a_book() -> None:
 def test_unusual_exceptions_reach_the_other_ranks(
     action: Callable[[], None], reason: str, url: str
 ) -> None:
-    """``sys.exit``, Ctrl-C, and exceptions without a text or with one of megabytes, are
-    reported like any other.
+    """An exception of any kind is reported like any other.
+
+    ``sys.exit`` and Ctrl-C are such kinds, and exceptions without a text or with one of
+    megabytes.
     """
     told, culprit = launch_ranks(fit, 2, url, in_step(action, 1))
     assert told.failure.type_name == "RankFailedError", told.story()
@@ -231,33 +236,33 @@ def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], cul
 
 
 @pytest.mark.parametrize(
-    ("end", "culprit", "said"),
+    ("end", "culprit", "status", "said"),
     [
-        (boom, 0, "RankFailedError: {} failed, so this rank stops: BoomError: no such layer"),
-        (sys.exit, 1, "RankFailedError: {} finished and exited, but this rank still needs it"),
+        (boom, 0, 1, "RankFailedError: {} failed, so this rank stops: BoomError: no such layer"),
+        (sys.exit, 1, 0, "RankFailedError: {} finished and exited, but this rank still needs it"),
     ],
 )
 def test_a_rank_that_ends_between_two_fits_is_named(
-    end: Callable[[], None], culprit: int, said: str, url: str
+    end: Callable[[], None], culprit: int, status: int, said: str, url: str
 ) -> None:
-    """Ranks that wait in the second fit raise after an exception outside of Trainer
-    calls, and after an early exit.
+    """Ranks that wait in the second fit raise.
+
+    The other rank raised outside of Trainer calls, or exited early.
     """
     outcomes = launch_ranks(fit_twice, 2, url, end, culprit)
-    gone = outcomes[culprit]
-    needy = outcomes[1 - culprit]
-    assert f"{needy.failure.type_name}: {needy.failure.message}".startswith(
-        said.format(who(culprit, gone.pid))
+    ended = outcomes[culprit]
+    told = outcomes[1 - culprit]
+    assert f"{told.failure.type_name}: {told.failure.message}".startswith(
+        said.format(who(culprit, ended.pid))
     )
-    assert (gone.exit_code, needy.exit_code) == (int(end is boom), 1)
+    assert ended.exit_code == status
+    assert told.exit_code == 1
 
 
 def fit_work_and_fit(rank: int, world_size: int, url: str) -> None:
     fit(rank, world_size, url, grace={"died": 0.3})
     hold("after fit")
-    mine = current()
-    assert mine is not None
-    assert mine.peers.wait(60.0) is not None
+    wait_for_another_ranks_end()
     wait_for_the_limit("ddpx-exit")
     announce("still there")
     fit(rank, world_size, url)
@@ -265,8 +270,9 @@ def fit_work_and_fit(rank: int, world_size: int, url: str) -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, url: str) -> None:
-    """A rank in the user's own code continues; one that needs the dead rank again
-    raises immediately.
+    """A rank in the user's own code continues after another rank's death.
+
+    It raises immediately when it needs the dead rank again.
     """
     with RankProcesses(fit_work_and_fit, 2, url) as ranks:
         for rank in range(2):
@@ -296,9 +302,7 @@ def fit_again(rank: int, world_size: int, url: str) -> tuple[list[str], list[flo
 
 
 def test_processes_that_have_caught_the_failure_train_again(url: str) -> None:
-    """After failures that every rank caught, the same processes connect again each
-    time.
-    """
+    """The same processes connect again after failures that every rank caught."""
     (first, mine), (second, others), (third, thirds) = run_ranks(fit_again, 3, url)
     assert first == ["RankFailedError 1", "BoomError 0"]
     assert second == ["BoomError 1", "RankFailedError 0"]

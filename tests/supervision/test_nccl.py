@@ -17,12 +17,9 @@ from lightning_ddp_ext.integration.named_calls import ranks_of
 from lightning_ddp_ext.rendezvous.peers import event_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
-from lightning_ddp_ext.threads import start_thread, use_device
-from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks
+from tests.harness.ranks import RankProcesses, hold, launch_ranks
 from tests.harness.training import At, Net, make_strategy, make_trainer
 from tests.supervision.model import error_of
-
-BY_HAND = by_hand_env(2)
 
 
 def behave_like_nccl(*, returns: bool = True) -> None:
@@ -95,10 +92,12 @@ def blame(trainer: Any) -> None:
     compare(trainer)
 
 
-def fit(rank: int, world_size: int, directory: Path, work: Any) -> None:
+def fit(
+    rank: int, world_size: int, directory: Path, work: Any, *, abort_returns: bool = True
+) -> None:
     def start(trainer: Any) -> None:
         if rank == 1:
-            behave_like_nccl()
+            behave_like_nccl(returns=abort_returns)
 
     faults = [At("on_fit_start", start), At("on_train_batch_end", work)]
     make_trainer(make_strategy("ours", directory), callbacks=faults).fit(Net())
@@ -106,10 +105,11 @@ def fit(rank: int, world_size: int, directory: Path, work: Any) -> None:
 
 @pytest.mark.parametrize("work", [exchange, compare, index, decide])
 def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: Path) -> None:
-    """A survivor that gets them raises the same error as with gloo, in place of an
-    error that follows from them.
+    """A survivor that gets arbitrary values raises the same error as with gloo.
+
+    It replaces an error that follows from them.
     """
-    with RankProcesses(fit, 2, tmp_path, work, env=BY_HAND) as ranks:
+    with RankProcesses(fit, 2, tmp_path, work) as ranks:
         ranks.wait_for("working", 0)
         ranks.kill(0)
         died, told = ranks.wait()
@@ -119,53 +119,16 @@ def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: 
 
 def test_arbitrary_values_on_a_rank_that_is_blamed_do_not_hide_the_reason(tmp_path: Path) -> None:
     """Of ranks that wait in different collectives, one is named, and is aborted as well."""
-    for outcome in launch_ranks(fit, 2, tmp_path, blame, env=BY_HAND):
+    for outcome in launch_ranks(fit, 2, tmp_path, blame):
         assert outcome.error is not None, outcome.story()
         assert isinstance(outcome.error.exception, RankAbsentError), outcome.story()
 
 
-def fit_with_stuck_abort(rank: int, world_size: int, directory: Path) -> None:
-    def start(trainer: Any) -> None:
-        if rank == 1:
-            behave_like_nccl(returns=False)
-
-    faults = [At("on_fit_start", start), At("on_train_batch_end", exchange)]
-    make_trainer(make_strategy("ours", directory), callbacks=faults).fit(Net())
-
-
 def test_an_abort_that_never_returns_does_not_keep_the_process(tmp_path: Path) -> None:
     """The survivor raises the error, and exits."""
-    with RankProcesses(fit_with_stuck_abort, 2, tmp_path, env=BY_HAND) as ranks:
+    with RankProcesses(fit, 2, tmp_path, exchange, abort_returns=False) as ranks:
         ranks.wait_for("working", 0)
         ranks.kill(0)
         _, told = ranks.wait()
     assert told.exit_code == 1, told.story()
     assert "RankDiedError: rank 0" in told.output, told.story()
-
-
-def test_a_thread_uses_the_device_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sets the device before it runs, since CUDA would use the first one."""
-    calls: list[Any] = []
-    monkeypatch.setattr("lightning_ddp_ext.threads._device", None)
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_device",
-        lambda device: calls.append((threading.current_thread().name, device)),
-    )
-    device = torch.device("cuda", 3)
-    use_device(device)
-    start_thread("worker", calls.append, "worked").join()
-    assert calls == [("worker", device), "worked"]
-
-
-def test_a_thread_also_runs_on_a_broken_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error of CUDA, each call raises; the thread still has to report it."""
-    calls: list[str] = []
-
-    def set_device(device: torch.device) -> None:
-        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr("lightning_ddp_ext.threads._device", torch.device("cuda", 3))
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    start_thread("worker", calls.append, "worked").join()
-    assert calls == ["worked"]
