@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from lightning_ddp_ext.at_exit import exit_now, print_in_time
+from lightning_ddp_ext.forced_exit import exit_now, print_in_time
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.call_site import main_frame
 from lightning_ddp_ext.supervision.diagnosis import Findings

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ddp_ext.at_exit import delaying_forced_end
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names_in_model, renamed
 from lightning_ddp_ext.checkpoint.load import MapLocation
 from lightning_ddp_ext.checkpoint.location import PathLike
@@ -27,6 +26,7 @@ from lightning_ddp_ext.errors import (
     DDPExtError,
     RankFailedError,
 )
+from lightning_ddp_ext.forced_exit import delaying_forced_end
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
