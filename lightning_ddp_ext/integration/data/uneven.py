@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class UnevenInputs:
         if not self._end_is_joint:
             return
         lengths = self._by_rank(batches_of(loader))
-        if min(lengths) < max(lengths) == math.inf:
+        if math.inf in lengths and min(lengths) < math.inf:
             problem = (
                 f"training loader {type(loader.loader).__name__} must have a length on every rank"
                 f" or on none, or training would hang (lengths by rank: {lengths}; inf means no"
@@ -78,8 +78,8 @@ class UnevenInputs:
         if math.inf not in lengths:
             loader.length = min(lengths)
 
-    def end_together(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
-        """Count the batches of a new iterator.
+    def give_batches(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
+        """Yield the batches of a new iterator, and count them in ``position``.
 
         If requested, end it on all ranks together.
         """
@@ -103,7 +103,7 @@ class UnevenInputs:
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
-    def report_phase(self) -> None:
+    def report_step_if_even(self) -> None:
         """Report a step, unless the ranks have different numbers of batches.
 
         The ranks then also have different numbers of steps.
@@ -130,9 +130,12 @@ class UnevenInputs:
         )
         lengths, checksums, shared = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
-        problem = _different_orders(positions, shared)
-        if problem is None and self._mode is None:
-            problem = _unevenness(trainer, lengths)
+        differences = list(_differences(positions, shared))
+        problem = _obstacle(differences)
+        if problem is None:
+            _warn_of_different_samples(differences)
+            if self._mode is None:
+                problem = _unevenness(trainer, lengths)
         if problem is not None:
             refuse(self._strategy, SamplingError(problem))
         _warn_of_same_batches(checksums, streams)
@@ -170,40 +173,67 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
     )
 
 
-def _different_orders(
+class _Difference(NamedTuple):
+    """A property that is not equal on all ranks, with its values in rank order."""
+
+    position: LoaderPosition
+    key: str
+    values: list[Any]
+
+    @property
+    def samples(self) -> str:
+        loader = self.position.loader
+        return f"the samples of {type(getattr(loader, 'dataset', loader)).__name__}"
+
+
+# The differences with which the ranks can share out samples, but probably different ones.
+_SUSPICIONS = {
+    "order": "the list that {} draws differs",
+    "data": "the tensors or lists in the dataset differ",
+}
+_REMEDY = (
+    "create the same dataset and sampler on every rank (seed random_split, for example), or pass"
+    " Trainer(use_distributed_sampler=False) if each rank has different data"
+)
+
+
+def _differences(
     positions: list[LoaderPosition], by_rank: tuple[list[dict[str, Any]], ...]
-) -> str | None:
+) -> Iterator[_Difference]:
+    """Yield the differences in the properties that loaders must share on all ranks.
+
+    A loader without one of our samplers has no such properties.
+    """
+    # Some ranks may have more loaders; only those that every rank has are compared.
+    for position, *shared in zip(positions, *by_rank, strict=False):
+        for key in dict.fromkeys(key for each in shared for key in each):
+            values = [each.get(key) for each in shared]
+            if any(value != values[0] for value in values):
+                yield _Difference(position, key, values)
+
+
+def _obstacle(differences: list[_Difference]) -> str | None:
     """Describe why the ranks cannot share out the samples of a loader.
 
-    Return ``None`` if they can; warn if they probably have different samples.
+    Return ``None`` if they can.
     """
-    remedy = (
-        "create the same dataset and sampler on every rank (seed random_split, for example), or"
-        " pass Trainer(use_distributed_sampler=False) if each rank has different data"
+    found = next((each for each in differences if each.key not in _SUSPICIONS), None)
+    if found is None:
+        return None
+    values = listed(f"{value} on rank {rank}" for rank, value in enumerate(found.values))
+    return (
+        f"the ranks cannot share out {found.samples}, because the {found.key} differs ({values});"
+        f" {_REMEDY}"
     )
-    reasons = {
-        "order": "the list that {} draws differs",
-        "data": "the tensors or lists in the dataset differ",
-    }
-    for position, *shared in zip(positions, *by_rank, strict=False):
-        what = f"the samples of {type(getattr(position.loader, 'dataset', None)).__name__}"
-        for key in [
-            key for key in shared[0] if any(each.get(key) != shared[0][key] for each in shared)
-        ]:
-            if key not in reasons:
-                values = listed(
-                    f"{each.get(key)} on rank {rank}" for rank, each in enumerate(shared)
-                )
-                return (
-                    f"the ranks cannot share out {what}, because the {key} differs ({values});"
-                    f" {remedy}"
-                )
-            reason = reasons[key].format(position.name)
-            rank_zero_warn(
-                f"the ranks share out {what}, but {reason} between the ranks, so some samples are"
-                f" probably never read; {remedy}"
-            )
-    return None
+
+
+def _warn_of_different_samples(differences: list[_Difference]) -> None:
+    for each in differences:
+        reason = _SUSPICIONS[each.key].format(each.position.name)
+        rank_zero_warn(
+            f"the ranks share out {each.samples}, but {reason} between the ranks, so some samples"
+            f" are probably never read; {_REMEDY}"
+        )
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:
