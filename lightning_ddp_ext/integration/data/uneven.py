@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -131,9 +131,10 @@ class UnevenInputs:
         lengths, checksums, shared = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         differences = list(_differences(positions, shared))
-        problem = _obstacle(differences)
+        problem = next((sentence for is_error, sentence in differences if is_error), None)
         if problem is None:
-            _warn_of_different_samples(differences)
+            for _, warning in differences:
+                rank_zero_warn(warning)
             if self._mode is None:
                 problem = _unevenness(trainer, lengths)
         if problem is not None:
@@ -173,67 +174,40 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
     )
 
 
-class _Difference(NamedTuple):
-    """A property that is not equal on all ranks, with its values in rank order."""
-
-    position: LoaderPosition
-    key: str
-    values: list[Any]
-
-    @property
-    def samples(self) -> str:
-        loader = self.position.loader
-        return f"the samples of {type(getattr(loader, 'dataset', loader)).__name__}"
-
-
-# The differences with which the ranks can share out samples, but probably different ones.
-_SUSPICIONS = {
-    "order": "the list that {} draws differs",
-    "data": "the tensors or lists in the dataset differ",
-}
-_REMEDY = (
-    "create the same dataset and sampler on every rank (seed random_split, for example), or pass"
-    " Trainer(use_distributed_sampler=False) if each rank has different data"
-)
-
-
 def _differences(
     positions: list[LoaderPosition], by_rank: tuple[list[dict[str, Any]], ...]
-) -> Iterator[_Difference]:
-    """Yield the differences in the properties that loaders must share on all ranks.
+) -> Iterator[tuple[bool, str]]:
+    """Describe the differences in the properties that loaders must share on all ranks.
 
-    A loader without one of our samplers has no such properties.
+    Also yield for each one whether it is an error: whether the ranks cannot share out
+    the samples of the loader. Otherwise, they probably have different samples.
     """
-    # Some ranks may have more loaders; only those that every rank has are compared.
+    remedy = (
+        "create the same dataset and sampler on every rank (seed random_split, for example), or"
+        " pass Trainer(use_distributed_sampler=False) if each rank has different data"
+    )
+    suspicions = {
+        "order": "the list that {} draws differs",
+        "data": "the tensors or lists in the dataset differ",
+    }
+    # Only the loaders that every rank has are compared, and a loader without one of our
+    # samplers has none of the properties.
     for position, *shared in zip(positions, *by_rank, strict=False):
+        what = f"the samples of {type(getattr(position.loader, 'dataset', None)).__name__}"
         for key in dict.fromkeys(key for each in shared for key in each):
             values = [each.get(key) for each in shared]
-            if any(value != values[0] for value in values):
-                yield _Difference(position, key, values)
-
-
-def _obstacle(differences: list[_Difference]) -> str | None:
-    """Describe why the ranks cannot share out the samples of a loader.
-
-    Return ``None`` if they can.
-    """
-    found = next((each for each in differences if each.key not in _SUSPICIONS), None)
-    if found is None:
-        return None
-    values = listed(f"{value} on rank {rank}" for rank, value in enumerate(found.values))
-    return (
-        f"the ranks cannot share out {found.samples}, because the {found.key} differs ({values});"
-        f" {_REMEDY}"
-    )
-
-
-def _warn_of_different_samples(differences: list[_Difference]) -> None:
-    for each in differences:
-        reason = _SUSPICIONS[each.key].format(each.position.name)
-        rank_zero_warn(
-            f"the ranks share out {each.samples}, but {reason} between the ranks, so some samples"
-            f" are probably never read; {_REMEDY}"
-        )
+            if all(value == values[0] for value in values):
+                continue
+            is_error = key not in suspicions
+            if is_error:
+                found = listed(f"{value} on rank {rank}" for rank, value in enumerate(values))
+                reason = f"cannot share out {what}, because the {key} differs ({found})"
+            else:
+                reason = (
+                    f"share out {what}, but {suspicions[key].format(position.name)} between the"
+                    " ranks, so some samples are probably never read"
+                )
+            yield is_error, f"the ranks {reason}; {remedy}"
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:
