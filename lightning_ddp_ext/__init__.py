@@ -7,6 +7,8 @@ Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn`
 with ``pytorch_lightning``.
 """
 
+import gc as _gc
+import os as _os
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
@@ -15,9 +17,6 @@ if _sys.platform != "linux":
 
 from lightning_ddp_ext import errors as _errors
 from lightning_ddp_ext import trees as _trees  # first: it imports torch and Lightning
-from lightning_ddp_ext.at_exit import (
-    exclude_imports_from_collections as _exclude_imports_from_collections,
-)
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
@@ -56,4 +55,8 @@ __all__ += _public.__all__
 
 _trees.register_names()
 _watch_own_launcher()
-_exclude_imports_from_collections()
+if not _os.environ.keys().isdisjoint(("LOCAL_RANK", "SLURM_LOCALID")):
+    # A launcher started this rank, whose script has usually only imported libraries so
+    # far. Traversing their objects would take 0.2 s in each collection, and would delay
+    # the exit by one second, for which other ranks or a restart may be waiting.
+    _gc.freeze()

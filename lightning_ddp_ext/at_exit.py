@@ -1,41 +1,11 @@
-"""Run actions at the exit of this process, and force its exit after a time limit.
-
-A save may extend the time limit.
-"""
+"""Run actions at the exit of this process, and set its exit status."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
-import multiprocessing
 import multiprocessing.util
-import os
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import NoReturn
-
-_TO_PRINT = 5.0  # seconds; the machine may be busy
-_changed = threading.Condition()
-
-
-@dataclass(eq=False)
-class _Delay:
-    """A running `delaying_forced_end` block."""
-
-    seconds: float
-    purpose: str
-    when: Callable[[], bool]
-
-
-_blocks: list[_Delay] = []
-
-
-def _delays() -> list[_Delay]:
-    return [each for each in _blocks if each.when()]
+from collections.abc import Callable
 
 
 def at_exit(action: Callable[[], None]) -> None:
@@ -43,8 +13,8 @@ def at_exit(action: Callable[[], None]) -> None:
 
     It also runs in children of multiprocessing, which skip ``atexit`` handlers.
     """
-    atexit.register(action)
-    multiprocessing.util.Finalize(None, action, exitpriority=100)
+    # A Finalize runs only once, and only in the process that has made it.
+    atexit.register(multiprocessing.util.Finalize(None, action, exitpriority=100))
 
 
 def set_exit_status(status: int) -> None:
@@ -57,144 +27,3 @@ def set_exit_status(status: int) -> None:
     # which glibc runs the remaining handlers and uses the new status.
     libc = ctypes.CDLL(None)
     libc["__cxa_atexit"](libc.exit, ctypes.c_void_p(status), None)
-
-
-def exclude_imports_from_collections() -> None:
-    """Exclude existing objects from garbage collection if a launcher started this rank.
-
-    By then a script has usually only imported libraries. Traversing their objects would
-    take 0.2 s in each collection, and would delay the exit by one second, for which
-    other ranks or a restart of all ranks may be waiting.
-    """
-    if not os.environ.keys().isdisjoint(("LOCAL_RANK", "SLURM_LOCALID")):
-        gc.freeze()
-
-
-@contextmanager
-def delaying_forced_end(
-    seconds: float,
-    purpose: str = "finish writing its checkpoint",
-    *,
-    when: Callable[[], bool] = lambda: True,
-) -> Iterator[None]:
-    """Delay a forced exit while the block runs.
-
-    A forced exit follows, for example, the death of another rank.
-
-    Args:
-        seconds: the longest delay.
-        purpose: what this rank will do before it exits, for a message.
-        when: returns whether the exit has to wait; called when it is due.
-    """
-    delay = _Delay(seconds, purpose, when)
-    with _changed:
-        _blocks.append(delay)
-    try:
-        yield
-    finally:
-        with _changed:
-            _blocks.remove(delay)
-            _changed.notify_all()
-
-
-def wait_for_delays() -> bool:
-    """Wait for the :func:`delaying_forced_end` blocks; return whether any was running.
-
-    The wait takes at most the longest of their delays.
-    """
-    with _changed:
-        longest = max((each.seconds for each in _delays()), default=0.0)
-        _changed.wait_for(lambda: not _delays(), timeout=longest)
-    return longest > 0
-
-
-class ForcedExit:
-    """A countdown after which this process exits, unless it is lifted.
-
-    It runs in a thread called ``name``.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._thread: threading.Thread | None = None
-        self._lifted = threading.Event()
-
-    def start(
-        self,
-        seconds: float,
-        status: int,
-        sentence: Callable[[], str],
-        *,
-        is_void: Callable[[], bool] = lambda: False,
-        after_saves: float | None = None,
-    ) -> None:
-        """Start the countdown unless it is running.
-
-        Must not be called in a signal handler or at interpreter shutdown.
-
-        Args:
-            seconds: the time until the exit.
-            status: the exit status of the process.
-            sentence: returns the text to print before the exit.
-            is_void: called when the time is up; if it returns True, the process
-                continues.
-            after_saves: seconds from the completion of an unfinished save to the exit;
-                ``None`` to interrupt the save.
-        """
-
-        def end() -> None:
-            if lifted.wait(seconds) or is_void():
-                return
-            delays = _delays()
-            if delays and after_saves is not None:
-                print_in_time(
-                    f"{sentence()}. This rank will {delays[-1].purpose} before it exits\n"
-                )
-                wait_for_delays()
-                if lifted.wait(after_saves):
-                    return
-            exit_now(status, f"{sentence()}\n")
-
-        with _changed:
-            if self._thread is None:
-                lifted = self._lifted = threading.Event()
-                self._thread = threading.Thread(target=end, name=self._name, daemon=True)
-                self._thread.start()
-
-    def lift(self) -> None:
-        """Cancel the countdown; it can be started again."""
-        self._lifted.set()
-        thread = self._thread
-        self._thread = None
-        if thread is not None:
-            thread.join(timeout=1.0)
-
-
-def exit_now(status: int, sentence: str = "") -> NoReturn:
-    """Kill daemonic children, such as loader workers, print the sentence, and exit.
-
-    Any thread may call it.
-    """
-    with suppress(Exception):
-        for child in multiprocessing.active_children():
-            if child.daemon:
-                child.kill()
-        print_in_time(sentence)
-    os._exit(status)
-
-
-def print_in_time(sentence: str) -> None:
-    """Print to stderr, but give up after some seconds.
-
-    The reader of a pipe may have stopped reading.
-    """
-    printer = threading.Thread(target=_print, args=[sentence], name="ddpx-print", daemon=True)
-    printer.start()
-    printer.join(_TO_PRINT)
-
-
-def _print(sentence: str) -> None:
-    for stream, text in ((sys.stderr, sentence), (sys.stdout, "")):
-        with suppress(Exception):
-            stream.write(text)
-            stream.flush()

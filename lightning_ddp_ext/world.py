@@ -52,6 +52,7 @@ class World:
         if size < 1:
             raise ConfigurationError(
                 f"world_size must be at least 1 (got {size}); count all processes of the run"
+                f" (source: {self.source})"
             )
         self._check_range("rank", 0, size - 1, "count the ranks from 0")
         self._check_range("local_world_size", 1, size, "count the processes of this node")
@@ -97,7 +98,7 @@ class Launcher:
     local_rank: str
     local_world_size: str = ""
     node_rank: tuple[str, ...] = ()
-    run: tuple[str, ...] = ()
+    run_variables: tuple[str, ...] = ()
 
 
 _PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -112,12 +113,14 @@ _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 BY_HAND = Launcher(
     "RANK, WORLD_SIZE and LOCAL_RANK", *_PLAIN, node_rank=("NODE_RANK", "GROUP_RANK")
 )
-TORCHRUN = Launcher("torchrun", *_PLAIN, node_rank=("GROUP_RANK",), run=("TORCHELASTIC_RUN_ID",))
-OPEN_MPI = Launcher("Open MPI", *_MPI, run=("PMIX_NAMESPACE",))
+TORCHRUN = Launcher(
+    "torchrun", *_PLAIN, node_rank=("GROUP_RANK",), run_variables=("TORCHELASTIC_RUN_ID",)
+)
+OPEN_MPI = Launcher("Open MPI", *_MPI, run_variables=("PMIX_NAMESPACE",))
 # MPICH, Intel MPI.
 HYDRA = Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 SLURM = Launcher(
-    "SLURM", *_SLURM, node_rank=("SLURM_NODEID",), run=("SLURM_JOB_ID", "SLURM_STEP_ID")
+    "SLURM", *_SLURM, node_rank=("SLURM_NODEID",), run_variables=("SLURM_JOB_ID", "SLURM_STEP_ID")
 )
 
 
@@ -149,14 +152,11 @@ def read_world(
     >>> read_world({"RANK": "3"}) is None
     True
     """
-    given = {"rank": rank, "world_size": world_size}
-    arguments = {field: value for field, value in given.items() if value is not None}
-    if arguments:
-        return _read(
-            _with_arguments(environ, arguments), replace(BY_HAND, source="arguments"), devices
-        )
-    launcher = launcher_of(environ)
-    return None if launcher is None else _read(environ, launcher, devices)
+    if rank is None and world_size is None:
+        launcher = launcher_of(environ)
+        return None if launcher is None else _read(environ, launcher, devices)
+    variables = _with_arguments(environ, rank=rank, world_size=world_size)
+    return _read(variables, replace(BY_HAND, source="arguments"), devices)
 
 
 def read_rank(environ: Environ) -> int | None:
@@ -173,8 +173,9 @@ def read_rank(environ: Environ) -> int | None:
         world = read_world(environ)
         if world is not None:
             return world.rank
-        is_on_first_node = not _known(environ, "NODE_RANK", "GROUP_RANK")
-        return _known(environ, "LOCAL_RANK") or 0 if is_on_first_node else None
+        if _known(environ, "NODE_RANK", "GROUP_RANK"):  # on another node than the first
+            return None
+        return _known(environ, "LOCAL_RANK") or 0
     except ConfigurationError:
         return None
 
@@ -232,22 +233,27 @@ def run_of(source: str, environ: Environ) -> str:
     >>> run_of("SLURM", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"})
     'SLURM_JOB_ID=12 SLURM_STEP_ID=0'
     """
-    names = next((each.run for each in (TORCHRUN, OPEN_MPI, SLURM) if each.source == source), ())
-    return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    names = {each.source: each.run_variables for each in (TORCHRUN, OPEN_MPI, SLURM)}
+    return " ".join(f"{name}={environ[name]}" for name in names.get(source, ()) if name in environ)
 
 
-def _with_arguments(environ: Environ, arguments: dict[str, int]) -> Environ:
-    """Return the environment with the arguments as variables."""
-    for field, value in arguments.items():
+def _with_arguments(environ: Environ, **arguments: int | None) -> Environ:
+    """Return a copy of the environment with the arguments as variables.
+
+    They are then read like a launcher's, together with the variables that the arguments
+    do not replace, such as ``LOCAL_RANK``.
+    """
+    given = {field: value for field, value in arguments.items() if value is not None}
+    for field, value in given.items():
         _check_integer(field, value)
-    for field in ("rank", "world_size"):
-        if field not in arguments:
-            alone = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    for field in arguments:
+        if field not in given:
+            alone = ", ".join(f"{name}={value}" for name, value in given.items())
             raise ConfigurationError(
                 f"{field} must also be given (got only {alone}); write rank=0, world_size=2 on"
                 " rank 0"
             )
-    return {**environ, **{field.upper(): str(value) for field, value in arguments.items()}}
+    return {**environ, **{field.upper(): str(value) for field, value in given.items()}}
 
 
 def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:

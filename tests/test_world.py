@@ -217,6 +217,13 @@ def test_slurm_has_the_number_of_processes_on_a_node(
             ),
         ),
         (
+            lambda: read_world({**PLAIN, "WORLD_SIZE": "0"}),
+            (
+                "world_size must be at least 1 (got 0); count all processes of the run (source:"
+                " RANK, WORLD_SIZE and LOCAL_RANK)"
+            ),
+        ),
+        (
             lambda: check_devices(
                 world(local_rank=3, local_world_size=4, node_rank=0), devices=2, num_nodes=2
             ),

@@ -60,7 +60,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
         statistics = as_tensor(joint.mean, x.dtype), as_tensor(joint.var, x.dtype)
         ctx.save_for_backward(x, weight, *statistics)
-        ctx.count = max(joint.count, 1.0)
+        ctx.count = max(joint.count, 1.0)  # it is 0 if the batches of all ranks are empty
         ctx.eps = eps
         ctx.context = context
         return torch.native_batch_norm(x, weight, bias, *statistics, False, 0.0, eps)[0].to(
@@ -86,14 +86,14 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
             scale = 1 / np.sqrt(var.numpy() + ctx.eps)
             scale = scale if weight is None else scale * weight.detach().numpy()
             # scale * (dy - normalised x * mean(dy * normalised x) - mean(dy)), with
-            # means over all ranks' batches.
-            factor, shift, scale = (
-                as_tensor(each, x.dtype) for each in (*(sums * (-scale / ctx.count)), scale)
+            # means over all ranks' batches. The kernel of the forward pass computes
+            # normalised x * factor + shift.
+            factor = as_tensor(sums[0] * (-scale / ctx.count), x.dtype)
+            shift = as_tensor(sums[1] * (-scale / ctx.count), x.dtype)
+            normalised = torch.native_batch_norm(x, factor, shift, mean, var, False, 0.0, ctx.eps)
+            grad_input = normalised[0].addcmul_(
+                dy, as_tensor(scale, x.dtype).view([1, -1] + [1] * (x.dim() - 2))
             )
-            grad_input = torch.native_batch_norm(x, factor, shift, mean, var, False, 0.0, ctx.eps)[
-                0
-            ]
-            grad_input.addcmul_(dy, scale.view([1, -1] + [1] * (x.dim() - 2)))
         return (
             grad_input,
             grad_weight if needs_weight else None,

@@ -44,10 +44,11 @@ class SyncBatchNorm(BatchNorm):
         bias: as in ``torch.nn.BatchNorm2d``, which has had it since torch 2.13.
 
     Raises:
-        BatchNormError: an input has a different number of channels than the layer, or
-            is neither on CPU nor on CUDA. On CPU, also if all batches together have one
-            value per channel, or another rank is in a different layer.
         ValueError: an input does not have 2 to 5 dimensions.
+        BatchNormError: in training on several ranks, an input has a different number of
+            channels than the layer, or is neither on CPU nor on CUDA. On CPU, also if
+            all batches together have one value per channel, or another rank is in a
+            different layer.
 
     >>> layer = SyncBatchNorm(3)
     >>> layer(torch.randn(4, 3, 8, 8)).mean().abs().item() < 1e-6
@@ -100,8 +101,11 @@ class SyncBatchNorm(BatchNorm):
         self._check_input_dim(input)
         self._check_channels_and_device(input)
         function: Any = SyncBatchNormOnCPU.apply if input.is_cpu else cuda.batch_norm
-        arguments = self.weight, self.bias, self._count_batch(), self.eps, self._ddpx_context
-        output: Tensor = function(input, *arguments)
+        self._count_batch()
+        running = self._running_statistics()
+        output: Tensor = function(
+            input, self.weight, self.bias, running, self.eps, self._ddpx_context
+        )
         return output
 
     def _check_channels_and_device(self, input: Tensor) -> None:
@@ -117,14 +121,15 @@ class SyncBatchNorm(BatchNorm):
                 f" {input.device}); exclude the layer from the conversion (exclude=)"
             )
 
-    def _count_batch(self) -> Running:
-        """Count a batch, and return the running statistics with the batch's weight."""
+    def _count_batch(self) -> None:
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+
+    def _running_statistics(self) -> Running:
+        """Return the running statistics with the weight of the batch counted last."""
         if not self.track_running_stats:
             return Running(None, None, 0.0)
         momentum = self.momentum
-        batches = self.num_batches_tracked
-        if batches is not None:
-            batches.add_(1)
-            if momentum is None:  # a cumulative average
-                momentum = 1.0 / float(batches)
+        if momentum is None and self.num_batches_tracked is not None:  # a cumulative average
+            momentum = 1.0 / float(self.num_batches_tracked)
         return Running(self.running_mean, self.running_var, momentum or 0.0)

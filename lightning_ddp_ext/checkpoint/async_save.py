@@ -15,9 +15,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_ddp_ext.at_exit import at_exit, delaying_forced_end
+from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.checkpoint.save import unwritable
 from lightning_ddp_ext.checkpoint.snapshot import Buffer
+from lightning_ddp_ext.forced_exit import delaying_forced_end
 from lightning_ddp_ext.threads import start_thread
 
 _logger = logging.getLogger(__name__)

@@ -34,22 +34,30 @@ class FixedValues:
         return next((name for name in {**first, **now} if first.get(name) != now.get(name)), None)
 
     def _contents(self) -> dict[str, Any]:
-        addresses = {_address_of(each) for each in self._recorded()} - {None}
+        # A state_dict has other tensor objects, which share the memory of the originals.
+        recorded = [each for each in self._recorded() if _is_dense(each)]
+        addresses = {each.data_ptr() for each in recorded if each.numel()}
+        empty = [each for each in recorded if not each.numel()]  # they have no address
+
+        def is_recorded(value: Any) -> bool:
+            if not _is_dense(value):
+                return False
+            if value.numel():
+                return value.data_ptr() in addresses
+            return any(each.device == value.device and each.is_set_to(value) for each in empty)
+
         state = self._module.state_dict()
-        others = (name for name, value in state.items() if _address_of(value) not in addresses)
-        return {name: _content_of(state[name]) for name in others}
+        return {name: _content_of(value) for name, value in state.items() if not is_recorded(value)}
 
 
-def _address_of(value: Any) -> int | None:
-    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
-    return value.data_ptr() if is_dense else None
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
 
 
 def _content_of(value: Any) -> Any:
     """Return what represents a value in a later comparison."""
     if isinstance(value, Tensor):
-        content = version_of(value) if _address_of(value) is None else int(checksum(value))
-        return [*value.shape, content]
+        return value.shape, int(checksum(value)) if _is_dense(value) else version_of(value)
     if isinstance(value, (list, tuple)):  # such as a metric's values of each batch
         return [_content_of(each) for each in value]
     if isinstance(value, Mapping):

@@ -39,6 +39,11 @@ def seed_of(value: Any) -> int:
     return whole_number(value, "seed", remedy="pass a seed such as seed=0, the same on every rank")
 
 
+def epoch_of(value: Any) -> int:
+    """Return ``value`` as an epoch, or raise if it is not a non-negative integer."""
+    return whole_number(value, "epoch", remedy="count epochs from 0")
+
+
 def uneven_of(value: Any) -> Uneven:
     """Return ``value``, or raise if it is not an ``Uneven`` policy."""
     if not isinstance(value, str) or value not in get_args(Uneven):

@@ -32,7 +32,7 @@ _STABLE_FORMAT = 2  # of `marshal`; newer ones depend on which objects are ident
 
 
 class Trace:
-    """Fingerprints or sizes of the items that an iterator drew.
+    """Fingerprints of the items that an iterator drew, or their sums of sizes.
 
     After each of the latest items, the value of all items up to it is kept. The
     fingerprint of indices is that of all indices. A batch is sampled: up to 128
@@ -48,7 +48,7 @@ class Trace:
     >>> for batch in ([torch.zeros(3), "a"], [torch.ones(3), "b"]):
     ...     once.add_batch(batch)
     ...     again.add_batch(batch)
-    >>> once.after(2) == again.after(2) != once.after(1)
+    >>> once.fingerprint_after(2) == again.fingerprint_after(2) != once.fingerprint_after(1)
     True
     """
 
@@ -93,10 +93,10 @@ class Trace:
         self._add(self._running + size)
         return size
 
-    def after(self, number: int) -> int | None:
-        """Return the value after the first ``number`` items, or ``None``.
+    def fingerprint_after(self, number: int) -> int | None:
+        """Return the fingerprint of the first ``number`` items, or ``None``.
 
-        The value is ``None`` if it is not kept.
+        The result is ``None`` if it is not kept.
         """
         place = len(self._latest) - 1 - (self._number - number)
         if not 0 <= place < len(self._latest):
@@ -105,6 +105,9 @@ class Trace:
         for sample in on_device:
             running = _checksum(sample.cpu(), running, [])
         return running
+
+    # The same for a trace of sizes: the sum of the first sizes.
+    size_after = fingerprint_after
 
 
 def fingerprint_of_list(items: list[Any]) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext.data.checks import seed_of, uneven_of, whole_number
+from lightning_ddp_ext.data.checks import epoch_of, seed_of, uneven_of, whole_number
 from lightning_ddp_ext.data.partition import Shard, Uneven
 from lightning_ddp_ext.errors import ConfigurationError
 
@@ -59,7 +59,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self._length = length
         self._given_ranks = num_replicas, rank
         if num_replicas is not None and rank is not None:
-            self._ranks()
+            _check_ranks(num_replicas, rank)
         self.shuffle = bool(shuffle)
         self.seed = seed_of(seed)
         self.uneven: Uneven = uneven_of(uneven)
@@ -135,19 +135,20 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         order = self.next_order or self._order()
         size_of_next = self.next_size or (lambda: CHUNK)
         self._forget_next()
-        end = left = 0
-        size = FIRST_BLOCK
+        end = 0
+        left_in_batch = 0
+        block_size = FIRST_BLOCK
         while end < len(shard):
-            items = order(shard.positions(end, end + size))
+            items = order(shard.positions(end, end + block_size))
             first = 0
             while first < len(items):
-                left = left or size_of_next()
-                part = items[first : first + left].tolist()
+                left_in_batch = left_in_batch or size_of_next()
+                part = items[first : first + left_in_batch].tolist()
                 yield part
                 first += len(part)
-                left -= len(part)
+                left_in_batch -= len(part)
             end += len(items)
-            size = BLOCK
+            block_size = BLOCK
 
     def _forget_next(self) -> None:
         self.next_order = None
@@ -159,7 +160,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         Raises:
             ConfigurationError: ``epoch`` is negative or not an integer.
         """
-        if epoch == self.epoch:
+        if epoch_of(epoch) == self.epoch:
             self._set_wrapped_epoch()
         else:
             self.resume_at(epoch, 0)
@@ -196,7 +197,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             ConfigurationError: ``epoch`` is not an integer of at least 0, or
                 ``position`` not one from 0 to ``length``.
         """
-        epoch = whole_number(epoch, "epoch", remedy="count epochs from 0")
+        epoch = epoch_of(epoch)
         remedy = "a position is only valid for the length that it was saved with"
         self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
@@ -209,8 +210,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         A position is only valid for a sampler in which they are equal.
         """
         return {
-            "version": STATE_VERSION,
             "kind": self.kind,
+            "version": STATE_VERSION,
             "length": self.length,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -229,9 +230,13 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             num_replicas = dist.get_world_size() if grouped else 1
         if rank is None:
             rank = dist.get_rank() if grouped else 0
-        if not 0 <= rank < num_replicas:
-            raise ConfigurationError(
-                f"rank must be at least 0 and less than num_replicas={num_replicas} (got {rank});"
-                " leave both out to use those of the process group"
-            )
+        _check_ranks(num_replicas, rank)
         return num_replicas, rank
+
+
+def _check_ranks(num_replicas: int, rank: int) -> None:
+    if not 0 <= rank < num_replicas:
+        raise ConfigurationError(
+            f"rank must be at least 0 and less than num_replicas={num_replicas} (got {rank});"
+            " leave both out to use those of the process group"
+        )

@@ -1,14 +1,16 @@
 """Start an iterator in the middle of an epoch as quickly as the loader allows.
 
-There are four ways, from quick to slow: one of our samplers starts at a position in the
-global order, on any number of ranks; another sampler skips indices; a loader with a
-state restores that state; with anything else, batches are read and dropped, see
-``position``.
+A loader with a state restores that state, because it may include more than an order,
+such as the state of its dataset. There are three other ways, from quick to slow: one of
+our samplers starts at a position in the global order, on any number of ranks; another
+sampler with a length skips indices; with anything else, batches are read and dropped,
+see ``position``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from math import inf
 from typing import Any
@@ -26,7 +28,7 @@ from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.fingerprints import Trace, fingerprint_of_data
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, make_permanent
-from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
+from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition, LoaderState
 from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.data.shortest import AHEAD
 
@@ -34,7 +36,7 @@ DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosition:
-    """Return a loader's position, of the class that resumes its epoch most quickly.
+    """Return a loader's position, of the class that resumes its epoch.
 
     Args:
         loader: one of our loaders, whose index sampler may be replaced.
@@ -47,7 +49,8 @@ def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosit
     elif (
         batches_of(index_sampler_of(loader)) < inf and type(loader).__iter__ is DataLoader.__iter__
     ):
-        # A class with another ``__iter__`` may not use its sampler.
+        # A class with another ``__iter__`` may not use its sampler, and the wrapper that
+        # skips indices has a length.
         kind = IndexPosition if global_order_of(loader) is None else OrderPosition
     return kind(loader, world_size=world_size, remembered=remembered)
 
@@ -98,15 +101,17 @@ class OrderPosition(LoaderPosition):
         def read() -> Iterator[Any]:
             self._sampler.resume_at(self.epoch, start.at)
             self._sampler.next_order = order
-            at_start = self._batch_size
-            # Torch then reads the size when an epoch begins.
-            keeps_size = getattr(self._batches, "drop_last", True)
-            self._sampler.next_size = lambda: start.drawn.add_size(
-                at_start if keeps_size else self._batch_size
-            )
+            # With drop_last, torch reads the batch size once, when an epoch begins.
+            is_fixed = getattr(self._batches, "drop_last", True)
+            fixed_size = self._batch_size if is_fixed else None
+            self._sampler.next_size = partial(self._record_next_size, start, fixed_size)
             return iter(self.loader)
 
         return read
+
+    def _record_next_size(self, start: IteratorStart, fixed_size: int | None) -> int:
+        """Record the size of the batch that begins, and return it."""
+        return start.drawn.add_size(fixed_size or self._batch_size)
 
     @override
     def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
@@ -114,7 +119,7 @@ class OrderPosition(LoaderPosition):
 
     @override
     def _position(self, start: IteratorStart, batches: int) -> int:
-        items = start.drawn.after(batches)
+        items = start.drawn.size_after(batches)
         return self._sampler.shard(start.at).position_after(
             batches * self._batch_size if items is None else items
         )
@@ -182,6 +187,8 @@ class IndexPosition(LoaderPosition):
         if given < start.after + batches:
             # Recorded before this position, as when the first loader ended earlier.
             given = self.given
+        # The batches that the iterator had drawn when the random states were recorded,
+        # less those that are done.
         ahead = given + self.ahead - start.after - batches + self._prefetched
         return {**super().state_dict(done, given), "own": ahead}
 
@@ -200,19 +207,25 @@ class StatePosition(LoaderPosition):
     _drawn: int | None = None
     # The newest iterator, if it continues from a restored state.
     _restored: Iterator[Any] | None = None
+    # Number of batches that it yields.
+    _left = inf
 
     @override
     def state_dict(self, done: int, given: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
         if self._starts and self._drawn is not None:  # some loaders start again after their end
             latest = self._starts[-1]
-            fingerprint = latest.drawn.after(latest.at + self._drawn)
-            latest.states.append((self._drawn, self.loader.state_dict(), fingerprint))
-        known = [each for each in start.states if each[0] <= batches]
-        drawn, state, fingerprint = known[-1] if known else (-start.at, None, 0)
+            fingerprint = latest.drawn.fingerprint_after(latest.at + self._drawn)
+            latest.states.append(LoaderState(self._drawn, self.loader.state_dict(), fingerprint))
+        known = [each for each in start.states if each.drawn <= batches]
+        last = known[-1] if known else LoaderState(-start.at, None, 0)
         # No later checkpoint needs an older state.
-        start.states = [each for each in start.states if each[0] >= drawn]
-        own = {"state": state, "dropped": batches - drawn, "drawn": fingerprint}
+        start.states = [each for each in start.states if each.drawn >= last.drawn]
+        own = {
+            "state": last.content,
+            "dropped": batches - last.drawn,
+            "drawn": last.fingerprint,
+        }
         return {**super().state_dict(done, given), "own": own}
 
     @override
@@ -233,7 +246,7 @@ class StatePosition(LoaderPosition):
         if own["state"] is None:
             rewind(self.loader)
         else:
-            start.states = [(-dropped, own["state"], own.get("drawn"))]
+            start.states = [LoaderState(-dropped, own["state"], own.get("drawn"))]
             start.random = []
             self.loader.load_state_dict(own["state"])
         batches = self._count_drawn(self._read_again(start, dropped))

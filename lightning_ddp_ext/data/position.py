@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.fingerprints import Trace
@@ -25,6 +25,21 @@ FROM_THE_EPOCHS_START = (
 )
 
 
+class LoaderState(NamedTuple):
+    """A state that a loader returned.
+
+    Args:
+        drawn: the number of batches that its iterator had drawn; negative before the
+            position at which the iterator started.
+        content: the state; ``None`` for the beginning.
+        fingerprint: the fingerprint of the batches drawn, if known.
+    """
+
+    drawn: int
+    content: Any
+    fingerprint: int | None
+
+
 @dataclass
 class IteratorStart:
     """Where an iterator of a loader started.
@@ -38,8 +53,7 @@ class IteratorStart:
         at: the position at which it started; 0 at the beginning.
         random: the random states from which it drew numbers, recorded just before.
         own: the data that the resumed run saved only for this kind of loader.
-        states: states of the loader, each with the number of batches drawn by then and
-            their fingerprint.
+        states: states of the loader, by the number of batches drawn.
         drawn: what was drawn, by the position reached.
         order: the fingerprint of the order of the epoch, if all of it is drawn when the
             iterator starts.
@@ -50,7 +64,7 @@ class IteratorStart:
     at: int = 0
     random: list[Any] = field(default_factory=list)
     own: Any = None
-    states: list[tuple[int, Any, int | None]] = field(default_factory=list)
+    states: list[LoaderState] = field(default_factory=list)
     drawn: Trace = field(default_factory=Trace)
     order: int | None = None
 
@@ -249,7 +263,7 @@ class LoaderPosition:
         It covers all items up to a position, and is ``None`` if nothing is to be
         compared.
         """
-        return start.drawn.after(position)
+        return start.drawn.fingerprint_after(position)
 
     def _trace(self) -> Trace:
         return Trace(self._remembered + AHEAD + self._prefetched)

@@ -36,19 +36,22 @@ def with_sampler(loader: Any, sampler: GlobalOrderSampler) -> Any:
     created again if that needs no unknown arguments. Otherwise it is also copied, and
     the copy raises if it yields a batch without having read the sampler.
     """
-    batch_sampler = loader.batch_sampler
-    is_plain = batch_sampler is None or type(batch_sampler) is BatchSampler
-    exchanged = None if batch_sampler is None else _exchange(batch_sampler, sampler)
-    if is_stateful(loader) or (exchanged is None and batch_sampler is not None):
+    if is_stateful(loader):
         return None
     copied = own_copy(loader)
     if _holds_derived_state(copied):
         return None
-    # A DataLoader refuses to change these attributes.
-    vars(copied)["batch_sampler"] = exchanged
-    if is_plain:
-        vars(copied)["sampler"] = sampler
-    return copied if _has_length_of_sampler(copied) >= _has_length_of_sampler(loader) else None
+    # A DataLoader refuses to change its attributes.
+    attributes = vars(copied)
+    batch_sampler = loader.batch_sampler
+    if batch_sampler is not None:
+        attributes["batch_sampler"] = _exchange(batch_sampler, sampler)
+        if attributes["batch_sampler"] is None:
+            return None
+    if batch_sampler is None or type(batch_sampler) is BatchSampler:
+        attributes["sampler"] = sampler
+    keeps_length = _has_length_of_sampler(copied) or not _has_length_of_sampler(loader)
+    return copied if keeps_length else None
 
 
 def with_batches_of(loader: Any, other: DataLoader[Any]) -> Any:
@@ -131,7 +134,7 @@ def _is_like_torch(batch_sampler: Any) -> bool:
             trial = _create_like(batch_sampler, batch_sampler.sampler)
     except Exception:  # of a constructor or property that someone else wrote
         return False
-    return _plain_attributes(trial) == _plain_attributes(batch_sampler)
+    return _comparable_attributes(trial) == _comparable_attributes(batch_sampler)
 
 
 def _create_like(batch_sampler: Any, sampler: Any) -> Any:
@@ -139,11 +142,11 @@ def _create_like(batch_sampler: Any, sampler: Any) -> Any:
     return type(batch_sampler)(sampler, **options)
 
 
-def _plain_attributes(thing: object) -> dict[str, Any]:
-    """Return the comparable attributes, and class and length of the others."""
-    others = {name: (type(value), batches_of(value)) for name, value in vars(thing).items()}
-    return others | {
-        name: value for name, value in vars(thing).items() if isinstance(value, _PLAIN)
+def _comparable_attributes(thing: object) -> dict[str, Any]:
+    """Return the plain attributes, and class and length of the others."""
+    return {
+        name: value if isinstance(value, _PLAIN) else (type(value), batches_of(value))
+        for name, value in vars(thing).items()
     }
 
 
@@ -152,14 +155,12 @@ def _holds_derived_state(loader: Any) -> bool:
 
     An iterator that has started is one of them.
     """
-    known = {"sampler", "batch_sampler"}
-    others = [value for name, value in vars(loader).items() if name not in known]
-    is_read = any(
-        other is loader.sampler or other is loader.batch_sampler
-        for other in others
-        if other is not None
+    names = ("sampler", "batch_sampler")
+    samplers = [each for each in (loader.sampler, loader.batch_sampler) if each is not None]
+    others = [value for name, value in vars(loader).items() if name not in names]
+    return any(
+        isinstance(other, Iterator) or any(other is each for each in samplers) for other in others
     )
-    return is_read or any(isinstance(other, Iterator) for other in others)
 
 
 def _has_length_of_sampler(loader: Any) -> bool:

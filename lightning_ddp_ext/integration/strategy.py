@@ -350,7 +350,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self.data.uneven.report_phase()
+        self.data.uneven.report_step_if_even()
         self.data.training.on_train_start()
         self.monitored.start_training()
         self.averaging.on_train_start()
@@ -362,20 +362,20 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.recorder.note(Kind.BATCH)
 
     def _start_evaluation(self) -> None:
-        self.data.uneven.report_phase()
+        self.data.uneven.report_step_if_even()
 
     on_test_start = on_predict_start = _start_evaluation
 
     @override
     def on_train_end(self) -> None:
-        self.data.uneven.report_phase()
+        self.data.uneven.report_step_if_even()
         self.monitored.compare()
         self.data.training.on_train_end()
         self.stops.at_end()
 
     def _end_evaluation(self) -> None:
         self.data.evaluation.end()
-        self.data.uneven.report_phase()
+        self.data.uneven.report_step_if_even()
         self.stops.at_end_of_evaluation()
 
     @override

@@ -18,8 +18,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from lightning_ddp_ext.at_exit import at_exit, exit_now
+from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.errors import DDPExtError, GroupInUseError
+from lightning_ddp_ext.forced_exit import exit_now
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import Channel

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.at_exit import print_in_time
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
+from lightning_ddp_ext.forced_exit import print_in_time
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, current_run, start_run
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.supervision.session import Session, current_session

@@ -30,7 +30,7 @@ from datetime import timedelta
 from signal import Signals
 from typing import Any
 
-from lightning_ddp_ext.at_exit import ForcedExit
+from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls, Replies

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from lightning_ddp_ext.at_exit import exit_now, wait_for_delays
+from lightning_ddp_ext.forced_exit import exit_now, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.threads import start_thread
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_ddp_ext.at_exit import ForcedExit
+from lightning_ddp_ext.forced_exit import ForcedExit
 
 # Seconds within which a process that exits because of another rank prints the cause.
 _PRINTS_CAUSE_WITHIN = 6.0

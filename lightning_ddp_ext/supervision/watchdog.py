@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from lightning_ddp_ext.at_exit import exit_now, print_in_time
+from lightning_ddp_ext.forced_exit import exit_now, print_in_time
 from lightning_ddp_ext.rendezvous.peers import Peers, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.request import RankInfo

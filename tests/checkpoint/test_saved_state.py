@@ -105,6 +105,19 @@ def test_a_change_of_other_saved_values_is_found() -> None:
     assert fixed.find_changed() == "graph"
 
 
+def test_a_recorded_empty_tensor_exempts_no_other_empty_value() -> None:
+    """It may grow, but another empty value must keep its shape."""
+    module = nn.Module()
+    module.register_buffer("queue", torch.zeros(0))
+    module.register_buffer("seen", torch.zeros(0, 3))
+    fixed = FixedValues(module, lambda: [module.get_buffer("queue")])
+    assert fixed.find_changed() is None
+    module.register_buffer("queue", torch.zeros(2))
+    assert fixed.find_changed() is None
+    module.register_buffer("seen", torch.zeros(0, 4))
+    assert fixed.find_changed() == "seen"
+
+
 class Pair(nn.Module):
     """A trained parameter, and a frozen one."""
 

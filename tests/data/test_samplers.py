@@ -353,6 +353,8 @@ def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:
         (lambda: one_sample(seed=-1), r"seed must be .*at least 0 \(got -1\)"),
         (lambda: one_sample(uneven="wrap"), r"uneven must be 'pad', 'drop' or 'exact' \(got 'w"),
         (lambda: one_sample().set_epoch(-1), r"epoch must be .*at least 0 \(got -1\)"),
+        (lambda: one_sample().set_epoch(0.0), r"epoch must be .*at least 0 \(got 0.0\)"),
+        (lambda: one_sample().set_epoch(False), r"epoch must be .*at least 0 \(got False\)"),
         (lambda: one_sample().resume_at(0, 2), r"position must be .*from 0 to 1 \(got 2\)"),
     ],
 )

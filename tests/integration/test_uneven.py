@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ddp_ext import SamplingError
+from lightning_ddp_ext import SamplingError, ScalableDistributedSampler
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Net, make_strategy, make_trainer
@@ -349,12 +349,16 @@ def share_out(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
         ]
     with pytest.raises(SamplingError) as refused:
         fit(directory, part(rank, 9), use_distributed_sampler=True)
+    divided = DataLoader(Numbers(8), 1, sampler=ScalableDistributedSampler(range(8)))
+    with pytest.raises(SamplingError, match=r"because the kind differs \(None on rank 0, "):
+        fit(directory, divided if rank else DataLoader(TooLong(rank, [2]), 1))
     return {**found, "refused": str(refused.value)}
 
 
 def test_data_that_the_ranks_cannot_share_out_are_named(tmp_path: Path) -> None:
-    """Rank 0 warns, as stock reads less than all data silently; lengths that differ are
-    an error on every rank.
+    """Rank 0 warns, as stock reads less than all data silently.
+
+    Lengths that differ, or a sampler on some ranks only, are an error on every rank.
     """
     first, second = run_ranks(share_out, 2, tmp_path)
     refused = first.pop("refused")

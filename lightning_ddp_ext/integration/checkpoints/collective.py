@@ -12,12 +12,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from torch import nn
 
-from lightning_ddp_ext.at_exit import delaying_forced_end
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names_in_model, renamed
 from lightning_ddp_ext.checkpoint.load import MapLocation
 from lightning_ddp_ext.checkpoint.location import PathLike
@@ -27,6 +25,7 @@ from lightning_ddp_ext.errors import (
     DDPExtError,
     RankFailedError,
 )
+from lightning_ddp_ext.forced_exit import delaying_forced_end
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.peers import Run
@@ -74,28 +73,36 @@ class Checkpoints:
     def save(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
         """Write a checkpoint on rank 0. Collective: every rank must call it."""
         if self._has_partial_sums:
-            context = current()
-            cause = None if context is None else context.peers.cause
-            who = (
-                "another rank"
-                if cause is None
-                else f"rank {cause.rank} (host {cause.host}, pid {cause.pid})"
-            )
-            sentence = (
-                f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after {who} failed,"
-                " and a queued optimiser step may have used the gradients of only some ranks; an"
-                " existing file is left untouched, so continue from the last checkpoint"
-            )
-            if not self.is_handling_exception:
-                raise CheckpointSaveError(sentence, path=path)
-            rank_zero_warn(sentence)  # the user already sees another error
+            self._refuse_partial_sums(path)
             return
         io = self._strategy.checkpoint_io
         seconds = 0.0 if self._deadline is None else self._deadline.total_seconds()
         if isinstance(io, RankZeroCheckpointIO) and self._deadline is not None:
             io.saver.deadline = seconds  # for background saves
-        write = partial(io.save_checkpoint, checkpoint, path, storage_options=storage_options)
-        self.on_rank_zero(delaying_forced_end(seconds)(write), f"saving {os.fspath(path)}")
+
+        def write() -> None:
+            with delaying_forced_end(seconds):
+                io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+        self.on_rank_zero(write, f"saving {os.fspath(path)}")
+
+    def _refuse_partial_sums(self, path: PathLike) -> None:
+        """Raise because NCCL was aborted, or warn if the user already sees an error."""
+        context = current()
+        cause = None if context is None else context.peers.cause
+        who = (
+            "another rank"
+            if cause is None
+            else f"rank {cause.rank} (host {cause.host}, pid {cause.pid})"
+        )
+        sentence = (
+            f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted after {who} failed, and a"
+            " queued optimiser step may have used the gradients of only some ranks; an existing"
+            " file is left untouched, so continue from the last checkpoint"
+        )
+        if not self.is_handling_exception:
+            raise CheckpointSaveError(sentence, path=path)
+        rank_zero_warn(sentence)
 
     def remove(self, path: PathLike) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
@@ -136,6 +143,7 @@ class Checkpoints:
         def settle() -> None:
             context = current()
             if context is not None:
+                # If another rank fails meanwhile, the error of the work is still raised.
                 with suppress(RankFailedError):
                     context.barriers.enter(f"the end of {what}")
 
@@ -173,9 +181,9 @@ class Checkpoints:
     # Reading.
 
     def restore(
-        self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any
+        self, read: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Call ``restore`` on every rank with the file that rank 0 found. Collective.
+        """Call ``read`` on every rank with the file that rank 0 found. Collective.
 
         Each rank resolves ``"last"``, ``"best"`` and similar values on its own disk
         before the ranks connect. A rank that finds nothing would otherwise skip the
@@ -183,9 +191,9 @@ class Checkpoints:
         """
         self._restoring = self._ranks.from_rank_zero(None if path is None else os.fspath(path))
         try:
-            restore(self._restoring, *args, **kwargs)
+            read(self._restoring, *args, **kwargs)
         finally:
-            self._restoring = None
+            self._restoring = None  # :meth:`load` clears it only if the file was read
 
     def is_restoring(self, path: PathLike) -> bool:
         """Whether the Trainer's own restore is about to read this file.
@@ -203,7 +211,7 @@ class Checkpoints:
         mapped from the file if it is only copied into the model.
         """
         is_restore = self.is_restoring(path)
-        self._restoring = None
+        self._restoring = None  # a hook that reads the file again does so alone
         io = self._strategy.checkpoint_io
         module = self._strategy.lightning_module
         if not isinstance(io, RankZeroCheckpointIO):
@@ -308,18 +316,21 @@ def wants_content(module: pl.LightningModule, trainer: Any) -> bool:
     It may read, change or keep them.
     """
     hooks = [
-        _hook(module, pl.LightningModule, name)
+        _is_users_hook(module, pl.LightningModule, name)
         for name in ("on_load_checkpoint", "load_state_dict")
     ]
     if trainer is not None:
         hooks += [
-            _hook(callback, pl.Callback, "on_load_checkpoint") for callback in trainer.callbacks
+            _is_users_hook(callback, pl.Callback, "on_load_checkpoint")
+            for callback in trainer.callbacks
         ]
-        hooks.append(_hook(trainer.precision_plugin, pl.plugins.Precision, "on_load_checkpoint"))
+        hooks.append(
+            _is_users_hook(trainer.precision_plugin, pl.plugins.Precision, "on_load_checkpoint")
+        )
     return any(hooks) or any(_changes_what_it_loads(part) for part in module.modules())
 
 
-def _hook(owner: Any, base: type, name: str) -> bool:
+def _is_users_hook(owner: Any, base: type, name: str) -> bool:
     """Whether a hook is the user's.
 
     Hooks of Lightning and of this package ignore the weights.

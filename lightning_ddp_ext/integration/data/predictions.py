@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -59,10 +58,11 @@ def gather_predictions(trainer: Any) -> Any:
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return _join_ranks([_predicted_here(trainer)])
-    # In CPU memory, so that rank 0's GPU does not need memory for all predictions.
-    context = current()
+    # gloo sends from CPU memory, so that rank 0's GPU does not need memory for all
+    # predictions.
     if is_gloo("cpu"):
         return _gather(trainer, None)
+    context = current()
     if context is not None:
         return _gather(trainer, context.new_group(backend="gloo", purpose="predictions"))
     group = dist.new_group(backend="gloo")
@@ -80,8 +80,11 @@ def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=group)
     own = ranks.on_every_rank(lambda: pickle.dumps(_predicted_here(trainer)), "gather_predictions")
     found = ranks.to_rank_zero(own)
-    join = partial(_join_ranks, map(pickle.loads, found or ()))
-    return ranks.on_every_rank(lambda: None if found is None else join(), "gather_predictions")
+
+    def join() -> Any:
+        return None if found is None else _join_ranks(map(pickle.loads, found))
+
+    return ranks.on_every_rank(join, "gather_predictions")
 
 
 def _predicted_here(trainer: Any) -> Predicted:
@@ -101,6 +104,7 @@ def _predicted_here(trainer: Any) -> Predicted:
     outputs = loop.predictions if len(loaders) > 1 else [loop.predictions]
     found = []
     for number, (loader, of_loader) in enumerate(zip(loaders, outputs, strict=True)):
+        # For predict, Lightning wraps batch samplers to record the indices of each batch.
         seen = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", [])
         if len(seen) < len(of_loader):
             raise SamplingError(

@@ -235,7 +235,7 @@ class TrainingData:
     ) -> Iterator[Any]:
         if self.resume.is_over:
             return iter(())
-        batches = self._uneven.end_together(loader.position.start_iterator(), loader.position)
+        batches = self._uneven.give_batches(loader.position.start_iterator(), loader.position)
         self._recorder.has_new_iterator = True
         if loader.position is not positions_of(self._strategy.current_trainer)[0]:
             return batches

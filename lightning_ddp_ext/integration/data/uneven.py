@@ -68,7 +68,7 @@ class UnevenInputs:
         if not self._end_is_joint:
             return
         lengths = self._by_rank(batches_of(loader))
-        if min(lengths) < max(lengths) == math.inf:
+        if math.inf in lengths and min(lengths) < math.inf:
             problem = (
                 f"training loader {type(loader.loader).__name__} must have a length on every rank"
                 f" or on none, or training would hang (lengths by rank: {lengths}; inf means no"
@@ -78,8 +78,8 @@ class UnevenInputs:
         if math.inf not in lengths:
             loader.length = min(lengths)
 
-    def end_together(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
-        """Count the batches of a new iterator.
+    def give_batches(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
+        """Yield the batches of a new iterator, and count them in ``position``.
 
         If requested, end it on all ranks together.
         """
@@ -103,7 +103,7 @@ class UnevenInputs:
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
-    def report_phase(self) -> None:
+    def report_step_if_even(self) -> None:
         """Report a step, unless the ranks have different numbers of batches.
 
         The ranks then also have different numbers of steps.
@@ -130,9 +130,13 @@ class UnevenInputs:
         )
         lengths, checksums, shared = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
-        problem = _different_orders(positions, shared)
-        if problem is None and self._mode is None:
-            problem = _unevenness(trainer, lengths)
+        differences = list(_differences(positions, shared))
+        problem = next((sentence for is_error, sentence in differences if is_error), None)
+        if problem is None:
+            for _, warning in differences:
+                rank_zero_warn(warning)
+            if self._mode is None:
+                problem = _unevenness(trainer, lengths)
         if problem is not None:
             refuse(self._strategy, SamplingError(problem))
         _warn_of_same_batches(checksums, streams)
@@ -170,40 +174,40 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
     )
 
 
-def _different_orders(
+def _differences(
     positions: list[LoaderPosition], by_rank: tuple[list[dict[str, Any]], ...]
-) -> str | None:
-    """Describe why the ranks cannot share out the samples of a loader.
+) -> Iterator[tuple[bool, str]]:
+    """Describe the differences in the properties that loaders must share on all ranks.
 
-    Return ``None`` if they can; warn if they probably have different samples.
+    Also yield for each one whether it is an error: whether the ranks cannot share out
+    the samples of the loader. Otherwise, they probably have different samples.
     """
     remedy = (
         "create the same dataset and sampler on every rank (seed random_split, for example), or"
         " pass Trainer(use_distributed_sampler=False) if each rank has different data"
     )
-    reasons = {
+    suspicions = {
         "order": "the list that {} draws differs",
         "data": "the tensors or lists in the dataset differ",
     }
+    # Only the loaders that every rank has are compared, and a loader without one of our
+    # samplers has none of the properties.
     for position, *shared in zip(positions, *by_rank, strict=False):
         what = f"the samples of {type(getattr(position.loader, 'dataset', None)).__name__}"
-        for key in [
-            key for key in shared[0] if any(each.get(key) != shared[0][key] for each in shared)
-        ]:
-            if key not in reasons:
-                values = listed(
-                    f"{each.get(key)} on rank {rank}" for rank, each in enumerate(shared)
+        for key in dict.fromkeys(key for each in shared for key in each):
+            values = [each.get(key) for each in shared]
+            if all(value == values[0] for value in values):
+                continue
+            is_error = key not in suspicions
+            if is_error:
+                found = listed(f"{value} on rank {rank}" for rank, value in enumerate(values))
+                reason = f"cannot share out {what}, because the {key} differs ({found})"
+            else:
+                reason = (
+                    f"share out {what}, but {suspicions[key].format(position.name)} between the"
+                    " ranks, so some samples are probably never read"
                 )
-                return (
-                    f"the ranks cannot share out {what}, because the {key} differs ({values});"
-                    f" {remedy}"
-                )
-            reason = reasons[key].format(position.name)
-            rank_zero_warn(
-                f"the ranks share out {what}, but {reason} between the ranks, so some samples are"
-                f" probably never read; {remedy}"
-            )
-    return None
+            yield is_error, f"the ranks {reason}; {remedy}"
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:

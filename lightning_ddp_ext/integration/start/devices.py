@@ -38,10 +38,10 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
         per_rank = self.devices_per_rank
         fewer = devices - devices % per_rank
         if fewer < devices:
-            choice = f"{fewer} or {fewer + per_rank}" if fewer else per_rank
+            choices = [str(number) for number in (fewer, fewer + per_rank) if number > 0]
             raise ConfigurationError(
                 f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose"
-                f" {choice} devices"
+                f" {' or '.join(choices)} devices"
             )
         return devices // per_rank
 
@@ -55,17 +55,14 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
             super().model_to_device()
         else:
             assert self.model is not None
-            _place_metrics_and_check_parameters(self.model, self.rank_devices)
+            for module in self.model.modules():
+                if isinstance(module, torchmetrics.Metric):
+                    module.to(self.root_device)
+            _check_parameters(self.model, self.rank_devices)
 
 
-def _place_metrics_and_check_parameters(model: nn.Module, devices: list[torch.device]) -> None:
-    """Move metrics to a rank's first device, and check the parameters' devices.
-
-    Raise if a parameter is not on one of the rank's devices.
-    """
-    for module in model.modules():
-        if isinstance(module, torchmetrics.Metric):
-            module.to(devices[0])
+def _check_parameters(model: nn.Module, devices: list[torch.device]) -> None:
+    """Raise if a parameter is not on one of a rank's devices."""
     for name, parameter in model.named_parameters():
         if parameter.device not in devices:
             raise ConfigurationError(
