@@ -198,7 +198,7 @@ class RunFiles:
     def _needs_last(self, trainer: Any) -> bool:
         """Whether ``None`` in place of ``"last"`` may start another run.
 
-        If not, Lightning gets ``None``, and does not print a hint that repeats our line.
+        If not, Lightning gets ``None``, and prints no hint that repeats our line.
         """
         is_used_on_exception = any(
             isinstance(each, pl.callbacks.OnExceptionCheckpoint)
