@@ -53,9 +53,18 @@ class Restart:
     is_last: bool = False
 
     @property
+    def begins_epoch(self) -> bool:
+        """Whether training continues before an epoch that has not started."""
+        return self.at == "epoch_start" and not self.has_started
+
+    @property
     def is_within(self) -> bool:
         """Whether training continues in the middle of the epoch."""
         return self.at in ("batch_end", "validation") and not self.is_last
+
+    def from_epoch_start(self) -> Restart:
+        """Return a restart that repeats the epoch, which has started."""
+        return Restart("epoch_start", self.epoch, has_started=True)
 
     def dropped_of(self, processed: int) -> int:
         """Return how many of the epoch's processed batches are trained on again."""
