@@ -153,8 +153,8 @@ def open_by_hand(kind: Kind, directory: Path) -> tuple[Any, ...]:
 
 
 def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
-    """`setup_environment` works without a module or Trainer, a backend may be registered
-    late, and Lightning's hints appear.
+    """`setup_environment` works without a module or Trainer, a backend may be
+    registered late, and Lightning's hints appear.
     """
     ours, stock = on_both(open_by_hand, tmp_path)
     assert [facts[0] for facts in ours] == ["later", "later"]
