@@ -247,8 +247,7 @@ class RunFiles:
         candidates = [_candidate(path) for path in newest_first]
         self._find_owners(candidates, only_ours)
         damaged = [each for each in candidates if each.content is _Content.DAMAGED]
-        intact = [each for each in candidates if each.content is not _Content.DAMAGED]
-        usable = [each for each in intact if not each.owner]
+        usable = [each for each in candidates if not each.owner and each not in damaged]
         found = _newest_intact(usable)
         if found is not None and not found.changed:  # a run with changes may still need its files
             not_newer = usable[usable.index(found) :]
