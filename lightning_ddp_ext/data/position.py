@@ -151,10 +151,10 @@ class LoaderPosition:
         """Start the next iterator of the epoch.
 
         With ``max_size_cycle``, a short loader starts again whenever it ends, and
-        Lightning ends the epoch once each loader has ended. If the loader had started
-        again before the checkpoint was saved, a resumed run therefore needs three kinds
-        of iterators: first one that ends immediately, then the rest of the one that was
-        read, then whole ones.
+        Lightning ends the epoch when every loader reached its end. If the loader had
+        started again before the checkpoint was saved, a resumed run therefore needs
+        three kinds of iterators: first one that ends immediately, then the rest of the
+        one that was read, then whole ones.
         """
         if self._has_to_end:
             self._has_to_end = False
