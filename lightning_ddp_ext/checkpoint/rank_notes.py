@@ -45,6 +45,11 @@ class Kind(IntEnum):
     BUFFERS = 5
     LOADERS = 6  # the random states from which iterators over training data have drawn
 
+    @classmethod
+    def up_to(cls, latest: Kind) -> list[Kind]:
+        """Return the moments until ``latest``, which is one of them."""
+        return [each for each in cls if each <= latest]
+
 
 class RankNotes:
     """The notes of one rank, in an open file that it writes and others read.

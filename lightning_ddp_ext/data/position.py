@@ -49,9 +49,11 @@ class IteratorStart:
     Args:
         number: the number of earlier iterators in the epoch.
         after: the number of batches that the loader gave in the epoch before this
-            iterator was created.
+            iterator was created or resumed.
         at: the position at which it started; 0 at the beginning.
-        random: the random states from which it drew numbers, recorded just before.
+        random: the random states from which it drew numbers, recorded just before. If
+            the loader itself draws, the first one was recorded before ``iter(loader)``
+            and the second one before the first batch.
         own: the data that the resumed run saved only for this kind of loader.
         states: states of the loader, by the number of batches drawn.
         drawn: what was drawn, by the position reached.
@@ -111,6 +113,8 @@ class LoaderPosition:
         self.on_progress: Callable[[], object] = lambda: None
         self._remembered = remembered
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
+        # In a resumed epoch: how to start the iterator that continues, until it has
+        # started, and whether one that ends immediately precedes it.
         self._continue: Callable[[], Iterator[Any]] | None = None
         self._has_to_end = False
 
@@ -145,7 +149,11 @@ class LoaderPosition:
         self.given = done
         self._has_to_end = state["number"] > 0
         start = IteratorStart(
-            state["number"], done, state["at"], state["random"] or [], state.get("own")
+            number=state["number"],
+            after=done,
+            at=state["at"],
+            random=state["random"] or [],
+            own=state.get("own"),
         )
         self._starts.append(start)
         with preserve_random_state(self.generators):
@@ -154,9 +162,15 @@ class LoaderPosition:
         return state.get("drawn") in (None, self._drawn_by(start, start.at))
 
     def start_iterator(self) -> Iterator[Any]:
-        """Start the next iterator of the epoch."""
+        """Start the next iterator of the epoch.
+
+        With ``max_size_cycle``, a short loader starts again whenever it ends, and
+        Lightning ends the epoch when every loader reached its end. If the loader had
+        started again before the checkpoint was saved, a resumed run therefore needs
+        three kinds of iterators: first one that ends immediately, then the rest of the
+        one that was read, then whole ones.
+        """
         if self._has_to_end:
-            # Lightning ends the epoch after the end of each loader, even a cycled one.
             self._has_to_end = False
             return iter(())
         if self._continue is None:
@@ -171,7 +185,8 @@ class LoaderPosition:
         return chain(first, batches) if first else self._start_at_beginning()
 
     def _start_at_beginning(self) -> Iterator[Any]:
-        start = IteratorStart(self._starts[-1].number + 1 if self._starts else 0, self.given)
+        number = self._starts[-1].number + 1 if self._starts else 0
+        start = IteratorStart(number=number, after=self.given)
         start.drawn = self._trace()
         self._starts.append(start)
         return self._begin(start)
@@ -289,9 +304,11 @@ class LoaderPosition:
 
         It draws the same random numbers.
         """
-        self._restore(start.random[:1])
+        before_iterator = start.random[:1]
+        before_first_batch = start.random[1:]
+        self._restore(before_iterator)
         read = iter(self.loader)
-        self._restore(start.random[1:])
+        self._restore(before_first_batch)
         batches = start.drawn.follow_batches(read)
         self._drop(batches, dropped)
         return batches

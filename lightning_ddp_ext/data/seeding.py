@@ -15,6 +15,8 @@ import torch
 from lightning_ddp_ext.data.random_state import generators_of, preserve_random_state
 
 _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+# Mixed into the seed of each generator.
+_FOR_PYTHON, _FOR_NUMPY, _FOR_TORCH, _FOR_OTHERS = range(4)
 
 
 def mix(*words: int) -> int:
@@ -52,7 +54,8 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
     """
     process = 0 if worker is None else worker + 1
     for_python, for_numpy, for_torch = (
-        mix(seed, epoch, rank, process, generator) for generator in range(3)
+        mix(seed, epoch, rank, process, generator)
+        for generator in (_FOR_PYTHON, _FOR_NUMPY, _FOR_TORCH)
     )
     random.seed(for_python)
     np.random.seed([for_numpy % 2**32, for_numpy >> 32])  # NumPy takes 32 bits at a time
@@ -97,7 +100,7 @@ def seed_each_sample(dataset: Any, *words: int) -> None:
     if not own.__flags__ & _DEFINED_IN_PYTHON:  # such as ``list``, which draws no random numbers
         return
 
-    def seeded(name: str) -> Any:
+    def reading_after_seeding(name: str) -> Any:
         read = getattr(own, name)
 
         def seed_and_read(self: Any, index: Any) -> Any:
@@ -106,8 +109,13 @@ def seed_each_sample(dataset: Any, *words: int) -> None:
 
         return seed_and_read
 
-    names = {name: seeded(name) for name in ("__getitem__", "__getitems__") if hasattr(own, name)}
+    names = {
+        name: reading_after_seeding(name)
+        for name in ("__getitem__", "__getitems__")
+        if hasattr(own, name)
+    }
     metaclass: Any = type(own)
+    # Python looks up special methods in the class, not in the object.
     dataset.__class__ = metaclass(own.__name__, (own,), {"__slots__": (), **names})
 
 
@@ -143,7 +151,7 @@ def seeded(seed: int, *owners: object) -> Iterator[None]:
     others = generators_of(*owners)
     with preserve_random_state(others):
         for number, generator in enumerate(others):
-            _seed(generator, mix(seed, 3, number))
+            _seed(generator, mix(seed, _FOR_OTHERS, number))
         _seed_on_cpu(seed)
         yield
 
@@ -153,9 +161,9 @@ def _seed_on_cpu(seed: int) -> None:
 
     It takes a tenth of the time of ``torch.manual_seed``.
     """
-    random.seed(mix(seed, 0))
-    np.random.seed(mix(seed, 1) % 2**32)
-    torch.default_generator.manual_seed(mix(seed, 2))
+    random.seed(mix(seed, _FOR_PYTHON))
+    np.random.seed(mix(seed, _FOR_NUMPY) % 2**32)
+    torch.default_generator.manual_seed(mix(seed, _FOR_TORCH))
 
 
 def _seed(generator: Any, seed: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.reductions.gradients import average_gradients
@@ -51,7 +52,9 @@ class GradientAveraging:
         self._hook = hook
         self._wrapper = wrapper
         self._state = state
-        self.on_ddp_formed()
+        self.is_needless = False
+        self._averaged: list[str] = []
+        self._frozen: list[Parameter] = []
 
     def on_ddp_formed(self) -> None:
         """Record which parameters DDP averages, and register the comm hook on CPU.

@@ -258,11 +258,23 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        parts = (self.rendezvous, self.files, self.rescue, self.stops.deadline)
         if self._start_method == "popen":
-            self._launcher = ScriptLauncher(self, *parts)
+            self._launcher = ScriptLauncher(
+                self,
+                settings=self.rendezvous,
+                files=self.files,
+                rescue=self.rescue,
+                deadline=self.stops.deadline,
+            )
         else:
-            self._launcher = ProcessesLauncher(self, *parts, start_method=self._start_method)
+            self._launcher = ProcessesLauncher(
+                self,
+                settings=self.rendezvous,
+                files=self.files,
+                rescue=self.rescue,
+                deadline=self.stops.deadline,
+                start_method=self._start_method,
+            )
 
     @override
     def setup_distributed(self) -> None:
@@ -308,7 +320,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             self.data.training.resume_from(checkpoint)
         return checkpoint
 
-    def _restore(
+    def _restore_chosen_file(
         self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any
     ) -> None:
         self.checkpoints.restore(restore, self.files.chosen(path), *args, **kwargs)
@@ -336,14 +348,14 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if self.lightning_module is None:
+        trainer = trainer_of(self.lightning_module)
+        if trainer is None:
             # Called by the user to create the process group before a run.
             super().setup_environment()
             return
-        trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
-        self._replaced.restore_by(trainer, self._restore)
+        self._replaced.restore_by(trainer, self._restore_chosen_file)
         self._replaced.exchange_profiler(trainer)
         self.metrics.start_run()
         self.stops.attach(trainer, self._replaced)
@@ -415,7 +427,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        message = str(exception)
+        message = str(exception)  # Lightning replaces it
         super().on_exception(exception)
         self.averaging.name_unused(exception, message)
 
@@ -501,7 +513,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         if self.checkpoints.is_handling_exception:
             return obj
         self.metrics.flush()
-        is_training = self.lightning_module is not None and self.lightning_module.trainer.training
+        trainer = trainer_of(self.lightning_module)
+        is_training = trainer is not None and trainer.training
         if not (is_training and called_by_lightning()):
             # max_time, for example, requires one in every batch.
             report_call(f"broadcast from rank {src}")
@@ -515,8 +528,12 @@ class DDPExtStrategy(RankDevicesStrategy):
             return decision
         self.metrics.flush()
         report_call("a decision of all ranks (reduce_boolean_decision)")
-        # Lightning counts the ranks that agree, but an idle rank must not count.
-        decided = super().reduce_boolean_decision(bool(decision) != all, all=False) != all
+        # Lightning counts the ranks that agree, but an idle rank must not count. So all
+        # ranks agree if not any of them disagrees.
+        if all:
+            decided = not super().reduce_boolean_decision(not decision, all=False)
+        else:
+            decided = super().reduce_boolean_decision(bool(decision), all=False)
         check_received()
         return decided
 

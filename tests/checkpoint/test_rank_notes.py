@@ -59,7 +59,7 @@ def test_the_newest_note_after_the_same_batches_is_found(notes: RankNotes) -> No
     ):
         notes.write(kind, 3, content)
     notes.write(Kind.BATCH, 4, b"e")
-    assert notes.find(3, *range(Kind.EPOCH + 1)) == b"c"
+    assert notes.find(3, *Kind.up_to(Kind.EPOCH)) == b"c"
     assert notes.find(3, *Kind) == b"d"
 
 

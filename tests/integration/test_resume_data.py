@@ -199,13 +199,13 @@ def save_points(kind: Kind, directory: Path, loaders: Loaders, *points: Point) -
 def resume_points(
     kind: Kind, directory: Path, loaders: Loaders, paths: list[str]
 ) -> tuple[list[Run], list[str]]:
-    """Return runs, and the warnings that the checkpoint has no data position."""
+    """Return runs, and the warnings that an epoch starts again."""
     run = training(directory, 2, loaders, side=kind)
     run.strategy = {"resume_data": "stock"} if kind == "ours" and loaders is sixteen else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runs = [run.run(ckpt_path=path, dropout=True) for path in paths]
-    return runs, [text for each in caught if "has no data position" in (text := str(each.message))]
+    return runs, [text for each in caught if "so that epoch starts" in (text := str(each.message))]
 
 
 def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
@@ -237,6 +237,19 @@ def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) 
         assert [sample for epoch, _, *samples in run.steps if epoch == 0 for sample in samples] == [
             *numbers
         ]
+
+
+def test_a_data_position_of_another_release_begins_the_epoch_again(tmp_path: Path) -> None:
+    """Rank 0 warns, and names the version of the position and the one that it reads."""
+    paths, _ = on_ranks("ours", save_points, tmp_path, stateful_stream, "train_batch_end-2")
+    checkpoint = torch.load(paths[0], weights_only=False)
+    checkpoint["lightning_ddp_ext"]["version"] = 5
+    torch.save(checkpoint, paths[0])
+    (_, warned), _ = on_ranks("ours", resume_points, tmp_path, stateful_stream, paths)
+    assert warned == [
+        "the checkpoint's data position in epoch 0 has version 5, but this release reads version 6,"
+        " so that epoch starts again"
+    ]
 
 
 # By how two loaders are combined, the step after which a run resumes: two batches per

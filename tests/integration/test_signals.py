@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -190,8 +191,8 @@ def resumes_in_a_job(
 
 
 def test_only_the_requeued_job_resumes(tmp_path: Path) -> None:
-    """As with stock, no ``ckpt_path`` has to ask for it; other jobs of the command
-    begin from the start.
+    """As with stock, no ``ckpt_path`` has to ask for it, and its newest file is used;
+    other jobs of the command begin from the start.
     """
     job = by_srun()
     stopped, _ = launch_ranks(resumes_in_a_job, 2, tmp_path, True, env=job)
@@ -200,11 +201,18 @@ def test_only_the_requeued_job_resumes(tmp_path: Path) -> None:
         stopped.story()
     )
     assert f"SLURM did not requeue job {job['SLURM_JOB_ID']}" in stopped.output, stopped.story()
+    [newest] = tmp_path.rglob("*.ckpt")
+    for number in range(1, 8):
+        older = shutil.copy(newest, newest.with_stem(f"{newest.stem}-v{number}"))
+        os.utime(older, (number, number))
     for env, resumes in ((by_srun(), False), (job, True)):
-        found = run_ranks(
+        runs = launch_ranks(
             resumes_in_a_job, 2, tmp_path, False, env={**env, "SLURM_RESTART_COUNT": "1"}
         )
-        assert found == [resumes] * 2
+        assert [run.result for run in runs] == [resumes] * 2, runs[0].story()
+        assert (f"from the checkpoint path at {newest}\n" in runs[0].output) is resumes
+        asks = "a requeued job only resumes with trainer.fit(..., ckpt_path='last')"
+        assert (asks in runs[0].output) is not resumes, runs[0].story()
     assert not list(tmp_path.rglob("*.ckpt"))
 
 

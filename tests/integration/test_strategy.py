@@ -132,7 +132,7 @@ def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
 
 def open_by_hand(kind: Kind, directory: Path) -> tuple[Any, ...]:
     """Open a group before a run, with a backend that is registered after the strategy
-    is made; return errors.
+    is made; use it, also with a module without a Trainer; return errors.
     """
     strategy = make_strategy(kind, directory, process_group_backend="later")
     dist.Backend.register_backend(
@@ -141,16 +141,22 @@ def open_by_hand(kind: Kind, directory: Path) -> tuple[Any, ...]:
     trainer = make_trainer(strategy)
     strategy.setup_environment()
     backend = dist.get_backend()
+    strategy.connect(Net())
+    strategy.setup_environment()
+    sent = strategy.broadcast(trainer.global_rank)
+    decisions = [
+        strategy.reduce_boolean_decision(trainer.is_global_zero, all=each) for each in (True, False)
+    ]
     trainer.fit(Net())
     error = RuntimeError(
         "Expected to have finished reduction in the prior iteration before starting a new one."
     )
     strategy.on_exception(error)
-    return backend, trainer.global_step, str(error)
+    return backend, sent, decisions, trainer.global_step, str(error)
 
 
 def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
-    """`setup_environment` works without a module, and a backend may come late.
+    """`setup_environment` works without a module or Trainer, and a backend may come late.
 
     Lightning's hints appear.
     """

@@ -19,7 +19,7 @@ from lightning_ddp_ext.checkpoint.structure import entry_of
 from lightning_ddp_ext.rank_lists import listed
 
 from ..private.lightning_tree import pl
-from ..start.slurm import job_number
+from ..start.slurm import job_id
 
 KEY = "lightning_ddp_ext_run"
 # Environment variables that number the tasks of a job array.
@@ -99,7 +99,7 @@ def identify(args: tuple[Any, ...], number: int) -> FitIdentity:
     content = {
         "facts": facts,
         "environment": sorted(environment.values()),
-        "job": job_number(),
+        "job": job_id(),
         "is_requeued": False,
     }
     return FitIdentity(content, environment, number)

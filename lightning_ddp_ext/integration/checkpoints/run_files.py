@@ -11,6 +11,8 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,38 @@ _PASS_PATH = "pass its path to resume from it"
 # Lightning also saves a file for it, whatever the settings.
 _OF_REQUEUED_JOB = "last-preempted.ckpt"
 _fits = 0  # the number of fits that this process has begun, without those that a signal stopped
+
+
+class _Content(Enum):
+    """The result of reading the identity in a file."""
+
+    IDENTITY = auto()
+    NO_IDENTITY = auto()
+    DAMAGED = auto()
+    UNREADABLE = auto()  # now; it may be intact, and reading it later raises the reason
+
+
+@dataclass
+class _Candidate:
+    """A file that ``"last"`` may mean.
+
+    Attributes:
+        path: its path or URL.
+        content: the result of reading its identity.
+        identity: the identity of the fit that saved it; empty if it is unknown.
+        is_of_fit: whether the same fit saved it, possibly in another job or
+            environment.
+        changed: the environment variables that the saving run had differently.
+        owner: the other fit or run to which the file belongs; empty if it belongs to
+            none, so that it may be used.
+    """
+
+    path: str
+    content: _Content
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    is_of_fit: bool = False
+    changed: list[str] = field(default_factory=list)
+    owner: str = ""
 
 
 class RunFiles:
@@ -145,40 +179,35 @@ class RunFiles:
         self._obsolete = {}
         if "last" not in [arg for arg in args if isinstance(arg, str)]:
             has_path = any(isinstance(arg, PathLike) for arg in args)
-            if (
-                is_rank_zero
-                and not has_path
-                and trainer.state.fn == "fit"
-                and SLURMEnvironment.detect()
-            ):
+            may_be_requeued = trainer.state.fn == "fit" and SLURMEnvironment.detect()
+            if is_rank_zero and may_be_requeued and not has_path:
                 self._find_requeued(trainer)
             return args
         own = {
             each for name in self._names for each in versions_of(place_of(name, command(), trainer))
         }
         of_lightning = last_of_lightning(trainer)
-        times = {path: modified(path) for path in own | of_lightning}
-        existing = {path: time for path, time in times.items() if time is not None}
-        newest_first = sorted(existing, key=existing.__getitem__, reverse=True)
+        newest_first = _newest_first(own | of_lightning)
         found = next(iter(newest_first), None)
         if is_rank_zero:
             # All ranks would log: rank_zero_info does not know a rank's number yet.
             self._has_searched = True
             found = self._found = self._search(newest_first, own - of_lightning, trainer)
-        if found is None and not (self._hides_hint(trainer) and of_lightning.isdisjoint(existing)):
+        has_file_of_lightning = not of_lightning.isdisjoint(newest_first)
+        if found is None and (has_file_of_lightning or self._needs_last(trainer)):
             return args
         return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
 
-    def _hides_hint(self, trainer: Any) -> bool:
-        """Whether ``None`` in place of ``"last"`` starts the same run.
+    def _needs_last(self, trainer: Any) -> bool:
+        """Whether ``None`` in place of ``"last"`` may start another run.
 
-        Lightning then does not print a hint that repeats our line.
+        If not, Lightning gets ``None``, and prints no hint that repeats our line.
         """
-        is_used = any(
+        is_used_on_exception = any(
             isinstance(each, pl.callbacks.OnExceptionCheckpoint)
             for each in trainer.checkpoint_callbacks
         )
-        return trainer.state.fn == "fit" and self.stop_name is not None and not is_used
+        return trainer.state.fn != "fit" or self.stop_name is None or is_used_on_exception
 
     def chosen(self, path: PathLike | None) -> PathLike | None:
         """Return the file that rank 0 restores, given the one that Lightning chose.
@@ -189,66 +218,86 @@ class RunFiles:
         return self._found if self._has_searched else path
 
     def _find_requeued(self, trainer: Any) -> None:
-        """Find the file that this job saved before it was requeued.
+        """Find the newest file that this job saved before it was requeued.
 
         As with stock, no argument has to ask for it.
         """
-        rank_zero_info(
-            "after SIGTERM, a requeued job only resumes with trainer.fit(..., ckpt_path='last')"
-        )
         versions = versions_of(place_of(self.requeue_name, command(), trainer))
-        for path, saved in _readable(
-            [each for each in versions if modified(each) is not None]
-        ).items():
-            if (
-                saved
-                and saved.get("is_requeued")
-                and self.identity.is_of_job(saved)
-                and not self.identity.difference(saved)
-            ):
-                self._has_searched = True
-                self._found = path
-                self._obsolete = {path: state_of(path)}
+        requeued = [
+            each.path
+            for each in map(_candidate, _newest_first(versions))
+            if self._is_for_requeue(each.identity)
+        ]
+        if not requeued:
+            rank_zero_info(
+                "after SIGTERM, a requeued job only resumes with trainer.fit(..., ckpt_path='last')"
+            )
+            return
+        self._has_searched = True
+        self._found = requeued[0]
+        self._obsolete = {path: state_of(path) for path in requeued}
+
+    def _is_for_requeue(self, saved: Mapping[str, Any]) -> bool:
+        """Whether this fit saved a file before this job was requeued."""
+        return (
+            bool(saved.get("is_requeued"))
+            and self.identity.is_of_job(saved)
+            and not self.identity.difference(saved)
+        )
 
     def _search(self, newest_first: list[str], only_ours: set[str], trainer: Any) -> str | None:
         """Return the newest usable file, and log it and the owners of the others."""
-        saved = _readable(newest_first)
-        unknown = {
-            path: "an unknown fit"
-            for path, each in saved.items()
-            if each is None and path in only_ours
-        }
-        owners = {
-            path: self.identity.difference(each) if each else "" for path, each in saved.items()
-        } | unknown
-        own = {path: each for path, each in saved.items() if each and not owners[path]}
-        if any(map(self.identity.is_of_job, own.values())):
-            owners |= {
-                path: f"SLURM job {each['job']}"
-                for path, each in own.items()
-                if self.identity.is_of_other_job(each)
-            }
-        changed = {path: self.identity.changed_variables(each) for path, each in own.items()}
-        if [] in changed.values():  # then files of other environments belong to other runs
-            owners |= {path: _in_words(names) for path, names in changed.items() if names}
-        usable = [path for path, owner in owners.items() if not owner]
+        candidates = [_candidate(path) for path in newest_first]
+        self._find_owners(candidates, only_ours)
+        damaged = [each for each in candidates if each.content is _Content.DAMAGED]
+        usable = [each for each in candidates if not each.owner and each not in damaged]
         found = _newest_intact(usable)
-        if found is None:  # reading a damaged file raises the reason on every rank
-            found = next((path for path in newest_first if path not in saved), None)
-        else:
+        if found is not None and not found.changed:  # a run with changes may still need its files
             not_newer = usable[usable.index(found) :]
-            self._obsolete = {path: state_of(path) for path in not_newer if path in own}
-        line = f"ckpt_path='last' is {found}" if found else self._none_found(trainer)
-        others = [
-            f"{path} belongs to {owner}; {_PASS_PATH}" for path, owner in owners.items() if owner
-        ]
-        if found and changed.get(found):
-            self._obsolete = {}  # the other run may still need them
+            self._obsolete = {
+                each.path: state_of(each.path) for each in not_newer if each.is_of_fit
+            }
+        if found is None and damaged:
+            found = damaged[0]  # reading it raises the reason on every rank
+        self._log(found, candidates, trainer)
+        return None if found is None else found.path
+
+    def _find_owners(self, candidates: list[_Candidate], only_ours: set[str]) -> None:
+        """Find the files that belong to other fits or runs.
+
+        ``only_ours`` has the paths to which only this package saves.
+        """
+        for each in candidates:
+            if each.content is _Content.IDENTITY:
+                each.owner = self.identity.difference(each.identity)
+                each.is_of_fit = not each.owner
+            elif each.content is _Content.NO_IDENTITY and each.path in only_ours:
+                each.owner = "an unknown fit"
+        of_fit = [each for each in candidates if each.is_of_fit]
+        if any(self.identity.is_of_job(each.identity) for each in of_fit):
+            for each in of_fit:
+                if self.identity.is_of_other_job(each.identity):
+                    each.owner = f"SLURM job {each.identity['job']}"
+        for each in of_fit:
+            each.changed = self.identity.changed_variables(each.identity)
+        if not all(each.changed for each in of_fit):
+            # A run in this environment saved one, so the others belong to other runs.
+            for each in of_fit:
+                if each.changed:
+                    each.owner = _in_words(each.changed)
+
+    def _log(self, found: _Candidate | None, candidates: list[_Candidate], trainer: Any) -> None:
+        line = f"ckpt_path='last' is {found.path}" if found else self._none_found(trainer)
+        if found is not None and found.changed:
             remedy = "if that was another run, move the file away and start again"
-            rank_zero_warn(f"{line}, saved by {_in_words(changed[found])}; {remedy}")
-        else:
-            rank_zero_info("; ".join([line, *others]))
-        return found
+            rank_zero_warn(f"{line}, saved by {_in_words(found.changed)}; {remedy}")
+            return
+        others = [
+            f"{each.path} belongs to {each.owner}; {_PASS_PATH}"
+            for each in candidates
+            if each.owner
+        ]
+        rank_zero_info("; ".join([line, *others]))
 
     def _none_found(self, trainer: Any) -> str:
         """Describe where the next run of this command will look for files.
@@ -300,25 +349,28 @@ class RunFiles:
                 Path(lock_of(path)).unlink(missing_ok=True)
 
 
-def _readable(newest_first: list[str]) -> dict[str, Mapping[str, Any] | None]:
-    """Return what files state about the fits that saved them, or ``None``.
-
-    The value is ``None`` for a damaged file, with a warning. A file that cannot be read
-    now may be intact. It gets an empty value; reading it later raises the reason on
-    every rank.
-    """
-    found: dict[str, Mapping[str, Any] | None] = {}
-    for path in newest_first:
-        try:
-            found[path] = identity_in(path)
-        except _UNUSABLE as error:
-            _skip(error)
-        except CheckpointError:
-            found[path] = {}
-    return found
+def _newest_first(paths: set[str]) -> list[str]:
+    """Return the files that exist."""
+    times = {path: modified(path) for path in paths}
+    existing = {path: time for path, time in times.items() if time is not None}
+    return sorted(existing, key=existing.__getitem__, reverse=True)
 
 
-def _newest_intact(newest_first: list[str]) -> str | None:
+def _candidate(path: str) -> _Candidate:
+    """Read the identity in a file, and warn if the file is damaged."""
+    try:
+        saved = identity_in(path)
+    except _UNUSABLE as error:
+        _skip(error)
+        return _Candidate(path, _Content.DAMAGED)
+    except CheckpointError:
+        return _Candidate(path, _Content.UNREADABLE)
+    if saved is None:
+        return _Candidate(path, _Content.NO_IDENTITY)
+    return _Candidate(path, _Content.IDENTITY, saved)
+
+
+def _newest_intact(newest_first: list[_Candidate]) -> _Candidate | None:
     """Return the first of these files that is not damaged.
 
     Warn of those that are. A file that cannot be read now may be intact, so no older
@@ -326,17 +378,16 @@ def _newest_intact(newest_first: list[str]) -> str | None:
     """
     if len(newest_first) == 1:
         return newest_first[0]  # it is checked when it is read
-    for path in newest_first:
-        local = locate(path).local
+    for each in newest_first:
+        local = locate(each.path).local
         try:
             if local is not None:  # a remote store only shows complete files
-                Archive.open(local, path).check()
-        except _UNUSABLE as error:
-            _skip(error)
-        except CheckpointError:
-            return path
-        else:
-            return path
+                Archive.open(local, each.path).check()
+        except CheckpointError as error:
+            if isinstance(error, _UNUSABLE):
+                _skip(error)
+                continue
+        return each
     return None
 
 

@@ -53,9 +53,18 @@ class Restart:
     is_last: bool = False
 
     @property
+    def begins_epoch(self) -> bool:
+        """Whether training continues before an epoch that has not started."""
+        return self.at == "epoch_start" and not self.has_started
+
+    @property
     def is_within(self) -> bool:
         """Whether training continues in the middle of the epoch."""
         return self.at in ("batch_end", "validation") and not self.is_last
+
+    def from_epoch_start(self) -> Restart:
+        """Return a restart that repeats the epoch, which has started."""
+        return Restart("epoch_start", self.epoch, has_started=True)
 
     def dropped_of(self, processed: int) -> int:
         """Return how many of the epoch's processed batches are trained on again."""
@@ -112,6 +121,61 @@ def _after_last_step(epoch: int, processed: int, accumulated: int) -> Restart:
         if done
         else Restart("epoch_start", epoch, has_started=True)
     )
+
+
+def complete_batch(
+    fit_loop: dict[str, Any],
+    *,
+    accumulated: int,
+    stepped: int,
+    validates: bool,
+    has_validated: bool,
+) -> Stopped | None:
+    """Change the state of interrupted loops in place, as if all ranks had stopped.
+
+    Return the argument ``stopped`` of :func:`find_restart`. It is ``None`` where ranks
+    never stop together.
+
+    =========================================  ================  =======================
+    the loops were interrupted                 return value      changes
+    =========================================  ================  =======================
+    before the end of the epoch's first batch  ``None``          none
+    within another batch                       ``None``          none
+    before or in a due validation              ``"validation"``  batch completed
+    after the last batch and its validation    ``None``          batch completed
+    after another batch                        ``"batch"``       batch, step completed
+    between two epochs                         ``"batch"``       step completed
+    =========================================  ================  =======================
+
+    With gradient accumulation, only the last batch of a step completes it.
+
+    Args:
+        fit_loop: the state.
+        accumulated: the number of batches per optimiser step.
+        stepped: the number of optimiser steps before the batch, as loggers count them.
+        validates: whether Lightning validates after the batch.
+        has_validated: whether it has finished this validation.
+    """
+    epoch = fit_loop["epoch_progress"]["current"]
+    batch = fit_loop["epoch_loop.batch_progress"]
+    loop = fit_loop["epoch_loop.state_dict"]
+    current = batch["current"]
+    done = current["processed"]
+    if current["ready"] > done or not done:
+        return None
+    # Lightning counts the step only after the validation.
+    loop["_batches_that_stepped"] = stepped
+    if epoch["started"] > epoch["processed"]:
+        # An exception in a hook after the batch leaves it incomplete.
+        batch["total"]["completed"] += done - current["completed"]
+        current["completed"] = done
+        if validates and not has_validated:
+            return "validation"
+        if validates and batch["is_last_batch"]:
+            return None  # Lightning would skip this validation and then count the step itself
+    if batch["is_last_batch"] or done % accumulated == 0:
+        loop["_batches_that_stepped"] += 1
+    return "batch"
 
 
 def change_to(

@@ -34,7 +34,7 @@ InEpoch = Callable[[DistributedLoader], AbstractContextManager[None]]
 
 KEY = "lightning_ddp_ext"
 VERSION = 6
-_NO_RESTART = Restart("epoch_start", epoch=-1)
+_NO_RESTART = Restart("epoch_start", epoch=-1)  # of a run without a checkpoint
 
 
 def positions_of(trainer: Any) -> list[LoaderPosition]:
@@ -89,7 +89,7 @@ class Resume:
         in_epoch: returns a context manager within which iterators over a loader belong
             to the current epoch.
         checkpoint: the checkpoint that the Trainer resumes from, if any.
-        data: the strategy's ``resume_data``.
+        mode: the strategy's ``resume_data``.
 
     Attributes:
         restart: the point where training continues.
@@ -97,7 +97,6 @@ class Resume:
             checkpoint has none.
         done: the number of the epoch's batches that are done, converted to the current
             number of ranks.
-        has_restored_random: whether random states were already restored.
     """
 
     def __init__(
@@ -105,50 +104,73 @@ class Resume:
         strategy: Host,
         in_epoch: InEpoch,
         checkpoint: dict[str, Any] | None = None,
-        data: ResumeData = "exact",
+        mode: ResumeData = "exact",
     ) -> None:
         self._strategy = strategy
         self._in_epoch = in_epoch
         self._ranks: Sequence[Mapping[str, Any]] = ()  # the saved state of each rank
         self._found: Sequence[LoaderPosition] = ()  # the positions in the loaders that continue
-        # The loops' state if the epoch starts again after all.
-        self._from_epoch_start: dict[str, Any] | None = None
-        self._is_strict = data == "strict"
+        self._end = math.inf  # the number of the epoch's batches, if the number of ranks changed
+        # Whether the epoch starts again after all, and the loops' state for it.
+        self._starts_again = False
+        self._loops_at_epoch_start: dict[str, Any] = {}
+        self._is_strict = mode == "strict"
         self._warnings = ExitStack()
+        self._has_restored_random = False
         self.restart = _NO_RESTART
-        self.has_restored_random = False
         self.seed: int | None = None
         if checkpoint is not None:
-            self._load(checkpoint, data)
+            section = self._load_section(checkpoint)
+            self.restart = self._choose_restart(checkpoint, section, mode)
+            self._change_loops(checkpoint, section)
         self.done = self.restart.done
 
-    def _load(self, checkpoint: dict[str, Any], data: ResumeData) -> None:
+    def _load_section(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the checkpoint's section; empty if this release cannot read it."""
         section = checkpoint.get(KEY) or {}
-        loops = checkpoint["loops"]["fit_loop"]
-        if section.get("version") == VERSION:
+        if section.get("version") != VERSION:
+            return {}
+        self.seed = section["seed"]
+        self._ranks = section["ranks"]
+        return section
+
+    def _choose_restart(
+        self, checkpoint: Mapping[str, Any], section: Mapping[str, Any], mode: ResumeData
+    ) -> Restart:
+        if section:
             restart = Restart(**section["restart"])
-            self.seed = section["seed"]
-            self._ranks = section["ranks"]
         else:
-            section = {}
-            restart = find_restart(loops, accumulated=self._trainer.accumulate_grad_batches)
-        if restart.is_within and not section:
+            restart = find_restart(
+                checkpoint["loops"]["fit_loop"], accumulated=self._trainer.accumulate_grad_batches
+            )
+        if not restart.is_within or (section and mode != "epoch"):
+            return restart
+        if not section and checkpoint.get(KEY):
+            rank_zero_warn(
+                f"the checkpoint's data position in epoch {restart.epoch} has version"
+                f" {checkpoint[KEY].get('version')}, but this release reads version {VERSION}, so"
+                " that epoch starts again"
+            )
+        elif not section:
             rank_zero_warn(
                 f"the checkpoint has no data position in epoch {restart.epoch}, so that epoch"
                 " starts again"
             )
-            data = "epoch"
+        self._ranks = ()
+        return restart.from_epoch_start()
+
+    def _change_loops(self, checkpoint: dict[str, Any], section: Mapping[str, Any]) -> None:
+        """Change the loops' state in the checkpoint to one at the restart."""
+        loops = checkpoint["loops"]["fit_loop"]
         stopped = section.get("stopped")
-        if restart.is_within and data == "epoch":
-            restart = _start_again(restart)
-            self._ranks = ()
-        if section or restart.has_started:
+        if section or self.restart.has_started:
             # `combined_loader` has rank 0's states, but each rank has its own or none.
             loops["state_dict"].pop("combined_loader", None)
-        if restart.is_within:
-            self._from_epoch_start = change_to(loops, _start_again(restart), stopped=stopped)
-        checkpoint["loops"]["fit_loop"] = change_to(loops, restart, stopped=stopped)
-        self.restart = restart
+        if self.restart.is_within:
+            self._loops_at_epoch_start = change_to(
+                loops, self.restart.from_epoch_start(), stopped=stopped
+            )
+        checkpoint["loops"]["fit_loop"] = change_to(loops, self.restart, stopped=stopped)
 
     @property
     def _trainer(self) -> Any:
@@ -170,11 +192,11 @@ class Resume:
 
     def restore_random_state(self) -> None:
         """Restore this rank's random state, if one was saved."""
-        self.has_restored_random = True
+        self._has_restored_random = True
         if not self._ranks or self._own["random"] is None:
             return
-        begins_epoch = self.restart.at == "epoch_start" and not self.restart.has_started
-        has_new_loaders = begins_epoch and self._trainer.reload_dataloaders_every_n_epochs > 0
+        reloads = self._trainer.reload_dataloaders_every_n_epochs > 0
+        has_new_loaders = self.restart.begins_epoch and reloads
         restore_random_state(
             self._own["random"],
             training_generators(self._strategy, with_loaders=not has_new_loaders),
@@ -191,8 +213,8 @@ class Resume:
             return
         self.find_data()
         fit_loop = self._trainer.fit_loop
-        if self.restart.has_started and self._from_epoch_start is not None:
-            fit_loop.load_state_dict(self._from_epoch_start)
+        if self._starts_again:
+            fit_loop.load_state_dict(self._loops_at_epoch_start)
             fit_loop.update_restart_stage()
         if self.restart.at == "epoch_start":
             end_restart(fit_loop)
@@ -202,7 +224,15 @@ class Resume:
             )
             if self.done != self.restart.done:
                 self._set_counters()
-        if not (self.restart.at == "epoch_start" and self.has_restored_random):
+        # Without a length, Lightning has already read the epoch's first batch.
+        has_read = self.restart.at == "epoch_start" and self._has_restored_random
+        if not has_read:
+            self.restore_random_state()
+
+    def on_epoch_start(self) -> None:
+        """Restore the random state before the epoch's iterators start, if it is due."""
+        is_first = self.restart.at == "epoch_start" and not self._has_restored_random
+        if self.restart.has_started or is_first:
             self.restore_random_state()
 
     def end(self) -> None:
@@ -230,7 +260,7 @@ class Resume:
         current.ready = current.started = current.processed = self.done
         current.completed = self.done - 1 if self.restart.at == "batch_end" else self.done
         if self._end < self._trainer.num_training_batches:
-            end_epoch_after(self._trainer, self._end)
+            end_epoch_after(self._trainer, int(self._end))
 
     # The data of the epoch that continues.
 
@@ -266,7 +296,7 @@ class Resume:
             rank: name for rank, name in enumerate(ranks.gather(different)) if name is not None
         }
         if by_rank:
-            self._start_again(by_rank)
+            self._repeat_epoch(by_rank)
 
     def _check_data(self) -> None:
         positions = positions_of(self._trainer)
@@ -297,7 +327,7 @@ class Resume:
                     found.append(position.name)
         return found[0] if found else None
 
-    def _start_again(self, by_rank: Mapping[int, str]) -> None:
+    def _repeat_epoch(self, by_rank: Mapping[int, str]) -> None:
         """Start the epoch again, as stock Lightning does.
 
         It is called when loaders do not draw the same as the resumed run.
@@ -318,7 +348,8 @@ class Resume:
         rank_zero_warn(
             f'{message}, so that epoch starts again; {remedy} (resume_data="strict" raises instead)'
         )
-        self.restart = _start_again(self.restart)
+        self._starts_again = True
+        self.restart = self.restart.from_epoch_start()
         self.done = 0
         self._ranks = ()
 
@@ -342,10 +373,6 @@ class Resume:
             accumulated = self._trainer.accumulate_grad_batches
             self.done = int(whole - left) // accumulated * accumulated
             self._end = self.done + int(left)
-
-
-def _start_again(restart: Restart) -> Restart:
-    return Restart("epoch_start", restart.epoch, has_started=True)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -47,7 +48,20 @@ from .resume import (
 )
 from .uneven import UnevenInputs
 
-Recorded = Literal["epoch", "step", "validation"]
+Moment = Literal["epoch", "step", "validation"]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A rank's state at the start of an epoch, an optimiser step or a validation.
+
+    Attributes:
+        random: the random states.
+        given: the number of batches that each loader had given in the epoch.
+    """
+
+    random: list[Any]
+    given: list[int]
 
 
 class TrainingData:
@@ -75,23 +89,25 @@ class TrainingData:
         self._recorder = recorder
         self._uneven = uneven
         self.resume_data = resume_data
+        self.known_seed: int | None = None
+        # Whether the last epoch's data was exhausted when training ended.
+        self._has_ended = False
+        # Where it ended, if in the middle of an epoch, and this rank's state there.
+        self._at_end: tuple[Restart, dict[str, Any]] | None = None
         self.attach()
 
     def attach(self, trainer: Any = None) -> None:
         """Reset the state for a Trainer that has not loaded a checkpoint."""
-        if trainer is None or trainer.state.fn == "fit":
+        if trainer is not None and trainer.state.fn == "fit":
             # Otherwise a checkpoint still describes the earlier training.
-            self.known_seed: int | None = None
-            # Whether the last epoch's data was exhausted when training ended.
+            self.known_seed = None
             self._has_ended = False
-            # Where it ended, if in the middle of an epoch.
-            self._at_end: tuple[Restart, dict[str, Any]] | None = None
+            self._at_end = None
         self.seeding: WorkerSeeding | None = None
         self.resume = self._new_resume()
         self._resumed_from: Mapping[str, Any] | None = None  # until Lightning's loops are restored
-        # Random states and loaders' batches at the start of epoch, step and validation.
-        self._recorded: dict[Recorded, tuple[list[Any], list[int]]] = {}
-        self._epoch_started: Any = None  # the combined iterator of the last epoch
+        self._recorded: dict[Moment, Recorded] = {}
+        self._started_iterator: Any = None  # the combined iterator of the last epoch
         self._validated_at = math.inf
 
     def _new_resume(self) -> Resume:
@@ -135,16 +151,13 @@ class TrainingData:
         """
         return max(epoch_of(self._strategy.current_trainer), self.resume.restart.epoch)
 
-    def record_random_state(self, moment: Recorded) -> None:
-        """Record the random state at a moment of training.
-
-        The moment is the start of an epoch, an optimiser step or a validation.
-        """
+    def record_random_state(self, moment: Moment) -> None:
+        """Record the random state at the start of what ``moment`` names."""
         self._recorded[moment] = self._current_state()
 
-    def _current_state(self) -> tuple[list[Any], list[int]]:
+    def _current_state(self) -> Recorded:
         given = [position.given for position in positions_of(self._strategy.current_trainer)]
-        return record_random_state(training_generators(self._strategy)), given
+        return Recorded(record_random_state(training_generators(self._strategy)), given)
 
     def on_train_start(self) -> None:
         """Start training where the checkpoint left off."""
@@ -188,7 +201,8 @@ class TrainingData:
         epoch = self.epoch
         rank = self._strategy.global_rank
         keeps_workers = start_epoch(loader.loader, epoch, rank=rank, seeding=self.seeding)
-        # A resumed run may start its workers later, which must not draw another number.
+        # A resumed run may start its workers later, when the original run drew no
+        # number for them.
         is_later = keeps_workers and (epoch > 0 or loader.position is None)
         with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
             yield
@@ -201,9 +215,9 @@ class TrainingData:
         """
         loop = self._strategy.current_trainer.fit_loop
         combined = combined_iterator_of(loop)
-        if combined is self._epoch_started:
+        if combined is self._started_iterator:
             return self._start_at_position(loader, is_restarted=True)
-        self._epoch_started = combined
+        self._started_iterator = combined
         self._start_epoch(epoch)
         batches = self._start_at_position(loader)
         for iterator in iterators_of(loop):
@@ -219,11 +233,7 @@ class TrainingData:
             self.resume = self._new_resume()
         resume = self.resume
         resume.find_data()
-        # Without a length, Lightning reads the first batch before it restores states.
-        if resume.restart.has_started or (
-            resume.restart.at == "epoch_start" and not resume.has_restored_random
-        ):
-            resume.restore_random_state()
+        resume.on_epoch_start()
         if not resume.restart.is_within:
             for position in positions_of(self._strategy.current_trainer):
                 position.start_epoch(epoch)
@@ -270,7 +280,9 @@ class TrainingData:
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
         restart = self._find_restart(loops)
         has_loaders = combined_loader_of(trainer.fit_loop) is not None
-        if has_loaders or not (restart.is_within or restart.epoch == 0):
+        # In epoch 0 without loaders, nothing has been trained.
+        needs_only_random_state = not restart.is_within and restart.epoch > 0
+        if has_loaders or needs_only_random_state:
             own = self._own_state(restart, loops)
         elif self._at_end is not None and self._at_end[0] == restart:
             # An evaluation has removed the loaders.
@@ -296,24 +308,22 @@ class TrainingData:
     def _own_state(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's random states and positions."""
         positions = positions_of(self._strategy.current_trainer) if restart.is_within else []
-        random, given = self._state_of(restart, loops)
+        recorded = self._state_of(restart, loops)
         loaders = [
-            each.state_dict(restart.done, number)
-            for each, number in zip(positions, given, strict=False)
+            each.state_dict(restart.done, given)
+            # Outside of an epoch there are no positions.
+            for each, given in zip(positions, recorded.given, strict=False)
         ]
-        return {"random": random, "loaders": loaders}
+        return {"random": recorded.random, "loaders": loaders}
 
     def section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
         """Return the section for a checkpoint; ``ranks`` has each rank's state."""
         own = {"version": VERSION, "seed": self.known_seed, "restart": vars(restart)}
         return {**own, "stopped": stopped, "ranks": ranks}
 
-    def _state_of(self, restart: Restart, loops: Mapping[str, Any]) -> tuple[list[Any], list[int]]:
-        """Return the random states and numbers of batches for a restart.
-
-        These are the recorded ones, or the current ones if none were recorded.
-        """
-        moment: Recorded | None = None
+    def _state_of(self, restart: Restart, loops: Mapping[str, Any]) -> Recorded:
+        """Return the state recorded for a restart, or the current one if none was."""
+        moment: Moment | None = None
         if restart.has_started:
             moment = "epoch"
         elif restart.at == "validation":

@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +35,13 @@ from ..checkpoints.collective import Checkpoints
 from ..data.evaluation import Evaluation
 from ..host import Host
 from ..named_calls import report_step
-from ..private.compat import is_computed, is_computing_epoch, result_reduced_by, results_of
+from ..private.compat import (
+    is_computed,
+    is_computing_epoch,
+    result_reduced_by,
+    results_of,
+    trainer_of,
+)
 
 
 class Reduction:
@@ -61,6 +68,23 @@ class Reduction:
     __hash__ = None  # type: ignore[assignment]
 
 
+@dataclass
+class _Step:
+    """The values of the running step, or of the last one.
+
+    Attributes:
+        is_running: whether the step is running.
+        has_logged: whether it has logged values.
+        is_expected: whether all ranks exchange after the step, even without values.
+        is_open: whether another rank waits for this rank's further values.
+    """
+
+    is_running: bool = False
+    has_logged: bool = False
+    is_expected: bool = False
+    is_open: bool = False
+
+
 class LoggedValues:
     """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
 
@@ -83,13 +107,11 @@ class LoggedValues:
 
     def start_run(self) -> None:
         """Reset the state, because an earlier run may have stopped anywhere."""
-        self._is_in_step = False
+        self._step = _Step()
         self._queue: list[tuple[Value, PendingTensor]] = []
-        self._has_logged = False  # whether this step, or the last one, has logged values
-        self._is_expected = False  # whether all ranks exchange after this step, even without values
-        self._is_open = False  # whether another rank waits for this rank's further values
-        # The epoch's results that Lightning requests next, each with its source.
-        self._ahead: deque[tuple[Tensor, Tensor]] = deque()
+        # The results that Lightning requests next at the end of an epoch, each with its
+        # source.
+        self._epoch_results: deque[tuple[Tensor, Tensor]] = deque()
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
@@ -99,27 +121,27 @@ class LoggedValues:
         """
         if is_training:
             report_step()
-        self._is_expected = is_training and self._has_logged and self._strategy.world_size > 1
-        self._has_logged = False
-        self._is_open = False
-        self._is_in_step = True
+        is_expected = is_training and self._step.has_logged and self._strategy.world_size > 1
+        self._step = _Step(is_running=True, is_expected=is_expected)
         try:
             yield
             self._end_step()
         finally:
-            self._is_in_step = False
-            self._is_expected = False
+            self._step = _Step(has_logged=self._step.has_logged)
             self._abandon()
         if is_training:
             report_step()  # so that a rank without values is named when the others reduce theirs
 
     def _end_step(self) -> None:
-        is_due = bool(self._queue) or self._is_expected or self._is_open
+        is_due = bool(self._queue) or self._step.is_expected or self._step.is_open
         while is_due:
             is_due = not self._exchange(is_last=len(self._queue) <= PER_MESSAGE).is_over
 
     def _abandon(self) -> None:
-        """Leave values without a result as NaN, after an exception in the step."""
+        """Leave values without a result as NaN.
+
+        Only an exception, in the step or in the reduction, leaves such values.
+        """
         for value, pending in self._queue:
             if value.tensor.is_floating_point():
                 _fill(value.tensor, math.nan)
@@ -143,9 +165,9 @@ class LoggedValues:
         if is_computing_epoch(self._strategy.current_trainer):
             return self._reduce_epoch(result)
         value = Value(_name_of(result), reduce_op, tensor)
-        if not self._is_in_step:
+        if not self._step.is_running:
             return self._reduce([value], is_last=True).results[0]
-        self._has_logged = True
+        self._step.has_logged = True
         pending = PendingTensor.of(tensor, self.flush)
         self._queue.append((value, pending))
         if result.meta.enable_graph:  # Lightning shows this value itself, and not a detached one
@@ -154,21 +176,24 @@ class LoggedValues:
 
     def _result_of(self, reduction: Reduction) -> Any:
         """Return the logged value that calls a reduction; ``None`` for other code."""
-        if reduction.result is None and self._strategy.lightning_module is not None:
-            reduction.result = result_reduced_by(self._strategy.current_trainer, reduction)
+        trainer = trainer_of(self._strategy.lightning_module)
+        if reduction.result is None and trainer is not None:
+            reduction.result = result_reduced_by(trainer, reduction)
         return reduction.result
 
     def _exchange(self, *, is_last: bool) -> Reduced:
         """Reduce the first queued values, as many as all ranks have. Collective."""
         sent = self._queue[:PER_MESSAGE]
         reduced = self._reduce([value for value, _ in sent], is_last=is_last)
+        # Another rank may have queued fewer values.
         for (value, pending), result in zip(sent, reduced.results, strict=False):
             _fill(value.tensor, result)
             pending.settle()
         del self._queue[: len(reduced.results)]
-        self._is_open = not (reduced.is_over or reduced.is_even)
+        self._step.is_open = not (reduced.is_over or reduced.is_even)
         if reduced.is_even:
-            self._is_expected = False  # all ranks have logged; none waits for the end of the step
+            # All ranks have logged; none waits for the end of the step.
+            self._step.is_expected = False
         return reduced
 
     def _reduce_epoch(self, logged: Any) -> Tensor:
@@ -176,22 +201,22 @@ class LoggedValues:
 
         The others are those of all results that Lightning computes next.
         """
-        if not (self._ahead and self._ahead[0][0] is logged.value):
+        if not (self._epoch_results and self._epoch_results[0][0] is logged.value):
             due = [
                 each
                 for each in results_of(self._strategy.current_trainer).values()
                 if self._is_due(each)
             ]
             due = due if due and due[0] is logged else [logged]
-            numbers = [
-                (each, number) for each in due[: PER_MESSAGE // 2] for number in _numbers_of(each)
-            ]
+            together = due[: PER_MESSAGE // 2]  # a result has up to two numbers
+            numbers = [(each, number) for each in together for number in _numbers_of(each)]
             values = [Value(_name_of(each), each.meta.sync.op, number) for each, number in numbers]
             results = self._reduce(values, is_last=False).results
-            self._ahead = deque(
+            # Another rank may compute fewer results.
+            self._epoch_results = deque(
                 (each.value, result) for (each, _), result in zip(numbers, results, strict=False)
             )
-        return self._ahead.popleft()[1]
+        return self._epoch_results.popleft()[1]
 
     def _is_due(self, result: Any) -> bool:
         """Whether Lightning will compute this result of the epoch next.
@@ -217,7 +242,7 @@ class LoggedValues:
         group = None
         if session is not None:
             context = session.context
-            if not self._is_expected:
+            if not self._step.is_expected:
                 # Detects a stopped process before the timeout.
                 check = session.survey.check_that_all_answer
                 what = f"the reduction of {listed(dict.fromkeys(map(str, values)))}"
@@ -226,10 +251,10 @@ class LoggedValues:
                 )
             if is_gloo(device):  # other code's collectives must not mix with these
                 group = context.new_group(backend="gloo", purpose="logged values")
-        wire = torch.device("cpu") if is_gloo(device) else device
+        message_device = torch.device("cpu") if is_gloo(device) else device
         idle_ranks = self._evaluation.idle_ranks
         reduced = reduce_common(
-            values, is_last=is_last, device=wire, group=group, idle_ranks=idle_ranks
+            values, is_last=is_last, device=message_device, group=group, idle_ranks=idle_ranks
         )
         if session is not None:
             session.context.peers.check()  # an aborted collective of NCCL returns arbitrary numbers

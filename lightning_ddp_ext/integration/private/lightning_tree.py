@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from lightning_ddp_ext.errors import ConfigurationError
 
-_IS_SECOND = __name__.startswith("lightning_ddp_ext.pytorch_lightning.")
+_IS_PYTORCH_LIGHTNING = __name__.startswith("lightning_ddp_ext.pytorch_lightning.")
 _OTHER_PACKAGE = (
-    "lightning_ddp_ext.integration" if _IS_SECOND else "lightning_ddp_ext.pytorch_lightning"
+    "lightning_ddp_ext.integration"
+    if _IS_PYTORCH_LIGHTNING
+    else "lightning_ddp_ext.pytorch_lightning"
 )
 
-if TYPE_CHECKING or not _IS_SECOND:
+if TYPE_CHECKING or not _IS_PYTORCH_LIGHTNING:
     import lightning.fabric as fabric
     import lightning.pytorch as pl
 else:
@@ -48,7 +50,9 @@ def refuse_other_tree(*objects: object) -> None:
     The message shows the right import.
     """
     own, other = (
-        ("pytorch_lightning", "lightning") if _IS_SECOND else ("lightning", "pytorch_lightning")
+        ("pytorch_lightning", "lightning")
+        if _IS_PYTORCH_LIGHTNING
+        else ("lightning", "pytorch_lightning")
     )
     for each in objects:
         for base in type(each).__mro__:
@@ -61,24 +65,26 @@ def refuse_other_tree(*objects: object) -> None:
 
 try:
     ClusterEnvironment = fabric.plugins.environments.ClusterEnvironment
-    GlobalStateSnapshot = pl.strategies.launchers.multiprocessing._GlobalStateSnapshot
     LightningEnvironment = fabric.plugins.environments.LightningEnvironment
-    Loop = pl.loops.loop._Loop
-    MultiProcessingLauncher = pl.strategies.launchers.multiprocessing._MultiProcessingLauncher
     RunningStage = pl.trainer.states.RunningStage
     SLURMEnvironment = fabric.plugins.environments.SLURMEnvironment
-    SubprocessScriptLauncher = pl.strategies.launchers.subprocess_script._SubprocessScriptLauncher
     TorchElasticEnvironment = fabric.plugins.environments.TorchElasticEnvironment
     TrainerStatus = pl.trainer.states.TrainerStatus
+    is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature
+    rank_zero_info = pl.utilities.rank_zero.rank_zero_info
+    rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn
+
+    # Private.
+    GlobalStateSnapshot = pl.strategies.launchers.multiprocessing._GlobalStateSnapshot
+    Loop = pl.loops.loop._Loop
+    MultiProcessingLauncher = pl.strategies.launchers.multiprocessing._MultiProcessingLauncher
+    SubprocessScriptLauncher = pl.strategies.launchers.subprocess_script._SubprocessScriptLauncher
     TunerExitException = pl.utilities.exceptions._TunerExitException
     check_bad_cuda_fork = fabric.strategies.launchers.multiprocessing._check_bad_cuda_fork
     check_missing_main_guard = fabric.strategies.launchers.multiprocessing._check_missing_main_guard
-    is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature
     disable_module_memory_sharing = (
         fabric.strategies.launchers.multiprocessing._disable_module_memory_sharing
     )
-    rank_zero_info = pl.utilities.rank_zero.rank_zero_info
-    rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn
     set_num_threads_if_needed = fabric.utilities.distributed._set_num_threads_if_needed
     update_dataloader = pl.utilities.data._update_dataloader
 except AttributeError as error:

@@ -9,10 +9,10 @@ import subprocess
 _SECONDS_TO_ANSWER = 10.0
 
 
-def job_number() -> str:
-    """Return the job's number; empty outside of SLURM.
+def job_id() -> str:
+    """Return the job's id, such as ``12``, or ``12_3`` for task 3 of an array.
 
-    It is the same after a requeue.
+    It is empty outside of SLURM, and the same after a requeue.
     """
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     return (
@@ -25,7 +25,7 @@ def is_preempted() -> bool:
 
     SLURM's controller reports this.
     """
-    shown = _scontrol("show", "job", job_number())
+    shown = _scontrol("show", "job", job_id())
     return bool(re.search(r"\bPreemptTime=\d", shown.stdout)) and "Requeue=1" in shown.stdout
 
 
@@ -34,10 +34,11 @@ def requeue() -> str:
 
     SLURM then ends the job's processes, possibly during this call.
     """
-    done = _scontrol("requeue", job_number())
+    done = _scontrol("requeue", job_id())
+    # It is negative if the requeue has also killed scontrol.
     if done.returncode > 0:
-        return f"SLURM did not requeue job {job_number()} ({done.stderr.strip()}); submit it again"
-    return f"requeued SLURM job {job_number()}"
+        return f"SLURM did not requeue job {job_id()} ({done.stderr.strip()}); submit it again"
+    return f"requeued SLURM job {job_id()}"
 
 
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:

@@ -29,7 +29,7 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
 from ..checkpoints.fit_identity import KEY as FILE_KEY
 from ..checkpoints.run_files import RunFiles
-from ..data.loop_state import Restart, Stopped, find_restart
+from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
 from ..data.resume import KEY, positions_of, shared_state, without_random_state
 from ..data.training_data import TrainingData
 from ..host import Host
@@ -92,6 +92,11 @@ class Rescue:
         self._training = training
         self._recorder = recorder
         self._trainer: Any = None  # the Trainer, while its run may be saved
+        # Of the run that was started last.
+        self._peers: Any = None
+        self._path = ""
+        self._run_token = ""
+        self._refusal: str | None = None  # why nothing can be saved in this run
         # Of a forced exit, while another rank's failure leaves a step to save.
         self._delays = ExitStack()
 
@@ -118,7 +123,7 @@ class Rescue:
         files = self._files
         place = str(files.place(self.name, trainer)) if ranks.rank == 0 else ""
         shared = ranks.from_rank_zero((place, secrets.token_hex(8), files.identity.content))
-        self._path, self._run, files.identity.content = shared
+        self._path, self._run_token, files.identity.content = shared
         if locate(self._path).local is None:
             raise ConfigurationError(
                 "rescue_checkpoint must be on a file system, because the ranks need locks (got"
@@ -194,7 +199,7 @@ class Rescue:
             raise Refused(refusal)
         trainer = self._trainer
         loops = copy.deepcopy(trainer.fit_loop.state_dict())
-        stopped = self._correct(loops)
+        stopped = self._complete_batch(loops)
         accumulated = trainer.accumulate_grad_batches
         has_ended = fetcher_of(trainer.fit_loop).done
         restart = find_restart(loops, accumulated=accumulated, stopped=stopped, has_ended=has_ended)
@@ -214,14 +219,18 @@ class Rescue:
             io.teardown()  # waits for a save in the background
 
         Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-        if not save_if_furthest(self._path, self._run, batches, write, seconds):
+        if not save_if_furthest(self._path, self._run_token, batches, write, seconds):
             return ""
-        missing = f"this host has no record of the random states of {ranks_in_words(lost)}"
-        unknown = f"; {missing}, so those states are derived from the seed"
-        return (
+        line = (
             f"saved step {trainer.global_step} to {self._path}; resume with trainer.fit(...,"
-            f" ckpt_path='last') or ckpt_path={self._path!r}{unknown if lost else ''}"
+            f" ckpt_path='last') or ckpt_path={self._path!r}"
         )
+        if lost:
+            line += (
+                f"; this host has no record of the random states of {ranks_in_words(lost)}, so"
+                " those states are derived from the seed"
+            )
+        return line
 
     def _why_not(self, exception: BaseException) -> str | None:
         trainer = self._trainer
@@ -236,40 +245,23 @@ class Rescue:
                 return "the optimiser calls its closure several times per step"
             if is_in_optimizer_step(trainer) and not is_in_closure(exception):
                 return "the next step had started to change the weights"
-        elif not self._stops.weights.are(trainer.lightning_module.parameters()):
+        elif not self._stops.weights.match(trainer.lightning_module.parameters()):
             return (
                 "the weights changed after the last step, for example because weight averaging"
                 " swapped them"
             )
         return None
 
-    def _correct(self, loops: dict[str, Any]) -> Stopped | None:
-        """Change the loops' state to one between batches or before a due validation.
-
-        Return which of these it is, or ``None``.
-        """
-        batch = loops["epoch_loop.batch_progress"]
-        loop = loops["epoch_loop.state_dict"]
-        epoch = loops["epoch_progress"]["current"]
-        counts = batch["current"]
-        total = batch["total"]
-        done = counts["processed"]
-        is_last = batch["is_last_batch"]
-        if counts["ready"] > done or not done:
-            return None
-        loop["_batches_that_stepped"] = self._recorder.stepped
-        if epoch["started"] > epoch["processed"]:
-            total["completed"] += done - counts["completed"]
-            counts["completed"] = done
-            validates = validates_next(self._trainer)
-            own_notes = self._recorder.notes[self._strategy.global_rank]
-            if validates and own_notes.find(total["ready"], Kind.VALIDATED) is None:
-                return "validation"
-            if validates and is_last:
-                return None  # Lightning would skip this validation and then count the step itself
-        if is_last or done % self._trainer.accumulate_grad_batches == 0:
-            loop["_batches_that_stepped"] += 1
-        return "batch"
+    def _complete_batch(self, loops: dict[str, Any]) -> Stopped | None:
+        own_notes = self._recorder.notes[self._strategy.global_rank]
+        batches = loops["epoch_loop.batch_progress"]["total"]["ready"]
+        return complete_batch(
+            loops,
+            accumulated=self._trainer.accumulate_grad_batches,
+            stepped=self._recorder.stepped,
+            validates=validates_next(self._trainer),
+            has_validated=own_notes.find(batches, Kind.VALIDATED) is not None,
+        )
 
     def _checkpoint(self, loops: dict[str, Any], batches: int) -> dict[str, Any]:
         """Return the Trainer's checkpoint with the given state of the loops.
@@ -353,15 +345,16 @@ class Rescue:
             return None
         notes = self._recorder.notes[rank]
         latest = Kind.EPOCH if restart.has_started else _LATEST.get(restart.at, Kind.VALIDATED)
-        random = notes.find(batches, *range(latest + 1))
+        random = notes.find(batches, *Kind.up_to(latest))
         starts = notes.find(restart.epoch, Kind.LOADERS) if loaders else pickle.dumps([])
         if random is None or starts is None:
             return None
+        by_loader = [dict(each) for each in pickle.loads(starts)]  # each by iterators' numbers
         return {
             "random": random_state_in(random),
             "loaders": [
-                {**loader, "random": dict(each).get(loader["number"], [])}
-                for loader, each in zip(loaders, pickle.loads(starts), strict=True)
+                {**loader, "random": by_number.get(loader["number"], [])}
+                for loader, by_number in zip(loaders, by_loader, strict=True)
             ],
         }
 

@@ -200,7 +200,7 @@ class StopController:
         Collective.
         """
         trainer = self._trainer
-        may_stop = self._strategy.broadcast(self.weights.are(saved_by(trainer.lightning_module)))
+        may_stop = self._strategy.broadcast(self.weights.match(saved_by(trainer.lightning_module)))
         if not may_stop:
             rank_zero_info(
                 "the ranks will finish this validation before they stop: a hook has swapped the"

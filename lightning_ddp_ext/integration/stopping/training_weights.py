@@ -33,7 +33,7 @@ class TrainingWeights:
         if self.has_trained and self._recorded is None and _may_swap(trainer):
             self._recorded = _checksums(saved_by(trainer.lightning_module))
 
-    def are(self, first: Iterable[torch.Tensor]) -> bool:
+    def match(self, first: Iterable[torch.Tensor]) -> bool:
         """Whether the first of the saved tensors are the training weights."""
         if self._recorded is None:
             return True
