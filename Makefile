@@ -26,7 +26,7 @@ PIP       := -m pip --disable-pip-version-check --no-input install --quiet
 # What a surrounding environment, job or launcher may have set, and would send Python or the ranks astray.
 unexport PYTHONHOME PYTHONPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV PIP_CONSTRAINT
 unexport RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MASTER_ADDR MASTER_PORT
-unexport $(filter DDPX_% SLURM_% OMPI_% PMI_% TORCHELASTIC_%,$(.VARIABLES))
+unexport $(filter-out DDPX_TESTS_% DDPX_GPU_TESTS_%,$(filter DDPX_% SLURM_% OMPI_% PMI_% TORCHELASTIC_%,$(.VARIABLES)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
