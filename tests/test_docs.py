@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,12 +158,14 @@ def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -
     script = tmp_path / "train.py"
     found = list[bool]()
     script.write_text(PAGES["guides/preemption.md"][0][1])
-    for _ in range(2):
+    for run in range(2):
         with RankProcesses(
             be_the_script, 2, script, (), tmp_path, env=by_hand_env(2, free_port())
         ) as ranks:
             begun = ranks.wait_for_output("Trainer(log_every_n_steps=", rank=0)
             found.append(bool(re.search(r"ckpt_path='last' is \S+/last-preempted\.ckpt", begun)))
+            while not any(tmp_path.glob(f"lightning_logs/version_{run}/checkpoints/*.ckpt")):
+                time.sleep(0.05)  # it trains once an epoch is saved
             ranks.kill(1, signal.SIGTERM)
             assert {outcome.exit_code for outcome in ranks.wait()} == {143}
     assert found == [False, True]
