@@ -134,7 +134,8 @@ def unfinished() -> list[str]:
             groups = _dump(recorder, False)["pg_status"]
             for group, status in groups.items():
                 done = int(status["last_completed_collective"])
-                if int(status["last_enqueued_collective"]) > done:
+                # NCCL counts sends and receives apart, but reports both here.
+                if int(status["last_enqueued_collective"]) != done:
                     found.append(f"{recorder} {group} {done}")
     return found
 
@@ -178,17 +179,22 @@ def flights_in(trace: Mapping[str, Any], members: Mapping[str, list[int]]) -> li
     (3, 2, 'all_reduce #2 [[4]]', [0, 1])
     """
     by_group: dict[str, dict[int, Mapping[str, Any]]] = {}
+    ids: dict[str, int | None] = {}
+    sent: dict[str, int | None] = {}  # the id of the last send or receive
     for entry in trace.get("entries", []):
-        if not entry.get("is_p2p"):
-            # A group may have several backends.
-            backend = str(entry.get("profiling_name", "")).partition(":")[0]
-            known = by_group.setdefault(f"{backend}:{entry['process_group'][0]}", {})
-            number = int(entry["collective_seq_id"])
-            same = known.get(number)
-            is_coalesced = same is not None and same.get("op_id") == entry.get("op_id")
-            if number <= max(known, default=0) and not is_coalesced:
-                known.clear()  # a new group with the name of a closed one
-            known[number] = entry
+        # A group may have several backends.
+        backend, _, name = str(entry.get("profiling_name", "")).partition(":")
+        group = f"{backend}:{entry['process_group'][0]}"
+        if entry.get("is_p2p"):
+            sent[group] = entry.get("op_id")
+            continue
+        if name == "coalesced" and group in sent and entry.get("op_id") == sent[group]:
+            continue  # it joins sends and receives, and has the number of an earlier collective
+        known = by_group.setdefault(group, {})
+        if known and entry.get("pg_id") != ids[group]:
+            known.clear()  # a new group with the name of a closed one
+        ids[group] = entry.get("pg_id")
+        known[int(entry["collective_seq_id"])] = entry  # coalesced collectives share a number
     return [_flight(group, entries, members) for group, entries in by_group.items()]
 
 

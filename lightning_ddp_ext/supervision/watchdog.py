@@ -20,7 +20,7 @@ from lightning_ddp_ext.rendezvous.peers import Peers, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.diagnosis import Findings
-from lightning_ddp_ext.supervision.flight import unfinished
+from lightning_ddp_ext.supervision.flight import flights, unfinished
 from lightning_ddp_ext.supervision.report import Report
 from lightning_ddp_ext.supervision.stacks import all_stacks, main_frame
 from lightning_ddp_ext.supervision.survey import Survey, report_of
@@ -67,7 +67,9 @@ def _is_overdue(context: ProcessContext, seconds: float) -> bool:
     limit = context.groups.timeout.total_seconds()
     if context.peers.cause_or_departure is not None:
         limit = context.peers.timeouts.answer
-    return context.groups.uses_nccl and bool(unfinished()) and seconds >= limit
+    if not context.groups.uses_nccl or seconds < limit or not unfinished():
+        return False
+    return any(flight.pending is not None for flight in flights())
 
 
 def _end_overdue_collective(peers: Peers, survey: Survey) -> None:

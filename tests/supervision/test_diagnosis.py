@@ -11,6 +11,7 @@ import pytest
 
 from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.request import RankInfo
+from lightning_ddp_ext.supervision import flight as flight_module
 from lightning_ddp_ext.supervision.diagnosis import Findings, deadlock_in
 from lightning_ddp_ext.supervision.flight import Collective, Flight, flights_in
 from lightning_ddp_ext.supervision.report import Report, Silence
@@ -82,27 +83,56 @@ def test_the_sentence(name: str) -> None:
     assert (case.diagnosis.reason if case.diagnosis else None) == expected
 
 
-def entry(number: int, op: int, state: str = "completed", group: str = "0") -> dict[str, Any]:
-    label = "default_pg" if group == "0" else "undefined"
+def entry(number: int, op: int, state: str = "completed", **values: Any) -> dict[str, Any]:
     return {
         "collective_seq_id": number,
         "op_id": op,
-        "process_group": [group, label],
+        "pg_id": 0,
+        "process_group": ["0", "default_pg"],
+        "profiling_name": "nccl:all_reduce",
         "state": state,
+        **values,
     }
 
 
 def test_collectives_of_a_trace() -> None:
-    """Each group has its last entered and its first unfinished collective; a new group
-    with an old name starts at 0.
+    """Each group has its last entered and its first unfinished collective.
+
+    A new group with an old name starts at 0.
     """
     old = [entry(1, 1), entry(2, 2, "started")]
-    new = [entry(1, 7), entry(2, 8), entry(3, 9, "started"), entry(4, 10, "started")]
-    first, other = flights_in(
-        {"entries": [*old, *new, entry(1, 1, group="5"), {**entry(9, 9), "is_p2p": True}]}, {}
-    )
+    new = [entry(number, 6 + number, pg_id=1) for number in (1, 2)]
+    started = [entry(number, 6 + number, "started", pg_id=1) for number in (3, 4)]
+    other_group = entry(1, 1, pg_id=2, process_group=["5", "undefined"])
+    first, other = flights_in({"entries": [*old, *new, *started, other_group]}, {})
     assert (first.label, first.entered, first.pending) == ("", 4, 3)
     assert (other.label, other.entered, other.pending) == ("5", 1, None)
+
+
+def test_sends_and_coalesced_collectives_of_a_trace() -> None:
+    """Neither hides the collectives before it, nor one that is unfinished.
+
+    NCCL gives an entry that joins sends the number of the last collective, and each of
+    several coalesced collectives the same number.
+    """
+    joined = {"profiling_name": "nccl:coalesced"}
+    coalesced = [entry(2, 3), entry(2, 4), entry(2, 4, **joined)]
+    sends = [
+        entry(1, 5, is_p2p=True, profiling_name="nccl:send 0->1"),
+        entry(2, 5, "started", **joined),
+    ]
+    (flight,) = flights_in({"entries": [entry(1, 1, "started"), *coalesced, *sends]}, {})
+    assert (flight.entered, flight.pending, sorted(flight.recent)) == (2, 1, ["1", "2"])
+
+
+@pytest.mark.parametrize(("completed", "is_waiting"), [(60, False), (59, True), (2000, True)])
+def test_a_collective_after_many_sends_is_unfinished(
+    completed: int, is_waiting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL reports the number of the last send as that of the last completed collective."""
+    status = {"last_enqueued_collective": 60, "last_completed_collective": completed}
+    monkeypatch.setattr(flight_module, "_dump", lambda *_: {"pg_status": {"0": status}})
+    assert bool(flight_module.unfinished()) == is_waiting
 
 
 def waiting(
