@@ -64,6 +64,17 @@ def ranks_of(strategy: AnyHost) -> Ranks:
     return Ranks(rank, world_size, strategy.root_device, check=context.peers.check)
 
 
+def group_of_small_collectives() -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks, or ``None`` if they are connected by other code.
+
+    ``None`` stands for the default group. Collective the first time.
+    """
+    context = current()
+    if context is None:
+        return None
+    return context.new_group(backend="gloo", purpose="small collectives")
+
+
 def refuse(strategy: AnyHost, error: Exception) -> NoReturn:
     """Raise an error that every rank has found, after a barrier.
 

@@ -39,7 +39,7 @@ from .private.replaced_methods import ReplacedMethods
 from .start.devices import RankDevicesStrategy
 from .start.environment import choose_environment, number_of_nodes, world_of
 from .start.joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, ConnectionSettings
-from .start.launchers import ProcessesLauncher, ScriptLauncher
+from .start.launchers import Collaborators, ProcessesLauncher, ScriptLauncher
 from .stopping.recorder import Recorder
 from .stopping.rescue import Rescue
 from .stopping.stops import StopController, default_deadline
@@ -258,23 +258,16 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        parts = Collaborators(
+            settings=self.rendezvous,
+            files=self.files,
+            rescue=self.rescue,
+            deadline=self.stops.deadline,
+        )
         if self._start_method == "popen":
-            self._launcher = ScriptLauncher(
-                self,
-                settings=self.rendezvous,
-                files=self.files,
-                rescue=self.rescue,
-                deadline=self.stops.deadline,
-            )
+            self._launcher = ScriptLauncher(self, parts)
         else:
-            self._launcher = ProcessesLauncher(
-                self,
-                settings=self.rendezvous,
-                files=self.files,
-                rescue=self.rescue,
-                deadline=self.stops.deadline,
-                start_method=self._start_method,
-            )
+            self._launcher = ProcessesLauncher(self, parts, start_method=self._start_method)
 
     @override
     def setup_distributed(self) -> None:

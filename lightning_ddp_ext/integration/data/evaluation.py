@@ -24,10 +24,9 @@ from lightning_ddp_ext.data.loader import (
     own_copy,
 )
 from lightning_ddp_ext.ranks import Ranks
-from lightning_ddp_ext.rendezvous.process_context import current
 
 from ..host import Host
-from ..named_calls import ranks_of
+from ..named_calls import group_of_small_collectives, ranks_of
 from ..private.compat import active_loop_of, combined_loader_of, mode_of, results_of, takes_iterator
 from ..private.lightning_tree import RunningStage
 from .uncounted_step import uncounted
@@ -157,13 +156,8 @@ class Evaluation:
 
     def _borrow(self, batches: Iterator[Any]) -> Iterator[tuple[Any, tuple[int, ...]]]:
         """Yield batches, each with the ranks that are idle with it. Collective."""
-        context = current()
         # Another rank may still be in a step that uses the default group.
-        group = (
-            None
-            if context is None
-            else context.new_group(backend="gloo", purpose="small collectives")
-        )
+        group = group_of_small_collectives()
         ranks = Ranks(self._strategy.global_rank, self._strategy.world_size, group=group)
         own = list(islice(batches, 1))
         has_batch = ranks.gather(bool(own))

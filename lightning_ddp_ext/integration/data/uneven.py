@@ -16,10 +16,9 @@ from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import AHEAD, end_together
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
-from lightning_ddp_ext.rendezvous.process_context import current
 
 from ..host import Host
-from ..named_calls import ranks_of, refuse, report_step
+from ..named_calls import group_of_small_collectives, ranks_of, refuse, report_step
 from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
 from .resume import positions_of
@@ -86,12 +85,7 @@ class UnevenInputs:
         if not self._end_is_joint:
             return position.give(batches)
         position.ahead = AHEAD
-        context = current()  # a group for CPU tensors avoids waiting for an accelerator
-        group = (
-            None
-            if context is None
-            else context.new_group(backend="gloo", purpose="small collectives")
-        )
+        group = group_of_small_collectives()  # CPU tensors need not wait for an accelerator
         return position.give(end_together(batches, group, on_last=self._end_epoch))
 
     def _end_epoch(self) -> None:

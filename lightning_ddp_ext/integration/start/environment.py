@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 
 from typing_extensions import override
 
@@ -105,6 +106,7 @@ def number_of_nodes(environment: ClusterEnvironment | None, *, devices: int, num
     return found
 
 
+@cache
 def _is_elastic() -> bool:
     """Whether torchrun was started with a range of nodes, such as ``--nnodes 1:2``.
 

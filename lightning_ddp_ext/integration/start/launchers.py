@@ -59,6 +59,23 @@ from .joining import ConnectionSettings, environment_of_started_ranks, temporary
 _HARMLESS = (TunerExitException, StoppedException)
 
 
+@dataclass(frozen=True)
+class Collaborators:
+    """The strategy's collaborators that a launcher uses.
+
+    Attributes:
+        settings: how the ranks connect.
+        files: the stop and rescue checkpoints.
+        rescue: saves the last step after another rank's death.
+        deadline: the longest time for which started ranks may save before they exit.
+    """
+
+    settings: ConnectionSettings
+    files: RunFiles
+    rescue: Rescue
+    deadline: timedelta
+
+
 class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the script again for each of this node's other ranks.
 
@@ -70,20 +87,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
     still running after a time limit at exit, or after Ctrl-C.
     """
 
-    def __init__(
-        self,
-        strategy: pl.strategies.DDPStrategy,
-        settings: ConnectionSettings,
-        files: RunFiles,
-        rescue: Rescue,
-        deadline: timedelta,
-    ) -> None:
+    def __init__(self, strategy: pl.strategies.DDPStrategy, parts: Collaborators) -> None:
         super().__init__(_environment_of(strategy), strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
-        self._settings = settings
-        self._files = files
-        self._rescue = rescue
-        self._deadline = deadline
+        self._parts = parts
 
     @override
     def launch(
@@ -98,9 +105,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
         elif not self.cluster_environment.creates_processes_externally:
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
-        files = self._files
+        files = self._parts.files
         # The handler is the Trainer's calling frame, which runs the later hooks.
-        safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._rescue.save}
+        safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._parts.rescue.save}
         is_joint = self.num_processes * self.num_nodes > 1
         with files.count_fit(trainer):
             args = files.resolve_last(args, trainer, is_rank_zero=self._strategy.is_global_zero)
@@ -109,7 +116,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             )
 
     def _start(self, trainer: Any) -> None:
-        variables = self._settings.start_variables(self.cluster_environment, self.num_nodes)
+        variables = self._parts.settings.start_variables(self.cluster_environment, self.num_nodes)
         with environment_of_started_ranks({**variables, LAUNCHER_PID: str(os.getpid())}):
             self._call_children_scripts()
         if self.procs:
@@ -117,7 +124,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         limit: dict[str, Any] = (
             {} if rank_debugger_of(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
         )
-        deadline = self._deadline.total_seconds()
+        deadline = self._parts.deadline.total_seconds()
         scripts = ChildScripts(list(self.procs), variables, save_within=deadline, **limit)
         record_started(scripts)
         # Exit handlers run in reverse order, so this one precedes the removal of files.
@@ -155,18 +162,12 @@ class ProcessesLauncher(MultiProcessingLauncher):
     def __init__(
         self,
         strategy: pl.strategies.DDPStrategy,
-        settings: ConnectionSettings,
-        files: RunFiles,
-        rescue: Rescue,
-        deadline: timedelta,
+        parts: Collaborators,
         *,
         start_method: Literal["spawn", "fork", "forkserver"],
     ) -> None:
         super().__init__(strategy, start_method=start_method)
-        self._settings = settings
-        self._files = files
-        self._rescue = rescue
-        self._deadline = deadline
+        self._parts = parts
         self._environment = _environment_of(strategy)
         if start_method == "forkserver" and not self._environment.creates_processes_externally:
             # The server imports modules while the user's code builds model and data.
@@ -186,9 +187,11 @@ class ProcessesLauncher(MultiProcessingLauncher):
         starting the processes and waiting.
         """
         self._refuse_second_launch(trainer)
-        variables = self._settings.start_variables(self._environment, self._strategy.num_nodes)
+        variables = self._parts.settings.start_variables(
+            self._environment, self._strategy.num_nodes
+        )
         results = _Results(temporary_path())
-        with self._files.count_fit(trainer), environment_of_started_ranks(variables):
+        with self._parts.files.count_fit(trainer), environment_of_started_ranks(variables):
             self._run_ranks(results, trainer, function, args, kwargs)
         output = results.load()
         if trainer is None:
@@ -234,7 +237,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             start_method=self._start_method,
         )
         self.procs = processes.processes
-        RankProcesses(processes, results.path, self._deadline.total_seconds()).join()
+        RankProcesses(processes, results.path, self._parts.deadline.total_seconds()).join()
 
     def _run_rank(
         self,
@@ -257,8 +260,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
             # same parameters. Lightning only copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         is_rank_zero = self._environment.node_rank() == local_rank == 0
-        args = self._files.resolve_last(args, trainer, is_rank_zero=is_rank_zero)
-        function = partial(supervised, function, harmless=_HARMLESS, rescue=self._rescue.save)
+        args = self._parts.files.resolve_last(args, trainer, is_rank_zero=is_rank_zero)
+        function = partial(supervised, function, harmless=_HARMLESS, rescue=self._parts.rescue.save)
         try:
             self._wrapping_function(local_rank, trainer, function, args, kwargs, results, state)
         except RankFailedError as error:
