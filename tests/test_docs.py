@@ -13,9 +13,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtError
+from tests.harness.processes import wait_until
 from tests.harness.ranks import RankProcesses, by_hand_env, free_port, run_ranks
 from tests.harness.scripts import be_the_script, run_on_ranks, run_script
 from tests.harness.training import Net
@@ -152,6 +153,11 @@ def test_scripts_have_a_main_guard() -> None:
     assert [name for name, code in scripts if re.search(calls, code, re.MULTILINE)] == []
 
 
+def has_saved(directory: Path, run: int) -> bool:
+    """Whether a run in this directory, counted from 0, has saved an epoch."""
+    return any(directory.glob(f"lightning_logs/version_{run}/checkpoints/*.ckpt"))
+
+
 @pytest.mark.nightly
 def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -> None:
     """After SIGTERM to any rank the same command continues, as the page claims."""
@@ -164,8 +170,7 @@ def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -
         ) as ranks:
             begun = ranks.wait_for_output("Trainer(log_every_n_steps=", rank=0)
             found.append(bool(re.search(r"ckpt_path='last' is \S+/last-preempted\.ckpt", begun)))
-            while not any(tmp_path.glob(f"lightning_logs/version_{run}/checkpoints/*.ckpt")):
-                time.sleep(0.05)  # it trains once an epoch is saved
+            wait_until(partial(has_saved, tmp_path, run), lambda: "no epoch is saved", 120.0)
             ranks.kill(1, signal.SIGTERM)
             assert {outcome.exit_code for outcome in ranks.wait()} == {143}
     assert found == [False, True]

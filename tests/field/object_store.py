@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.environment import free_port
-from tests.harness.processes import MARK
+from tests.harness.processes import MARK, wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _NEEDED = ("moto", "flask", "s3fs")
 _SECONDS_TO_START = 60.0
-_POLL = 0.05  # seconds between two attempts to connect
 _PIECE = 1 << 16  # bytes that a slow gateway passes on together
 _REPLIES = {
     "busy": (
@@ -113,11 +112,12 @@ class ObjectStore:
                 stdout=log,
                 stderr=log,
             )
-        deadline = time.monotonic() + _SECONDS_TO_START
-        while not _accepts(port):
+
+        def accepts() -> bool:
             assert started.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, f"{words} does not listen"
-            time.sleep(_POLL)
+            return _accepts(port)
+
+        wait_until(accepts, lambda: f"{words} does not listen", _SECONDS_TO_START)
         return started
 
 

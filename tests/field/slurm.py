@@ -15,16 +15,14 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.harness.environment import free_port
-from tests.harness.processes import MARK
+from tests.harness.processes import MARK, wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "unshare")
-_POLL = 0.1  # seconds between two looks at the controller, which cannot be waited for
 _SECONDS_TO_START = 120.0
 _SECONDS_TO_EXIT = 300.0  # of a job, with one requeue, on a busy machine
 _FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
@@ -175,10 +173,7 @@ class Slurm:
     def _wait_until(
         self, condition: Callable[[], bool], otherwise: str, seconds: float = _SECONDS_TO_START
     ) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{otherwise} after {seconds:g} s\n{self._logs()}"
-            time.sleep(_POLL)
+        wait_until(condition, lambda: f"{otherwise} after {seconds:g} s\n{self._logs()}", seconds)
 
     def _logs(self) -> str:
         return "\n".join(
@@ -258,12 +253,15 @@ class Job:
 
     def wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
         """Fail with the job's output if a condition is not met in five minutes."""
-        deadline = time.monotonic() + _SECONDS_TO_EXIT
-        while not condition():
-            if time.monotonic() > deadline:
-                self._slurm.call("scancel", "--full", "--signal=KILL", self.number)
-                raise AssertionError(f"job {self.number} {otherwise}:\n{self.output}")
-            time.sleep(_POLL)
+        try:
+            wait_until(
+                condition,
+                lambda: f"job {self.number} {otherwise}:\n{self.output}",
+                _SECONDS_TO_EXIT,
+            )
+        except AssertionError:
+            self._slurm.call("scancel", "--full", "--signal=KILL", self.number)
+            raise
 
 
 def _munge_options(root: Path, files: dict[str, object]) -> list[str]:

@@ -27,6 +27,7 @@ import psutil
 # with that of the test run.
 MARK = "TEST_HARNESS_MARK"
 PIPE_SIZE = 1 << 20
+_LOOK_EVERY = 0.1  # seconds
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -54,6 +55,19 @@ def children() -> list[psutil.Process]:
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             found += [psutil.Process(int(pid)) for pid in path.read_text().split()]
     return found
+
+
+def wait_until(
+    condition: Callable[[], object], otherwise: Callable[[], str], seconds: float
+) -> None:
+    """Fail with a text if a condition is not met within some seconds.
+
+    For conditions outside of this process, which nothing announces.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(_LOOK_EVERY)
 
 
 def wait_until_exited(

@@ -152,8 +152,9 @@ class RankProcesses:
         self._ranks[rank].pipe.send_bytes(b"")
 
     def wait_for(self, point: str, rank: int) -> Any:
-        """Wait until the rank announces ``point``, and return the value that came with
-        it; an announcement counts once.
+        """Wait until the rank announces ``point``, and return the announced value.
+
+        An announcement counts once.
 
         Fail if the rank exits first, or after two minutes.
         """

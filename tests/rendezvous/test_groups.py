@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.rendezvous.process_context import join, leave
 from lightning_ddp_ext.threads import start_thread
+from tests.harness.processes import wait_until
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.training import backend
 from tests.rendezvous.servers import request
@@ -164,18 +164,14 @@ def form_without_the_last_rank(rank: int, world_size: int, where: str, raised: P
     context = join(replace(asked, timeout=timedelta(seconds=1)))
     assert context is not None
     if rank == 1:
-        with patch.object(dist, "new_group", lambda *_, **__: wait_for(raised)):
+        wait = partial(wait_until, raised.exists, lambda: "rank 0 has not raised", 60.0)
+        with patch.object(dist, "new_group", lambda *_, **__: wait()):
             context.new_group()
         return ""
     with pytest.raises(dist.DistError) as error:
         context.new_group()
     raised.touch()
     return type(error.value).__name__
-
-
-def wait_for(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.01)
 
 
 def test_a_later_group_forms_within_the_timeout_of_collectives(tmp_path: Path) -> None:
