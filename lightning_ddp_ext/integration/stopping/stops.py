@@ -159,7 +159,7 @@ class StopController:
             self._pass_on_late_signal(has_failed)
 
     def _pass_on_late_signal(self, has_failed: bool) -> None:
-        """Pass a signal that came after the last stop point to the current handler.
+        """Pass a signal that arrived after the last stop point to the current handler.
 
         A signal that has had its effect is not passed on.
         """
