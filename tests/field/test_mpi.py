@@ -21,8 +21,9 @@ _ROOT = str(Path(__file__).parents[2])
 _SECONDS_TO_EXIT = 60.0  # at most; without a watch, the ranks would train for longer
 
 
-# By default, Open MPI kills ranks a second after SIGTERM, which a busy machine exceeds.
-TIME_TO_SAVE = ["--mca", "odls_base_sigkill_timeout", "15"]
+# Open MPI waits for so many seconds before it passes SIGTERM on, and again before it kills
+# the ranks. By default, it waits for one second, which a busy machine exceeds.
+TIME_TO_SAVE = ["--mca", "odls_base_sigkill_timeout", "6"]
 OPTIONS = {"openmpi": ["--allow-run-as-root", "--oversubscribe", *TIME_TO_SAVE], "mpich": []}
 
 
@@ -73,9 +74,9 @@ def test_ranks_exit_after_their_killed_launcher(kind: str, tmp_path: Path) -> No
 def test_ranks_save_after_sigterm(kind: str, tmp_path: Path) -> None:
     """The same command then continues with the next step."""
     stop = f"act=test -e stopped || {{ touch stopped; kill {LAUNCHER[kind]}; }}"
-    ended = mpirun(tmp_path, "step=0.05", stop, kind=kind)
+    ended = mpirun(tmp_path, "step=0.2", stop, kind=kind)
     assert "all ranks stop after step" in ended.stdout, ended.stdout
-    ended = mpirun(tmp_path, "step=0.05", stop, kind=kind)
+    ended = mpirun(tmp_path, "step=0.2", stop, kind=kind)
     assert ended.returncode == 0, ended.stdout
     assert "rank 1 of 2 trained to step 200" in ended.stdout
     assert ended.stdout.count("rank 0 of 2 trains from step 0") == 1
