@@ -19,6 +19,7 @@ LOWEST_TORCH := $(shell $(LOWEST_OF) | grep '^torch==')
 LIGHTNING_NEXT := git+https://github.com/Lightning-AI/pytorch-lightning.git@master
 INSTALLED := .installed
 FIELD     := .field
+PROGRAMS  := .venv-programs
 # More than the cores of a small machine: tests wait for processes, and for limits to pass.
 PARALLEL  := --numprocesses 3 --dist worksteal
 PIP       := -m pip --disable-pip-version-check --no-input install --quiet
@@ -30,7 +31,7 @@ unexport $(filter-out DDPX_TESTS_% DDPX_GPU_TESTS_%,$(filter DDPX_% SLURM_% OMPI
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo docs test fast nightly slurm field gpu soak coverage lint types api dist test-wheel test-lowest test-next bench \
+.PHONY: help venv demo docs test fast nightly slurm field programs gpu soak coverage lint types api dist test-wheel test-lowest test-next bench \
     bench-quick clean
 
 help: ## List the targets
@@ -48,14 +49,15 @@ docs: venv ## Build the documentation into site/ (to read it: python3 -m http.se
 
 test: venv ## Lint, types, and the tests that need no GPU; types are checked meanwhile, and printed at the end
 	@checked=$$(mktemp); $(MAKE) --no-print-directory --keep-going lint types > "$$checked" 2>&1 & checks=$$!; \
-	    $(BIN)/python -m pytest -m "not gpu and not nightly and not field" $(PARALLEL) --durations 10; tests=$$?; \
+	    $(BIN)/python -m pytest -m "not gpu and not nightly and not field and not programs" $(PARALLEL) --durations 10; tests=$$?; \
 	    wait $$checks; failed=$$?; cat "$$checked"; rm "$$checked"; exit $$((tests || failed))
 
-nightly: venv ## The long tests that `make test` leaves out, those of `make gpu` on CPU stand-ins, 60 faults, and `make field`; SEED= of the first fault
+nightly: venv ## The long tests that `make test` leaves out, those of `make gpu` on CPU stand-ins, 60 faults, `make field`, and `make programs`; SEED= of the first fault
 	$(BIN)/python -m pytest -m "nightly and not field" $(PARALLEL) --durations 0
 	DDPX_GPU_TESTS_ON=cpu $(BIN)/python -m pytest tests/gpu $(PARALLEL)
 	$(MAKE) soak COUNT=60
 	$(MAKE) field
+	$(MAKE) programs
 
 slurm: venv ## The short jobs on a real SLURM of two nodes, which it starts itself, as root (three minutes)
 	@echo "Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
@@ -64,6 +66,10 @@ slurm: venv ## The short jobs on a real SLURM of two nodes, which it starts itse
 field: $(VENV)/$(FIELD) ## All jobs on a real SLURM, Open MPI, MPICH, two agents of torchrun, and an S3 server, as root (20 minutes)
 	@echo "Debian: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge openmpi-bin mpich"
 	$(BIN)/python -m pytest -m field $(PARALLEL) --durations 10
+
+programs: $(PROGRAMS)/$(INSTALLED) ## Ten programs of other people with ddp and with ddp_ext, and the recipes of docs/ (10 minutes, 3 GB)
+	$(PROGRAMS)/bin/python -m pytest tests/programs $(PARALLEL) --durations 10
+	$(PROGRAMS)/bin/python -m pytest tests/test_docs.py $(PARALLEL)
 
 fast: venv ## Tests without processes, and one run of each main promise (a minute)
 	$(BIN)/python -m pytest -m "unit or lowest" $(PARALLEL) --durations 10
@@ -77,7 +83,7 @@ soak: venv ## 300 faults in real runs, one after another, and as many killed sav
 	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults tests/integration/test_saving.py tests/integration/test_rescue.py -k 'survived or killed' --verbose
 
 coverage: venv ## All tests, with line coverage
-	$(BIN)/python -m pytest --cov -m "not gpu and not field" $(PARALLEL)
+	$(BIN)/python -m pytest --cov -m "not gpu and not field and not programs" $(PARALLEL)
 
 lint: venv ## Style and formatting
 	$(BIN)/ruff check .
@@ -131,6 +137,12 @@ $(VENV)/$(INSTALLED): pyproject.toml constraints.txt
 
 $(VENV)/$(FIELD): $(VENV)/$(INSTALLED)
 	$(VENV)/bin/python $(PIP) -c $(VENV)/constraints.txt -e '.[field]'
+	@touch $@
+
+$(PROGRAMS)/$(INSTALLED): pyproject.toml constraints.txt
+	$(call make-environment,$(PROGRAMS))
+	$(PROGRAMS)/bin/python $(PIP) -c constraints.txt $(TORCH)
+	$(PROGRAMS)/bin/python $(PIP) -c constraints.txt -e '.[programs]'
 	@touch $@
 
 $(WHEEL)/$(INSTALLED): pyproject.toml constraints.txt

@@ -1,0 +1,61 @@
+"""Programs that other people wrote train with ``ddp_ext`` as with ``ddp``, unchanged."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.scripts import run_script
+
+pytestmark = pytest.mark.programs
+_HERE = Path(__file__).parent
+
+CLI = [
+    "fit",
+    "--trainer.strategy={}",
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=2",
+    "--trainer.max_epochs=1",
+    "--trainer.logger=false",
+    "--trainer.callbacks=tests.programs.outcome.LightningNumbers",
+    "--seed_everything=1",
+]
+# Each script, and its arguments with the strategy's name in the place of {}.
+PROGRAMS = {
+    "chemprop": ["train_chemprop", "{}"],
+    "scvi-tools": ["train_scvi", "{}"],
+    "darts": ["train_darts", "{}"],
+    "pytorch-forecasting": ["train_pytorch_forecasting", "{}"],
+    "neuralforecast": ["train_neuralforecast", "{}"],
+    "gluonts": ["train_gluonts", "{}"],
+    "LightningCLI": ["train_cli", *CLI],
+    "Hydra": ["train_hydra", "strategy={}"],
+    "Hydra's multirun": ["train_hydra", "--multirun", "strategy={}", "lr=0.1,0.01"],
+    "Optuna": ["train_optuna", "{}"],
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_numbers_are_those_of_ddp(program: str) -> None:
+    """Parameters, steps and metrics, for as many trainings as the program has."""
+    script, *words = PROGRAMS[program]
+    of_ddp = numbers(script, [word.format("ddp") for word in words])
+    of_ours = numbers(script, [word.format("ddp_ext") for word in words])
+    assert of_ddp
+    assert of_ours == of_ddp
+
+
+def numbers(script: str, words: list[str]) -> list[dict[str, Any]]:
+    """Return what each training of the script came to; fail unless all used two ranks
+    and the script succeeds.
+    """
+    outcome = run_script(_HERE / f"{script}.py", *words)
+    assert outcome.exit_code == 0, outcome.story()
+    lines = re.findall(r"^numbers (.*)$", outcome.output, re.MULTILINE)
+    found = [json.loads(line) for line in lines]
+    assert all(each["ranks"] == 2 for each in found), found
+    return found
