@@ -178,8 +178,9 @@ class EpochCursor:
         self._uneven = uneven
         self.resume_data = resume_data
         self.known_seed: int | None = None
-        # Where the last training ended, and this rank's state there.
-        self._end: tuple[Restart, dict[str, Any]] | None = None
+        self._trainer: Any = None
+        # Where the Trainer's last training ended, and this rank's state there.
+        self._ended_at: tuple[Restart, dict[str, Any]] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -191,10 +192,11 @@ class EpochCursor:
 
     def attach(self, trainer: Any) -> None:
         """Reset the state for a Trainer that has not loaded a checkpoint."""
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit" or trainer is not self._trainer:
             # Otherwise a checkpoint still describes the earlier training.
             self.known_seed = None
-            self._end = None
+            self._ended_at = None
+        self._trainer = trainer
         self._reset()
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
@@ -535,7 +537,7 @@ class EpochCursor:
             "epoch_loop.batch_progress": loop.epoch_loop.batch_progress.state_dict(),
         }
         restart = self._find_restart(loops)
-        self._end = (restart, self._state_at(restart, loops))
+        self._ended_at = (restart, self._state_at(restart, loops))
 
     # Recording and saving.
 
@@ -554,12 +556,10 @@ class EpochCursor:
         """
         if "loops" not in checkpoint:
             return
-        is_running = fetcher_of(self._strategy.current_trainer.fit_loop) is not None
-        end = None if is_running else self._end
-        end = end or self._end_at(checkpoint["loops"]["fit_loop"])
-        if end is None:
+        position = self._position_to_save(checkpoint["loops"]["fit_loop"])
+        if position is None:
             return
-        restart, own = end
+        restart, own = position
         if not self._checkpoints.is_interrupted:
             ranks = self._checkpoints.to_rank_zero(own, what)
         elif self._strategy.world_size == 1:
@@ -568,13 +568,17 @@ class EpochCursor:
             ranks = [without_random_state(own)]
         checkpoint[KEY] = self.section(restart, self._stops.stopped, ranks)
 
-    def _end_at(self, loops: Mapping[str, Any]) -> tuple[Restart, dict[str, Any]] | None:
-        """Return where training continues from here, and this rank's state.
+    def _position_to_save(self, loops: Mapping[str, Any]) -> tuple[Restart, dict[str, Any]] | None:
+        """Return where training continues, and this rank's state there.
 
-        Return ``None`` if nothing has been trained, or if its loaders are missing.
+        Return ``None`` if nothing has been trained.
         """
+        fit_loop = self._strategy.current_trainer.fit_loop
+        is_running = fetcher_of(fit_loop) is not None
+        if self._ended_at is not None and not is_running:
+            return self._ended_at
         restart = self._find_restart(loops)
-        has_loaders = combined_loader_of(self._strategy.current_trainer.fit_loop) is not None
+        has_loaders = combined_loader_of(fit_loop) is not None
         needs_only_random_state = not restart.is_within and restart.epoch > 0
         if not has_loaders and not needs_only_random_state:
             return None
