@@ -112,7 +112,7 @@ class ResumedEpoch:
         restart: where training continues, with the batches of this number of ranks. It
             is the start of the epoch if that is repeated.
         batches: the number of the epoch's batches, if known from the checkpoint.
-        placed: the positions that continue from the checkpoint; empty before.
+        placed: the positions of the loaders that were looked at; empty before.
         has_random_state: whether the random state was restored.
     """
 
@@ -178,8 +178,8 @@ class EpochCursor:
         self._uneven = uneven
         self.resume_data = resume_data
         self.known_seed: int | None = None
-        self._trainer: Any = None
-        # Where the Trainer's last training ended, and this rank's state there.
+        self._last_trainer: Any = None
+        # Where its last training ended, and this rank's state there.
         self._ended_at: tuple[Restart, dict[str, Any]] | None = None
         self._reset()
 
@@ -190,24 +190,27 @@ class EpochCursor:
         self._combined_iterator: Any = None  # of the epoch that was entered last
         self._validated_at = math.inf
 
+    @property
+    def _trainer(self) -> Any:
+        return self._strategy.current_trainer
+
     def attach(self, trainer: Any) -> None:
         """Reset the state for a Trainer that has not loaded a checkpoint."""
-        if trainer.state.fn == "fit" or trainer is not self._trainer:
+        if trainer.state.fn == "fit" or trainer is not self._last_trainer:
             # Otherwise a checkpoint still describes the earlier training.
             self.known_seed = None
             self._ended_at = None
-        self._trainer = trainer
+        self._last_trainer = trainer
         self._reset()
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Prepare to resume from a checkpoint, and change its loop state."""
-        trainer = self._strategy.current_trainer
-        is_fitting = trainer.state.fn == "fit"
+        is_fitting = self._trainer.state.fn == "fit"
         if not is_fitting or "loops" not in checkpoint or self.resume_data == "stock":
             return
         saved = read_saved(
             checkpoint,
-            accumulated=trainer.accumulate_grad_batches,
+            accumulated=self._trainer.accumulate_grad_batches,
             repeats_epoch=self.resume_data == "epoch",
         )
         checkpoint["loops"]["fit_loop"] = saved.loops_at(saved.restart)
@@ -232,7 +235,7 @@ class EpochCursor:
 
         It is correct even before Lightning reads the checkpoint.
         """
-        epoch = epoch_of(self._strategy.current_trainer)
+        epoch = epoch_of(self._trainer)
         return epoch if self.resumed is None else max(epoch, self.resumed.restart.epoch)
 
     # Iterators.
@@ -243,9 +246,8 @@ class EpochCursor:
         In the fit loop it starts at the training position; in an evaluation loop or
         user code, at the beginning.
         """
-        trainer = self._strategy.current_trainer
         is_trained = loader.position is not None
-        loop = trainer.fit_loop if is_trained else active_loop_of(trainer)
+        loop = self._trainer.fit_loop if is_trained else active_loop_of(self._trainer)
         with self._in_epoch(loader):
             if not any(iterator is each for each in iterators_of(loop)):
                 rewind(loader.loader)
@@ -255,10 +257,10 @@ class EpochCursor:
                 return loader.start_evaluation()
             if combined_iterator_of(loop) is not self._combined_iterator:
                 self._enter_epoch()
-                return self._start_together(loader, iterator)
-            # Requested when the loader's earlier iterator ended.
+                return self._start_together(iterator)
+            # If it replaces an iterator that ended, the batch was announced to that one.
             iterator.is_announced = True
-            return self._start_at_position(loader, iterator)
+            return self._start_at_position(iterator)
 
     @contextmanager
     def _in_epoch(self, loader: DistributedLoader) -> Iterator[None]:
@@ -274,62 +276,59 @@ class EpochCursor:
 
     def _enter_epoch(self) -> None:
         """Find the position at which the epoch begins or continues."""
-        trainer = self._strategy.current_trainer
-        self._combined_iterator = combined_iterator_of(trainer.fit_loop)
+        self._combined_iterator = combined_iterator_of(self._trainer.fit_loop)
         epoch = self.epoch
+        if self.resumed is not None and epoch > self.resumed.restart.epoch:
+            self.resumed = None
         resumed = self.resumed
-        if resumed is not None and epoch > resumed.restart.epoch:
-            resumed = self.resumed = None
         if resumed is not None:
             self._place(resumed)
             if resumed.restores_before_iterators:
                 self._restore_random_state(resumed)
         if resumed is None or not resumed.restart.is_within:
-            for position in positions_of(trainer):
+            for position in positions_of(self._trainer):
                 position.start_epoch(epoch)
         self.record("epoch")
         self._recorder.note(Kind.EPOCH)
 
-    def _start_together(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
-        """Start the iterators of all training loaders, and return that of one loader."""
-        batches = self._start_at_position(loader, iterator)
-        for other in iterators_of(self._strategy.current_trainer.fit_loop):
+    def _start_together(self, iterator: LazyIterator) -> Iterator[Any]:
+        """Start the iterators of all training loaders, and return the batches of one."""
+        batches = self._start_at_position(iterator)
+        for other in iterators_of(self._trainer.fit_loop):
             if other is not iterator:
                 other.start()
         if self.resumed is not None and self.resumed.restores_after_iterators:
             self._restore_random_state(self.resumed)
         return batches
 
-    def _start_at_position(
-        self, loader: DistributedLoader, iterator: LazyIterator
-    ) -> Iterator[Any]:
+    def _start_at_position(self, iterator: LazyIterator) -> Iterator[Any]:
+        """Start an iterator over a training loader at the loader's position."""
         if self._has_no_batches_left:
             return iter(())
-        position = loader.position
+        position = iterator.loader.position
         batches = self._uneven.give_batches(position.start_iterator(), position)
         self._recorder.has_new_iterator = True
-        if position is not positions_of(self._strategy.current_trainer)[0]:
+        if position is not positions_of(self._trainer)[0]:
             return batches
         iterator.before_next = self._before_batch
-        return _warn_of_early_end(loader, batches)
+        return _warn_of_early_end(iterator.loader, batches)
 
     @property
     def _has_no_batches_left(self) -> bool:
-        """Whether no batches of a resumed epoch are left, maybe because of a new limit."""
+        """Whether a resumed epoch is complete, possibly because of a new limit."""
         if self.resumed is None:
             return False
         restart = self.resumed.restart
-        limit = self._strategy.current_trainer.num_training_batches
+        limit = self._trainer.num_training_batches
         is_cut = restart.at == "batch_end" and restart.done >= limit > 0
         return restart.is_last or is_cut
 
     def _before_batch(self) -> None:
         """Stop if the ranks agreed to, and record the random state of a new step."""
-        trainer = self._strategy.current_trainer
-        accumulated = trainer.accumulate_grad_batches
+        accumulated = self._trainer.accumulate_grad_batches
         self._stops.before_batch()
-        schedule_timed_validation(trainer, self._validated_at)
-        if trainer.fit_loop.epoch_loop.batch_progress.current.processed % accumulated == 0:
+        schedule_timed_validation(self._trainer, self._validated_at)
+        if self._trainer.fit_loop.epoch_loop.batch_progress.current.processed % accumulated == 0:
             self._recorder.note(Kind.WINDOW)
             if accumulated > 1:
                 self.record("step")
@@ -345,7 +344,7 @@ class EpochCursor:
             ResumeError: the data differs from the resumed run's; or its order does,
                 with ``resume_data="strict"``.
         """
-        positions = positions_of(self._strategy.current_trainer)
+        positions = positions_of(self._trainer)
         is_placed = bool(resumed.placed) and resumed.placed[0] is positions[0]
         if is_placed or not resumed.restart.is_within:
             return
@@ -365,38 +364,25 @@ class EpochCursor:
 
         Return the name of the first one that does not draw the same as the resumed run.
         """
-        saved = resumed.saved
-        epoch = saved.restart.epoch
-        trainer = self._strategy.current_trainer
-        loaders = training_loaders_of(trainer)
-        states = saved.state_of(self._strategy.global_rank)["loaders"]
-        if len(states) != len(loaders):
-            raise ResumeError(
-                f"epoch {epoch} cannot be resumed in the middle: it began with {len(states)}"
-                f" training loaders, but there are {len(loaders)} now; use the same loaders, or"
-                f" {FROM_THE_EPOCHS_START}"
-            )
-        for loader, state in zip(loaders, states, strict=True):
-            loader.position.check(state)
-        self._count(resumed, loaders, states)
+        epoch = resumed.restart.epoch
+        rank = self._strategy.global_rank
+        states = resumed.saved.state_of(rank)["loaders"]
+        _check(resumed.placed, states, epoch)
+        self._count(resumed, states)
         different = []
-        for loader, state in zip(loaders, states, strict=True):
+        for loader, state in zip(training_loaders_of(self._trainer), states, strict=True):
             position = loader.position
-            position.on_progress = partial(report_progress, trainer)
-            if position.is_by_rank and state["at"] and not saved.has_state_of_each_rank:
+            position.on_progress = partial(report_progress, self._trainer)
+            needs_own_state = position.is_by_rank and state["at"] > 0
+            if needs_own_state and resumed.saved.random_state_of(rank) is None:
                 different.append(position.name)
                 continue
             with self._in_epoch(loader):
                 if not position.continue_epoch(epoch, state, done=resumed.restart.done):
                     different.append(position.name)
-        return different[0] if different else None
+        return next(iter(different), None)
 
-    def _count(
-        self,
-        resumed: ResumedEpoch,
-        loaders: Sequence[DistributedLoader],
-        states: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def _count(self, resumed: ResumedEpoch, states: Sequence[Mapping[str, Any]]) -> None:
         """Compute the number of batches done and the epoch's number of batches.
 
         Both are for this number of ranks. Batches after the last optimiser step are not
@@ -406,17 +392,15 @@ class EpochCursor:
         remaining batches, because the longest loader, which ends the epoch, is read
         only once.
         """
-        trainer = self._strategy.current_trainer
-        positions = [loader.position for loader in loaders]
-        combine = min if mode_of(combined_loader_of(trainer.fit_loop)) == "min_size" else max
-        whole = combine(batches_of(position.loader) for position in positions)
+        combine = min if mode_of(combined_loader_of(self._trainer.fit_loop)) == "min_size" else max
+        whole = combine(batches_of(position.loader) for position in resumed.placed)
         left = combine(
             position.left_after(state["at"])
-            for position, state in zip(positions, states, strict=True)
+            for position, state in zip(resumed.placed, states, strict=True)
             if not state["number"]
         )
         if math.inf not in (whole, left):
-            accumulated = trainer.accumulate_grad_batches
+            accumulated = self._trainer.accumulate_grad_batches
             done = int(whole - left) // accumulated * accumulated
             resumed.restart = replace(resumed.restart, done=done)
             resumed.batches = done + left
@@ -451,8 +435,7 @@ class EpochCursor:
         random = resumed.saved.random_state_of(self._strategy.global_rank)
         if random is None:
             return
-        trainer = self._strategy.current_trainer
-        reloads = trainer.reload_dataloaders_every_n_epochs > 0
+        reloads = self._trainer.reload_dataloaders_every_n_epochs > 0
         has_new_loaders = resumed.restart.begins_epoch and reloads
         generators = training_generators(self._strategy, with_loaders=not has_new_loaders)
         restore_random_state(random, generators)
@@ -477,14 +460,12 @@ class EpochCursor:
 
     def _describes_loops(self, restart: Restart) -> bool:
         """Whether Lightning's loops are at a restart."""
-        trainer = self._strategy.current_trainer
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        return (epoch_of(trainer), done) == (restart.epoch, restart.done)
+        done = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        return (epoch_of(self._trainer), done) == (restart.epoch, restart.done)
 
     def _correct_loops(self, resumed: ResumedEpoch) -> None:
         """Change what the checkpoint's loop state did not yet take into account."""
-        trainer = self._strategy.current_trainer
-        fit_loop = trainer.fit_loop
+        fit_loop = self._trainer.fit_loop
         restart = resumed.restart
         saved = resumed.saved
         if restart.at != saved.restart.at:
@@ -500,8 +481,8 @@ class EpochCursor:
         current = fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = restart.done
         current.completed = restart.done - 1 if restart.at == "batch_end" else restart.done
-        if resumed.batches < trainer.num_training_batches:
-            end_epoch_after(trainer, int(resumed.batches))
+        if resumed.batches < self._trainer.num_training_batches:
+            end_epoch_after(self._trainer, int(resumed.batches))
 
     def on_train_batch_start(self) -> None:
         """Let Lightning's loops continue as usual in a resumed epoch.
@@ -510,7 +491,7 @@ class EpochCursor:
         """
         if self.resumed is not None and self.resumed.restart.is_within:
             # Otherwise the epoch's end would skip schedulers that monitor a metric.
-            end_restart(self._strategy.current_trainer.fit_loop)
+            end_restart(self._trainer.fit_loop)
 
     def on_validation_end(self) -> None:
         """Record the time of the validation.
@@ -518,11 +499,10 @@ class EpochCursor:
         If the resume began with it, let the epoch end as usual.
         """
         self._validated_at = time.monotonic()
-        trainer = self._strategy.current_trainer
-        if self.resumed is None or trainer.sanity_checking:
+        if self.resumed is None or self._trainer.sanity_checking:
             return
         if self.resumed.restart.at == "validation":
-            end_restart(trainer.fit_loop)
+            end_restart(self._trainer.fit_loop)
 
     def on_train_end(self) -> None:
         """Record where training ended, and this rank's state there.
@@ -530,7 +510,7 @@ class EpochCursor:
         It is called before Lightning resets its loops and an evaluation removes the
         loaders.
         """
-        loop = self._strategy.current_trainer.fit_loop
+        loop = self._trainer.fit_loop
         # Its whole state would include those of loaders, which may be large.
         loops = {
             "epoch_progress": loop.epoch_progress.state_dict(),
@@ -546,7 +526,7 @@ class EpochCursor:
         self._recorded[moment] = self._current_state()
 
     def _current_state(self) -> RecordedState:
-        given = [position.given for position in positions_of(self._strategy.current_trainer)]
+        given = [position.given for position in positions_of(self._trainer)]
         return RecordedState(record_random_state(training_generators(self._strategy)), given)
 
     def save_to(self, checkpoint: dict[str, Any], what: str) -> None:
@@ -573,7 +553,7 @@ class EpochCursor:
 
         Return ``None`` if nothing has been trained.
         """
-        fit_loop = self._strategy.current_trainer.fit_loop
+        fit_loop = self._trainer.fit_loop
         is_running = fetcher_of(fit_loop) is not None
         if self._ended_at is not None and not is_running:
             return self._ended_at
@@ -585,18 +565,17 @@ class EpochCursor:
         return restart, self._state_at(restart, loops)
 
     def _find_restart(self, loops: Mapping[str, Any]) -> Restart:
-        trainer = self._strategy.current_trainer
-        fetcher = fetcher_of(trainer.fit_loop)
+        fetcher = fetcher_of(self._trainer.fit_loop)
         return find_restart(
             loops,
-            accumulated=trainer.accumulate_grad_batches,
+            accumulated=self._trainer.accumulate_grad_batches,
             stopped=self._stops.stopped,
             has_ended=fetcher is not None and fetcher.done,
         )
 
     def _state_at(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's random states and positions."""
-        positions = positions_of(self._strategy.current_trainer) if restart.is_within else []
+        positions = positions_of(self._trainer) if restart.is_within else []
         processed = loops["epoch_loop.batch_progress"]["current"]["processed"]
         recorded = self._recorded_for(restart, processed)
         loaders = [
@@ -627,6 +606,20 @@ class EpochCursor:
             "stopped": stopped,
             "ranks": ranks,
         }
+
+
+def _check(
+    positions: Sequence[LoaderPosition], states: Sequence[Mapping[str, Any]], epoch: int
+) -> None:
+    """Raise if the training loaders are not those of which the states were saved."""
+    if len(states) != len(positions):
+        raise ResumeError(
+            f"epoch {epoch} cannot be resumed in the middle: it began with {len(states)} training"
+            f" loaders, but there are {len(positions)} now; use the same loaders, or"
+            f" {FROM_THE_EPOCHS_START}"
+        )
+    for position, state in zip(positions, states, strict=True):
+        position.check(state)
 
 
 def _warn_of_early_end(loader: DistributedLoader, batches: Iterator[Any]) -> Iterator[Any]:

@@ -210,8 +210,9 @@ def _count_steps(fit_loop: Mapping[str, Any], restart: Restart, stopped: Stopped
     )
     if is_in_last_batch_end:
         return 1
-    # At a batch's end, `_TrainingEpochLoop.reset` adds one.
-    return -1 if restart.at == "batch_end" and is_step_counted else 0
+    if restart.at == "batch_end" and is_step_counted:
+        return -1  # `_TrainingEpochLoop.reset` adds one
+    return 0
 
 
 def _count_batches(progress: dict[str, Any], restart: Restart) -> None:

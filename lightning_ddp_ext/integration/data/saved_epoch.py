@@ -42,11 +42,6 @@ class SavedEpoch:
         """Return a state of the fit loop from which Lightning continues correctly."""
         return change_to(self.loops, restart, stopped=self.stopped)
 
-    @property
-    def has_state_of_each_rank(self) -> bool:
-        """Whether each rank's own random states and loader states were saved."""
-        return bool(self.ranks) and self.ranks[0]["random"] is not None
-
     def state_of(self, rank: int) -> Mapping[str, Any]:
         """Return a rank's state.
 
