@@ -35,8 +35,7 @@ class DistributedLoader:
             keep it.
         position: the training position in the loader; ``None`` for an evaluation
             loader.
-        start_evaluation: starts an iterator over an evaluation loader; ``None`` if
-            nothing depends on its steps.
+        start_evaluation: starts an iterator over an evaluation loader.
         on_iterator: called when an iterator is created.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
@@ -51,7 +50,7 @@ class DistributedLoader:
         self.start_iterator = start_iterator
         self.length: int | None = None
         self.position: Any = None
-        self.start_evaluation: Callable[[], Iterator[Any]] | None = None
+        self.start_evaluation: Callable[[], Iterator[Any]] = lambda: iter(self.loader)
         self.on_iterator: Callable[[], object] = lambda: None
 
     def shown(self) -> Any:
@@ -70,10 +69,18 @@ class DistributedLoader:
 
 
 class LazyIterator(Iterator[Any]):
-    """An iterator of a :class:`DistributedLoader` that starts at its first batch."""
+    """An iterator of a :class:`DistributedLoader` that starts at its first batch.
+
+    Attributes:
+        loader: the loader.
+        before_next: called for each request of a batch, also after the end.
+        is_announced: whether it was already called for the first request.
+    """
 
     def __init__(self, loader: DistributedLoader) -> None:
         self.loader = loader
+        self.before_next: Callable[[], object] = lambda: None
+        self.is_announced = False
         self._batches: Iterator[Any] | None = None
 
     def start(self) -> Iterator[Any]:
@@ -83,7 +90,11 @@ class LazyIterator(Iterator[Any]):
         return self._batches
 
     def __next__(self) -> Any:
-        return next(self.start())
+        batches = self.start()
+        if not self.is_announced:
+            self.before_next()
+        self.is_announced = False
+        return next(batches)
 
 
 def source_of(loader: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
 
@@ -24,8 +24,8 @@ from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .checkpoints.collective import Checkpoints
 from .checkpoints.fit_identity import KEY as FILE_KEY
 from .checkpoints.run_files import RunFiles
+from .data.cursor import ResumeData
 from .data.loaders import Order, TrainerLoaders
-from .data.resume import ResumeData
 from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
 from .layer_sync import RanksLayerSync
@@ -205,11 +205,13 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.checkpoints = Checkpoints(self, deadline)
         self.stops = StopController(self, self.files, self.checkpoints, deadline)
         self.recorder = Recorder(self)
+        self._replaced = ReplacedMethods()
         self.data = TrainerLoaders(
             self,
             self.checkpoints,
             self.stops,
             self.recorder,
+            self._replaced,
             order=sampler,
             exact_evaluation=exact_evaluation,
             uneven_inputs=uneven_inputs,
@@ -223,7 +225,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             averages_models=model_averaging_period is not None,
             files=self.files,
             stops=self.stops,
-            training=self.data.training,
+            cursor=self.data.cursor,
             recorder=self.recorder,
         )
         self.averaging = GradientAveraging(
@@ -233,7 +235,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             wrapper=ddp_comm_wrapper,
             state=ddp_comm_state,
         )
-        self._replaced = ReplacedMethods()
 
     @property
     def world(self) -> World:
@@ -293,7 +294,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None
     ) -> None:
-        self.data.training.save_to(checkpoint, f"saving {os.fspath(filepath)}")
+        self.data.cursor.save_to(checkpoint, f"saving {os.fspath(filepath)}")
         if os.fspath(filepath) == self.files.stop_path:
             checkpoint[FILE_KEY] = self.files.identity.content
         self.checkpoints.save(checkpoint, filepath, storage_options)
@@ -310,18 +311,13 @@ class DDPExtStrategy(RankDevicesStrategy):
         is_restore = self.checkpoints.is_restoring(checkpoint_path)
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only=weights_only)
         if is_restore:
-            self.data.training.resume_from(checkpoint)
+            self.data.cursor.restore(checkpoint)
         return checkpoint
 
     def _restore_chosen_file(
         self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any
     ) -> None:
         self.checkpoints.restore(restore, self.files.chosen(path), *args, **kwargs)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.data.training.on_loops_restored(checkpoint)
-        super().load_optimizer_state_dict(checkpoint)
 
     # The Trainer's run.
 
@@ -337,7 +333,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         if trainer_of(model) is not None:  # a user may connect a model without a run
             self.set_world_ranks()  # not yet set in a spawned rank
             # configure_callbacks runs next and may load the data.
-            self.data.attach(model.trainer, self._replaced)
+            self.data.attach(model.trainer)
 
     @override
     def setup_environment(self) -> None:
@@ -356,14 +352,14 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_start(self) -> None:
         self.data.uneven.report_step_if_even()
-        self.data.training.on_train_start()
+        self.data.cursor.on_train_start()
         self.monitored.start_training()
         self.averaging.on_train_start()
 
     @override
     def on_validation_start(self) -> None:
         self._start_evaluation()
-        self.data.training.record_random_state("validation")
+        self.data.cursor.record("validation")
         self.recorder.note(Kind.BATCH)
 
     def _start_evaluation(self) -> None:
@@ -375,7 +371,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_train_end(self) -> None:
         self.data.uneven.report_step_if_even()
         self.monitored.compare()
-        self.data.training.on_train_end()
+        self.data.cursor.on_train_end()
         self.stops.at_end()
 
     def _end_evaluation(self) -> None:
@@ -386,7 +382,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_validation_end(self) -> None:
         self.monitored.compare()
-        self.data.training.on_validation_end()
+        self.data.cursor.on_validation_end()
         self.recorder.note(Kind.VALIDATED)
         self._end_evaluation()
 
@@ -400,7 +396,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             super().teardown()
         finally:
             self._replaced.restore_all()
-            self.data.training.end()
             self.rescue.end()
             self.stops.detach()
 

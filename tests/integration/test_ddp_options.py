@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.integration.data.resume import training_generators
+from lightning_ddp_ext.integration.data.positions import training_generators
 from lightning_ddp_ext.reductions.gradients import average_gradients
 from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks

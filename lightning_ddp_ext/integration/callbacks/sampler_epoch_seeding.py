@@ -64,7 +64,7 @@ class SamplerEpochSeeding(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         data = getattr(trainer.strategy, "data", None)
         if isinstance(data, TrainerLoaders):
-            data.training.seeding = self._of_workers
+            data.cursor.seeding = self._of_workers
             return
         self._replaced.restore_all()
 

@@ -1,13 +1,12 @@
-"""Choose samplers for a strategy's loaders, wrap the loaders, and iterate over them.
+"""Choose samplers for a strategy's loaders, and wrap the loaders.
 
 Lightning calls :meth:`TrainerLoaders.prepare` where it would put its own sampler into a
 loader. The result is a proxy of a ``DistributedLoader``, whose iterators
-:meth:`TrainerLoaders.start_iterator` starts.
+:class:`~.cursor.EpochCursor` starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import inf
 from typing import Any, Literal, get_args
 
@@ -21,15 +20,8 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import (
-    DistributedLoader,
-    LazyIterator,
-    batches_of,
-    name_of,
-    own_copy,
-    source_of,
-)
-from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of, rewind
+from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, name_of, source_of
+from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of
 from lightning_ddp_ext.data.resampled import REMEDY, with_batches_of, with_sampler
 from lightning_ddp_ext.data.samplers import (
     ExactDistributedSampler,
@@ -42,14 +34,13 @@ from lightning_ddp_ext.errors import ConfigurationError
 from ..checkpoints.collective import Checkpoints
 from ..host import Host
 from ..options import check_choice
-from ..private.compat import active_loop_of, has_saved_arguments, iterators_of, needs_sampler
+from ..private.compat import has_saved_arguments, needs_sampler
 from ..private.lightning_tree import RunningStage, pl, update_dataloader
 from ..private.replaced_methods import Prepare, ReplacedMethods
 from ..stopping.recorder import Recorder
 from ..stopping.stops import StopController
+from .cursor import EpochCursor, ResumeData
 from .evaluation import EVALUATED, Evaluation, can_count_once
-from .resume import ResumeData
-from .training_data import TrainingData
 from .uneven import UnevenInputs, UnevenMode
 
 Order = Literal["torch", "scalable"]
@@ -68,6 +59,7 @@ class TrainerLoaders:
         checkpoints: Checkpoints,
         stops: StopController,
         recorder: Recorder,
+        replaced: ReplacedMethods,
         *,
         order: Order,
         exact_evaluation: bool,
@@ -81,30 +73,31 @@ class TrainerLoaders:
         self._strategy = strategy
         self._stops = stops
         self._recorder = recorder
+        self._replaced = replaced
         self._order = order
         self._exact_evaluation = exact_evaluation
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
-        self.training = TrainingData(
-            strategy, checkpoints, stops, recorder, self.uneven, resume_data
+        self.cursor = EpochCursor(
+            strategy, checkpoints, stops, recorder, replaced, self.uneven, resume_data
         )
 
-    def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
+    def attach(self, trainer: Any) -> None:
         """Reset the state, and make a Trainer call :meth:`prepare`.
 
         The Trainer then calls it where it would put its own sampler into a loader.
         """
-        self.training.attach(trainer)
+        self.cursor.attach(trainer)
         self.uneven.start_run()
         self.evaluation.end()
-        replaced.prepare_loaders(trainer, by=self.prepare)
+        self._replaced.prepare_loaders(trainer, by=self.prepare)
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Let the loops continue as usual, and compare the ranks' first batches.
 
         Collective if the loaders are new.
         """
-        self.training.resume.on_train_batch_start()
+        self.cursor.on_train_batch_start()
         self.uneven.on_train_batch_start(self._strategy.current_trainer, batch)
 
     def prepare(
@@ -116,7 +109,7 @@ class TrainerLoaders:
         """
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
         dealt = self._with_sampler(as_lightning, source, shuffle, stage)
-        loader = DistributedLoader(dealt, self.start_iterator)
+        loader = DistributedLoader(dealt, self.cursor.start)
         if stage in EVALUATED:
             self.evaluation.prepare(loader, stage, is_dealt=dealt is not source)
             loader.on_iterator = self._before_validation
@@ -193,7 +186,7 @@ class TrainerLoaders:
         if is_evaluated and not self._exact_evaluation:
             return None
         is_predicted = stage == RunningStage.PREDICTING
-        options = {**self._strategy.distributed_sampler_kwargs, "seed": self.training.seed}
+        options = {**self._strategy.distributed_sampler_kwargs, "seed": self.cursor.seed}
         inner = getattr(loader.batch_sampler, "sampler", None)
         is_divided = isinstance(inner, DistributedSampler) or batches_of(inner) == inf
         is_plain = type(loader.batch_sampler) is BatchSampler and not is_divided
@@ -213,30 +206,6 @@ class TrainerLoaders:
             )
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
         return kind(loader.dataset, shuffle=shuffle, **options)
-
-    # Iteration.
-
-    def start_iterator(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
-        """Start an iterator over a loader, because its first batch was requested.
-
-        In the fit loop it starts at the training position; in an evaluation loop or
-        user code, at the beginning.
-        """
-        trainer = self._strategy.current_trainer
-        is_trained = loader.position is not None
-        loop = trainer.fit_loop if is_trained else active_loop_of(trainer)
-        with self.training.in_epoch(loader):
-            if not any(iterator is each for each in iterators_of(loop)):
-                rewind(loader.loader)
-                return iter(own_copy(loader.loader))
-            if is_trained:
-                return self.training.start_iterator(loader, self.training.epoch)
-            rewind(loader.loader)
-            return (
-                iter(loader.loader)
-                if loader.start_evaluation is None
-                else loader.start_evaluation()
-            )
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:

@@ -92,21 +92,20 @@ def find_restart(
     epoch = fit_loop["epoch_progress"]["current"]
     batch = fit_loop["epoch_loop.batch_progress"]
     done = batch["current"]["processed"]
-    is_last = batch["is_last_batch"]
-    if epoch["started"] == epoch["processed"]:
-        if is_last or has_ended or not done:
+    is_between_epochs = epoch["started"] == epoch["processed"]
+    all_batches_done = batch["is_last_batch"] and batch["current"]["ready"] == done
+    is_in_last_batch_end = all_batches_done and batch["current"]["completed"] < done
+    if is_between_epochs:
+        if batch["is_last_batch"] or has_ended or not done:
             return Restart("epoch_start", epoch["processed"])
         # Ended early by max_steps.
         return _after_last_step(epoch["processed"] - 1, done, accumulated)
-    if is_last and batch["current"]["ready"] == done:
-        if batch["current"]["completed"] < done:  # saved in on_train_batch_end
-            return Restart("epoch_start", epoch["processed"] + 1)
-        at: Literal["validation", "epoch_end"] = (
-            "validation" if stopped == "validation" else "epoch_end"
-        )
-        return Restart(at, epoch["processed"], done, is_last=True)
-    if stopped == "validation" and done % accumulated == 0:
-        return Restart("validation", epoch["processed"], done)
+    if is_in_last_batch_end:
+        return Restart("epoch_start", epoch["processed"] + 1)
+    if stopped == "validation" and (all_batches_done or done % accumulated == 0):
+        return Restart("validation", epoch["processed"], done, is_last=all_batches_done)
+    if all_batches_done:
+        return Restart("epoch_end", epoch["processed"], done, is_last=True)
     return _after_last_step(epoch["processed"], done, accumulated)
 
 
@@ -116,11 +115,9 @@ def _after_last_step(epoch: int, processed: int, accumulated: int) -> Restart:
     Checkpoints do not contain accumulated gradients.
     """
     done = processed - processed % accumulated
-    return (
-        Restart("batch_end", epoch, done)
-        if done
-        else Restart("epoch_start", epoch, has_started=True)
-    )
+    if not done:
+        return Restart("epoch_start", epoch, has_started=True)
+    return Restart("batch_end", epoch, done)
 
 
 def complete_batch(
@@ -185,34 +182,51 @@ def change_to(
     changed = copy.deepcopy(dict(fit_loop))
     if restart.at == "epoch_end":
         return changed
-    epoch = changed["epoch_progress"]
-    batch = changed["epoch_loop.batch_progress"]
-    processed = batch["current"]["processed"]
-    ready = batch["current"]["ready"]
-    is_between_epochs = epoch["current"]["started"] == epoch["current"]["processed"]
-    is_in_last_batch_end = restart.epoch > epoch["current"]["processed"]
     begun = restart.epoch if restart.at == "epoch_start" else restart.epoch + 1
-    _count(epoch, begun=begun, processed=restart.epoch, completed=restart.epoch)
+    _set_counters(
+        changed["epoch_progress"], begun=begun, processed=restart.epoch, completed=restart.epoch
+    )
     if restart.at == "validation":
         # Lightning then runs it from the beginning.
-        _count(changed["epoch_loop.val_loop.batch_progress"], begun=1)
+        _set_counters(changed["epoch_loop.val_loop.batch_progress"], begun=1)
         return changed
-    dropped = restart.dropped_of(processed)
-    is_after_batch = dropped > 0 or is_between_epochs or ready > processed or stopped == "batch"
-    if restart.at == "batch_end" and is_after_batch:
-        # Already counted, and `_TrainingEpochLoop.reset` adds one.
-        changed["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
-    if is_in_last_batch_end:
-        changed["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
-    done = restart.done
-    completed = max(0, done - 1)
-    earlier = batch["total"]["processed"] - dropped - done
-    _count(batch, begun=done, processed=done, completed=completed, earlier=earlier)
-    batch["is_last_batch"] = False
+    steps = _count_steps(fit_loop, restart, stopped)
+    changed["epoch_loop.state_dict"]["_batches_that_stepped"] += steps
+    _count_batches(changed["epoch_loop.batch_progress"], restart)
     return changed
 
 
-def _count(
+def _count_steps(fit_loop: Mapping[str, Any], restart: Restart, stopped: Stopped | None) -> int:
+    """Return the number of optimiser steps to add to those that were counted."""
+    epoch = fit_loop["epoch_progress"]["current"]
+    batch = fit_loop["epoch_loop.batch_progress"]["current"]
+    is_between_epochs = epoch["started"] == epoch["processed"]
+    is_in_last_batch_end = restart.epoch > epoch["processed"]
+    is_step_counted = (
+        restart.dropped_of(batch["processed"]) > 0
+        or is_between_epochs
+        or batch["ready"] > batch["processed"]
+        or stopped == "batch"
+    )
+    if is_in_last_batch_end:
+        return 1
+    if restart.at == "batch_end" and is_step_counted:
+        return -1  # `_TrainingEpochLoop.reset` adds one
+    return 0
+
+
+def _count_batches(progress: dict[str, Any], restart: Restart) -> None:
+    """Set the counters of batches, without those that are trained on again."""
+    processed = progress["current"]["processed"]
+    done = restart.done
+    earlier = progress["total"]["processed"] - restart.dropped_of(processed) - done
+    # Lightning completes the last one, as in `on_train_batch_end`.
+    completed = max(0, done - 1)
+    _set_counters(progress, begun=done, processed=done, completed=completed, earlier=earlier)
+    progress["is_last_batch"] = False
+
+
+def _set_counters(
     progress: dict[str, Any],
     *,
     begun: int,
@@ -223,6 +237,6 @@ def _count(
     """Set a loop's current counters, and set its totals to these plus ``earlier``."""
     if earlier is None:
         earlier = progress["total"]["processed"] - progress["current"]["processed"]
-    for name, before in (("current", 0), ("total", earlier)):
-        counts = {"ready": begun, "started": begun, "processed": processed, "completed": completed}
-        progress[name].update({count: before + number for count, number in counts.items()})
+    counts = {"ready": begun, "started": begun, "processed": processed, "completed": completed}
+    progress["current"].update(counts)
+    progress["total"].update({name: earlier + count for name, count in counts.items()})

@@ -21,7 +21,7 @@ from ..host import Host
 from ..named_calls import group_of_small_collectives, ranks_of, refuse, report_step
 from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
-from .resume import positions_of
+from .positions import positions_of
 
 UnevenMode = Literal["stop_at_shortest"]
 

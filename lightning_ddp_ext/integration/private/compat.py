@@ -143,11 +143,6 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     return checkpoint
 
 
-def is_restored_from(trainer: Any, checkpoint: Any) -> bool:
-    """Whether the Trainer itself is restoring its state from this checkpoint."""
-    return private(trainer, "_checkpoint_connector", "_loaded_checkpoint") is checkpoint
-
-
 def chosen_directory_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> str:
     """Return the directory that a checkpoint callback will choose or has chosen.
 

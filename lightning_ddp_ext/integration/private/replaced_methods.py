@@ -1,13 +1,15 @@
 """Replace methods of single Lightning objects during a run.
 
 The strategy's ``teardown`` restores them. Classes and modules are not changed. If the
-Trainer's profiler measures nothing, a faster one replaces it.
+Trainer's profiler measures nothing, a faster one replaces it. A warning that is not
+true of this run can be hidden during it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from contextlib import ContextDecorator, nullcontext
+from contextlib import ContextDecorator, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -77,6 +79,7 @@ class ReplacedMethods:
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str]] = []
         self._trainer: Any = None
+        self._warning_filters: list[Any] = []
 
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of one object.
@@ -88,7 +91,10 @@ class ReplacedMethods:
         self._replaced.append((owner, name))
 
     def restore_all(self) -> None:
-        """Restore the methods of all objects."""
+        """Restore the methods of all objects, and show hidden warnings again."""
+        while self._warning_filters:
+            with suppress(ValueError):  # the user has reset all filters
+                warnings.filters.remove(self._warning_filters.pop())  # type: ignore[attr-defined]
         while self._replaced:
             owner, name = self._replaced.pop()
             vars(owner).pop(name, None)
@@ -96,6 +102,14 @@ class ReplacedMethods:
         self._trainer = None
         if trainer is not None and type(trainer.profiler) is IdleProfiler:
             trainer.profiler = trainer.profiler.original
+
+    def hide_warning(self, message: str) -> None:
+        """Hide the warnings that match a regular expression, until the run ends.
+
+        Unlike ``catch_warnings``, this does not undo other changes of the filters.
+        """
+        warnings.filterwarnings("ignore", message)
+        self._warning_filters.append(warnings.filters[0])
 
     def exchange_profiler(self, trainer: Any) -> None:
         """Replace the Trainer's profiler, unless the user has chosen one."""

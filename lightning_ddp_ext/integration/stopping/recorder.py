@@ -16,7 +16,7 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.peers import Peers
 from lightning_ddp_ext.threads import wait_for_gpus
 
-from ..data.resume import positions_of, training_generators
+from ..data.positions import positions_of, training_generators
 from ..host import Host
 from ..private.compat import batches_that_stepped_of
 

@@ -29,9 +29,10 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
 from ..checkpoints.fit_identity import KEY as FILE_KEY
 from ..checkpoints.run_files import RunFiles
+from ..data.cursor import EpochCursor
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
-from ..data.resume import KEY, positions_of, shared_state, without_random_state
-from ..data.training_data import TrainingData
+from ..data.positions import positions_of
+from ..data.saved_epoch import KEY, shared_state, without_random_state
 from ..host import Host
 from ..named_calls import ranks_of
 from ..private.compat import (
@@ -69,7 +70,7 @@ class Rescue:
         files: the strategy's files.
         stops: the strategy's stop controller, which has the deadline and knows whether
             weights are swapped.
-        training: the state of the strategy's training data.
+        cursor: the position in the training data.
         recorder: records the state of each step, which the strategy's hooks ask for.
     """
 
@@ -81,7 +82,7 @@ class Rescue:
         averages_models: bool,
         files: RunFiles,
         stops: StopController,
-        training: TrainingData,
+        cursor: EpochCursor,
         recorder: Recorder,
     ) -> None:
         self._strategy = strategy
@@ -89,7 +90,7 @@ class Rescue:
         self._averages_models = averages_models
         self._files = files
         self._stops = stops
-        self._training = training
+        self._cursor = cursor
         self._recorder = recorder
         self._trainer: Any = None  # the Trainer, while its run may be saved
         # Of the run that was started last.
@@ -153,7 +154,7 @@ class Rescue:
         kinds = {base.__name__ for each in self._strategy.optimizers for base in type(each).__mro__}
         if "ZeroRedundancyOptimizer" in kinds:  # by name: importing ZeroRedundancyOptimizer is slow
             return "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
-        if self._training.resume_data == "stock":
+        if self._cursor.resume_data == "stock":
             return 'with resume_data="stock", training would not continue with the next step'
         return None
 
@@ -209,7 +210,7 @@ class Rescue:
 
         def write() -> None:
             checkpoint = self._checkpoint(loops, batches)
-            checkpoint[KEY] = self._training.section(restart, stopped, states)
+            checkpoint[KEY] = self._cursor.section(restart, stopped, states)
             checkpoint[FILE_KEY] = self._files.identity.content
             io = self._strategy.checkpoint_io
             if isinstance(io, RankZeroCheckpointIO):
@@ -330,7 +331,7 @@ class Rescue:
                 f"the order in which rank {lost[0]} reads its samples is not recorded on this host"
             )
         for rank in lost:
-            with seeded(mix(self._training.known_seed or 0, rank, restart.epoch, batches)):
+            with seeded(mix(self._cursor.known_seed or 0, rank, restart.epoch, batches)):
                 states[rank] = {**shared, "random": record_random_state()}
         return states, lost
 

@@ -1,0 +1,36 @@
+"""Find the positions in the Trainer's training loaders, and this rank's generators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.position import LoaderPosition
+from lightning_ddp_ext.data.proxy import iterable_of
+
+from ..host import Host
+from ..private.compat import combined_loader_of
+
+
+def training_loaders_of(trainer: Any) -> list[DistributedLoader]:
+    """Return the training loaders, in the order of the combined loader."""
+    combined = combined_loader_of(trainer.fit_loop)
+    return [] if combined is None else [iterable_of(loader) for loader in combined.flattened]
+
+
+def positions_of(trainer: Any) -> list[LoaderPosition]:
+    """Return each training loader's position, in the order of the combined loader."""
+    return [loader.position for loader in training_loaders_of(trainer)]
+
+
+def training_generators(strategy: Host, *, with_loaders: bool = True) -> list[Any]:
+    """Return the non-global generators of this rank's training.
+
+    These are the generators of its CUDA devices and its loaders.
+    """
+    positions = positions_of(strategy.current_trainer) if with_loaders else []
+    devices = [device for device in strategy.rank_devices if device.type == "cuda"]
+    on_device = [torch.cuda.default_generators[device.index] for device in devices]
+    return [*on_device, *(each for position in positions for each in position.generators)]

@@ -1,0 +1,129 @@
+"""Read from a checkpoint where training continues, and the states of its ranks.
+
+The strategy adds one section to a checkpoint, which is otherwise unchanged, so stock
+``ddp`` can also resume from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ddp_ext.data.loader_kinds import OrderPosition
+
+from ..private.lightning_tree import rank_zero_warn
+from .loop_state import Restart, Stopped, change_to, find_restart
+
+KEY = "lightning_ddp_ext"
+VERSION = 6
+
+
+@dataclass(frozen=True)
+class SavedEpoch:
+    """The epoch with which a checkpoint continues.
+
+    Args:
+        restart: where training continues.
+        loops: the fit loop's state as it was saved.
+        seed: the seed for the order of samples; ``None`` if the checkpoint has none.
+        stopped: where all ranks stopped and saved the checkpoint, if they did.
+        ranks: the data-related state of each rank; empty if the checkpoint has none, or
+            none that is used.
+    """
+
+    restart: Restart
+    loops: Mapping[str, Any]
+    seed: int | None = None
+    stopped: Stopped | None = None
+    ranks: Sequence[Mapping[str, Any]] = ()
+
+    def loops_at(self, restart: Restart) -> dict[str, Any]:
+        """Return a state of the fit loop from which Lightning continues correctly."""
+        return change_to(self.loops, restart, stopped=self.stopped)
+
+    def state_of(self, rank: int) -> Mapping[str, Any]:
+        """Return a rank's state.
+
+        For a rank that did not exist, return what all ranks have in common.
+        """
+        return self.ranks[rank] if rank < len(self.ranks) else shared_state(self.ranks[0])
+
+    def random_state_of(self, rank: int) -> list[Any] | None:
+        """Return a rank's random states, or ``None`` if they were not saved."""
+        return self.state_of(rank)["random"] if self.ranks else None
+
+
+def read_saved(
+    checkpoint: Mapping[str, Any], *, accumulated: int, repeats_epoch: bool
+) -> SavedEpoch:
+    """Read the epoch with which a checkpoint continues.
+
+    Without a section that this release can read, the epoch starts again, with a
+    warning.
+
+    Args:
+        checkpoint: a checkpoint with the state of loops.
+        accumulated: the number of batches per optimiser step.
+        repeats_epoch: whether an epoch always starts again.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    section = checkpoint.get(KEY) or {}
+    if section.get("version") != VERSION:
+        restart = find_restart(loops, accumulated=accumulated)
+        if restart.is_within:
+            _warn_of_repeated_epoch(restart.epoch, section)
+            restart = restart.from_epoch_start()
+        if restart.has_started:
+            loops = _without_loader_states(loops)
+        return SavedEpoch(restart, loops)
+    restart = Restart(**section["restart"])
+    ranks = section["ranks"]
+    if restart.is_within and repeats_epoch:
+        restart = restart.from_epoch_start()
+        ranks = ()
+    return SavedEpoch(
+        restart, _without_loader_states(loops), section["seed"], section.get("stopped"), ranks
+    )
+
+
+def _warn_of_repeated_epoch(epoch: int, section: Mapping[str, Any]) -> None:
+    if section:
+        rank_zero_warn(
+            f"the checkpoint's data position in epoch {epoch} has version"
+            f" {section.get('version')}, but this release reads version {VERSION}, so that epoch"
+            " starts again"
+        )
+    else:
+        rank_zero_warn(
+            f"the checkpoint has no data position in epoch {epoch}, so that epoch starts again"
+        )
+
+
+def _without_loader_states(loops: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a fit loop's state without the loaders' states.
+
+    These are rank 0's, but each rank has its own or none.
+    """
+    kept = {name: each for name, each in loops["state_dict"].items() if name != "combined_loader"}
+    return {**loops, "state_dict": kept}
+
+
+def without_random_state(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rank's saved state without random states and loaders' own states.
+
+    Only an uninterrupted save of all ranks can restore these.
+    """
+    return {
+        "random": None,
+        "loaders": [{**each, "random": None, "own": None} for each in own["loaders"]],
+    }
+
+
+def shared_state(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a rank's saved state that is the same on all ranks."""
+    shared = without_random_state(own)
+    for each in shared["loaders"]:
+        if each["data"]["loader"] != OrderPosition.kind:
+            each["drawn"] = None
+    return shared
