@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,6 @@ from lightning_ddp_ext.data.random_state import restore_random_state
 from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.rank_lists import ranks_in_words
 
-from ..callbacks.hang_watchdog import report_progress
 from ..host import Host
 from ..named_calls import ranks_of, refuse
 from ..private.compat import combined_loader_of, end_epoch_after, end_restart, mode_of
@@ -33,7 +31,7 @@ ResumeData = Literal["exact", "strict", "epoch", "stock"]
 InEpoch = Callable[[DistributedLoader], AbstractContextManager[None]]
 
 KEY = "lightning_ddp_ext"
-VERSION = 6
+VERSION = 7
 _NO_RESTART = Restart("epoch_start", epoch=-1)  # of a run without a checkpoint
 
 
@@ -318,7 +316,6 @@ class Resume:
         found = []
         for loader, state in zip(_loaders_of(self._trainer), self._own["loaders"], strict=True):
             position = loader.position
-            position.on_progress = partial(report_progress, self._trainer)
             if position.is_by_rank and state["at"] and not self._has_own_states:
                 found.append(position.name)
                 continue

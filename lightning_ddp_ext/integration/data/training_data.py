@@ -13,13 +13,11 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from lightning_ddp_ext.checkpoint.rank_notes import Kind
 from lightning_ddp_ext.data.epochs import start_epoch
-from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
+from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.random_state import record_random_state
 from lightning_ddp_ext.data.seeding import WorkerSeeding, workers_seeded_apart
 
@@ -33,7 +31,6 @@ from ..private.compat import (
     iterators_of,
     schedule_timed_validation,
 )
-from ..private.lightning_tree import rank_zero_warn
 from ..stopping.recorder import Recorder
 from ..stopping.stops import StopController
 from .loop_state import Restart, Stopped, epoch_of, find_restart
@@ -49,19 +46,6 @@ from .resume import (
 from .uneven import UnevenInputs
 
 Moment = Literal["epoch", "step", "validation"]
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A rank's state at the start of an epoch, an optimiser step or a validation.
-
-    Attributes:
-        random: the random states.
-        given: the number of batches that each loader had given in the epoch.
-    """
-
-    random: list[Any]
-    given: list[int]
 
 
 class TrainingData:
@@ -106,7 +90,7 @@ class TrainingData:
         self.seeding: WorkerSeeding | None = None
         self.resume = self._new_resume()
         self._resumed_from: Mapping[str, Any] | None = None  # until Lightning's loops are restored
-        self._recorded: dict[Moment, Recorded] = {}
+        self._recorded: dict[Moment, list[Any]] = {}  # random states
         self._started_iterator: Any = None  # the combined iterator of the last epoch
         self._validated_at = math.inf
 
@@ -153,11 +137,10 @@ class TrainingData:
 
     def record_random_state(self, moment: Moment) -> None:
         """Record the random state at the start of what ``moment`` names."""
-        self._recorded[moment] = self._current_state()
+        self._recorded[moment] = self._current_random_state()
 
-    def _current_state(self) -> Recorded:
-        given = [position.given for position in positions_of(self._strategy.current_trainer)]
-        return Recorded(record_random_state(training_generators(self._strategy)), given)
+    def _current_random_state(self) -> list[Any]:
+        return record_random_state(training_generators(self._strategy))
 
     def on_train_start(self) -> None:
         """Start training where the checkpoint left off."""
@@ -249,12 +232,7 @@ class TrainingData:
         self._recorder.has_new_iterator = True
         if loader.position is not positions_of(self._strategy.current_trainer)[0]:
             return batches
-        return _Announced(
-            batches,
-            self._before_batch,
-            partial(_warn_of_early_end, loader),
-            is_restarted=is_restarted,
-        )
+        return _Announced(batches, self._before_batch, is_restarted=is_restarted)
 
     def _before_batch(self) -> None:
         """Stop if the ranks agreed to, and record the random state of a new step."""
@@ -308,20 +286,15 @@ class TrainingData:
     def _own_state(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's random states and positions."""
         positions = positions_of(self._strategy.current_trainer) if restart.is_within else []
-        recorded = self._state_of(restart, loops)
-        loaders = [
-            each.state_dict(restart.done, given)
-            # Outside of an epoch there are no positions.
-            for each, given in zip(positions, recorded.given, strict=False)
-        ]
-        return {"random": recorded.random, "loaders": loaders}
+        loaders = [position.state_dict(restart.done) for position in positions]
+        return {"random": self._random_state_of(restart, loops), "loaders": loaders}
 
     def section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
         """Return the section for a checkpoint; ``ranks`` has each rank's state."""
         own = {"version": VERSION, "seed": self.known_seed, "restart": vars(restart)}
         return {**own, "stopped": stopped, "ranks": ranks}
 
-    def _state_of(self, restart: Restart, loops: Mapping[str, Any]) -> Recorded:
+    def _random_state_of(self, restart: Restart, loops: Mapping[str, Any]) -> list[Any]:
         """Return the state recorded for a restart, or the current one if none was."""
         moment: Moment | None = None
         if restart.has_started:
@@ -334,7 +307,7 @@ class TrainingData:
         ):
             moment = "step"
         recorded = None if moment is None else self._recorded.get(moment)
-        return recorded or self._current_state()
+        return recorded or self._current_random_state()
 
 
 class _Announced(Iterator[Any]):
@@ -345,7 +318,6 @@ class _Announced(Iterator[Any]):
     Args:
         batches: an iterator over the loader.
         on_next: called when a batch is requested.
-        on_end: called once, when a batch is requested after the last one.
         is_restarted: whether the batch that is requested first was announced when an
             earlier iterator ended.
     """
@@ -354,39 +326,15 @@ class _Announced(Iterator[Any]):
         self,
         batches: Iterator[Any],
         on_next: Callable[[], None],
-        on_end: Callable[[], None],
         *,
         is_restarted: bool,
     ) -> None:
         self._batches = batches
         self._on_next = on_next
-        self._on_end: Callable[[], None] | None = on_end
         self._is_announced = is_restarted
 
     def __next__(self) -> Any:
         if not self._is_announced:
             self._on_next()
         self._is_announced = False
-        try:
-            return next(self._batches)
-        except StopIteration:
-            if self._on_end is not None:
-                self._on_end()
-            self._on_end = None
-            raise
-
-
-def _warn_of_early_end(loader: DistributedLoader) -> None:
-    """Warn if a loader ends before its length.
-
-    Lightning finds the last batch by the length.
-    """
-    length = batches_of(loader)
-    position = loader.position
-    if position.given < length < math.inf:
-        rank_zero_warn(
-            f"{position.name} ended after {position.given} batches, but its length is {length:g},"
-            " so Lightning did not know which batch was the last: validation, learning-rate"
-            " schedulers and loggers that act at the end of an epoch were skipped, as with ddp;"
-            " let __len__ return the number of samples of this rank, or remove it"
-        )
+        return next(self._batches)
