@@ -10,6 +10,7 @@ see ``position``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from math import inf
 from typing import Any
 
@@ -160,14 +161,27 @@ class IndexPosition(LoaderPosition):
         start.trace = self._trace()
         order = start.trace.follow(iter(self._sampler.batch_sampler), checksum_of_indices)
         self._drop(order, start.position)
+        # Drawn before the random states were saved; the rest was not. torch's samplers
+        # also draw at their end.
+        drawn_ahead = list(islice(order, start.saved_state or 0))
 
         def read() -> Iterator[Any]:
-            self._sampler.draw_next_by(lambda: order)
+            self._sampler.draw_next_by(lambda: chain(drawn_ahead, order))
             with workers_seeded_apart(self.loader, self.epoch, self.batches_given):
                 # The sampler may draw more numbers later.
                 return iter(self.loader)
 
         return read
+
+    @override
+    def state_dict(self, done: int, batches_given: int) -> dict[str, Any]:
+        start, batches = self._start_before(done)
+        position = start.batches_before + batches
+        if batches_given < position:
+            # Recorded before this position, as when the first loader ended earlier.
+            batches_given = self.batches_given
+        drawn = batches_given + self.taken_ahead + self._prefetched
+        return {**super().state_dict(done, batches_given), "own": drawn - position}
 
 
 class StatePosition(LoaderPosition):
@@ -188,7 +202,7 @@ class StatePosition(LoaderPosition):
     _batches_left = inf
 
     @override
-    def state_dict(self, done: int) -> dict[str, Any]:
+    def state_dict(self, done: int, batches_given: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
         # After their end, some loaders return the state of a new beginning.
         if self._starts and self._batches_drawn is not None:
@@ -204,7 +218,7 @@ class StatePosition(LoaderPosition):
             "dropped": batches - last.batches,
             "drawn": last.fingerprint,
         }
-        return {**super().state_dict(done), "own": saved_state}
+        return {**super().state_dict(done, batches_given), "own": saved_state}
 
     def _record_loader_state(self, start: IteratorStart, batches: int) -> None:
         fingerprint = start.trace.fingerprint_after(start.position + batches)

@@ -54,7 +54,7 @@ class IteratorStart:
         random_states: the states from which it drew random numbers, recorded just
             before. If the loader itself draws, the first one was recorded before
             ``iter(loader)`` and the second one before the first batch.
-        saved_state: what the resumed run saved of a loader with a state.
+        saved_state: what the resumed run saved only for this kind of loader.
         loader_states: states of the loader.
         trace: what was drawn, by the position reached.
         order_fingerprint: that of the order of the epoch, if all of it is drawn when
@@ -66,7 +66,7 @@ class IteratorStart:
     batches_before: int = 0
     position: int = 0
     random_states: list[Any] = field(default_factory=list)
-    saved_state: Mapping[str, Any] | None = None
+    saved_state: Any = None
     loader_states: list[LoaderState] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
     order_fingerprint: int | None = None
@@ -95,6 +95,8 @@ class LoaderPosition:
     """
 
     kind = "batches"
+    taken_ahead = 0
+    """The number of batches that are taken from an iterator before they are given."""
     is_by_rank = False
     """Whether a rank can only continue from its own state, not from another rank's."""
 
@@ -202,8 +204,12 @@ class LoaderPosition:
         """
         return [(start.number, start.random_states) for start in self._starts]
 
-    def state_dict(self, done: int) -> dict[str, Any]:
-        """Return this rank's position after ``done`` batches of the epoch."""
+    def state_dict(self, done: int, batches_given: int) -> dict[str, Any]:
+        """Return this rank's position after ``done`` batches of the epoch.
+
+        ``batches_given`` is the value that the attribute had when the random states of
+        the checkpoint were recorded.
+        """
         start, batches = self._start_before(done)
         return {
             "epoch": self.epoch,

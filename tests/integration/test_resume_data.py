@@ -493,24 +493,3 @@ def test_an_epoch_whose_order_cannot_be_drawn_again_starts_again(tmp_path: Path)
             if name in ("Counting", "Clocked", "Buffered"):
                 numbers = [number for step in steps for number in step[2:]]
                 assert sorted(numbers) == [*range(100 * rank, 100 * rank + 24)], name
-
-
-def resume_ahead_of_training(rank: int, world_size: int, directory: Path) -> tuple[list[int], int]:
-    """Return the samples of an epoch, whose order is drawn while a worker reads ahead,
-    before a checkpoint and after a resume; and the number of steps after it.
-    """
-    loader = DataLoader(Numbers(24), 2, sampler=Sampled(Buffered(0)), **workers())
-    options = {"max_epochs": 1, "use_distributed_sampler": False}
-    training = Training(lambda: loader, directory, world_size, options)
-    point = "train_batch_end-5"
-    run = training.run(point)
-    resumed = training.run(ckpt_path=run.saved[point])
-    read = [sample for _, _, *samples in [*run.steps[:5], *resumed.steps] for sample in samples]
-    return read, len(resumed.steps)
-
-
-def test_an_order_that_is_drawn_while_workers_read_ahead_continues(tmp_path: Path) -> None:
-    """Each sample of the epoch is read once, by the run before or by the resumed one."""
-    for read, steps in run_ranks(resume_ahead_of_training, 2, tmp_path):
-        assert sorted(read) == [*range(24)]
-        assert steps == 12 - 5

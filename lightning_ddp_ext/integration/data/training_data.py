@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_ddp_ext.checkpoint.rank_notes import Kind
@@ -46,6 +47,19 @@ from .resume import (
 from .uneven import UnevenInputs
 
 Moment = Literal["epoch", "step", "validation"]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A rank's state at the start of an epoch, an optimiser step or a validation.
+
+    Attributes:
+        random: the random states.
+        batches_given: the number of batches that each loader had given in the epoch.
+    """
+
+    random: list[Any]
+    batches_given: list[int]
 
 
 class TrainingData:
@@ -90,7 +104,7 @@ class TrainingData:
         self.seeding: WorkerSeeding | None = None
         self.resume = self._new_resume()
         self._resumed_from: Mapping[str, Any] | None = None  # until Lightning's loops are restored
-        self._recorded: dict[Moment, list[Any]] = {}  # random states
+        self._recorded: dict[Moment, Recorded] = {}
         self._started_iterator: Any = None  # the combined iterator of the last epoch
         self._validated_at = math.inf
 
@@ -137,10 +151,14 @@ class TrainingData:
 
     def record_random_state(self, moment: Moment) -> None:
         """Record the random state at the start of what ``moment`` names."""
-        self._recorded[moment] = self._current_random_state()
+        self._recorded[moment] = self._current_state()
 
-    def _current_random_state(self) -> list[Any]:
-        return record_random_state(training_generators(self._strategy))
+    def _current_state(self) -> Recorded:
+        positions = positions_of(self._strategy.current_trainer)
+        return Recorded(
+            record_random_state(training_generators(self._strategy)),
+            [position.batches_given for position in positions],
+        )
 
     def on_train_start(self) -> None:
         """Start training where the checkpoint left off."""
@@ -286,15 +304,20 @@ class TrainingData:
     def _own_state(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's random states and positions."""
         positions = positions_of(self._strategy.current_trainer) if restart.is_within else []
-        loaders = [position.state_dict(restart.done) for position in positions]
-        return {"random": self._random_state_of(restart, loops), "loaders": loaders}
+        recorded = self._state_of(restart, loops)
+        loaders = [
+            position.state_dict(restart.done, batches_given)
+            # Outside of an epoch there are no positions.
+            for position, batches_given in zip(positions, recorded.batches_given, strict=False)
+        ]
+        return {"random": recorded.random, "loaders": loaders}
 
     def section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
         """Return the section for a checkpoint; ``ranks`` has each rank's state."""
         own = {"version": VERSION, "seed": self.known_seed, "restart": vars(restart)}
         return {**own, "stopped": stopped, "ranks": ranks}
 
-    def _random_state_of(self, restart: Restart, loops: Mapping[str, Any]) -> list[Any]:
+    def _state_of(self, restart: Restart, loops: Mapping[str, Any]) -> Recorded:
         """Return the state recorded for a restart, or the current one if none was."""
         moment: Moment | None = None
         if restart.has_started:
@@ -307,7 +330,7 @@ class TrainingData:
         ):
             moment = "step"
         recorded = None if moment is None else self._recorded.get(moment)
-        return recorded or self._current_random_state()
+        return recorded or self._current_state()
 
 
 class _Announced(Iterator[Any]):

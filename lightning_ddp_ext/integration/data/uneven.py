@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_ddp_ext.checksum import checksum
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, index_sampler_of
 from lightning_ddp_ext.data.position import LoaderPosition
-from lightning_ddp_ext.data.shortest import end_together
+from lightning_ddp_ext.data.shortest import AHEAD, end_together
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
@@ -101,6 +101,7 @@ class UnevenInputs:
         """
         if not self._ends_together:
             return position.give(batches)
+        position.taken_ahead = AHEAD
         group = group_of_small_collectives()  # CPU tensors need not wait for an accelerator
         return position.give(end_together(batches, group, on_last=self._end_epoch))
 
