@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from torch.utils._pytree import keystr, tree_leaves, tree_map, tree_map_with_path
 
-__all__ = ["keystr", "tree_flatten_with_path", "tree_map", "tree_unflatten", "values_of"]
+__all__ = ["keystr", "tree_map", "tree_map_with_path", "values_of"]
 
 
 def values_of(nested: Any) -> list[Any]:

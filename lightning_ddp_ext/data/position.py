@@ -184,8 +184,7 @@ class LoaderPosition:
 
     def _start_at_beginning(self) -> Iterator[Any]:
         number = self._starts[-1].number + 1 if self._starts else 0
-        start = IteratorStart(number=number, batches_before=self.batches_given)
-        start.trace = self._trace()
+        start = IteratorStart(number, self.batches_given, trace=self._trace())
         self._starts.append(start)
         return self._begin(start)
 

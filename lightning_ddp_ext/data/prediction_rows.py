@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext.errors import SamplingError
-from lightning_ddp_ext.nested import keystr, tree_flatten_with_path, tree_map, tree_unflatten
+from lightning_ddp_ext.nested import keystr, tree_map, tree_map_with_path
 
 REMEDY = (
     "predict_step must return a tensor or array with one row per sample, a list with one item per"
@@ -39,7 +39,8 @@ def join_batches(batches: list[PredictedBatch]) -> Any:
     """
     if not batches:
         return None
-    structures = {str(_structure_of(batch.output)): None for batch in batches}
+    outputs = [batch.output for batch in batches]
+    structures = {str(_structure_of(output)): None for output in outputs}
     if len(structures) > 1:
         raise SamplingError(
             f"predictions must have the same structure in all batches (got"
@@ -47,15 +48,12 @@ def join_batches(batches: list[PredictedBatch]) -> Any:
         )
     sizes = [len(batch.samples) for batch in batches]
     rows = _rows_in_order([sample for batch in batches for sample in batch.samples])
-    flattened = [tree_flatten_with_path(batch.output, is_leaf=_is_list) for batch in batches]
-    structure = flattened[0][1]
-    joined = []
-    for parts_with_paths in zip(*(parts for parts, _ in flattened), strict=True):
-        path = parts_with_paths[0][0]
-        parts = [part for _, part in parts_with_paths]
+
+    def join(path: Any, *parts: Any) -> Any:
         _check_rows(parts, sizes, f"predictions{keystr(path)}")
-        joined.append(_join(parts, rows))
-    return tree_unflatten(joined, structure)
+        return _join(parts, rows)
+
+    return tree_map_with_path(join, *outputs, is_leaf=_is_list)
 
 
 def _is_list(part: Any) -> bool:
@@ -75,7 +73,7 @@ def _rows_in_order(samples: list[Any]) -> list[int]:
     return [first_rows[sample] for sample in sorted(first_rows)]
 
 
-def _check_rows(parts: list[Any], sizes: list[int], name: str) -> None:
+def _check_rows(parts: tuple[Any, ...], sizes: list[int], name: str) -> None:
     """Raise if a part does not have one row for each sample of its batch."""
     for part, size in zip(parts, sizes, strict=True):
         is_array = isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0
@@ -87,7 +85,7 @@ def _check_rows(parts: list[Any], sizes: list[int], name: str) -> None:
             )
 
 
-def _join(parts: list[Any], rows: list[int]) -> Any:
+def _join(parts: tuple[Any, ...], rows: list[int]) -> Any:
     """Join tensors, arrays or lists, and return the given rows of the result."""
     if isinstance(parts[0], list):
         items = list(chain.from_iterable(parts))
