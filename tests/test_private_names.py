@@ -36,7 +36,6 @@ ALLOWED = {
         "_validate_loaded_sparse_tensors": "the check of sparse tensors that torch.load does",
     },
     "checksum": {"_version": "torch's count of changes in place"},
-    "data.prediction_rows": {"_fields": "documented: the fields of a named tuple"},
     "integration.checkpoints.collective": {
         "_load_from_state_dict": "whether a module changes the weights that it loads",
         "_load_state_dict_pre_hooks": "whether a module changes the weights that it loads",
@@ -48,7 +47,7 @@ ALLOWED = {
         "_forward_cache": "torchmetrics' value of a step, to restore it",
         "_reductions": "which of torchmetrics' states are lists",
     },
-    "reductions.batched": {"_pytree": "the leaves of nested values"},
+    "nested": {"_pytree": "the values in nested dicts, lists and tuples"},
     "rendezvous.process_group": {
         "_abort_process_group": "abort without waiting; destroys the group if missing",
         "_set_pg_timeout": "the timeout of an existing group, before torch 2.15",

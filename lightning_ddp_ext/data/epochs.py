@@ -43,46 +43,45 @@ def start_epoch(
     """
     set_epoch(loader, epoch)
     if isinstance(loader, DataLoader):
-        own = loader.worker_init_fn
-        loader.worker_init_fn = StartWorker(
-            own.own if isinstance(own, StartWorker) else own, epoch, rank, seeding
-        )
-    kept = [
-        each
-        for each in all_below(loader)
-        if isinstance(each, DataLoader) and each.persistent_workers
-    ]
+        users_function = loader.worker_init_fn
+        if isinstance(users_function, StartWorker):  # of an earlier epoch
+            users_function = users_function.users_function
+        loader.worker_init_fn = StartWorker(users_function, epoch, rank, seeding)
     keeps_workers = False
-    for each in kept:
-        # Its order may be drawn in its workers.
-        is_stream = isinstance(each.dataset, IterableDataset)
-        if (
-            seeding is not None
-            or is_stream
-            or any(has_set_epoch(below) for below in all_below(each.dataset))
-        ):
-            forget_workers(each)
-        else:
-            keeps_workers |= each is loader
+    for below in all_below(loader):
+        if not isinstance(below, DataLoader) or not below.persistent_workers:
+            continue
+        if seeding is not None or _depends_on_epoch(below.dataset):
+            forget_workers(below)
+        elif below is loader:
+            keeps_workers = True
     return keeps_workers
+
+
+def _depends_on_epoch(dataset: object) -> bool:
+    """Whether a worker's copy of a dataset may depend on the epoch."""
+    if isinstance(dataset, IterableDataset):  # may draw its order in the worker
+        return True
+    return any(has_set_epoch(below) for below in all_below(dataset))
 
 
 @dataclass(frozen=True)
 class StartWorker:
-    """A ``worker_init_fn`` that calls the loader's own and seeds the worker.
+    """A ``worker_init_fn`` that calls the user's and seeds the worker.
 
     The worker also leaves the Unix process group of its rank. torchrun, schedulers and
     terminals send signals to all processes of a group. Such a signal would kill the
     workers, which the rank needs until it stops.
 
     Attributes:
-        own: the loader's own function, or ``None``.
+        users_function: the loader's function before, or ``None``.
         epoch: from 0.
         rank: from 0.
-        seeding: ``None`` leaves the generators as torch and ``own`` seed them.
+        seeding: ``None`` leaves the generators as torch and the user's function seed
+            them.
     """
 
-    own: Callable[[int], None] | None
+    users_function: Callable[[int], None] | None
     epoch: int
     rank: int
     seeding: WorkerSeeding | None
@@ -91,8 +90,8 @@ class StartWorker:
         """Start a worker."""
         with suppress(OSError):  # a session leader cannot change its group
             os.setpgid(0, 0)
-        if self.own is not None:
-            self.own(worker)
+        if self.users_function is not None:
+            self.users_function(worker)
         if self.seeding is not None:
             info = get_worker_info()
             assert info is not None
@@ -151,18 +150,18 @@ def all_below(root: object) -> list[object]:
     Each object appears once, after the objects below it.
     """
     seen: set[int] = set()
-    found: list[object] = []
+    in_order: list[object] = []
     stack = [(root, False)]  # not recursive: datasets may be nested a thousand levels deep
     while stack:
-        thing, is_done = stack.pop()
-        if is_done:
-            found.append(thing)
+        thing, follows_its_children = stack.pop()
+        if follows_its_children:
+            in_order.append(thing)
         elif id(thing) not in seen and _is_followed(thing):
             seen.add(id(thing))
             stack.append((thing, True))
             children = [*_elements(thing), *getattr(thing, "__dict__", {}).values()]
             stack += [(child, False) for child in reversed(children)]
-    return found
+    return in_order
 
 
 def samplers_below(root: object) -> list[Any]:
@@ -170,15 +169,14 @@ def samplers_below(root: object) -> list[Any]:
 
     Datasets are not searched.
     """
-    found = [] if root is None else [root]
-    for owner in found:
+    samplers = [] if root is None else [root]
+    for owner in samplers:
         for name, value in sorted(getattr(owner, "__dict__", {}).items()):
             is_named = name in ("sampler", "batch_sampler") and hasattr(value, "__iter__")
-            if (is_named or isinstance(value, Sampler)) and not any(
-                value is other for other in found
-            ):
-                found.append(value)
-    return found
+            is_new = not any(value is sampler for sampler in samplers)
+            if is_new and (is_named or isinstance(value, Sampler)):
+                samplers.append(value)
+    return samplers
 
 
 def _is_followed(thing: object) -> bool:
@@ -194,16 +192,12 @@ def _is_followed(thing: object) -> bool:
 
 
 def _elements(thing: object) -> Collection[object]:
-    elements = (
-        thing.values()
-        if isinstance(thing, dict)
-        else thing
-        if isinstance(thing, (list, tuple))
-        else ()
-    )
+    """Return the elements of a collection that the search follows."""
+    elements: Collection[object] = ()
+    if isinstance(thing, dict):
+        elements = thing.values()
+    elif isinstance(thing, (list, tuple)):
+        elements = thing
     first = next(iter(elements), None)
-    return (
-        elements
-        if len(elements) <= _SHORT or isinstance(first, _DATA) or has_set_epoch(first)
-        else ()
-    )
+    may_need_epoch = isinstance(first, _DATA) or has_set_epoch(first)
+    return elements if len(elements) <= _SHORT or may_need_epoch else ()

@@ -30,8 +30,8 @@ class EvenBatches:
         batch_sampler: makes batches of the items of ``sampler``, from its attribute
             ``sampler``; or ``sampler`` itself, whose items are then read one by one.
         sampler: one of our samplers.
-        is_apart: whether the last sample has its own batch now; otherwise the batches
-            are those of ``batch_sampler``.
+        separates_last: whether the last sample has a separate batch now; otherwise the
+            batches are those of ``batch_sampler``.
 
     >>> from torch.utils.data import BatchSampler
     >>> from lightning_ddp_ext.data.samplers import ExactDistributedSampler
@@ -44,18 +44,18 @@ class EvenBatches:
         self,
         batch_sampler: Any,
         sampler: GlobalOrderSampler,
-        is_apart: Callable[[], bool] = lambda: True,
+        separates_last: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._together = batch_sampler
+        self._original = batch_sampler
         self._sampler = sampler
-        self._is_apart = is_apart
+        self._separates_last = separates_last
         self._is_batched = batch_sampler is not sampler
-        self._own = copy.copy(sampler)
-        self._own.uneven = "drop"
-        self._apart: Any = self._own
+        self._unfilled_sampler = copy.copy(sampler)
+        self._unfilled_sampler.uneven = "drop"
+        self._unfilled_batches: Any = self._unfilled_sampler
         if self._is_batched:
-            self._apart = copy.copy(batch_sampler)
-            self._apart.sampler = self._own
+            self._unfilled_batches = copy.copy(batch_sampler)
+            self._unfilled_batches.sampler = self._unfilled_sampler
 
     @property
     def samples(self) -> int:
@@ -69,43 +69,34 @@ class EvenBatches:
         left_over = self._sampler.length % world_size
         return tuple(range(left_over, world_size)) if left_over else ()
 
-    @property
-    def yields_every_item(self) -> bool:
-        """Whether the batch sampler yields every item that it reads.
+    def reads_all_of_its_sampler(self) -> bool:
+        """Read the batches, and return whether they consist of all items of the sampler.
 
         Some batch samplers drop items or read another sampler.
         """
-        if not self._is_batched or type(self._together) is BatchSampler:
+        if not self._is_batched or type(self._original) is BatchSampler:
             return True
-        with preserve_random_state(generators_of(*samplers_below(self._apart))):
-            return sum(map(len, self._apart)) == len(self._own)
+        with preserve_random_state(generators_of(*samplers_below(self._unfilled_batches))):
+            return sum(map(len, self._unfilled_batches)) == len(self._unfilled_sampler)
 
-    @property
-    def _has_own_batch(self) -> bool:
-        return bool(self.filling_ranks) and self._is_apart()
+    def _separates_now(self) -> bool:
+        return bool(self.filling_ranks) and self._separates_last()
 
-    def draw(self, filled: list[int]) -> Iterator[Any]:
-        """Yield the batches.
-
-        When the last sample is drawn alone, append the number of its batch to
-        ``filled``.
-        """
-        if not self._has_own_batch:
-            yield from self._together
+    def draw(self) -> Iterator[tuple[Any, tuple[int, ...]]]:
+        """Yield the batches, each with the ranks that repeat a sample in it."""
+        if not self._separates_now():
+            for batch in self._original:
+                yield batch, ()
             return
-        self._own.resume_at(self._sampler.epoch, 0)
-        batches = 0
+        self._unfilled_sampler.resume_at(self._sampler.epoch, 0)
         items = 0
-        for batch in self._apart:
-            batches += 1
+        for batch in self._unfilled_batches:
             items += len(batch) if self._is_batched else 1
-            yield batch
-        if items != len(self._own):
-            # The user's batch sampler does not read its ``sampler``; it drew everything
-            return
-        filled.append(batches)
-        item = self._last_item()
-        yield [item] if self._is_batched else item
+            yield batch, ()
+        # A batch sampler that does not read its attribute has already yielded everything.
+        if items == len(self._unfilled_sampler):
+            last = self._last_item()
+            yield [last] if self._is_batched else last, self.filling_ranks
 
     def _last_item(self) -> Any:
         padded = replace(self._sampler.shard(0), uneven="pad")
@@ -113,7 +104,9 @@ class EvenBatches:
         return item
 
     def __iter__(self) -> Iterator[Any]:
-        return self.draw([])
+        return (batch for batch, _ in self.draw())
 
     def __len__(self) -> int:
-        return len(self._apart) + 1 if self._has_own_batch else len(self._together)
+        if self._separates_now():
+            return len(self._unfilled_batches) + 1
+        return len(self._original)

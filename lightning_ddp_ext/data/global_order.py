@@ -37,9 +37,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         dataset, shuffle, seed, uneven: as given.
         length: the number of positions in an epoch's global order.
         next_order: the order for the next iterator, if :meth:`draw` has drawn it.
-        next_size: returns the size of a batch; the next iterator calls it when a batch
-            begins.
-        was_read: whether an item of any iterator was requested.
     """
 
     kind: ClassVar[str]
@@ -64,10 +61,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.seed = seed_of(seed)
         self.uneven: Uneven = uneven_of(uneven)
         self.epoch = 0
-        self.was_read = False
         self._position = 0
         self.next_order: Order | None = None
-        self.next_size: Callable[[], int] | None = None
 
     def _order(self) -> Order:
         """Return the order of ``self.epoch``, from positions to items."""
@@ -130,29 +125,16 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return chain.from_iterable(self._iterate())
 
     def _iterate(self) -> Iterator[list[Any]]:
-        self.was_read = True
         shard = self.shard(self._position)
         order = self.next_order or self._order()
-        size_of_next = self.next_size or (lambda: CHUNK)
-        self._forget_next()
-        end = 0
-        left_in_batch = 0
-        block_size = FIRST_BLOCK
-        while end < len(shard):
-            items = order(shard.positions(end, end + block_size))
-            first = 0
-            while first < len(items):
-                left_in_batch = left_in_batch or size_of_next()
-                part = items[first : first + left_in_batch].tolist()
-                yield part
-                first += len(part)
-                left_in_batch -= len(part)
-            end += len(items)
-            block_size = BLOCK
-
-    def _forget_next(self) -> None:
         self.next_order = None
-        self.next_size = None
+        begin = 0
+        while begin < len(shard):
+            end = begin + (BLOCK if begin else FIRST_BLOCK)
+            items = order(shard.positions(begin, end))
+            for first in range(0, len(items), CHUNK):
+                yield items[first : first + CHUNK].tolist()
+            begin = end
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order is read; a new epoch is read from its beginning.
@@ -201,7 +183,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         remedy = "a position is only valid for the length that it was saved with"
         self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
-        self._forget_next()
+        self.next_order = None
         self._set_wrapped_epoch()
 
     def identity(self) -> dict[str, int | bool | str]:

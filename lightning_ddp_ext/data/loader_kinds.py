@@ -10,7 +10,6 @@ see ``position``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain, islice
 from math import inf
 from typing import Any
@@ -25,13 +24,15 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.fingerprints import Trace, fingerprint_of_data
+from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_indices
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, make_permanent
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition, LoaderState
 from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.data.shortest import AHEAD
 
+# Not a fingerprint: after batches of different sizes, the position is unknown.
+_UNKNOWN_ORDER = -1
 DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -81,13 +82,12 @@ class OrderPosition(LoaderPosition):
         assert sampler is not None
         self._sampler = sampler
         index_sampler = index_sampler_of(loader)
-        self._batches = None if index_sampler is sampler else index_sampler
-        self._data = fingerprint_of_data(loader.dataset)
+        self._batch_sampler = None if index_sampler is sampler else index_sampler
 
     @property
     def _batch_size(self) -> int:
         """The number of items in a batch, which users may change in an epoch."""
-        return 1 if self._batches is None else int(self._batches.batch_size)
+        return 1 if self._batch_sampler is None else int(self._batch_sampler.batch_size)
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
@@ -95,45 +95,36 @@ class OrderPosition(LoaderPosition):
 
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
-        order, start.order = self._sampler.draw(self.epoch)
-        start.drawn = self._trace()
+        order, start.order_fingerprint = self._sampler.draw(self.epoch)
+        start.batch_size = self._batch_size
 
         def read() -> Iterator[Any]:
-            self._sampler.resume_at(self.epoch, start.at)
+            self._sampler.resume_at(self.epoch, start.position)
             self._sampler.next_order = order
-            # With drop_last, torch reads the batch size once, when an epoch begins.
-            is_fixed = getattr(self._batches, "drop_last", True)
-            fixed_size = self._batch_size if is_fixed else None
-            self._sampler.next_size = partial(self._record_next_size, start, fixed_size)
             return iter(self.loader)
 
         return read
 
-    def _record_next_size(self, start: IteratorStart, fixed_size: int | None) -> int:
-        """Record the size of the batch that begins, and return it."""
-        return start.drawn.add_size(fixed_size or self._batch_size)
-
     @override
     def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
-        return start.order
+        has_same_batch_size = start.batch_size in (None, self._batch_size)
+        return start.order_fingerprint if has_same_batch_size else _UNKNOWN_ORDER
 
     @override
     def _position(self, start: IteratorStart, batches: int) -> int:
-        items = start.drawn.size_after(batches)
-        return self._sampler.shard(start.at).position_after(
-            batches * self._batch_size if items is None else items
-        )
+        batch_size = start.batch_size or self._batch_size
+        return self._sampler.shard(start.position).position_after(batches * batch_size)
 
     @override
     def shared(self) -> dict[str, Any]:
-        order = self._starts[-1].order if self._starts else None
-        return {**self._sampler.identity(), "order": order, "data": self._data}
+        return self._sampler.identity()
 
     @override
     def left_after(self, position: int) -> float:
-        left = len(self._sampler.shard(position))
-        is_cut = getattr(index_sampler_of(self.loader), "drop_last", False)
-        return left // self._batch_size if is_cut else -(-left // self._batch_size)
+        items = len(self._sampler.shard(position))
+        if getattr(index_sampler_of(self.loader), "drop_last", False):
+            return items // self._batch_size
+        return -(-items // self._batch_size)
 
     @override
     def _description(self) -> dict[str, Any]:
@@ -159,38 +150,38 @@ class IndexPosition(LoaderPosition):
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
         def draw() -> Iterator[Any]:
             self._record(start)
-            return start.drawn.follow_indices(iter(self._sampler.batch_sampler))
+            return start.trace.follow(iter(self._sampler.batch_sampler), checksum_of_indices)
 
         self._sampler.draw_next_by(draw)
         return iter(self.loader)
 
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
-        self._restore(start.random)
-        start.drawn = self._trace()
-        order = start.drawn.follow_indices(iter(self._sampler.batch_sampler))
-        self._drop(order, start.at)
-        # Drawn before the random states were saved; the rest was not.
-        ahead = list(islice(order, start.own or 0))
+        self._restore(start.random_states)
+        start.trace = self._trace()
+        order = start.trace.follow(iter(self._sampler.batch_sampler), checksum_of_indices)
+        self._drop(order, start.position)
+        # Drawn before the random states were saved; the rest was not. torch's samplers
+        # also draw at their end.
+        drawn_ahead = list(islice(order, start.saved_state or 0))
 
         def read() -> Iterator[Any]:
-            self._sampler.draw_next_by(lambda: chain(ahead, order))
-            with workers_seeded_apart(self.loader, self.epoch, self.given):
+            self._sampler.draw_next_by(lambda: chain(drawn_ahead, order))
+            with workers_seeded_apart(self.loader, self.epoch, self.batches_given):
                 # The sampler may draw more numbers later.
                 return iter(self.loader)
 
         return read
 
     @override
-    def state_dict(self, done: int, given: int) -> dict[str, Any]:
+    def state_dict(self, done: int, batches_given: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
-        if given < start.after + batches:
+        position = start.batches_before + batches
+        if batches_given < position:
             # Recorded before this position, as when the first loader ended earlier.
-            given = self.given
-        # The batches that the iterator had drawn when the random states were recorded,
-        # less those that are done.
-        ahead = given + self.ahead - start.after - batches + self._prefetched
-        return {**super().state_dict(done, given), "own": ahead}
+            batches_given = self.batches_given
+        drawn = batches_given + self.taken_ahead + self._prefetched
+        return {**super().state_dict(done, batches_given), "own": drawn - position}
 
 
 class StatePosition(LoaderPosition):
@@ -204,33 +195,38 @@ class StatePosition(LoaderPosition):
     kind = "state"
     is_by_rank = True
     # Number of batches drawn from the newest iterator; ``None`` after its end.
-    _drawn: int | None = None
+    _batches_drawn: int | None = None
     # The newest iterator, if it continues from a restored state.
     _restored: Iterator[Any] | None = None
     # Number of batches that it yields.
-    _left = inf
+    _batches_left = inf
 
     @override
-    def state_dict(self, done: int, given: int) -> dict[str, Any]:
+    def state_dict(self, done: int, batches_given: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
-        if self._starts and self._drawn is not None:  # some loaders start again after their end
-            latest = self._starts[-1]
-            fingerprint = latest.drawn.fingerprint_after(latest.at + self._drawn)
-            latest.states.append(LoaderState(self._drawn, self.loader.state_dict(), fingerprint))
-        known = [each for each in start.states if each.drawn <= batches]
-        last = known[-1] if known else LoaderState(-start.at, None, 0)
+        # After their end, some loaders return the state of a new beginning.
+        if self._starts and self._batches_drawn is not None:
+            self._record_loader_state(self._starts[-1], self._batches_drawn)
+        earlier = [state for state in start.loader_states if state.batches <= batches]
+        last = earlier[-1] if earlier else LoaderState(-start.position, None, 0)
         # No later checkpoint needs an older state.
-        start.states = [each for each in start.states if each.drawn >= last.drawn]
-        own = {
+        start.loader_states = [
+            state for state in start.loader_states if state.batches >= last.batches
+        ]
+        saved_state = {
             "state": last.content,
-            "dropped": batches - last.drawn,
+            "dropped": batches - last.batches,
             "drawn": last.fingerprint,
         }
-        return {**super().state_dict(done, given), "own": own}
+        return {**super().state_dict(done, batches_given), "own": saved_state}
+
+    def _record_loader_state(self, start: IteratorStart, batches: int) -> None:
+        fingerprint = start.trace.fingerprint_after(start.position + batches)
+        start.loader_states.append(LoaderState(batches, self.loader.state_dict(), fingerprint))
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
-        if self._restored is not None and self._drawn == self._left:
+        if self._restored is not None and self._batches_drawn == self._batches_left:
             # Some loaders, such as litdata's, forget a restored state only at the end.
             next(self._restored, None)
         self._restored = None
@@ -240,24 +236,26 @@ class StatePosition(LoaderPosition):
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         # Without a saved state of this rank, Lightning has loaded rank 0's or none.
-        own = {"state": None, "dropped": 0, **(start.own or {})}
-        dropped = own["dropped"]
-        start.drawn = Trace(self._remembered + AHEAD, start.at - dropped, own.get("drawn") or 0)
-        if own["state"] is None:
+        nothing_saved: dict[str, Any] = {"state": None, "dropped": 0, "drawn": None}
+        saved = start.saved_state or nothing_saved
+        loader_state = saved["state"]
+        dropped = saved["dropped"]
+        start.trace = Trace(self._remembered + AHEAD, start.position - dropped, saved["drawn"] or 0)
+        if loader_state is None:
             rewind(self.loader)
         else:
-            start.states = [LoaderState(-dropped, own["state"], own.get("drawn"))]
-            start.random = []
-            self.loader.load_state_dict(own["state"])
+            start.loader_states = [LoaderState(-dropped, loader_state, saved["drawn"])]
+            start.random_states = []
+            self.loader.load_state_dict(loader_state)
         batches = self._count_drawn(self._read_again(start, dropped))
-        if own["state"] is not None:
+        if loader_state is not None:
             self._restored = batches
-            self._left = batches_of(self.loader) - start.at
+            self._batches_left = batches_of(self.loader) - start.position
         return lambda: batches
 
     def _count_drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._drawn = 0
+        self._batches_drawn = 0
         for drawn, batch in enumerate(batches, start=1):
-            self._drawn = drawn
+            self._batches_drawn = drawn
             yield batch
-        self._drawn = None
+        self._batches_drawn = None

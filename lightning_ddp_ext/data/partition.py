@@ -64,9 +64,12 @@ class Shard:
         ``end`` is exclusive and may exceed ``len(self)``.
         """
         end = min(end, len(self))
-        first, last = (self.start + self.rank + number * self.world_size for number in (begin, end))
-        found = np.arange(first, max(first, last), self.world_size, dtype=np.int64)
-        return found % self.length if last - self.world_size >= self.length else found
+        offset = self.start + self.rank
+        first = offset + begin * self.world_size
+        stop = max(first, offset + end * self.world_size)
+        positions = np.arange(first, stop, self.world_size, dtype=np.int64)
+        reads_again = stop - self.world_size >= self.length
+        return positions % self.length if reads_again else positions
 
     def position_after(self, consumed: int) -> int:
         """Return the first unread position after ``consumed`` positions per rank.

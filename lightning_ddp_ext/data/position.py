@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.fingerprints import Trace
+from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_batch
 from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, name_of, parameters_of
 from lightning_ddp_ext.data.random_state import (
     generators_of,
@@ -29,13 +29,13 @@ class LoaderState(NamedTuple):
     """A state that a loader returned.
 
     Args:
-        drawn: the number of batches that its iterator had drawn; negative before the
+        batches: the number of batches that its iterator had drawn; negative before the
             position at which the iterator started.
         content: the state; ``None`` for the beginning.
         fingerprint: the fingerprint of the batches drawn, if known.
     """
 
-    drawn: int
+    batches: int
     content: Any
     fingerprint: int | None
 
@@ -48,27 +48,29 @@ class IteratorStart:
 
     Args:
         number: the number of earlier iterators in the epoch.
-        after: the number of batches that the loader gave in the epoch before this
-            iterator was created or resumed.
-        at: the position at which it started; 0 at the beginning.
-        random: the random states from which it drew numbers, recorded just before. If
-            the loader itself draws, the first one was recorded before ``iter(loader)``
-            and the second one before the first batch.
-        own: the data that the resumed run saved only for this kind of loader.
-        states: states of the loader, by the number of batches drawn.
-        drawn: what was drawn, by the position reached.
-        order: the fingerprint of the order of the epoch, if all of it is drawn when the
-            iterator starts.
+        batches_before: the number of batches that the loader gave in the epoch before
+            this iterator was created or resumed.
+        position: where it started; 0 at the beginning.
+        random_states: the states from which it drew random numbers, recorded just
+            before. If the loader itself draws, the first one was recorded before
+            ``iter(loader)`` and the second one before the first batch.
+        saved_state: what the resumed run saved only for this kind of loader.
+        loader_states: states of the loader.
+        trace: what was drawn, by the position reached.
+        order_fingerprint: that of the order of the epoch, if all of it is drawn when
+            the iterator starts.
+        batch_size: the batch size when the iterator started, if positions depend on it.
     """
 
     number: int = 0
-    after: int = 0
-    at: int = 0
-    random: list[Any] = field(default_factory=list)
-    own: Any = None
-    states: list[LoaderState] = field(default_factory=list)
-    drawn: Trace = field(default_factory=Trace)
-    order: int | None = None
+    batches_before: int = 0
+    position: int = 0
+    random_states: list[Any] = field(default_factory=list)
+    saved_state: Any = None
+    loader_states: list[LoaderState] = field(default_factory=list)
+    trace: Trace = field(default_factory=Trace)
+    order_fingerprint: int | None = None
+    batch_size: int | None = None
 
 
 class LoaderPosition:
@@ -86,18 +88,15 @@ class LoaderPosition:
     Attributes:
         name: the name of the data in errors.
         epoch: the current epoch.
-        given: the number of batches that the Trainer got in this epoch, including those
-            in the resumed run.
+        batches_given: the number of batches that the Trainer got in this epoch,
+            including those in the resumed run.
         generators: the generators of the loader and its samplers, besides the global
             ones.
-        on_progress: called for each batch that is read again.
     """
 
     kind = "batches"
-    ahead = 0
-    """The number of batches that are drawn before they are given, besides those
-    prefetched by workers.
-    """
+    taken_ahead = 0
+    """The number of batches that are taken from an iterator before they are given."""
     is_by_rank = False
     """Whether a rank can only continue from its own state, not from another rank's."""
 
@@ -108,25 +107,24 @@ class LoaderPosition:
         # Read now, because a sampler may count epochs in its seed.
         self._parameters = parameters_of(loader)
         self.epoch = -1
-        self.given = 0
+        self.batches_given = 0
         self.generators = generators_of(loader, *samplers_below(index_sampler_of(loader)))
-        self.on_progress: Callable[[], object] = lambda: None
         self._remembered = remembered
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
         # In a resumed epoch: how to start the iterator that continues, until it has
         # started, and whether one that ends immediately precedes it.
         self._continue: Callable[[], Iterator[Any]] | None = None
-        self._has_to_end = False
+        self._ends_immediately = False
 
     # Reading.
 
     def start_epoch(self, epoch: int) -> None:
         """Make the next iterators start at the beginning of an epoch."""
         self.epoch = epoch
-        self.given = 0
+        self.batches_given = 0
         self._starts.clear()
         self._continue = None
-        self._has_to_end = False
+        self._ends_immediately = False
 
     def continue_epoch(self, epoch: int, state: Mapping[str, Any], *, done: int) -> bool:
         """Make the next iterators continue where another run was.
@@ -146,20 +144,20 @@ class LoaderPosition:
         if epoch > 0 and isinstance(self.loader, Iterator):
             # It cannot be read again, and the part that was read before is unknown.
             return False
-        self.given = done
-        self._has_to_end = state["number"] > 0
+        self.batches_given = done
+        self._ends_immediately = state["number"] > 0
         start = IteratorStart(
             number=state["number"],
-            after=done,
-            at=state["at"],
-            random=state["random"] or [],
-            own=state.get("own"),
+            batches_before=done,
+            position=state["at"],
+            random_states=state["random"] or [],
+            saved_state=state.get("own"),
         )
         self._starts.append(start)
         with preserve_random_state(self.generators):
             # The resumed run had already created this iterator.
             self._continue = self._redraw(start)
-        return state.get("drawn") in (None, self._drawn_by(start, start.at))
+        return state.get("drawn") in (None, self._drawn_by(start, start.position))
 
     def start_iterator(self) -> Iterator[Any]:
         """Start the next iterator of the epoch.
@@ -170,8 +168,8 @@ class LoaderPosition:
         three kinds of iterators: first one that ends immediately, then the rest of the
         one that was read, then whole ones.
         """
-        if self._has_to_end:
-            self._has_to_end = False
+        if self._ends_immediately:
+            self._ends_immediately = False
             return iter(())
         if self._continue is None:
             return self._start_at_beginning()
@@ -186,15 +184,14 @@ class LoaderPosition:
 
     def _start_at_beginning(self) -> Iterator[Any]:
         number = self._starts[-1].number + 1 if self._starts else 0
-        start = IteratorStart(number=number, after=self.given)
-        start.drawn = self._trace()
+        start = IteratorStart(number, self.batches_given, trace=self._trace())
         self._starts.append(start)
         return self._begin(start)
 
     def give(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield ``batches`` and count them in ``given``."""
+        """Yield ``batches`` and count them in ``batches_given``."""
         for batch in batches:
-            self.given += 1
+            self.batches_given += 1
             yield batch
 
     # Saving.
@@ -204,13 +201,13 @@ class LoaderPosition:
 
         Its order was drawn from these states.
         """
-        return [(start.number, start.random) for start in self._starts]
+        return [(start.number, start.random_states) for start in self._starts]
 
-    def state_dict(self, done: int, given: int) -> dict[str, Any]:
+    def state_dict(self, done: int, batches_given: int) -> dict[str, Any]:
         """Return this rank's position after ``done`` batches of the epoch.
 
-        ``given`` is the value that the attribute had when the random states of the
-        checkpoint were recorded.
+        ``batches_given`` is the value that the attribute had when the random states of
+        the checkpoint were recorded.
         """
         start, batches = self._start_before(done)
         return {
@@ -218,8 +215,8 @@ class LoaderPosition:
             "number": start.number,
             "at": self._position(start, batches),
             "data": self._description(),
-            "drawn": self._drawn_by(start, start.at + batches),
-            "random": start.random,
+            "drawn": self._drawn_by(start, start.position + batches),
+            "random": start.random_states,
         }
 
     def _start_before(self, done: int) -> tuple[IteratorStart, int]:
@@ -229,10 +226,9 @@ class LoaderPosition:
         """
         if not self._starts:
             return IteratorStart(), 0
-        start = next(
-            (each for each in reversed(self._starts) if each.after < done), self._starts[0]
-        )
-        return start, max(0, min(done, self.given) - start.after)
+        latest_first = reversed(self._starts)
+        start = next((each for each in latest_first if each.batches_before < done), self._starts[0])
+        return start, max(0, min(done, self.batches_given) - start.batches_before)
 
     # Resuming.
 
@@ -270,7 +266,7 @@ class LoaderPosition:
     def _record_first(self, start: IteratorStart, batches: Iterator[Any]) -> Iterator[Any]:
         # An __iter__ that is a generator function only draws for its first item.
         self._record(start)
-        yield from start.drawn.follow_batches(batches)
+        yield from start.trace.follow(batches, checksum_of_batch)
 
     def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
         """Return the fingerprint of the items that an iterator drew.
@@ -278,7 +274,7 @@ class LoaderPosition:
         It covers all items up to a position, and is ``None`` if nothing is to be
         compared.
         """
-        return start.drawn.fingerprint_after(position)
+        return start.trace.fingerprint_after(position)
 
     def _trace(self) -> Trace:
         return Trace(self._remembered + AHEAD + self._prefetched)
@@ -295,8 +291,8 @@ class LoaderPosition:
         The function starts the rest of the iterator. The caller restores the random
         state.
         """
-        start.drawn = self._trace()
-        batches = self._read_again(start, start.at)
+        start.trace = self._trace()
+        batches = self._read_again(start, start.position)
         return lambda: batches
 
     def _read_again(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
@@ -304,17 +300,17 @@ class LoaderPosition:
 
         It draws the same random numbers.
         """
-        before_iterator = start.random[:1]
-        before_first_batch = start.random[1:]
+        before_iterator = start.random_states[:1]
+        before_first_batch = start.random_states[1:]
         self._restore(before_iterator)
         read = iter(self.loader)
         self._restore(before_first_batch)
-        batches = start.drawn.follow_batches(read)
+        batches = start.trace.follow(read, checksum_of_batch)
         self._drop(batches, dropped)
         return batches
 
     def _record(self, start: IteratorStart) -> None:
-        start.random.append(record_random_state(self.generators))
+        start.random_states.append(record_random_state(self.generators))
 
     def _restore(self, recorded: Sequence[Any]) -> None:
         for each in recorded:
@@ -322,7 +318,7 @@ class LoaderPosition:
 
     def _position(self, start: IteratorStart, batches: int) -> int:
         """Return the position that an iterator reaches after a number of batches."""
-        return start.at + batches
+        return start.position + batches
 
     def _description(self) -> dict[str, Any]:
         """Return the properties that give a position its meaning.
@@ -348,4 +344,3 @@ class LoaderPosition:
                     f" {dropped} batches, but {number} were done before; resume with the same data,"
                     f" or {FROM_THE_EPOCHS_START}"
                 ) from None
-            self.on_progress()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext.errors import SamplingError
+from lightning_ddp_ext.nested import keystr, tree_map, tree_map_with_path
 
 REMEDY = (
     "predict_step must return a tensor or array with one row per sample, a list with one item per"
@@ -38,57 +39,57 @@ def join_batches(batches: list[PredictedBatch]) -> Any:
     """
     if not batches:
         return None
-    first_rows: dict[Any, int] = {}
-    for row, sample in enumerate(sample for batch in batches for sample in batch.samples):
-        first_rows.setdefault(sample, row)
-    rows = [first_rows[sample] for sample in sorted(first_rows)]
-    return _join(
-        [batch.output for batch in batches],
-        [len(batch.samples) for batch in batches],
-        rows,
-        "predictions",
-    )
-
-
-def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any:
-    """Join the parts, and return the given rows of the result.
-
-    A part is the output of one step, or an item of that output, and has one row per
-    sample of its batch.
-    """
-
-    def join_items(key: Any) -> Any:
-        return _join([part[key] for part in parts], sizes, rows, f"{name}[{key!r}]")
-
-    first = parts[0]
-    found = {_structure(part): None for part in parts}
-    if len(found) > 1:
+    outputs = [batch.output for batch in batches]
+    structures = {str(_structure_of(output)): None for output in outputs}
+    if len(structures) > 1:
         raise SamplingError(
-            f"{name} must have the same structure in all batches (got {' and '.join(found)});"
-            f" {REMEDY}"
+            f"predictions must have the same structure in all batches (got"
+            f" {' and '.join(structures)}); {REMEDY}"
         )
-    if isinstance(first, Mapping):
-        return {key: join_items(key) for key in first}
-    if isinstance(first, tuple):
-        joined = [join_items(index) for index in range(len(first))]
-        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    sizes = [len(batch.samples) for batch in batches]
+    rows = _rows_in_order([sample for batch in batches for sample in batch.samples])
+
+    def join(path: Any, *parts: Any) -> Any:
+        _check_rows(parts, sizes, f"predictions{keystr(path)}")
+        return _join(parts, rows)
+
+    return tree_map_with_path(join, *outputs, is_leaf=_is_list)
+
+
+def _is_list(part: Any) -> bool:
+    return isinstance(part, list)
+
+
+def _structure_of(output: Any) -> Any:
+    """Return an output with the class name in place of each tensor, array and list."""
+    return tree_map(lambda part: type(part).__name__, output, is_leaf=_is_list)
+
+
+def _rows_in_order(samples: list[Any]) -> list[int]:
+    """Return the first row of each sample, in the order of the samples."""
+    first_rows: dict[Any, int] = {}
+    for row, sample in enumerate(samples):
+        first_rows.setdefault(sample, row)
+    return [first_rows[sample] for sample in sorted(first_rows)]
+
+
+def _check_rows(parts: tuple[Any, ...], sizes: list[int], name: str) -> None:
+    """Raise if a part does not have one row for each sample of its batch."""
     for part, size in zip(parts, sizes, strict=True):
-        has_rows = isinstance(part, list) or (
-            isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0
-        )
-        if not has_rows or len(part) != size:
+        is_array = isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0
+        rows = len(part) if is_array or isinstance(part, list) else "none"
+        if rows != size:
             raise SamplingError(
                 f"{name} must have one row per sample, {size} in this batch (got"
-                f" {type(part).__name__}, rows: {len(part) if has_rows else 'none'}); {REMEDY}"
+                f" {type(part).__name__}, rows: {rows}); {REMEDY}"
             )
-    if isinstance(first, list):
-        items = [item for part in parts for item in part]
+
+
+def _join(parts: tuple[Any, ...], rows: list[int]) -> Any:
+    """Join tensors, arrays or lists, and return the given rows of the result."""
+    if isinstance(parts[0], list):
+        items = list(chain.from_iterable(parts))
         return [items[row] for row in rows]
-    return torch.cat(parts)[rows] if isinstance(first, Tensor) else np.concatenate(parts)[rows]
-
-
-def _structure(part: Any) -> str:
-    name = type(part).__name__
-    if isinstance(part, Mapping):
-        return f"{name} with {', '.join(sorted(map(repr, part)))}"
-    return f"{name} of {len(part)}" if isinstance(part, tuple) else name
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)[rows]
+    return np.concatenate(parts)[rows]

@@ -96,12 +96,14 @@ def seed_each_sample(dataset: Any, *words: int) -> None:
     >>> dataset[0] == dataset[0], dataset[0] == dataset[1]
     (True, False)
     """
-    own = type(dataset)
-    if not own.__flags__ & _DEFINED_IN_PYTHON:  # such as ``list``, which draws no random numbers
+    users_class = type(dataset)
+    if (
+        not users_class.__flags__ & _DEFINED_IN_PYTHON
+    ):  # such as ``list``, which draws no random numbers
         return
 
     def reading_after_seeding(name: str) -> Any:
-        read = getattr(own, name)
+        read = getattr(users_class, name)
 
         def seed_and_read(self: Any, index: Any) -> Any:
             _seed_on_cpu(mix(*words, *repr(index).encode()))
@@ -109,14 +111,15 @@ def seed_each_sample(dataset: Any, *words: int) -> None:
 
         return seed_and_read
 
-    names = {
+    methods = {
         name: reading_after_seeding(name)
         for name in ("__getitem__", "__getitems__")
-        if hasattr(own, name)
+        if hasattr(users_class, name)
     }
-    metaclass: Any = type(own)
+    metaclass: Any = type(users_class)
     # Python looks up special methods in the class, not in the object.
-    dataset.__class__ = metaclass(own.__name__, (own,), {"__slots__": (), **names})
+    attributes = {"__slots__": (), **methods}
+    dataset.__class__ = metaclass(users_class.__name__, (users_class,), attributes)
 
 
 @contextmanager
@@ -126,13 +129,13 @@ def workers_seeded_apart(loader: Any, *words: int) -> Iterator[None]:
     A resumed run starts persistent workers at a different time than the original run
     did. That must not change any other random number.
     """
-    own = loader.generator
+    users_generator = loader.generator
     loader.generator = torch.Generator()
     loader.generator.manual_seed(mix(torch.initial_seed(), *words))
     try:
         yield
     finally:
-        loader.generator = own
+        loader.generator = users_generator
 
 
 @contextmanager

@@ -62,19 +62,22 @@ def end_together(
 
 
 class _Drawn(Generic[T]):
-    """The next item of an iterator, if any, and whether all ranks have one.
+    """The next item of an iterator, and whether all ranks have one.
 
     Creating it is collective, but does not wait.
+
+    Attributes:
+        item: a list with the item; empty after the iterator's end.
     """
 
     def __init__(self, items: Iterator[T], group: dist.ProcessGroup | None) -> None:
         self.item = list(islice(items, 1))
-        self._found = torch.tensor(len(self.item))
+        self._is_on_all = torch.tensor(len(self.item))  # 0 or 1; reduced when the exchange ends
         self._exchange = dist.all_reduce(
-            self._found, op=dist.ReduceOp.MIN, group=group, async_op=True
+            self._is_on_all, op=dist.ReduceOp.MIN, group=group, async_op=True
         )
 
     def is_on_all_ranks(self) -> bool:
         """Wait for the other ranks, and return whether each of them has an item."""
         self._exchange.wait()
-        return bool(self._found)
+        return bool(self._is_on_all)

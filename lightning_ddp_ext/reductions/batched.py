@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import DivergenceError
+from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
 DTYPES = (torch.float32, torch.float64, torch.int64)
@@ -156,7 +156,7 @@ class PendingTensor(Tensor):
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in tree_leaves((args, kwargs)):
+        for each in values_of((args, kwargs)):
             if isinstance(each, PendingTensor):
                 each.reduce_now()
         return func(*args, **(kwargs or {}))

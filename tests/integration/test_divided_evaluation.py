@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import CatMetric
 
+from lightning_ddp_ext.errors import RankAbsentError, RankFailedError
 from tests.harness.ranks import run_ranks
 from tests.integration.evaluating import AtTheEnd, Batch, Ragged, loader, make_on, scores
 
@@ -125,14 +126,12 @@ class Divided:
 
 
 def divide(rank: int, world_size: int, directory: Path) -> dict[str, Divided]:
-    """Evaluate data that the user divides, so that ranks have other numbers of batches,
-    or none.
-    """
+    """Evaluate data that the user divides, so that ranks have other numbers of batches."""
     trainer = make_on(world_size, directory, use_distributed_sampler=False)
     own = trainer.global_rank
     loaders: dict[str, list[DataLoader[Any]]] = {
-        "sampler": [loader(n, 1, sampler=Dealt(scores(n), world_size, own)) for n in (5, 1)],
-        "stream": [DataLoader(Part(n, own, world_size), 2) for n in (7, 1, 2, 9)],
+        "sampler": [loader(n, 1, sampler=Dealt(scores(n), world_size, own)) for n in (5, 4)],
+        "stream": [DataLoader(Part(n, own, world_size), 2) for n in (7, 9)],
         "without length": [
             DataLoader(scores(9), batch_sampler=Unsized(range(own, 9, world_size), 2, False))
         ],
@@ -149,18 +148,48 @@ def divide(rank: int, world_size: int, directory: Path) -> dict[str, Divided]:
     return found
 
 
-def test_ranks_that_have_other_numbers_of_batches_or_none(tmp_path: Path) -> None:
-    """Each rank evaluates its own batches, and values are those of all samples.
-
-    A rank without a batch evaluates one that counts for nothing.
-    """
+def test_ranks_that_have_other_numbers_of_batches(tmp_path: Path) -> None:
+    """Each rank evaluates its own batches, and values are those of all samples."""
     (one,) = run_ranks(divide, 1, tmp_path)
     ranks = run_ranks(divide, 3, tmp_path)
     for found in ranks:
         for name, alone in one.items():
             assert found[name].logged == pytest.approx(alone.logged, rel=1e-6), name
     assert {name: [found[name].sizes for found in ranks] for name in one} == {
-        "sampler": [[1, 1, 1], [1, 1, 1], [1, 1]],  # the second loader has one sample
-        "stream": [[2, 1, 1, 1, 2, 1], [2, 1, 1, 2, 1], [2, 1, 1, 2, 1]],
+        "sampler": [[1, 1, 1, 1], [1, 1, 1], [1, 1]],
+        "stream": [[2, 1, 2, 1], [2, 2, 1], [2, 2, 1]],
         "without length": [[1, 2]] * 3,
     }
+
+
+def evaluate_one_sample(
+    rank: int, world_size: int, directory: Path, data: str
+) -> tuple[type[BaseException], str]:
+    """Return the error of an evaluation in which only rank 0 has a sample."""
+    trainer = make_on(world_size, directory, use_distributed_sampler=False)
+    if data == "sampler":
+        only_on_rank_0 = loader(1, sampler=Dealt(scores(1), world_size, trainer.global_rank))
+    else:
+        only_on_rank_0 = DataLoader(Part(1, trainer.global_rank, world_size))
+    with pytest.raises((RankFailedError, RuntimeError)) as caught:
+        trainer.validate(AtTheEnd(), only_on_rank_0, verbose=False)
+    return caught.type, str(caught.value)
+
+
+@pytest.mark.parametrize("data", ["sampler", "stream"])
+def test_a_rank_without_a_batch_ends_the_evaluation(data: str, tmp_path: Path) -> None:
+    """Every rank raises.
+
+    If the loaders have lengths, this is stock's error on the rank without a batch;
+    otherwise, an error that names the ranks and the remedy.
+    """
+    first, second = run_ranks(evaluate_one_sample, 2, tmp_path, data)
+    if data == "sampler":
+        assert first[0] is RankFailedError
+        assert first[1].startswith("rank 1 (host ")
+        assert "Please make sure that it returns at least 1 batch" in first[1]
+        assert second[0] is RuntimeError
+        return
+    assert first == second
+    assert first[0] is RankAbsentError
+    assert "let every rank run the same number of evaluation steps" in first[1]

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext.errors import ConfigurationError, SamplingError
+from lightning_ddp_ext.errors import ConfigurationError
 from tests.harness.training import At, Kind, make_strategy, make_trainer, on_both, on_ranks
 from tests.integration.continuing import KEPT, Net, Numbers, Saver
 
@@ -227,23 +227,6 @@ class Repeated(BatchSampler):
         return (batch * self.times for batch in super().__iter__())
 
 
-class Pairs:
-    """Batches of two in a sampler's order; the constructor takes other arguments than
-    torch's.
-    """
-
-    def __init__(self, samples: int, length: int | None = None) -> None:
-        self.sampler = RandomSampler(range(samples))
-        self.length = length
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = iter(self.sampler)
-        return ([first, next(order)] for first in order)
-
-    def __len__(self) -> int:
-        return len(self.sampler) // 2 if self.length is None else self.length
-
-
 class Drawn(BatchSampler):
     """Draws its batches in its constructor."""
 
@@ -263,7 +246,7 @@ class DrawnPairs(Drawn):
 
 
 class Known(DataLoader[Any]):
-    """Reads batches that its constructor counts and begins."""
+    """Reads an iterator that its constructor starts."""
 
     def __init__(self, dataset: Any, **options: Any) -> None:
         super().__init__(dataset, **options)
@@ -277,18 +260,20 @@ def batched(batch_sampler: Any) -> DataLoader[Any]:
     return DataLoader(Numbers(8), batch_sampler=batch_sampler)
 
 
-REMADE: dict[str, Callable[[], DataLoader[Any]]] = {
+LIKE_STOCK: dict[str, Callable[[], DataLoader[Any]]] = {
     "plain": lambda: DataLoader(Numbers(8), batch_size=2, shuffle=True),
     "drawn": lambda: batched(Drawn(RandomSampler(range(8)), 2, False)),
+    "repeated": lambda: batched(Repeated(RandomSampler(range(8)), 2, False, times=2)),
     "begun": lambda: Known(Numbers(8), batch_size=2, shuffle=True),
 }
+# Stock refuses these, or creates them again with other arguments.
 COPIED: dict[str, Callable[[], DataLoader[Any]]] = {
     "scaled": lambda: Scaled(Numbers(8), 10, batch_size=2, shuffle=True),
     "fixed": lambda: Fixed(Numbers(8)),
     "explicit": lambda: batched(BatchSampler(RandomSampler(range(8)), 2, False)),
-    "repeated": lambda: batched(Repeated(RandomSampler(range(8)), 2, False, times=2)),
-    "pairs": lambda: batched(Pairs(8)),
 }
+ONLY_IN_A_HOOK = ("repeated",)
+ONLY_BEFORE_THE_RUN = ("begun",)
 
 
 def read_with_own_classes(kind: Kind, directory: Path) -> dict[str, Any]:
@@ -296,33 +281,31 @@ def read_with_own_classes(kind: Kind, directory: Path) -> dict[str, Any]:
     loaders that exist before the run.
     """
     found: dict[str, Any] = {}
-    for name, make in (REMADE if kind == "stock" else {**REMADE, **COPIED}).items():
+    for name, make in (LIKE_STOCK if kind == "stock" else {**LIKE_STOCK, **COPIED}).items():
         exists = make()
-        if name != "begun":
+        if name not in ONLY_BEFORE_THE_RUN:
             found[f"{name}, in a hook"] = fit(kind, directory, make, max_epochs=2)
-        found[name] = fit(
-            kind, directory, lambda exists=exists: exists, max_epochs=1 if name == "begun" else 2
-        )  # type: ignore[misc]
+        if name not in ONLY_IN_A_HOOK:
+            epochs = 1 if name == "begun" else 2  # its iterator ends with the first epoch
+            found[name] = fit(kind, directory, lambda exists=exists: exists, max_epochs=epochs)  # type: ignore[misc]
     return found
 
 
 def test_loaders_and_batch_samplers_keep_their_arguments(tmp_path: Path) -> None:
     """Each rank reads its part through the user's loader and batch sampler.
 
-    Those whose classes cannot be created again are copied; else batches are stock's.
+    Loaders are copied, and batch samplers are created again; else batches are stock's.
     """
     for ours, stock in zip(*on_both(read_with_own_classes, tmp_path), strict=True):
         assert {name: ours[name] for name in stock} == stock
         plain: Batches = ours["plain"]
-        for name in COPIED.keys() - {"scaled", "repeated"}:
+        for name in ("fixed", "explicit"):
             assert (ours[name], ours[f"{name}, in a hook"]) == (plain, plain), name
         by_ten = {
             epoch: [[10 * each for each in batch] for batch in batches]
             for epoch, batches in plain.items()
         }
-        twice = {epoch: [batch * 2 for batch in batches] for epoch, batches in plain.items()}
         assert (ours["scaled"], ours["scaled, in a hook"]) == (by_ten, by_ten)
-        assert (ours["repeated"], ours["repeated, in a hook"]) == (twice, twice)
 
 
 @dataclass
@@ -390,9 +373,10 @@ def test_a_copied_loader_looks_as_stocks_does(tmp_path: Path) -> None:
 
 def refuse_batches(kind: Kind, directory: Path) -> list[str]:
     messages = []
-    for batch_sampler in (DrawnPairs(8), Pairs(8, length=4), [[0, 1], [2, 3]]):
+    repeated = Repeated(SequentialSampler(range(8)), 2, False, times=2)
+    for batch_sampler in (DrawnPairs(8), repeated, [[0, 1], [2, 3]]):
         made = batched(batch_sampler)
-        with pytest.raises((SamplingError, ConfigurationError)) as raised:
+        with pytest.raises(ConfigurationError) as raised:
             fit(kind, directory, lambda made=made: made)  # type: ignore[misc]
         messages.append(str(raised.value))
     return messages
@@ -401,17 +385,16 @@ def refuse_batches(kind: Kind, directory: Path) -> list[str]:
 def test_batches_that_cannot_be_divided_are_refused_with_a_remedy(tmp_path: Path) -> None:
     """Every rank's error names the class and the remedies.
 
-    The batches do not come from the attribute `sampler`, the length counts those of all
-    ranks, or the batches are in a list.
+    The constructor takes other arguments, or another one that is unknown, or the
+    batches are in a list.
     """
-    for drawn, counted, listed in on_ranks("ours", refuse_batches, tmp_path):
-        assert drawn.startswith(
-            "batch_sampler DrawnPairs yields indices that it does not read from its attribute"
-        )
-        assert counted.startswith(
-            "batch_sampler Pairs yields 2 of this rank's batches, but its length is 4 for all"
+    for drawn, repeated, listed in on_ranks("ours", refuse_batches, tmp_path):
+        assert drawn.startswith("DrawnPairs over SequentialSampler takes no distributed sampler")
+        assert repeated.startswith(
+            "batch_sampler Repeated must have no arguments besides torch's (got times), or be"
+            " created in a hook such as train_dataloader"
         )
         assert listed.startswith("list takes no distributed sampler")
-        for message in (drawn, counted, listed):
+        for message in (drawn, repeated, listed):
             assert "batch_sampler=DistributedBatchSamplerWrapper(...)" in message
             assert "Trainer(use_distributed_sampler=False)" in message

@@ -247,7 +247,7 @@ def test_a_data_position_of_another_release_begins_the_epoch_again(tmp_path: Pat
     torch.save(checkpoint, paths[0])
     (_, warned), _ = on_ranks("ours", resume_points, tmp_path, stateful_stream, paths)
     assert warned == [
-        "the checkpoint's data position in epoch 0 has version 5, but this release reads version 6,"
+        "the checkpoint's data position in epoch 0 has version 5, but this release reads version 7,"
         " so that epoch starts again"
     ]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -165,9 +166,11 @@ def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
     assert run_ranks(resume_ended_runs, 2, tmp_path) == [["", ""]] * 2
 
 
-def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[Step]]:
-    """Return the steps of an epoch with batches that grow after the third one, and of a
-    run resumed after the fifth.
+def change_batch_size(
+    rank: int, world_size: int, directory: Path
+) -> tuple[list[Step], list[Step], list[str]]:
+    """Return the steps of an epoch with batches that grow after the third one, those of
+    a run that resumes after the fifth, and its warnings that an epoch starts again.
     """
 
     def grow(trainer: L.Trainer) -> None:
@@ -176,17 +179,22 @@ def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[
     options = {"max_epochs": 1, "callbacks": [At("on_train_batch_end", grow, earlier=2)]}
     training = Training(shuffled(48), directory, options=options)
     run = training.run("train_batch_end-5")
-    return [run.steps, training.run(ckpt_path=run.saved["train_batch_end-5"], callbacks=[]).steps]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = training.run(ckpt_path=run.saved["train_batch_end-5"], callbacks=[])
+    texts = [str(each.message) for each in caught]
+    return run.steps, resumed.steps, [text for text in texts if "that epoch starts again" in text]
 
 
-def test_batches_that_grow_during_an_epoch_are_read_once(tmp_path: Path) -> None:
-    """A resumed run reads the samples that are left, in batches of its own size."""
+def test_an_epoch_in_which_the_batch_size_changed_starts_again(tmp_path: Path) -> None:
+    """The resumed run reads all samples of the epoch once, and rank 0 warns."""
     by_rank = run_ranks(change_batch_size, 2, tmp_path)
     read = []
-    for steps, resumed in by_rank:
+    for rank, (steps, resumed, warned) in enumerate(by_rank):
         assert [len(samples) for _, _, *samples in steps] == [2, 2, 2, 4, 4, 4, 4, 2]
-        assert [len(samples) for _, _, *samples in resumed] == [2] * 5
-        read += [sample for _, _, *samples in [*steps[:5], *resumed] for sample in samples]
+        assert [len(samples) for _, _, *samples in resumed] == [2] * 12
+        assert len(warned) == (1 if rank == 0 else 0)
+        read += [sample for _, _, *samples in resumed for sample in samples]
     assert sorted(read) == [*range(48)]
 
 

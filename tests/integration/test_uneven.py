@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import SamplingError, ScalableDistributedSampler
@@ -288,24 +288,11 @@ def test_ranks_that_read_the_same_are_warned_once(tmp_path: Path) -> None:
     assert second == [[], [], [], []]
 
 
-class Clocked(Sampler[int]):
-    """Yields an order that no other rank yields."""
-
-    def __init__(self, rank: int) -> None:
-        self.order = range(8) if rank == 0 else range(7, -1, -1)
+class Sized(Stream):
+    """A stream with a length."""
 
     def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
-
-
-class TooLong(Stream):
-    """A stream with a length that is larger than what it yields."""
-
-    def __len__(self) -> int:
-        return 2 * self.length
+        return self.length
 
 
 def part(rank: int, samples: int) -> DataLoader[Any]:
@@ -316,58 +303,26 @@ def part(rank: int, samples: int) -> DataLoader[Any]:
     return DataLoader(Subset(Numbers(samples), own), 1)
 
 
-def share_out(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Return the warnings about loaders whose samples the ranks divide, and the error
-    about different lengths.
+def share_out(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Return the errors about data whose lengths differ, and of a loader that only one
+    rank lets the strategy divide.
     """
-    ended = DataLoader(TooLong(rank, [2]), 1)
-    loaders = {
-        "parts": (part(rank, 8), "the tensors or lists in the dataset differ between the ranks"),
-        "orders": (
-            DataLoader(Numbers(8), 1, sampler=Clocked(rank)),
-            "the list that BatchSampler over SharedSampler",
-        ),
-        "same": (DataLoader(Subset(Numbers(8), range(4)), 1), ""),
-        "length": (
-            ended,
-            (
-                "TooLong ended after 2 batches, but its length is 4, so Lightning did not know"
-                " which batch"
-            ),
-        ),
-    }
-    found: dict[str, Any] = {}
-    for name, (loader, expected) in loaders.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit(directory, loader, use_distributed_sampler=True, max_epochs=1)
-        texts = [
-            text for each in caught if "ranks" in (text := str(each.message)) or "batches" in text
-        ]
-        found[name] = [
-            expected in text and expected != "" for text in texts if "num_workers" not in text
-        ]
-    with pytest.raises(SamplingError) as refused:
-        fit(directory, part(rank, 9), use_distributed_sampler=True)
     divided = DataLoader(Numbers(8), 1, sampler=ScalableDistributedSampler(range(8)))
-    with pytest.raises(SamplingError, match=r"because the kind differs \(None on rank 0, "):
-        fit(directory, divided if rank else DataLoader(TooLong(rank, [2]), 1))
-    return {**found, "refused": str(refused.value)}
+    stream = DataLoader(Sized(rank, [4]), 1)
+    found = []
+    for loader in (part(rank, 9), divided if rank else stream):
+        with pytest.raises(SamplingError) as refused:
+            fit(directory, loader, use_distributed_sampler=True)
+        found.append(str(refused.value))
+    return found
 
 
 def test_data_that_the_ranks_cannot_share_out_are_named(tmp_path: Path) -> None:
-    """Rank 0 warns, as stock reads less than all data silently.
-
-    Lengths that differ, or a sampler on some ranks only, are an error on every rank.
-    """
-    first, second = run_ranks(share_out, 2, tmp_path)
-    refused = first.pop("refused")
-    assert first == {"parts": [True], "orders": [True], "same": [], "length": [True]}
-    assert second == {**{name: [] for name in first}, "refused": refused}
-    assert (
-        refused
-        == "the ranks cannot share out the samples of Subset, because the length differs (5 on rank"
-        " 0, 4 on rank 1); create the same dataset and sampler on every rank (seed random_split,"
-        " for example), or pass Trainer(use_distributed_sampler=False) if each rank has"
-        " different data"
-    )
+    """Lengths that differ, or a sampler on some ranks only, are an error on every rank."""
+    for lengths, samplers in run_ranks(share_out, 2, tmp_path):
+        assert lengths == (
+            "the ranks cannot share out the samples of Subset, because the length differs (5 on"
+            " rank 0, 4 on rank 1); create the same dataset and sampler on every rank, or pass"
+            " Trainer(use_distributed_sampler=False) if each rank has different data"
+        )
+        assert "because the kind differs (None on rank 0, scalable on rank 1)" in samplers

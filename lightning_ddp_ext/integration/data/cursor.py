@@ -60,7 +60,6 @@ from lightning_ddp_ext.data.seeding import WorkerSeeding, workers_seeded_apart
 from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.rank_lists import ranks_in_words
 
-from ..callbacks.hang_watchdog import report_progress
 from ..checkpoints.collective import Checkpoints
 from ..host import Host
 from ..named_calls import ranks_of, refuse
@@ -96,11 +95,11 @@ class RecordedState:
 
     Attributes:
         random: the random states.
-        given: the number of batches that each loader had given in the epoch.
+        batches_given: the number of batches that each loader had given in the epoch.
     """
 
     random: list[Any]
-    given: list[int]
+    batches_given: list[int]
 
 
 @dataclass
@@ -311,7 +310,7 @@ class EpochCursor:
         if position is not positions_of(self._trainer)[0]:
             return batches
         iterator.before_next = self._before_batch
-        return _warn_of_early_end(iterator.loader, batches)
+        return batches
 
     @property
     def _has_no_batches_left(self) -> bool:
@@ -372,7 +371,6 @@ class EpochCursor:
         different = []
         for loader, state in zip(training_loaders_of(self._trainer), states, strict=True):
             position = loader.position
-            position.on_progress = partial(report_progress, self._trainer)
             needs_own_state = position.is_by_rank and state["at"] > 0
             if needs_own_state and resumed.saved.random_state_of(rank) is None:
                 different.append(position.name)
@@ -526,8 +524,9 @@ class EpochCursor:
         self._recorded[moment] = self._current_state()
 
     def _current_state(self) -> RecordedState:
-        given = [position.given for position in positions_of(self._trainer)]
-        return RecordedState(record_random_state(training_generators(self._strategy)), given)
+        batches_given = [position.batches_given for position in positions_of(self._trainer)]
+        random = record_random_state(training_generators(self._strategy))
+        return RecordedState(random, batches_given)
 
     def save_to(self, checkpoint: dict[str, Any], what: str) -> None:
         """Add all ranks' data positions to a checkpoint in the call ``what``.
@@ -579,9 +578,9 @@ class EpochCursor:
         processed = loops["epoch_loop.batch_progress"]["current"]["processed"]
         recorded = self._recorded_for(restart, processed)
         loaders = [
-            each.state_dict(restart.done, given)
+            position.state_dict(restart.done, batches_given)
             # Outside of an epoch there are no positions.
-            for each, given in zip(positions, recorded.given, strict=False)
+            for position, batches_given in zip(positions, recorded.batches_given, strict=False)
         ]
         return {"random": recorded.random, "loaders": loaders}
 
@@ -620,20 +619,3 @@ def _check(
         )
     for position, state in zip(positions, states, strict=True):
         position.check(state)
-
-
-def _warn_of_early_end(loader: DistributedLoader, batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield batches, and warn if they end before the loader's length.
-
-    Lightning finds the last batch by the length.
-    """
-    yield from batches
-    length = batches_of(loader)
-    position = loader.position
-    if position.given < length < math.inf:
-        rank_zero_warn(
-            f"{position.name} ended after {position.given} batches, but its length is {length:g},"
-            " so Lightning did not know which batch was the last: validation, learning-rate"
-            " schedulers and loggers that act at the end of an epoch were skipped, as with ddp;"
-            " let __len__ return the number of samples of this rank, or remove it"
-        )

@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, islice
-from math import inf
 from typing import Any
 
 import torch.distributed as dist
@@ -23,10 +21,9 @@ from lightning_ddp_ext.data.loader import (
     make_permanent,
     own_copy,
 )
-from lightning_ddp_ext.ranks import Ranks
 
 from ..host import Host
-from ..named_calls import group_of_small_collectives, ranks_of
+from ..named_calls import ranks_of
 from ..private.compat import active_loop_of, combined_loader_of, mode_of, results_of, takes_iterator
 from ..private.lightning_tree import RunningStage
 from .uncounted_step import uncounted
@@ -46,9 +43,6 @@ class Evaluation:
     the same sizes; some ranks repeat a sample for this. The repeated samples are alone
     in the last step, and on a rank that repeats one, this step does not count: logged
     values and metrics are restored after the step, and reductions leave the rank out.
-
-    A rank whose own stream has no batch runs one uncounted step with a batch of another
-    rank, so that it takes part in the reductions at the end of the epoch.
 
     Attributes:
         is_idle: whether this rank's batch does not count in the current step, or did
@@ -71,7 +65,7 @@ class Evaluation:
     # Loaders.
 
     @property
-    def _is_joint(self) -> bool:
+    def _counts_once(self) -> bool:
         """Whether several ranks evaluate together and count each sample once."""
         return self._is_exact and dist.is_initialized() and self._strategy.world_size > 1
 
@@ -88,38 +82,34 @@ class Evaluation:
                 # Lightning refuses a length of 0; the iterator still yields nothing
                 loader.length = 1
             return
-        if not self._is_joint:
+        if not self._counts_once:
             return
         loader.start_evaluation = partial(self._start, loader)
         if takes_iterator(self._strategy.lightning_module, stage):
             return  # such a step may fetch several batches, of which some count
         even = self._even_batches(loader.loader, is_dealt=is_dealt)
         samples = None if even is None else even.samples
-        batches, samples_by_rank = zip(
-            *ranks_of(self._strategy).gather((batches_of(loader), samples)), strict=True
-        )
-        if even is not None and len({*samples_by_rank}) == 1:
+        samples_by_rank = ranks_of(self._strategy).gather(samples)
+        if even is not None and len(set(samples_by_rank)) == 1:
             loader.loader = own_copy(loader.loader)  # a stateful loader has not been copied yet
             permanent = make_permanent(loader.loader, even)
             loader.start_evaluation = partial(self._start_even, loader, even, permanent)
-        elif _may_be_empty(loader, batches):
-            if batches_of(loader) == 0 < max(batches):
-                loader.length = 1  # Lightning refuses a rank without batches
-            loader.start_evaluation = partial(self._start_or_borrow, loader)
 
     def _even_batches(self, loader: Any, *, is_dealt: bool) -> EvenBatches | None:
         """Return even batches for a loader if each sample is to be read once.
 
         Otherwise, return ``None``.
         """
-        own = index_sampler_of(loader)
-        sampler = own if isinstance(own, GlobalOrderSampler) else getattr(own, "sampler", None)
+        batch_sampler = index_sampler_of(loader)
+        sampler = batch_sampler
+        if not isinstance(sampler, GlobalOrderSampler):
+            sampler = getattr(batch_sampler, "sampler", None)
         if not isinstance(sampler, GlobalOrderSampler) or not can_count_once(loader):
             return None
         if not is_dealt and sampler.uneven != "exact":
             return None
-        even = EvenBatches(own, sampler, partial(_is_sequential, self._loop))
-        return even if even.yields_every_item else None
+        even = EvenBatches(batch_sampler, sampler, partial(_is_sequential, self._loop))
+        return even if even.reads_all_of_its_sampler() else None
 
     @property
     def _loop(self) -> Any:
@@ -137,38 +127,16 @@ class Evaluation:
 
         It does not count on the ranks that repeat a sample.
         """
-        filled: list[int] = []
-        permanent.draw_next_by(partial(even.draw, filled))
-        numbered = enumerate(iter(loader.loader))
-        idle_ranks = even.filling_ranks
-        return self._recorded(
-            (batch, idle_ranks if filled == [number] else ()) for number, batch in numbered
-        )
+        idle_ranks_by_batch = deque[tuple[int, ...]]()
 
-    def _start_or_borrow(self, loader: DistributedLoader) -> Iterator[Any]:
-        """Start an iterator that yields a batch of another rank if this rank has none.
+        def draw() -> Iterator[Any]:
+            for indices, idle_ranks in even.draw():
+                idle_ranks_by_batch.append(idle_ranks)
+                yield indices
 
-        Collective.
-        """
-        if not _is_sequential(self._loop):
-            return self._start(loader)
-        return self._recorded(self._borrow(iter(loader.loader)))
-
-    def _borrow(self, batches: Iterator[Any]) -> Iterator[tuple[Any, tuple[int, ...]]]:
-        """Yield batches, each with the ranks that are idle with it. Collective."""
-        # Another rank may still be in a step that uses the default group.
-        group = group_of_small_collectives()
-        ranks = Ranks(self._strategy.global_rank, self._strategy.world_size, group=group)
-        own = list(islice(batches, 1))
-        has_batch = ranks.gather(bool(own))
-        if not all(has_batch) and any(has_batch):
-            lent = [*own] or [None]
-            dist.broadcast_object_list(lent, src=has_batch.index(True), group=group)
-            yield (own or lent)[0], tuple(rank for rank, has in enumerate(has_batch) if not has)
-        else:
-            batches = chain(own, batches)
-        for batch in batches:
-            yield batch, ()
+        permanent.draw_next_by(draw)
+        batches = iter(loader.loader)
+        return self._recorded((batch, idle_ranks_by_batch.popleft()) for batch in batches)
 
     def _recorded(self, batches: Iterator[tuple[Any, tuple[int, ...]]]) -> Iterator[Any]:
         """Yield batches, and record which ranks are idle in the step of each batch."""
@@ -203,14 +171,6 @@ def _is_sequential(loop: Any) -> bool:
     return mode_of(combined_loader_of(loop)) == "sequential"
 
 
-def _may_be_empty(loader: DistributedLoader, batches: tuple[float, ...]) -> bool:
-    """Whether a rank may have no batch of data that the ranks divide themselves."""
-    if len({number == inf for number in batches}) > 1:
-        # Without a length, Lightning would read the first batch earlier than others do.
-        return False
-    return min(batches) == 0 < max(batches) or index_sampler_of(loader.loader) is None
-
-
 def can_count_once(loader: DataLoader[Any]) -> bool:
     """Whether the last samples of a loader can be read in a separate batch.
 
@@ -218,10 +178,8 @@ def can_count_once(loader: DataLoader[Any]) -> bool:
     ``__iter__`` may not yield one batch for each of its batch sampler. With
     ``in_order=False`` the batches' order is unknown.
     """
-    drops = getattr(index_sampler_of(loader), "drop_last", False) or not getattr(
-        loader, "in_order", True
-    )
-    return not drops and type(loader).__iter__.__module__.partition(".")[0] in (
-        "torch",
-        "torchdata",
-    )
+    if getattr(index_sampler_of(loader), "drop_last", False):
+        return False
+    if not getattr(loader, "in_order", True):
+        return False
+    return type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")

@@ -7,6 +7,7 @@ loader. The result is a proxy of a ``DistributedLoader``, whose iterators
 
 from __future__ import annotations
 
+from inspect import signature
 from math import inf
 from typing import Any, Literal, get_args
 
@@ -22,7 +23,7 @@ from torch.utils.data import (
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, name_of, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of
-from lightning_ddp_ext.data.resampled import REMEDY, with_batches_of, with_sampler
+from lightning_ddp_ext.data.resampled import REMEDY, with_sampler
 from lightning_ddp_ext.data.samplers import (
     ExactDistributedSampler,
     ScalableDistributedSampler,
@@ -146,37 +147,17 @@ class TrainerLoaders:
         return self._read_through(dataloader, sampler, stage)
 
     def _read_through(self, loader: DataLoader[Any], sampler: Any, stage: RunningStage) -> Any:
-        """Return a loader that reads a sampler.
+        """Return a copy of a loader that reads a sampler.
 
-        If the arguments of the given loader are known, it is created again, as by
-        Lightning. Otherwise it is copied.
+        Lightning creates its batch sampler, which records indices for a prediction.
         """
-        if stage == RunningStage.PREDICTING:
-            return self._predicted(loader, sampler)
-        copied = None if has_saved_arguments(loader) else with_sampler(loader, sampler)
-        if copied is not None:
-            return copied
+        _refuse_unknown_arguments(loader.batch_sampler)
         try:
-            return update_dataloader(loader, sampler, mode=stage)
+            return with_sampler(loader, lambda each: update_dataloader(each, sampler, mode=stage))
         except (TypeError, pl.utilities.exceptions.MisconfigurationException) as error:
-            copied = with_sampler(loader, sampler)
-            if copied is None:
-                raise ConfigurationError(
-                    f"{name_of(loader)} takes no distributed sampler; {REMEDY}"
-                ) from error
-            return copied
-
-    def _predicted(self, loader: DataLoader[Any], sampler: Any) -> Any:
-        """Return a loader that reads a sampler and records indices.
-
-        It uses Lightning's batch sampler for this.
-        """
-        if has_saved_arguments(loader) or loader.batch_sampler is None:
-            return update_dataloader(loader, sampler, mode=RunningStage.PREDICTING)
-        plain = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
-        return with_batches_of(
-            loader, update_dataloader(plain, sampler, mode=RunningStage.PREDICTING)
-        )
+            raise ConfigurationError(
+                f"{name_of(loader)} takes no distributed sampler; {REMEDY}"
+            ) from error
 
     def _sampler_for(
         self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage
@@ -206,6 +187,24 @@ class TrainerLoaders:
             )
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
         return kind(loader.dataset, shuffle=shuffle, **options)
+
+
+def _refuse_unknown_arguments(batch_sampler: Any) -> None:
+    """Raise if Lightning would silently create a batch sampler with other arguments.
+
+    It only passes torch's arguments to a class whose object was not created in a hook.
+    """
+    if not isinstance(batch_sampler, BatchSampler) or has_saved_arguments(batch_sampler):
+        return
+    parameters = signature(type(batch_sampler)).parameters
+    optional = {name for name, each in parameters.items() if each.default is not each.empty}
+    unknown = sorted(optional - {"batch_size", "drop_last"})
+    if unknown:
+        raise ConfigurationError(
+            f"batch_sampler {type(batch_sampler).__name__} must have no arguments besides torch's"
+            f" (got {', '.join(unknown)}), or be created in a hook such as train_dataloader, since"
+            f" it is created again on each rank; {REMEDY}"
+        )
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:

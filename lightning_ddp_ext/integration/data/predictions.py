@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -58,31 +59,45 @@ def gather_predictions(trainer: Any) -> Any:
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return _join_ranks([_predicted_here(trainer)])
-    # gloo sends from CPU memory, so that rank 0's GPU does not need memory for all
-    # predictions.
+    with _cpu_group() as group:
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=group)
+        return _gather(trainer, ranks)
+
+
+@contextmanager
+def _cpu_group() -> Iterator[dist.ProcessGroup | None]:
+    """Return a group that sends from CPU memory; ``None`` for the default group.
+
+    Rank 0's GPU then does not need memory for all predictions.
+    """
     if is_gloo("cpu"):
-        return _gather(trainer, None)
+        yield None
+        return
     context = current()
     if context is not None:
-        return _gather(trainer, context.new_group(backend="gloo", purpose="predictions"))
+        yield context.new_group(backend="gloo", purpose="predictions")
+        return
     group = dist.new_group(backend="gloo")
     try:
-        return _gather(trainer, group)
+        yield group
     finally:
         dist.destroy_process_group(group)
 
 
-def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
+def _gather(trainer: Any, ranks: Ranks) -> Any:
     """Join the predictions of all ranks on rank 0.
 
     An error of any rank is raised on all ranks. Collective.
     """
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=group)
-    own = ranks.on_every_rank(lambda: pickle.dumps(_predicted_here(trainer)), "gather_predictions")
-    found = ranks.to_rank_zero(own)
+    pickled = ranks.on_every_rank(
+        lambda: pickle.dumps(_predicted_here(trainer)), "gather_predictions"
+    )
+    pickled_by_rank = ranks.to_rank_zero(pickled)
 
     def join() -> Any:
-        return None if found is None else _join_ranks(map(pickle.loads, found))
+        if pickled_by_rank is None:
+            return None
+        return _join_ranks(map(pickle.loads, pickled_by_rank))
 
     return ranks.on_every_rank(join, "gather_predictions")
 
@@ -101,40 +116,44 @@ def _predicted_here(trainer: Any) -> Predicted:
     loaders = pl.utilities.CombinedLoader(iterables, "sequential").flattened
     if loop.skip:  # this rank had no data, and its predictions belong to an earlier call
         return [[] for _ in loaders]
-    outputs = loop.predictions if len(loaders) > 1 else [loop.predictions]
-    found = []
-    for number, (loader, of_loader) in enumerate(zip(loaders, outputs, strict=True)):
-        # For predict, Lightning wraps batch samplers to record the indices of each batch.
-        seen = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", [])
-        if len(seen) < len(of_loader):
-            raise SamplingError(
-                f"loader {number} must record the samples of each batch (got"
-                f" {type(loader).__name__}, which does not); use a DataLoader with a map-style"
-                " dataset"
-            )
-        # Workers read ahead, so more batches may have been read than predicted.
-        found.append(
-            [
-                PredictedBatch(list(samples), each)
-                for samples, each in zip(seen, of_loader, strict=False)
-            ]
+    outputs_by_loader = loop.predictions if len(loaders) > 1 else [loop.predictions]
+    return [
+        _predicted_batches(loader, outputs, f"loader {number}")
+        for number, (loader, outputs) in enumerate(zip(loaders, outputs_by_loader, strict=True))
+    ]
+
+
+def _predicted_batches(loader: Any, outputs: list[Any], name: str) -> list[PredictedBatch]:
+    # For predict, Lightning wraps batch samplers to record the indices of each batch.
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samples_by_batch = getattr(batch_sampler, "seen_batch_indices", [])
+    if len(samples_by_batch) < len(outputs):
+        raise SamplingError(
+            f"{name} must record the samples of each batch (got {type(loader).__name__}, which does"
+            " not); use a DataLoader with a map-style dataset"
         )
-    return found
+    # Workers read ahead, so more batches may have been read than predicted.
+    pairs = zip(samples_by_batch, outputs, strict=False)
+    return [PredictedBatch(list(samples), output) for samples, output in pairs]
 
 
 def _join_ranks(ranks: Iterable[Predicted]) -> Any:
-    """Join each loader's batches, taken from the ranks in turn."""
-    joined = []
-    for by_rank in zip(*ranks, strict=True):
-        in_turn = [batch for step in zip_longest(*by_rank) for batch in step if batch is not None]
-        try:
-            joined.append(join_batches(in_turn))
-        except SamplingError:
-            raise
-        except Exception as error:
-            raise SamplingError(
-                f"predictions cannot be joined: {type(error).__name__}: {error}; {REMEDY}"
-            ) from error
+    """Return each loader's predictions, joined."""
+    joined = [_join_in_turn(by_rank) for by_rank in zip(*ranks, strict=True)]
     if all(each is None for each in joined):
         raise SamplingError(_NO_PREDICTIONS)
     return joined if len(joined) > 1 else joined[0]
+
+
+def _join_in_turn(by_rank: tuple[list[PredictedBatch], ...]) -> Any:
+    """Join the batches of a loader, taken from the ranks in turn."""
+    steps = zip_longest(*by_rank)
+    batches = [batch for step in steps for batch in step if batch is not None]
+    try:
+        return join_batches(batches)
+    except SamplingError:
+        raise
+    except Exception as error:
+        raise SamplingError(
+            f"predictions cannot be joined: {type(error).__name__}: {error}; {REMEDY}"
+        ) from error

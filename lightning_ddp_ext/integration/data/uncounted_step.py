@@ -31,22 +31,23 @@ def uncounted(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
         module: the module whose metrics are preserved, at any depth; ``results`` has
             those logged from elsewhere.
     """
-    before = {id(metric): (metric, dict(vars(metric))) for metric in _metrics(results, module)}
+    metrics_before = _metrics(results, module)
+    attributes_before = {id(metric): dict(vars(metric)) for metric in metrics_before}
     # Values never change in place.
-    logged = {key: dict(vars(result)) for key, result in results.items()}
-    for metric, held in before.values():
-        vars(metric).update(
-            (name, _copied(value)) for name, value in held.items() if name != "_modules"
-        )
+    logged_before = {key: dict(vars(result)) for key, result in results.items()}
+    for metric in metrics_before:
+        for name, value in attributes_before[id(metric)].items():
+            if name != "_modules":
+                vars(metric)[name] = _copied(value)
     yield
     for metric in _metrics(results, module):
-        if id(metric) in before:
-            _restore(*before[id(metric)])
+        if id(metric) in attributes_before:
+            _restore(metric, attributes_before[id(metric)])
         elif isinstance(metric, Metric):
             metric.reset()
     for key, result in results.items():
         if not result.has_reset:
-            _restore_result(result, logged.get(key))
+            _restore_result(result, logged_before.get(key))
 
 
 def _metrics(results: Mapping[str, Any], module: nn.Module) -> list[nn.Module]:
@@ -55,24 +56,21 @@ def _metrics(results: Mapping[str, Any], module: nn.Module) -> list[nn.Module]:
     Metric collections are included.
     """
     logged = (result.value for result in results.values() if not result.is_tensor)
-    found = (each for root in (module, *logged) for each in root.modules())
-    kept = (
-        each
-        for each in found
-        if isinstance(each, (Metric, MetricCollection)) and not _is_gathered_by_item(each)
-    )
-    return list({id(each): each for each in kept}.values())
+    modules = (each for root in (module, *logged) for each in root.modules())
+    return list({id(each): each for each in modules if _can_be_restored(each)}.values())
 
 
-def _is_gathered_by_item(metric: nn.Module) -> bool:
-    """Whether a metric has a list that torchmetrics gathers item by item.
+def _can_be_restored(module: nn.Module) -> bool:
+    """Whether a module is a metric without a list that is gathered item by item.
 
     Torchmetrics joins the items of other lists first.
     """
-    return isinstance(metric, Metric) and any(
-        isinstance(metric._defaults[name], list) and reduction is not dim_zero_cat
-        for name, reduction in metric._reductions.items()
-    )
+    if isinstance(module, Metric):
+        return not any(
+            isinstance(module._defaults[name], list) and reduction is not dim_zero_cat
+            for name, reduction in module._reductions.items()
+        )
+    return isinstance(module, MetricCollection)
 
 
 def _copied(value: Any) -> Any:
@@ -133,14 +131,15 @@ def _restore_result(result: Any, before: dict[str, Any] | None) -> None:
     A value that the ranks do not reduce is this rank's own; user code may have reduced
     it, and it stays.
     """
-    counted = None if before is None or before["has_reset"] else before
-    is_joint = result.meta.sync.should and not result.meta.sync.rank_zero_only
+    if before is not None and before["has_reset"]:
+        before = None
+    is_reduced = result.meta.sync.should and not result.meta.sync.rank_zero_only
     if not result.is_tensor:
-        result._forward_cache = counted["_forward_cache"] if counted else None
-    elif is_joint and counted:
-        of_step = result._forward_cache  # reduced over the ranks that count
-        vars(result).update(counted)
-        result._forward_cache = of_step
-    elif is_joint:
+        result._forward_cache = before["_forward_cache"] if before else None
+    elif is_reduced and before:
+        value_of_step = result._forward_cache  # reduced over the ranks that count
+        vars(result).update(before)
+        result._forward_cache = value_of_step
+    elif is_reduced:
         for state, neutral in result._defaults.items():
             setattr(result, state, neutral.clone().to(getattr(result, state).device))

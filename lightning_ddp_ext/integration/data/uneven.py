@@ -1,9 +1,10 @@
-"""End training epochs on all ranks together, and warn of ranks with the same data."""
+"""Handle ranks with different numbers of training batches, or with the same data."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.checksum import checksum
-from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, index_sampler_of, name_of
+from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, index_sampler_of
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import AHEAD, end_together
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
+from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
 from ..host import Host
@@ -24,6 +26,21 @@ from ..private.lightning_tree import rank_zero_warn
 from .positions import positions_of
 
 UnevenMode = Literal["stop_at_shortest"]
+
+
+@dataclass(frozen=True)
+class _RankData:
+    """What a rank tells the others about its training data.
+
+    Attributes:
+        length: the number of batches in an epoch; ``inf`` if unknown.
+        checksums: those of the tensors in the first batch, if a loader has no indices.
+        properties: those that must be equal on all ranks, for each loader.
+    """
+
+    length: float
+    checksums: tuple[int, ...]
+    properties: list[dict[str, Any]]
 
 
 class UnevenInputs:
@@ -48,7 +65,7 @@ class UnevenInputs:
         self._has_new_loaders = False
 
     @property
-    def _end_is_joint(self) -> bool:
+    def _ends_together(self) -> bool:
         """Whether the ranks end an epoch together, and not each one separately."""
         return self._mode is not None and dist.is_initialized() and self._strategy.world_size > 1
 
@@ -64,9 +81,9 @@ class UnevenInputs:
                 " but configure_callbacks runs before they connect; read"
                 " estimated_stepping_batches in setup instead"
             )
-        if not self._end_is_joint:
+        if not self._ends_together:
             return
-        lengths = self._by_rank(batches_of(loader))
+        lengths = self._gather(batches_of(loader))
         if math.inf in lengths and min(lengths) < math.inf:
             problem = (
                 f"training loader {type(loader.loader).__name__} must have a length on every rank"
@@ -82,9 +99,9 @@ class UnevenInputs:
 
         If requested, end it on all ranks together.
         """
-        if not self._end_is_joint:
+        if not self._ends_together:
             return position.give(batches)
-        position.ahead = AHEAD
+        position.taken_ahead = AHEAD
         group = group_of_small_collectives()  # CPU tensors need not wait for an accelerator
         return position.give(end_together(batches, group, on_last=self._end_epoch))
 
@@ -116,26 +133,26 @@ class UnevenInputs:
             return
         self._has_new_loaders = False
         positions = positions_of(trainer)
-        loaders = [position.loader for position in positions]
-        streams = [name_of(loader) for loader in loaders if index_sampler_of(loader) is None]
-        own = [position.shared() for position in positions]
-        found = self._by_rank(
-            (trainer.num_training_batches, _checksums(batch) if streams else (), own)
+        streams = [
+            position.name for position in positions if index_sampler_of(position.loader) is None
+        ]
+        ranks: tuple[_RankData, ...] = self._gather(
+            _RankData(
+                trainer.num_training_batches,
+                _checksums(batch) if streams else (),
+                [position.shared() for position in positions],
+            )
         )
-        lengths, checksums, shared = zip(*found, strict=True)
-        self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
-        differences = list(_differences(positions, shared))
-        problem = next((sentence for is_error, sentence in differences if is_error), None)
-        if problem is None:
-            for _, warning in differences:
-                rank_zero_warn(warning)
-            if self._mode is None:
-                problem = _unevenness(trainer, lengths)
+        lengths = [rank.length for rank in ranks]
+        self.are_even = _are_finite_and_equal(lengths)
+        problem = _difference(positions, [rank.properties for rank in ranks])
+        if problem is None and self._mode is None:
+            problem = _unevenness(trainer, lengths)
         if problem is not None:
             refuse(self._strategy, SamplingError(problem))
-        _warn_of_same_batches(checksums, streams)
+        _warn_of_same_batches([rank.checksums for rank in ranks], streams)
 
-    def _by_rank(self, value: Any) -> tuple[Any, ...]:
+    def _gather(self, value: Any) -> tuple[Any, ...]:
         """Return the values of all ranks in rank order.
 
         Collective: every rank must call it.
@@ -143,19 +160,21 @@ class UnevenInputs:
         return tuple(ranks_of(self._strategy).gather(value))
 
 
-def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
+def _are_finite_and_equal(lengths: Sequence[float]) -> bool:
+    return len(set(lengths)) == 1 and math.inf not in lengths
+
+
+def _unevenness(trainer: Any, lengths: Sequence[float]) -> str | None:
     """Describe why ranks cannot train on these numbers of batches.
 
     Return ``None`` if they can, for example because ``max_steps`` is small.
     """
-    fewest = min(lengths)
-    most_steps = trainer.max_steps
-    if len(set(lengths)) == 1 or math.inf in lengths:
+    if math.inf in lengths or _are_finite_and_equal(lengths):
         return None
-    if (
-        most_steps != -1
-        and trainer.global_step + math.ceil(fewest / trainer.accumulate_grad_batches) >= most_steps
-    ):
+    fewest = min(lengths)
+    fewest_steps = math.ceil(fewest / trainer.accumulate_grad_batches)
+    is_limited = trainer.max_steps != -1
+    if is_limited and trainer.global_step + fewest_steps >= trainer.max_steps:
         return None
     by_rank = listed(
         f"{length} on {ranks_in_words(who)}" for length, who in grouped(dict(enumerate(lengths)))
@@ -168,71 +187,55 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
     )
 
 
-def _differences(
-    positions: list[LoaderPosition], by_rank: tuple[list[dict[str, Any]], ...]
-) -> Iterator[tuple[bool, str]]:
-    """Describe the differences in the properties that loaders must share on all ranks.
+def _difference(
+    positions: list[LoaderPosition], properties: list[list[dict[str, Any]]]
+) -> str | None:
+    """Describe the first difference that prevents ranks from dividing the samples.
 
-    Also yield for each one whether it is an error: whether the ranks cannot share out
-    the samples of the loader. Otherwise, they probably have different samples.
+    Args:
+        positions: the positions in this rank's loaders.
+        properties: those that each loader must share on all ranks, by rank.
     """
-    remedy = (
-        "create the same dataset and sampler on every rank (seed random_split, for example), or"
-        " pass Trainer(use_distributed_sampler=False) if each rank has different data"
-    )
-    suspicions = {
-        "order": "the list that {} draws differs",
-        "data": "the tensors or lists in the dataset differ",
-    }
-    # Only the loaders that every rank has are compared, and a loader without one of our
-    # samplers has none of the properties.
-    for position, *shared in zip(positions, *by_rank, strict=False):
-        what = f"the samples of {type(getattr(position.loader, 'dataset', None)).__name__}"
-        for key in dict.fromkeys(key for each in shared for key in each):
-            values = [each.get(key) for each in shared]
+    # A rank may have more loaders than another one.
+    for position, *by_rank in zip(positions, *properties, strict=False):
+        names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
+        for name in names:
+            values = [of_rank.get(name) for of_rank in by_rank]
             if all(value == values[0] for value in values):
                 continue
-            is_error = key not in suspicions
-            if is_error:
-                found = listed(f"{value} on rank {rank}" for rank, value in enumerate(values))
-                reason = f"cannot share out {what}, because the {key} differs ({found})"
-            else:
-                reason = (
-                    f"share out {what}, but {suspicions[key].format(position.name)} between the"
-                    " ranks, so some samples are probably never read"
-                )
-            yield is_error, f"the ranks {reason}; {remedy}"
+            dataset = type(getattr(position.loader, "dataset", None)).__name__
+            found = listed(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            return (
+                f"the ranks cannot share out the samples of {dataset}, because the {name} differs"
+                f" ({found}); create the same dataset and sampler on every rank, or pass"
+                " Trainer(use_distributed_sampler=False) if each rank has different data"
+            )
+    return None
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:
     """Return the checksums of the tensors in a batch.
 
-    The batch may be nested mappings, lists and tuples.
-
     >>> _checksums({"x": [torch.ones(2)]}) == _checksums((torch.ones(2), "text", torch.zeros(0)))
     True
     """
-    if isinstance(batch, Tensor):
-        is_dense = batch.layout == torch.strided and not batch.is_nested
-        return (int(checksum(batch)),) if is_dense and batch.numel() else ()
-    items = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, (list, tuple))
-        else ()
-    )
-    return tuple(each for item in items for each in _checksums(item))
+    return tuple(int(checksum(value)) for value in values_of(batch) if _has_checksum(value))
 
 
-def _warn_of_same_batches(checksums: tuple[tuple[int, ...], ...], names: list[str]) -> None:
-    for one in dict.fromkeys(checksums):
-        ranks = [rank for rank, each in enumerate(checksums) if each == one]
-        if not one or len(ranks) == 1:
+def _has_checksum(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested:
+        return False
+    return value.numel() > 0
+
+
+def _warn_of_same_batches(by_rank: Sequence[tuple[int, ...]], streams: list[str]) -> None:
+    for checksums in dict.fromkeys(by_rank):
+        ranks = [rank for rank, each in enumerate(by_rank) if each == checksums]
+        if not checksums or len(ranks) == 1:
             continue
         rank_zero_warn(
             f"the first training batch is the same on {ranks_in_words(ranks)}:"
-            f" {' and '.join(names) or 'the data'} is probably not split among the ranks, so each"
+            f" {' and '.join(streams) or 'the data'} is probably not split among the ranks, so each"
             f" sample is trained on {len(ranks)} times per epoch; in __iter__, yield only the"
             " samples of this rank (call torch.distributed.get_rank() in the main process) and of"
             " this worker (call torch.utils.data.get_worker_info())"

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler
 
 from .lightning_tree import (
     Loop,
@@ -200,18 +199,13 @@ def needs_sampler(trainer: Any, loader: Any) -> bool:
     return bool(private(trainer, "_data_connector", "_requires_distributed_sampler")(loader))
 
 
-def has_saved_arguments(loader: Any) -> bool:
-    """Whether Lightning has recorded the arguments of a loader and its batch sampler.
+def has_saved_arguments(batch_sampler: object) -> bool:
+    """Whether Lightning has recorded the arguments of a batch sampler.
 
-    It records them in hooks. If Lightning renames its record, our own copies are used.
-    Of a given batch sampler of torch's, Lightning would keep neither the batch size nor
-    ``drop_last``.
+    It records them in hooks. If Lightning renames its record, batch samplers with other
+    arguments than torch's are refused.
     """
-    is_given = loader.batch_sampler is not None and loader.batch_size is None
-    if is_given and type(loader.batch_sampler) is BatchSampler:
-        return False
-    created = [loader, loader.batch_sampler] if is_given else [loader]
-    return all(hasattr(each, "__pl_saved_args") for each in created)
+    return hasattr(batch_sampler, "__pl_saved_args")
 
 
 # Logged values.

@@ -317,7 +317,7 @@ class Rescue:
         positions = positions_of(self._trainer) if restart.is_within else []
         if any(position.kind == "state" for position in positions):
             raise Refused("the training loaders have states that only their own ranks can save")
-        own = {"loaders": [each.state_dict(restart.done, each.given) for each in positions]}
+        own = {"loaders": [each.state_dict(restart.done, each.batches_given) for each in positions]}
         shared = shared_state(own)
         known = {self._strategy.global_rank: without_random_state(own)}
         ranks = range(self._strategy.world_size)
