@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.reductions.gradients import average_gradients
 
-from .host import Host
+from .start.devices import RankDevicesStrategy
 
 CommHook = Callable[..., Any]
 Wrapper = Callable[[CommHook], CommHook]
@@ -40,7 +40,7 @@ class GradientAveraging:
 
     def __init__(
         self,
-        strategy: Host,
+        strategy: RankDevicesStrategy,
         options: Collection[str],
         *,
         hook: CommHook | None,

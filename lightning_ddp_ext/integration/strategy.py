@@ -325,12 +325,6 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     # The Trainer's run.
 
-    @property
-    def current_trainer(self) -> Any:
-        """The Trainer that runs the model."""
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)

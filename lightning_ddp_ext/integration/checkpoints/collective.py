@@ -34,7 +34,6 @@ from lightning_ddp_ext.supervision.failure import explain, may_be_echo
 from lightning_ddp_ext.supervision.stacks import call_site
 from lightning_ddp_ext.threads import wait_for_gpus
 
-from ..host import AnyHost
 from ..named_calls import ranks_of
 from ..private.compat import trainer_of
 from ..private.lightning_tree import (
@@ -61,7 +60,7 @@ class Checkpoints:
         run: the Trainer's current run, or its last one; ``None`` with a stock strategy.
     """
 
-    def __init__(self, strategy: AnyHost, deadline: timedelta | None = None) -> None:
+    def __init__(self, strategy: pl.strategies.Strategy, deadline: timedelta | None = None) -> None:
         self._strategy = strategy
         self._deadline = deadline
         self.run = None if deadline is None else Run(is_outermost=False)

@@ -33,7 +33,6 @@ from lightning_ddp_ext.supervision.stacks import call_site
 
 from ..checkpoints.collective import Checkpoints
 from ..data.evaluation import Evaluation
-from ..host import Host
 from ..named_calls import report_step
 from ..private.compat import (
     is_computed,
@@ -42,6 +41,7 @@ from ..private.compat import (
     results_of,
     trainer_of,
 )
+from ..start.devices import RankDevicesStrategy
 
 
 class Reduction:
@@ -99,7 +99,9 @@ class LoggedValues:
     each other, so that a rank without values can be named.
     """
 
-    def __init__(self, strategy: Host, checkpoints: Checkpoints, evaluation: Evaluation) -> None:
+    def __init__(
+        self, strategy: RankDevicesStrategy, checkpoints: Checkpoints, evaluation: Evaluation
+    ) -> None:
         self._strategy = strategy
         self._checkpoints = checkpoints
         self._evaluation = evaluation

@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
 from ..checkpoints.collective import Checkpoints
-from ..host import Host
 from ..named_calls import ranks_of, report_call
 from ..private.lightning_tree import pl, rank_zero_warn
+from ..start.devices import RankDevicesStrategy
 
 # What a ModelCheckpoint records; each rank computes it from its own values.
 _RECORD = (
@@ -34,7 +34,7 @@ class MonitoredValues:
     of the best checkpoints may differ between ranks.
     """
 
-    def __init__(self, strategy: Host, checkpoints: Checkpoints) -> None:
+    def __init__(self, strategy: RankDevicesStrategy, checkpoints: Checkpoints) -> None:
         self._strategy = strategy
         self._checkpoints = checkpoints
         self._keys: set[str] = set()

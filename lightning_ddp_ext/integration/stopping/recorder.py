@@ -17,8 +17,8 @@ from lightning_ddp_ext.rendezvous.peers import Peers
 from lightning_ddp_ext.threads import wait_for_gpus
 
 from ..data.resume import positions_of, training_generators
-from ..host import Host
 from ..private.compat import batches_that_stepped_of
+from ..start.devices import RankDevicesStrategy
 
 
 class Recorder:
@@ -28,7 +28,7 @@ class Recorder:
     :meth:`start`.
     """
 
-    def __init__(self, strategy: Host) -> None:
+    def __init__(self, strategy: RankDevicesStrategy) -> None:
         self._strategy = strategy
         self.notes: dict[int, RankNotes] = {}  # by rank, for the ranks on this host
         self.error: str | None = None  # why states are no longer recorded

@@ -32,7 +32,6 @@ from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
 from ..data.resume import KEY, positions_of, shared_state, without_random_state
 from ..data.training_data import TrainingData
-from ..host import Host
 from ..named_calls import ranks_of
 from ..private.compat import (
     dump_checkpoint,
@@ -43,6 +42,7 @@ from ..private.compat import (
     validates_next,
 )
 from ..private.lightning_tree import pl, rank_zero_warn
+from ..start.devices import RankDevicesStrategy
 from .recorder import Recorder
 from .stops import StopController
 
@@ -75,7 +75,7 @@ class Rescue:
 
     def __init__(
         self,
-        strategy: Host,
+        strategy: RankDevicesStrategy,
         name: PathLike | None,
         *,
         averages_models: bool,
