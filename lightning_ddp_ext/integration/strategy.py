@@ -20,6 +20,7 @@ from lightning_ddp_ext.supervision.stacks import called_by_lightning
 from lightning_ddp_ext.world import World, read_world
 
 from .callbacks.rank_debugger import rank_debugger_of
+from .checkpoints.best_checkpoints import share_best_checkpoints
 from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .checkpoints.collective import Checkpoints
 from .checkpoints.fit_identity import KEY as FILE_KEY
@@ -29,8 +30,7 @@ from .data.resume import ResumeData
 from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
 from .layer_sync import RanksLayerSync
-from .metrics.logged import LoggedValues, Reduction
-from .metrics.monitored import MonitoredValues
+from .logged_values import LoggedValues, Reduction
 from .named_calls import check_received, report_call
 from .options import check_choice, refuse_unknown
 from .private.compat import trainer_of
@@ -216,7 +216,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             resume_data=resume_data,
         )
         self.metrics = LoggedValues(self, self.checkpoints, self.data.evaluation)
-        self.monitored = MonitoredValues(self, self.checkpoints)
         self.rescue = Rescue(
             self,
             rescue_checkpoint,
@@ -297,7 +296,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         if os.fspath(filepath) == self.files.stop_path:
             checkpoint[FILE_KEY] = self.files.identity.content
         self.checkpoints.save(checkpoint, filepath, storage_options)
-        self.monitored.share_record()
+        trainer = trainer_of(self.lightning_module)
+        if trainer is not None and not self.checkpoints.is_interrupted:
+            share_best_checkpoints(trainer)
 
     @override
     def remove_checkpoint(self, filepath: PathLike) -> None:
@@ -351,7 +352,6 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_train_start(self) -> None:
         self.data.uneven.report_step_if_even()
         self.data.training.on_train_start()
-        self.monitored.start_training()
         self.averaging.on_train_start()
 
     @override
@@ -368,7 +368,6 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_end(self) -> None:
         self.data.uneven.report_step_if_even()
-        self.monitored.compare()
         self.data.training.on_train_end()
         self.stops.at_end()
 
@@ -379,7 +378,6 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self.monitored.compare()
         self.data.training.on_validation_end()
         self.recorder.note(Kind.VALIDATED)
         self._end_evaluation()
@@ -424,8 +422,6 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.recorder.on_train_batch_start()
         self.data.on_train_batch_start(batch)
-        if batch_idx == 0:
-            self.monitored.compare()  # the values of the epoch before
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -31,17 +31,17 @@ from lightning_ddp_ext.reductions.batched import (
 from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.stacks import call_site
 
-from ..checkpoints.collective import Checkpoints
-from ..data.evaluation import Evaluation
-from ..named_calls import report_step
-from ..private.compat import (
+from .checkpoints.collective import Checkpoints
+from .data.evaluation import Evaluation
+from .named_calls import report_step
+from .private.compat import (
     is_computed,
     is_computing_epoch,
     result_reduced_by,
     results_of,
     trainer_of,
 )
-from ..start.devices import RankDevicesStrategy
+from .start.devices import RankDevicesStrategy
 
 
 class Reduction:
