@@ -227,7 +227,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         )
         self.averaging = GradientAveraging(
             self,
-            ddp_kwargs.keys() - {"find_unused_parameters"},
             hook=ddp_comm_hook,
             wrapper=ddp_comm_wrapper,
             state=ddp_comm_state,
@@ -352,7 +351,6 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_train_start(self) -> None:
         self.data.uneven.report_step_if_even()
         self.data.training.on_train_start()
-        self.averaging.on_train_start()
 
     @override
     def on_validation_start(self) -> None:
@@ -428,7 +426,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.stops.weights.on_training_step()
         self.recorder.on_step()
         with self.metrics.step(is_training=True):
-            return self.averaging.training_step(super().training_step, *args, **kwargs)
+            return super().training_step(*args, **kwargs)
 
     @override
     def backward(
