@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,14 +30,11 @@ from lightning_ddp_ext.rendezvous.peers import current_run
 from ..private.lightning_tree import (
     SLURMEnvironment,
     TrainerStatus,
-    pl,
     rank_zero_info,
     rank_zero_warn,
 )
 from .fit_identity import FitIdentity, command, identify, identity_in
 from .paths import (
-    checkpoint_directory,
-    follows_logger,
     last_of_lightning,
     modified,
     place_of,
@@ -54,23 +50,15 @@ _OF_REQUEUED_JOB = "last-preempted.ckpt"
 _fits = 0  # the number of fits that this process has begun, without those that a signal stopped
 
 
-class _Content(Enum):
-    """The result of reading the identity in a file."""
-
-    IDENTITY = auto()
-    NO_IDENTITY = auto()
-    DAMAGED = auto()
-    UNREADABLE = auto()  # now; it may be intact, and reading it later raises the reason
-
-
 @dataclass
 class _Candidate:
     """A file that ``"last"`` may mean.
 
     Attributes:
         path: its path or URL.
-        content: the result of reading its identity.
         identity: the identity of the fit that saved it; empty if it is unknown.
+        error: why the identity cannot be read. Unless the file is damaged, it may be
+            intact, and reading it later raises the reason.
         is_of_fit: whether the same fit saved it, possibly in another job or
             environment.
         changed: the environment variables that the saving run had differently.
@@ -79,11 +67,16 @@ class _Candidate:
     """
 
     path: str
-    content: _Content
     identity: Mapping[str, Any] = field(default_factory=dict)
+    error: CheckpointError | None = None
     is_of_fit: bool = False
     changed: list[str] = field(default_factory=list)
     owner: str = ""
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the file cannot be used, now or later."""
+        return isinstance(self.error, _UNUSABLE)
 
 
 class RunFiles:
@@ -193,21 +186,9 @@ class RunFiles:
             # All ranks would log: rank_zero_info does not know a rank's number yet.
             self._has_searched = True
             found = self._found = self._search(newest_first, own - of_lightning, trainer)
-        has_file_of_lightning = not of_lightning.isdisjoint(newest_first)
-        if found is None and (has_file_of_lightning or self._needs_last(trainer)):
+        if found is None:
             return args
         return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
-
-    def _needs_last(self, trainer: Any) -> bool:
-        """Whether ``None`` in place of ``"last"`` may start another run.
-
-        If not, Lightning gets ``None``, and prints no hint that repeats our line.
-        """
-        is_used_on_exception = any(
-            isinstance(each, pl.callbacks.OnExceptionCheckpoint)
-            for each in trainer.checkpoint_callbacks
-        )
-        return trainer.state.fn != "fit" or self.stop_name is None or is_used_on_exception
 
     def chosen(self, path: PathLike | None) -> PathLike | None:
         """Return the file that rank 0 restores, given the one that Lightning chose.
@@ -249,8 +230,8 @@ class RunFiles:
         """Return the newest usable file, and log it and the owners of the others."""
         candidates = [_candidate(path) for path in newest_first]
         self._find_owners(candidates, only_ours)
-        damaged = [each for each in candidates if each.content is _Content.DAMAGED]
-        usable = [each for each in candidates if not each.owner and each not in damaged]
+        damaged = [each for each in candidates if each.is_damaged]
+        usable = [each for each in candidates if not (each.owner or each.is_damaged)]
         found = _newest_intact(usable)
         if found is not None and not found.changed:  # a run with changes may still need its files
             not_newer = usable[usable.index(found) :]
@@ -268,10 +249,10 @@ class RunFiles:
         ``only_ours`` has the paths to which only this package saves.
         """
         for each in candidates:
-            if each.content is _Content.IDENTITY:
+            if each.identity:
                 each.owner = self.identity.difference(each.identity)
                 each.is_of_fit = not each.owner
-            elif each.content is _Content.NO_IDENTITY and each.path in only_ours:
+            elif each.error is None and each.path in only_ours:
                 each.owner = "an unknown fit"
         of_fit = [each for each in candidates if each.is_of_fit]
         if any(self.identity.is_of_job(each.identity) for each in of_fit):
@@ -300,35 +281,15 @@ class RunFiles:
         rank_zero_info("; ".join([line, *others]))
 
     def _none_found(self, trainer: Any) -> str:
-        """Describe where the next run of this command will look for files.
-
-        Also name the files that it will ignore.
-        """
-        parts = ["ckpt_path='last': no checkpoint yet"]
-        if self.stop_name is not None:
-            path = str(self.place(self.stop_name, trainer))
-            parts.append(
-                f"if the ranks are stopped, they save {path}, which the same command finds next"
-                " time"
-            )
-            of_commands = (
-                Path(trainer.default_root_dir, "checkpoints")
-                .resolve()
-                .glob(f"*/{os.path.basename(path)}")
-            )
-            parts += [
-                f"{each} belongs to another command; {_PASS_PATH}"
-                for each in of_commands
-                if str(each) != path
-            ]
-        if follows_logger(trainer):
-            found_only_there = (
-                f"only runs with the same directory find files in {checkpoint_directory(trainer)}"
-            )
-            parts.append(
-                f"{found_only_there}; set ModelCheckpoint(dirpath=...) to fix the directory"
-            )
-        return "; ".join(parts)
+        """Describe what the next run of this command will find."""
+        line = "ckpt_path='last': no checkpoint yet"
+        if self.stop_name is None:
+            return line
+        path = self.place(self.stop_name, trainer)
+        return (
+            f"{line}; if the ranks are stopped, they save {path}, which the same command finds next"
+            " time"
+        )
 
     def remove_obsolete(self, trainer: Any) -> None:
         """Remove the file that a finished fit resumed from, and its older ones.
@@ -359,15 +320,12 @@ def _newest_first(paths: set[str]) -> list[str]:
 def _candidate(path: str) -> _Candidate:
     """Read the identity in a file, and warn if the file is damaged."""
     try:
-        saved = identity_in(path)
-    except _UNUSABLE as error:
-        _skip(error)
-        return _Candidate(path, _Content.DAMAGED)
-    except CheckpointError:
-        return _Candidate(path, _Content.UNREADABLE)
-    if saved is None:
-        return _Candidate(path, _Content.NO_IDENTITY)
-    return _Candidate(path, _Content.IDENTITY, saved)
+        return _Candidate(path, identity_in(path) or {})
+    except CheckpointError as error:
+        candidate = _Candidate(path, error=error)
+        if candidate.is_damaged:
+            _skip(error)
+        return candidate
 
 
 def _newest_intact(newest_first: list[_Candidate]) -> _Candidate | None:
