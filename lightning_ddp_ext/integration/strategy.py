@@ -17,7 +17,7 @@ from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.stacks import called_by_lightning
-from lightning_ddp_ext.world import World, read_world
+from lightning_ddp_ext.world import World
 
 from .callbacks.rank_debugger import rank_debugger_of
 from .checkpoints.best_checkpoints import share_best_checkpoints
@@ -62,11 +62,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             :class:`~lightning_ddp_ext.Tcp` or :class:`~lightning_ddp_ext.File`.
             ``None`` uses the variable ``DDPX_INIT_METHOD``, or else the address of
             Lightning's cluster environment; on one node, the kernel chooses a port.
-        rank: this process's rank, if you start one process per rank by hand; requires
-            ``world_size``. The local rank is ``LOCAL_RANK``, or else ``rank`` modulo
-            the number of devices.
-        world_size: the number of ranks; requires ``rank`` and must equal ``devices *
-            num_nodes``.
         init_timeout: seconds or ``timedelta`` within which all ranks must connect.
         heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host
             or network is considered dead. The exit of a process is detected
@@ -141,8 +136,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         self,
         init_method: str | InitMethod | None = None,
         *,
-        rank: int | None = None,
-        world_size: int | None = None,
         init_timeout: float | timedelta = INIT_TIMEOUT,
         heartbeat_timeout: float | timedelta = HEARTBEAT_TIMEOUT,
         timeout: float | timedelta | None = TIMEOUT,
@@ -190,8 +183,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             start_method=start_method,
             **ddp_kwargs,
         )
-        self._rank_arguments = {"rank": rank, "world_size": world_size}
-        read_world({}, **self._rank_arguments)  # raises if arguments contradict each other
         self.devices_per_rank = devices_per_rank
         self.rendezvous = ConnectionSettings(
             init_method,
@@ -248,7 +239,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         )
         self.cluster_environment = choose_environment(
             self.cluster_environment,
-            self._rank_arguments,
             devices=self.num_processes,
             num_nodes=self.num_nodes,
         )
