@@ -35,10 +35,10 @@ from ..private.lightning_tree import (
 )
 from .fit_identity import FitIdentity, command, identify, identity_in
 from .paths import (
-    last_of_lightning,
-    modified,
-    place_of,
-    state_of,
+    change_token,
+    files_that_last_means,
+    modification_time,
+    path_of_run_file,
     versioned,
     versions_of,
 )
@@ -131,7 +131,7 @@ class RunFiles:
         A SLURM job's number is part of it, because jobs that SLURM stops together may
         share a directory.
         """
-        path = place_of(name, command(), trainer)
+        path = path_of_run_file(name, command(), trainer)
         if path is None:
             return None
         path = versioned(path, int(os.environ.get("SLURM_JOB_ID", 0)))
@@ -142,7 +142,7 @@ class RunFiles:
         )
 
     def _may_replace(self, path: str) -> bool:
-        time = modified(path)
+        time = modification_time(path)
         if path == self._found or time is None:
             return True
         try:
@@ -177,9 +177,11 @@ class RunFiles:
                 self._find_requeued(trainer)
             return args
         own = {
-            each for name in self._names for each in versions_of(place_of(name, command(), trainer))
+            each
+            for name in self._names
+            for each in versions_of(path_of_run_file(name, command(), trainer))
         }
-        of_lightning = last_of_lightning(trainer)
+        of_lightning = files_that_last_means(trainer)
         newest_first = _newest_first(own | of_lightning)
         found = next(iter(newest_first), None)
         if is_rank_zero:
@@ -203,7 +205,7 @@ class RunFiles:
 
         As with stock, no argument has to ask for it.
         """
-        versions = versions_of(place_of(self.requeue_name, command(), trainer))
+        versions = versions_of(path_of_run_file(self.requeue_name, command(), trainer))
         requeued = [
             each.path
             for each in map(_candidate, _newest_first(versions))
@@ -216,7 +218,7 @@ class RunFiles:
             return
         self._has_searched = True
         self._found = requeued[0]
-        self._obsolete = {path: state_of(path) for path in requeued}
+        self._obsolete = {path: change_token(path) for path in requeued}
 
     def _is_for_requeue(self, saved: Mapping[str, Any]) -> bool:
         """Whether this fit saved a file before this job was requeued."""
@@ -236,7 +238,7 @@ class RunFiles:
         if found is not None and not found.changed:  # a run with changes may still need its files
             not_newer = usable[usable.index(found) :]
             self._obsolete = {
-                each.path: state_of(each.path) for each in not_newer if each.is_of_fit
+                each.path: change_token(each.path) for each in not_newer if each.is_of_fit
             }
         if found is None and damaged:
             found = damaged[0]  # reading it raises the reason on every rank
@@ -305,14 +307,14 @@ class RunFiles:
         obsolete = self._obsolete
         self._obsolete = {}
         for path, state in obsolete.items():
-            if state and state_of(path) == state:
+            if state and change_token(path) == state:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
                 Path(lock_of(path)).unlink(missing_ok=True)
 
 
 def _newest_first(paths: set[str]) -> list[str]:
     """Return the files that exist."""
-    times = {path: modified(path) for path in paths}
+    times = {path: modification_time(path) for path in paths}
     existing = {path: time for path, time in times.items() if time is not None}
     return sorted(existing, key=existing.__getitem__, reverse=True)
 
