@@ -415,7 +415,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.weights.on_training_step()
         with self.recorder.in_pass():
-            self.recorder.on_step()
+            self.recorder.before_forward()
             with self.metrics.step(is_training=True):
                 return super().training_step(*args, **kwargs)
 
@@ -437,7 +437,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        self.recorder.on_step()
+        self.recorder.before_forward()
         with self.data.evaluation.step(), self.metrics.step(is_training=False):
             result = super().validation_step(*args, **kwargs)
         self.recorder.note(Kind.VALIDATING)
