@@ -10,7 +10,7 @@ from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_ddp_ext.errors import ConfigurationError
 
@@ -29,8 +29,7 @@ class World:
         local_rank: the number of this process among those of its node.
         local_world_size: the number of processes on this node.
         node_rank: the number of this node among all nodes.
-        source: the origin of the numbers, for messages: ``"torchrun"``, ``"SLURM"``,
-            ``"arguments"`` ...
+        source: the origin of the numbers, for messages: ``"torchrun"``, ``"SLURM"`` ...
 
     Raises:
         ConfigurationError: a value is not an integer, or the numbers contradict each
@@ -124,27 +123,16 @@ SLURM = Launcher(
 )
 
 
-def read_world(
-    environ: Environ,
-    *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    devices: int | None = None,
-) -> World | None:
-    """Return the world from the arguments, otherwise from a launcher's variables.
-
-    Return ``None`` if both are missing.
+def read_world(environ: Environ, *, devices: int | None = None) -> World | None:
+    """Return the world from a launcher's variables, or ``None`` without any.
 
     Args:
         environ: environment variables, usually ``os.environ``; not changed.
-        rank: the number of this process; needs ``world_size``.
-        world_size: the number of all processes; needs ``rank``.
         devices: the Trainer's processes per node, used if no variable sets this number;
             by default ``world_size``.
 
     Raises:
-        ConfigurationError: an argument or a variable is missing, not an integer, or out
-            of range.
+        ConfigurationError: a variable is missing, not an integer, or out of range.
 
     >>> variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     >>> read_world(variables).node_rank
@@ -152,11 +140,8 @@ def read_world(
     >>> read_world({"RANK": "3"}) is None
     True
     """
-    if rank is None and world_size is None:
-        launcher = launcher_of(environ)
-        return None if launcher is None else _read(environ, launcher, devices)
-    variables = _with_arguments(environ, rank=rank, world_size=world_size)
-    return _read(variables, replace(BY_HAND, source="arguments"), devices)
+    launcher = launcher_of(environ)
+    return None if launcher is None else _read(environ, launcher, devices)
 
 
 def read_rank(environ: Environ) -> int | None:
@@ -237,25 +222,6 @@ def run_of(source: str, environ: Environ) -> str:
     return " ".join(f"{name}={environ[name]}" for name in names.get(source, ()) if name in environ)
 
 
-def _with_arguments(environ: Environ, **arguments: int | None) -> Environ:
-    """Return a copy of the environment with the arguments as variables.
-
-    They are then read like a launcher's, together with the variables that the arguments
-    do not replace, such as ``LOCAL_RANK``.
-    """
-    given = {field: value for field, value in arguments.items() if value is not None}
-    for field, value in given.items():
-        _check_integer(field, value)
-    for field in arguments:
-        if field not in given:
-            alone = ", ".join(f"{name}={value}" for name, value in given.items())
-            raise ConfigurationError(
-                f"{field} must also be given (got only {alone}); write rank=0, world_size=2 on"
-                " rank 0"
-            )
-    return {**environ, **{field.upper(): str(value) for field, value in given.items()}}
-
-
 def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
     """Return a World; compute missing numbers as if ranks filled node after node."""
     rank = _integer(environ, launcher.rank)
@@ -266,8 +232,9 @@ def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
     if launcher is SLURM:
         local_world_size = _slurm_tasks_on_node(environ)
     if local_world_size is None:
-        # check_devices refuses more devices than ranks, and names the user's numbers.
-        local_world_size = world_size if devices is None else min(devices, world_size)
+        # check_devices refuses too many or too few devices, and names the user's numbers.
+        known_processes = max(devices or world_size, (local_rank or 0) + 1)
+        local_world_size = min(known_processes, world_size)
     per_node = max(local_world_size, 1)  # World raises for numbers below 1
     return World(
         rank=rank,

@@ -40,7 +40,6 @@ ALLOWED = {
         "_load_from_state_dict": "whether a module changes the weights that it loads",
         "_load_state_dict_pre_hooks": "whether a module changes the weights that it loads",
     },
-    "integration.ddp": {"_get_ddp_logging_data": "whether DDP has a comm hook"},
     "integration.data.uncounted_step": {
         "_computed": "torchmetrics' result, to restore it",
         "_defaults": "torchmetrics' neutral states",

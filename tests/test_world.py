@@ -111,32 +111,27 @@ def test_the_innermost_launcher_takes_precedence(layers: list[dict[str, str]], s
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "local_rank", "local_world_size", "node_rank"),
+    ("further", "devices", "local_world_size", "node_rank"),
     [
-        ({"devices": 2}, SLURM, 1, 2, 1),
-        ({}, {}, 3, 4, 0),
-        ({"devices": 2}, {"LOCAL_RANK": "0"}, 0, 2, 1),
-        ({"devices": 4}, {"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "2"}, 1, 2, 2),
-        ({"devices": 8}, {}, 3, 4, 0),
+        ({}, None, 4, 0),
+        ({}, 2, 2, 1),
+        ({}, 8, 4, 0),
+        ({}, 1, 2, 1),  # the local rank shows that there are two; check_devices raises
+        ({"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "2"}, 4, 2, 2),
     ],
 )
-def test_arguments_override_launchers_and_are_completed(
-    arguments: dict[str, int],
-    environ: dict[str, str],
-    local_rank: int,
-    local_world_size: int,
-    node_rank: int,
+def test_variables_by_hand_are_completed(
+    further: dict[str, str], devices: int | None, local_world_size: int, node_rank: int
 ) -> None:
-    """Local rank and node rank follow from arguments, else from variables, else from
-    the Trainer's devices.
+    """The processes on a node and the node's number follow from the Trainer's devices,
+    unless variables give them.
     """
-    expected = world(
-        local_rank=local_rank,
+    by_hand = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **further}
+    assert read(by_hand, devices=devices) == world(
         local_world_size=local_world_size,
         node_rank=node_rank,
-        source="arguments",
+        source="RANK, WORLD_SIZE and LOCAL_RANK",
     )
-    assert read(environ, rank=3, world_size=4, **arguments) == expected
 
 
 @pytest.mark.parametrize(
@@ -199,10 +194,6 @@ def test_slurm_has_the_number_of_processes_on_a_node(
             ),
         ),
         (
-            lambda: read({}, rank="0", world_size=2),
-            "rank must be an integer (got '0', of type str); for example, write rank=1",
-        ),
-        (
             lambda: read(without(TORCHRUN, "RANK")),
             (
                 "RANK in the environment must be an integer (got None); for example, set RANK=1, or"
@@ -235,7 +226,7 @@ def test_slurm_has_the_number_of_processes_on_a_node(
     ],
 )
 def test_a_world_that_cannot_be_is_refused(make: Callable[[], object], expected: str) -> None:
-    """Field, rule, value, source and remedy, for arguments, variables and the Trainer."""
+    """Field, rule, value, source and remedy, for variables and the Trainer."""
     with pytest.raises(ConfigurationError) as refused:
         make()
     assert str(refused.value) == expected

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.reductions.gradients import average_gradients
 
-from .host import Host
+from .start.devices import RankDevicesStrategy
 
 CommHook = Callable[..., Any]
 Wrapper = Callable[[CommHook], CommHook]
@@ -23,36 +22,26 @@ _SHOWN = 10  # maximum number of parameters that an error names
 class GradientAveraging:
     """Makes DDP average the gradients of a strategy's ranks.
 
-    If a comm hook is set, DDP uses it, even on CPU. With a single CPU rank the training
-    step bypasses DDP.
+    If a comm hook is set, DDP uses it, even on CPU.
 
     Args:
         strategy: our strategy.
-        options: the names of the arguments of ``DistributedDataParallel`` that the user
-            gave.
         hook: the comm hook, if any; for it, ``wrapper`` and ``state`` see
             ``DDPExtStrategy``.
-
-    Attributes:
-        is_needless: whether DDP has nothing to do: there is a single CPU rank, and no
-            hook, option or sparse layer that DDP acts on.
     """
 
     def __init__(
         self,
-        strategy: Host,
-        options: Collection[str],
+        strategy: RankDevicesStrategy,
         *,
         hook: CommHook | None,
         wrapper: Wrapper | None,
         state: object,
     ) -> None:
         self._strategy = strategy
-        self._options = options
         self._hook = hook
         self._wrapper = wrapper
         self._state = state
-        self.is_needless = False
         self._averaged: list[str] = []
         self._frozen: list[Parameter] = []
 
@@ -63,7 +52,6 @@ class GradientAveraging:
         """
         module = self._strategy.lightning_module
         model: Any = self._strategy.model
-        self.is_needless = False
         ignored = getattr(model, "parameters_to_ignore", ())
         known = (
             []
@@ -79,25 +67,6 @@ class GradientAveraging:
                 self._state, hook if self._wrapper is None else self._wrapper(hook)
             )
 
-    def on_train_start(self) -> None:
-        """Bypass DDP in the steps of a single CPU rank.
-
-        It is not bypassed if the user has changed what DDP does.
-        """
-        model = self._strategy.model
-        # On a GPU, DDP also moves inputs to the device.
-        is_on_gpu = self._strategy.root_device.type != "cpu"
-        if self._strategy.world_size > 1 or is_on_gpu or type(model) is not DistributedDataParallel:
-            return
-        # If torch renames this, DDP is not bypassed, which is only slower.
-        described = getattr(model, "_get_ddp_logging_data", None)
-        if self._options or described is None or described().get("comm_hook"):
-            return
-        if any(getattr(module, "sparse", False) is True for module in model.modules()):
-            return  # DDP would also coalesce their gradients
-        self.is_needless = True
-        model.require_backward_grad_sync = False
-
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Average gradients of parameters that were unfrozen after DDP was built.
@@ -111,18 +80,6 @@ class GradientAveraging:
         is_synced = getattr(self._strategy.model, "require_backward_grad_sync", True)
         if unfrozen and is_synced and self._strategy.world_size > 1:
             average_gradients(unfrozen)
-
-    def training_step(self, as_lightning: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step as Lightning does.
-
-        If DDP is not needed, its forward pass is left out.
-        """
-        if not self.is_needless:
-            return as_lightning(*args, **kwargs)
-        module = self._strategy.lightning_module
-        assert module is not None
-        with self._strategy.precision_plugin.train_step_context():
-            return module.training_step(*args, **kwargs)
 
     def name_unused(self, error: BaseException, message: str) -> None:
         """Prepend names and a remedy to DDP's message about unused parameters.

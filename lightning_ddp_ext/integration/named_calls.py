@@ -13,7 +13,7 @@ from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.stacks import call_site
 
-from .host import AnyHost
+from .private.lightning_tree import pl
 
 
 def report_call(what: str, *, is_waiting: bool = False) -> bool:
@@ -51,7 +51,7 @@ def check_received() -> None:
         context.peers.check()
 
 
-def ranks_of(strategy: AnyHost) -> Ranks:
+def ranks_of(strategy: pl.strategies.Strategy) -> Ranks:
     """Return the ranks of a strategy, as this rank sees them.
 
     A strategy of one rank may run in a process that is one of several ranks elsewhere.
@@ -75,7 +75,7 @@ def group_of_small_collectives() -> dist.ProcessGroup | None:
     return context.new_group(backend="gloo", purpose="small collectives")
 
 
-def refuse(strategy: AnyHost, error: Exception) -> NoReturn:
+def refuse(strategy: pl.strategies.Strategy, error: Exception) -> NoReturn:
     """Raise an error that every rank has found, after a barrier.
 
     Without the barrier, slower ranks may report another failure. Collective: every rank

@@ -17,9 +17,10 @@ from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.stacks import called_by_lightning
-from lightning_ddp_ext.world import World, read_world
+from lightning_ddp_ext.world import World
 
 from .callbacks.rank_debugger import rank_debugger_of
+from .checkpoints.best_checkpoints import share_best_checkpoints
 from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .checkpoints.collective import Checkpoints
 from .checkpoints.fit_identity import KEY as FILE_KEY
@@ -29,8 +30,7 @@ from .data.loaders import Order, TrainerLoaders
 from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
 from .layer_sync import RanksLayerSync
-from .metrics.logged import LoggedValues, Reduction
-from .metrics.monitored import MonitoredValues
+from .logged_values import LoggedValues, Reduction
 from .named_calls import check_received, report_call
 from .options import check_choice, refuse_unknown
 from .private.compat import trainer_of
@@ -62,11 +62,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             :class:`~lightning_ddp_ext.Tcp` or :class:`~lightning_ddp_ext.File`.
             ``None`` uses the variable ``DDPX_INIT_METHOD``, or else the address of
             Lightning's cluster environment; on one node, the kernel chooses a port.
-        rank: this process's rank, if you start one process per rank by hand; requires
-            ``world_size``. The local rank is ``LOCAL_RANK``, or else ``rank`` modulo
-            the number of devices.
-        world_size: the number of ranks; requires ``rank`` and must equal ``devices *
-            num_nodes``.
         init_timeout: seconds or ``timedelta`` within which all ranks must connect.
         heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host
             or network is considered dead. The exit of a process is detected
@@ -141,8 +136,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         self,
         init_method: str | InitMethod | None = None,
         *,
-        rank: int | None = None,
-        world_size: int | None = None,
         init_timeout: float | timedelta = INIT_TIMEOUT,
         heartbeat_timeout: float | timedelta = HEARTBEAT_TIMEOUT,
         timeout: float | timedelta | None = TIMEOUT,
@@ -190,8 +183,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             start_method=start_method,
             **ddp_kwargs,
         )
-        self._rank_arguments = {"rank": rank, "world_size": world_size}
-        read_world({}, **self._rank_arguments)  # raises if arguments contradict each other
         self.devices_per_rank = devices_per_rank
         self.rendezvous = ConnectionSettings(
             init_method,
@@ -218,7 +209,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             resume_data=resume_data,
         )
         self.metrics = LoggedValues(self, self.checkpoints, self.data.evaluation)
-        self.monitored = MonitoredValues(self, self.checkpoints)
         self.rescue = Rescue(
             self,
             rescue_checkpoint,
@@ -230,7 +220,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         )
         self.averaging = GradientAveraging(
             self,
-            ddp_kwargs.keys() - {"find_unused_parameters"},
             hook=ddp_comm_hook,
             wrapper=ddp_comm_wrapper,
             state=ddp_comm_state,
@@ -251,7 +240,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         )
         self.cluster_environment = choose_environment(
             self.cluster_environment,
-            self._rank_arguments,
             devices=self.num_processes,
             num_nodes=self.num_nodes,
         )
@@ -298,7 +286,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         if os.fspath(filepath) == self.files.stop_path:
             checkpoint[FILE_KEY] = self.files.identity.content
         self.checkpoints.save(checkpoint, filepath, storage_options)
-        self.monitored.share_record()
+        trainer = trainer_of(self.lightning_module)
+        if trainer is not None and not self.checkpoints.is_interrupted:
+            share_best_checkpoints(trainer)
 
     @override
     def remove_checkpoint(self, filepath: PathLike) -> None:
@@ -320,12 +310,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.checkpoints.restore(restore, self.files.chosen(path), *args, **kwargs)
 
     # The Trainer's run.
-
-    @property
-    def current_trainer(self) -> Any:
-        """The Trainer that runs the model."""
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -353,8 +337,6 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_train_start(self) -> None:
         self.data.uneven.report_step_if_even()
         self.data.cursor.on_train_start()
-        self.monitored.start_training()
-        self.averaging.on_train_start()
 
     @override
     def on_validation_start(self) -> None:
@@ -370,7 +352,6 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_end(self) -> None:
         self.data.uneven.report_step_if_even()
-        self.monitored.compare()
         self.data.cursor.on_train_end()
         self.stops.at_end()
 
@@ -381,7 +362,6 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self.monitored.compare()
         self.data.cursor.on_validation_end()
         self.recorder.note(Kind.VALIDATED)
         self._end_evaluation()
@@ -425,23 +405,23 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.recorder.on_train_batch_start()
         self.data.on_train_batch_start(batch)
-        if batch_idx == 0:
-            self.monitored.compare()  # the values of the epoch before
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.weights.on_training_step()
-        self.recorder.on_step()
-        with self.metrics.step(is_training=True):
-            return self.averaging.training_step(super().training_step, *args, **kwargs)
+        with self.recorder.in_pass():
+            self.recorder.before_forward()
+            with self.metrics.step(is_training=True):
+                return super().training_step(*args, **kwargs)
 
     @override
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        self.metrics.flush()
-        with self.recorder.backward(), self.averaging.backward():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self.recorder.in_pass():
+            self.metrics.flush()
+            with self.recorder.backward(), self.averaging.backward():
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -452,7 +432,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        self.recorder.on_step()
+        self.recorder.before_forward()
         with self.data.evaluation.step(), self.metrics.step(is_training=False):
             result = super().validation_step(*args, **kwargs)
         self.recorder.note(Kind.VALIDATING)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_ddp_ext.checkpoint import rank_notes
-from lightning_ddp_ext.integration.checkpoints.paths import modified
+from lightning_ddp_ext.integration.checkpoints.paths import modification_time
 from tests.harness.outcomes import stories
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script
@@ -571,7 +571,7 @@ def test_an_earlier_save_error_does_not_prevent_the_rescue(tmp_path: Path) -> No
 
 def test_the_time_of_a_file_in_a_store_without_times_is_the_future() -> None:
     """A run may resume from there, also with a rescue."""
-    assert modified("http://127.0.0.1:9/it.ckpt") == float("inf")
+    assert modification_time("http://127.0.0.1:9/it.ckpt") == float("inf")
 
 
 SCRIPT = """

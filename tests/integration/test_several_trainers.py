@@ -198,7 +198,6 @@ def fit_then_fit(rank: int, world_size: int, directory: Path) -> list[str]:
         make_trainer(ours, devices=3),
         make_trainer(make_strategy("ours", Path("/elsewhere"))),
     ]
-    further.append(make_trainer(make_strategy("ours", directory, rank=1 - rank, world_size=2)))
     return [refusal(trainer) for trainer in further]
 
 
@@ -206,7 +205,7 @@ def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
     """A Trainer whose world differs from that of its process raises on every rank."""
     # Without RANK the contradiction only shows when the second Trainer starts.
     found = run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
-    for rank, (devices, place, another) in enumerate(found):
+    for rank, (devices, place) in enumerate(found):
         wants = (
             f"this process is already rank {rank} of 2, but this Trainer needs it to be rank {rank}"
             " of 3; use"
@@ -218,11 +217,6 @@ def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
             " this Trainer requests 'file:///elsewhere/store'; use the same init_method for"
             " every Trainer of a script"
         )
-        wants = (
-            f"this process is already rank {rank} of 2, but this Trainer needs it to be rank"
-            f" {1 - rank} of 2; use"
-        )
-        assert another.startswith(wants)
 
 
 def ours_between_stock(rank: int, world_size: int, directory: Path) -> list[Any]:

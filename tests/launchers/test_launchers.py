@@ -141,15 +141,9 @@ def run_launcher(module: str, *words: str, nodes: int = 1, **options: Any) -> st
 
 
 def be_the_script(rank: int, world_size: int, argument: str) -> None:
-    """Run the training script in this process; ``"{rank}"`` in its argument becomes its
-    rank.
-    """
-    # A rank that starts others starts them with it.
-    sys.argv = [
-        SCRIPT,
-        argument.replace('"{rank}"', str(rank)),
-    ]
-    train.main(**json.loads(sys.argv[1]))
+    """Run the training script in this process."""
+    sys.argv = [SCRIPT, argument]  # a rank that starts others starts them with it
+    train.main(**json.loads(argument))
 
 
 def be_the_launcher(node: int, nodes: int, module: str, words: Sequence[str]) -> None:
@@ -159,24 +153,16 @@ def be_the_launcher(node: int, nodes: int, module: str, words: Sequence[str]) ->
     importlib.import_module(module).main([word.replace("{node}", str(node)) for word in words])
 
 
-def test_by_hand_with_three_variables(tmp_path: Path) -> None:
-    """RANK, WORLD_SIZE and LOCAL_RANK make any process a rank."""
-    runs = Runs(tmp_path, "none", *METHODS)
-    runs.expect_trained(run_script(runs.argument(), by_hand_env(2, free_port())))
-
-
 @pytest.mark.lowest
-def test_by_hand_with_arguments(tmp_path: Path) -> None:
-    """``rank=`` and ``world_size=`` make any process a rank; a month is a longer time
+def test_by_hand_with_three_variables(tmp_path: Path) -> None:
+    """RANK, WORLD_SIZE and LOCAL_RANK make any process a rank; a month is a longer time
     limit than the kernel counts.
     """
     runs = Runs(tmp_path, "none", *METHODS)
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     limits = dict.fromkeys(
         ("init_timeout", "heartbeat_timeout", "timeout", "save_deadline"), 30 * 86400
     )
-    argument = runs.argument(strategy={"rank": "{rank}", "world_size": 2, **limits})
-    runs.expect_trained(run_script(argument, env))
+    runs.expect_trained(run_script(runs.argument(strategy=limits), by_hand_env(2, free_port())))
 
 
 def test_srun(tmp_path: Path) -> None:

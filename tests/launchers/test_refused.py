@@ -16,7 +16,6 @@ from tests.harness.ranks import Environment, by_hand_env, launch_ranks, run_rank
 from tests.harness.training import Net, make_trainer
 
 Options = dict[str, Any]
-BY_ARGUMENTS: Options = {"rank": 0, "world_size": 2}
 
 
 def by_torchrun() -> Environment:
@@ -40,18 +39,15 @@ def refusals(rank: int, world_size: int, choices: list[Options]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("env", "options", "name", "is_told"),
+    ("env", "name", "is_told"),
     [
-        (by_torchrun(), {}, "torchrun", True),
-        (by_srun(), {}, "SLURM", True),
-        (by_mpirun(), {}, "Open MPI", False),
-        (by_hand_env(2), {}, "RANK, WORLD_SIZE and LOCAL_RANK", False),
-        ({}, BY_ARGUMENTS, "arguments", False),
+        (by_torchrun(), "torchrun", True),
+        (by_srun(), "SLURM", True),
+        (by_mpirun(), "Open MPI", False),
+        (by_hand_env(2), "RANK, WORLD_SIZE and LOCAL_RANK", False),
     ],
 )
-def test_lone_ranks_are_refused(
-    env: Environment, options: Options, name: str, is_told: bool
-) -> None:
+def test_lone_ranks_are_refused(env: Environment, name: str, is_told: bool) -> None:
     """Spawn, fork and forkserver are refused in a process that is a rank, by the name
     of what has made it one.
 
@@ -74,9 +70,7 @@ def test_lone_ranks_are_refused(
     if not is_told:
         choices += [{}, {"init_method": "env://"}]
         expected += [address, address]
-    assert run_ranks(refusals, 1, [{**options, **choice} for choice in choices], env=env) == [
-        expected
-    ]
+    assert run_ranks(refusals, 1, choices, env=env) == [expected]
 
 
 JOB_OF_TWO = {
@@ -115,16 +109,6 @@ def test_tasks_of_slurm_that_do_not_become_ranks(env: Environment, expected: str
     """They would wait for each other, or each would train alone."""
     [[error]] = run_ranks(refusals, 1, [{}], env=env)
     assert re.fullmatch(f"ConfigurationError: {expected}", error)
-
-
-def test_arguments_that_contradict_the_launcher() -> None:
-    """Torchrun assigns the ranks; ``rank=`` beside it is a mistake, and the error names
-    both.
-    """
-    assert run_ranks(refusals, 1, [{"rank": 1, "world_size": 2}], env=by_torchrun())[0] == [
-        "ConfigurationError: rank=1 and world_size=2 contradict torchrun, which made this process"
-        " rank 0 of 2; remove the arguments, or start the processes by hand"
-    ]
 
 
 def train_on_a_node(rank: int, world_size: int) -> str:

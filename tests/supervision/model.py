@@ -114,7 +114,9 @@ def by_hand(
     """Return the strategy of a rank that was started by hand; for ``grace`` see
     ``Timeouts``.
     """
-    strategy = ddpx.DDPExtStrategy(url, rank=rank, world_size=world_size, **options)
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    strategy = ddpx.DDPExtStrategy(url, **options)
     timeouts = strategy.rendezvous.timeouts
     strategy.rendezvous.timeouts = replace(timeouts, grace={**timeouts.grace, **(grace or {})})
     return strategy

@@ -57,23 +57,27 @@ class SamplerEpochSeeding(pl.Callback):
         if each_sample and seed is None:
             raise ConfigurationError("each_sample=True needs a seed; pass one such as seed=0")
         self.seed = None if seed is None else seed_of(seed)
-        self._of_workers = None if self.seed is None else WorkerSeeding(self.seed, each_sample)
+        self._worker_seeding = None if self.seed is None else WorkerSeeding(self.seed, each_sample)
         self._replaced = ReplacedMethods()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         data = getattr(trainer.strategy, "data", None)
-        if isinstance(data, TrainerLoaders):
-            data.cursor.seeding = self._of_workers
-            return
+        if isinstance(data, TrainerLoaders):  # our strategy wraps the loaders itself
+            data.cursor.seeding = self._worker_seeding
+        else:
+            self._wrap_loaders(trainer)
+
+    def _wrap_loaders(self, trainer: pl.Trainer) -> None:
+        """Make each loader of a stock strategy's Trainer start an epoch when it is read."""
         self._replaced.restore_all()
 
         def prepare(
-            as_lightning: Prepare, dataloader: object, shuffle: bool, stage: RunningStage
+            as_lightning: Prepare, dataloader: object, shuffle: bool, running_stage: RunningStage
         ) -> object:
             source = source_of(dataloader)
             if not is_shared_out(source):
-                source = as_lightning(source, shuffle, stage)
+                source = as_lightning(source, shuffle, running_stage)
             return DistributedLoader(source, start_iterator).shown()
 
         def start_iterator(loader: DistributedLoader, iterator: object) -> Iterator[Any]:
@@ -81,7 +85,7 @@ class SamplerEpochSeeding(pl.Callback):
                 loader.loader,
                 epoch_of(trainer),
                 rank=trainer.global_rank,
-                seeding=self._of_workers,
+                seeding=self._worker_seeding,
             )
             return iter(loader.loader)
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -34,7 +35,6 @@ from lightning_ddp_ext.supervision.failure import explain, may_be_echo
 from lightning_ddp_ext.supervision.stacks import call_site
 from lightning_ddp_ext.threads import wait_for_gpus
 
-from ..host import AnyHost
 from ..named_calls import ranks_of
 from ..private.compat import trainer_of
 from ..private.lightning_tree import (
@@ -61,19 +61,19 @@ class Checkpoints:
         run: the Trainer's current run, or its last one; ``None`` with a stock strategy.
     """
 
-    def __init__(self, strategy: AnyHost, deadline: timedelta | None = None) -> None:
+    def __init__(self, strategy: pl.strategies.Strategy, deadline: timedelta | None = None) -> None:
         self._strategy = strategy
         self._deadline = deadline
         self.run = None if deadline is None else Run(is_outermost=False)
-        # The file that the Trainer's own restore has yet to read.
-        self._restoring: str | None = None
+        # Set by :meth:`restore`, and consumed by the first :meth:`load` of this file.
+        self._path_to_restore: str | None = None
 
     # Writing.
 
     def save(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
         """Write a checkpoint on rank 0. Collective: every rank must call it."""
-        if self._has_partial_sums:
-            self._refuse_partial_sums(path)
+        if self._wait_for_partial_sums():
+            self._report_partial_sums(path)
             return
         io = self._strategy.checkpoint_io
         seconds = 0.0 if self._deadline is None else self._deadline.total_seconds()
@@ -86,7 +86,7 @@ class Checkpoints:
 
         self.on_rank_zero(write, f"saving {os.fspath(path)}")
 
-    def _refuse_partial_sums(self, path: PathLike) -> None:
+    def _report_partial_sums(self, path: PathLike) -> None:
         """Raise because NCCL was aborted, or warn if the user already sees an error."""
         context = current()
         cause = None if context is None else context.peers.cause
@@ -106,7 +106,7 @@ class Checkpoints:
 
     def remove(self, path: PathLike) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
-        if self._has_partial_sums:
+        if self._wait_for_partial_sums():
             return  # the checkpoint that replaces it was not saved
         self.on_rank_zero(
             lambda: self._strategy.checkpoint_io.remove_checkpoint(path),
@@ -140,15 +140,8 @@ class Checkpoints:
         if self.is_interrupted or self._ranks.world_size == 1:
             return work() if self._strategy.is_global_zero else None
 
-        def settle() -> None:
-            context = current()
-            if context is not None:
-                # If another rank fails meanwhile, the error of the work is still raised.
-                with suppress(RankFailedError):
-                    context.barriers.enter(f"the end of {what}")
-
         with self._every_rank(what):
-            return self._ranks.on_rank_zero(work, what, settle)
+            return self._ranks.on_rank_zero(work, what, partial(_wait_at_end, what))
 
     def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:
         """Return the values of all ranks on rank 0, and ``None`` on the others.
@@ -189,18 +182,20 @@ class Checkpoints:
         before the ranks connect. A rank that finds nothing would otherwise skip the
         restore and its collectives.
         """
-        self._restoring = self._ranks.from_rank_zero(None if path is None else os.fspath(path))
+        self._path_to_restore = self._ranks.from_rank_zero(
+            None if path is None else os.fspath(path)
+        )
         try:
-            read(self._restoring, *args, **kwargs)
+            read(self._path_to_restore, *args, **kwargs)
         finally:
-            self._restoring = None  # :meth:`load` clears it only if the file was read
+            self._path_to_restore = None  # :meth:`load` clears it only if the file was read
 
     def is_restoring(self, path: PathLike) -> bool:
         """Whether the Trainer's own restore is about to read this file.
 
         It reads the file before it calls any hook, so a later read is a user's.
         """
-        return self._restoring is not None and os.fspath(path) == self._restoring
+        return self._path_to_restore is not None and os.fspath(path) == self._path_to_restore
 
     def load(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
@@ -211,7 +206,7 @@ class Checkpoints:
         mapped from the file if it is only copied into the model.
         """
         is_restore = self.is_restoring(path)
-        self._restoring = None  # a hook that reads the file again does so alone
+        self._path_to_restore = None  # a hook that reads the file again does so alone
         io = self._strategy.checkpoint_io
         module = self._strategy.lightning_module
         if not isinstance(io, RankZeroCheckpointIO):
@@ -239,9 +234,8 @@ class Checkpoints:
     def _trainer(self) -> Any:
         return trainer_of(self._strategy.lightning_module)
 
-    @property
-    def _has_partial_sums(self) -> bool:
-        """Whether NCCL was aborted, so that the weights may be wrong.
+    def _wait_for_partial_sums(self) -> bool:
+        """Return whether NCCL was aborted, so that the weights may be wrong.
 
         With NCCL, this first waits for the devices, as copying the weights does, because
         an optimiser step that is waiting there for a dead rank is aborted only later.
@@ -264,17 +258,26 @@ class Checkpoints:
         context = current()
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
-        return (
-            self.run is None
-            or self.run.has_failed
-            or context is None
-            or context.peers.cause is not None
-        )
+        if self.run is None or context is None:
+            return True
+        stopped_by_signal = not self.run.has_failed and context.peers.cause is None
+        return not stopped_by_signal
 
     @property
     def is_handling_exception(self) -> bool:
         """Whether an exception ended the run and has not been caught yet."""
         return self.is_interrupted and sys.exc_info()[1] is not None
+
+
+def _wait_at_end(what: str) -> None:
+    """Wait until all ranks have the result, or until another rank fails.
+
+    The error of the work is raised even then.
+    """
+    context = current()
+    if context is not None:
+        with suppress(RankFailedError):
+            context.barriers.enter(f"the end of {what}")
 
 
 def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]:
@@ -341,6 +344,6 @@ def _is_users_hook(owner: Any, base: type, name: str) -> bool:
 
 def _changes_what_it_loads(module: nn.Module) -> bool:
     # If torch renames one of these, the result is True, which is only slower.
-    by_itself = getattr(type(module), "_load_from_state_dict", None)
-    is_torchs = getattr(by_itself, "__module__", "").startswith("torch.nn.")
-    return bool(getattr(module, "_load_state_dict_pre_hooks", True)) or not is_torchs
+    load_method = getattr(type(module), "_load_from_state_dict", None)
+    is_torch_own = getattr(load_method, "__module__", "").startswith("torch.nn.")
+    return bool(getattr(module, "_load_state_dict_pre_hooks", True)) or not is_torch_own

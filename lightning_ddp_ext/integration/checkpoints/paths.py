@@ -28,7 +28,7 @@ def checkpoint_directory(trainer: Any) -> str:
     return str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
 
 
-def place_of(name: PathLike | None, command: str, trainer: Any) -> str | None:
+def path_of_run_file(name: PathLike | None, command: str, trainer: Any) -> str | None:
     """Return the path of a checkpoint that no callback saves.
 
     The same command finds the file there again. A path is kept; a file name is placed
@@ -36,13 +36,16 @@ def place_of(name: PathLike | None, command: str, trainer: Any) -> str | None:
     a new one in each run, the file is placed in a directory of this command under the
     default root directory.
     """
-    path = None if name is None else os.fspath(name)
-    if path is None or os.path.dirname(path):
-        return path and canonical(path)
-    by_command = os.path.join(trainer.default_root_dir, "checkpoints", command)
-    return canonical(
-        os.path.join(by_command if follows_logger(trainer) else checkpoint_directory(trainer), path)
-    )
+    if name is None:
+        return None
+    path = os.fspath(name)
+    if os.path.dirname(path):
+        return canonical(path)
+    if follows_logger(trainer):
+        directory = os.path.join(trainer.default_root_dir, "checkpoints", command)
+    else:
+        directory = checkpoint_directory(trainer)
+    return canonical(os.path.join(directory, path))
 
 
 def canonical(path: str) -> str:
@@ -63,7 +66,11 @@ def versioned(path: str, number: int) -> str:
 
 
 def versions_of(path: str | None) -> set[str]:
-    """Return the paths of all versions of a file that exist."""
+    """Return the paths of all versions of a file that exist.
+
+    If the store cannot be listed, return ``path`` itself; reading it then raises the
+    reason on every rank.
+    """
     if path is None:
         return set()
     directory, name = os.path.split(path)
@@ -72,7 +79,7 @@ def versions_of(path: str | None) -> set[str]:
     try:
         return {each for each in _files_in(directory) if version.fullmatch(os.path.basename(each))}
     except Exception:  # each kind of store raises its own errors
-        return {path}  # reading it raises the reason on every rank
+        return {path}
 
 
 def _files_in(directory: str) -> list[str]:
@@ -98,25 +105,6 @@ def _locate_anew(path: str) -> Location:
     return location
 
 
-def _last_of(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:
-    """Return the files that Lightning takes for ``"last"``.
-
-    Lightning itself loses the protocol of a URL.
-    """
-    directory = chosen_directory_of(callback, trainer)
-    name = re.compile(
-        rf"{callback.CHECKPOINT_NAME_LAST}(-(\d+))?.*{re.escape(callback.FILE_EXTENSION)}"
-    )
-    try:
-        files = _files_in(directory)
-    except Exception:  # each kind of store raises its own errors
-        # Reading it raises the reason on every rank.
-        files = [
-            os.path.join(directory, f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}")
-        ]
-    return {each for each in files if name.fullmatch(os.path.basename(each))}
-
-
 def follows_logger(trainer: Any) -> bool:
     """Whether Lightning takes the checkpoint directory from a logger.
 
@@ -125,12 +113,12 @@ def follows_logger(trainer: Any) -> bool:
     callback = trainer.checkpoint_callback
     if not trainer.loggers or not isinstance(callback, pl.callbacks.ModelCheckpoint):
         return False
-    without = copy.copy(callback)
-    without.dirpath = None
-    return callback.dirpath in (None, chosen_directory_of(without, trainer))
+    undirected = copy.copy(callback)
+    undirected.dirpath = None
+    return callback.dirpath in (None, chosen_directory_of(undirected, trainer))
 
 
-def last_of_lightning(trainer: Any) -> set[str]:
+def files_that_last_means(trainer: Any) -> set[str]:
     """Return the files that Lightning's ``"last"`` means.
 
     The file of a requeued SLURM job is included.
@@ -138,7 +126,7 @@ def last_of_lightning(trainer: Any) -> set[str]:
     found: set[str | None] = set()
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
-            found |= _last_of(callback, trainer)
+            found |= _last_files(callback, trainer)
         elif isinstance(callback, pl.callbacks.OnExceptionCheckpoint):
             found.add(callback.ckpt_path)
     if SLURMEnvironment.detect():
@@ -146,7 +134,26 @@ def last_of_lightning(trainer: Any) -> set[str]:
     return {canonical(path) for path in found if path}
 
 
-def modified(path: str) -> float | None:
+def _last_files(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:
+    """Return the files that Lightning takes for ``"last"``.
+
+    Lightning itself loses the protocol of a URL. If the store cannot be listed, return
+    the usual file; reading it then raises the reason on every rank.
+    """
+    directory = chosen_directory_of(callback, trainer)
+    name = re.compile(
+        rf"{callback.CHECKPOINT_NAME_LAST}(-(\d+))?.*{re.escape(callback.FILE_EXTENSION)}"
+    )
+    try:
+        files = _files_in(directory)
+    except Exception:  # each kind of store raises its own errors
+        files = [
+            os.path.join(directory, f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}")
+        ]
+    return {each for each in files if name.fullmatch(os.path.basename(each))}
+
+
+def modification_time(path: str) -> float | None:
     """Return a file's modification time, or ``None`` if the file does not exist.
 
     The time is infinity if it is unknown.
@@ -162,10 +169,10 @@ def modified(path: str) -> float | None:
         return float("inf")
 
 
-def state_of(path: str) -> str:
+def change_token(path: str) -> str:
     """Return a text that differs after a file was changed or replaced.
 
-    It is empty if the file's state is unknown.
+    It is empty if the store does not tell.
     """
     location = _locate_anew(path)
     try:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,15 @@ from lightning_ddp_ext.rendezvous.peers import current_run
 from ..private.lightning_tree import (
     SLURMEnvironment,
     TrainerStatus,
-    pl,
     rank_zero_info,
     rank_zero_warn,
 )
 from .fit_identity import FitIdentity, command, identify, identity_in
 from .paths import (
-    checkpoint_directory,
-    follows_logger,
-    last_of_lightning,
-    modified,
-    place_of,
-    state_of,
+    change_token,
+    files_that_last_means,
+    modification_time,
+    path_of_run_file,
     versioned,
     versions_of,
 )
@@ -54,23 +50,15 @@ _OF_REQUEUED_JOB = "last-preempted.ckpt"
 _fits = 0  # the number of fits that this process has begun, without those that a signal stopped
 
 
-class _Content(Enum):
-    """The result of reading the identity in a file."""
-
-    IDENTITY = auto()
-    NO_IDENTITY = auto()
-    DAMAGED = auto()
-    UNREADABLE = auto()  # now; it may be intact, and reading it later raises the reason
-
-
 @dataclass
 class _Candidate:
     """A file that ``"last"`` may mean.
 
     Attributes:
         path: its path or URL.
-        content: the result of reading its identity.
         identity: the identity of the fit that saved it; empty if it is unknown.
+        error: why the identity cannot be read. Unless the file is damaged, it may be
+            intact, and reading it later raises the reason.
         is_of_fit: whether the same fit saved it, possibly in another job or
             environment.
         changed: the environment variables that the saving run had differently.
@@ -79,11 +67,16 @@ class _Candidate:
     """
 
     path: str
-    content: _Content
     identity: Mapping[str, Any] = field(default_factory=dict)
+    error: CheckpointError | None = None
     is_of_fit: bool = False
     changed: list[str] = field(default_factory=list)
     owner: str = ""
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the file cannot be used, now or later."""
+        return isinstance(self.error, _UNUSABLE)
 
 
 class RunFiles:
@@ -138,7 +131,7 @@ class RunFiles:
         A SLURM job's number is part of it, because jobs that SLURM stops together may
         share a directory.
         """
-        path = place_of(name, command(), trainer)
+        path = path_of_run_file(name, command(), trainer)
         if path is None:
             return None
         path = versioned(path, int(os.environ.get("SLURM_JOB_ID", 0)))
@@ -149,7 +142,7 @@ class RunFiles:
         )
 
     def _may_replace(self, path: str) -> bool:
-        time = modified(path)
+        time = modification_time(path)
         if path == self._found or time is None:
             return True
         try:
@@ -184,30 +177,20 @@ class RunFiles:
                 self._find_requeued(trainer)
             return args
         own = {
-            each for name in self._names for each in versions_of(place_of(name, command(), trainer))
+            each
+            for name in self._names
+            for each in versions_of(path_of_run_file(name, command(), trainer))
         }
-        of_lightning = last_of_lightning(trainer)
+        of_lightning = files_that_last_means(trainer)
         newest_first = _newest_first(own | of_lightning)
         found = next(iter(newest_first), None)
         if is_rank_zero:
             # All ranks would log: rank_zero_info does not know a rank's number yet.
             self._has_searched = True
             found = self._found = self._search(newest_first, own - of_lightning, trainer)
-        has_file_of_lightning = not of_lightning.isdisjoint(newest_first)
-        if found is None and (has_file_of_lightning or self._needs_last(trainer)):
+        if found is None:
             return args
         return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
-
-    def _needs_last(self, trainer: Any) -> bool:
-        """Whether ``None`` in place of ``"last"`` may start another run.
-
-        If not, Lightning gets ``None``, and prints no hint that repeats our line.
-        """
-        is_used_on_exception = any(
-            isinstance(each, pl.callbacks.OnExceptionCheckpoint)
-            for each in trainer.checkpoint_callbacks
-        )
-        return trainer.state.fn != "fit" or self.stop_name is None or is_used_on_exception
 
     def chosen(self, path: PathLike | None) -> PathLike | None:
         """Return the file that rank 0 restores, given the one that Lightning chose.
@@ -222,7 +205,7 @@ class RunFiles:
 
         As with stock, no argument has to ask for it.
         """
-        versions = versions_of(place_of(self.requeue_name, command(), trainer))
+        versions = versions_of(path_of_run_file(self.requeue_name, command(), trainer))
         requeued = [
             each.path
             for each in map(_candidate, _newest_first(versions))
@@ -235,7 +218,7 @@ class RunFiles:
             return
         self._has_searched = True
         self._found = requeued[0]
-        self._obsolete = {path: state_of(path) for path in requeued}
+        self._obsolete = {path: change_token(path) for path in requeued}
 
     def _is_for_requeue(self, saved: Mapping[str, Any]) -> bool:
         """Whether this fit saved a file before this job was requeued."""
@@ -249,13 +232,13 @@ class RunFiles:
         """Return the newest usable file, and log it and the owners of the others."""
         candidates = [_candidate(path) for path in newest_first]
         self._find_owners(candidates, only_ours)
-        damaged = [each for each in candidates if each.content is _Content.DAMAGED]
-        usable = [each for each in candidates if not each.owner and each not in damaged]
+        damaged = [each for each in candidates if each.is_damaged]
+        usable = [each for each in candidates if not (each.owner or each.is_damaged)]
         found = _newest_intact(usable)
         if found is not None and not found.changed:  # a run with changes may still need its files
             not_newer = usable[usable.index(found) :]
             self._obsolete = {
-                each.path: state_of(each.path) for each in not_newer if each.is_of_fit
+                each.path: change_token(each.path) for each in not_newer if each.is_of_fit
             }
         if found is None and damaged:
             found = damaged[0]  # reading it raises the reason on every rank
@@ -268,10 +251,10 @@ class RunFiles:
         ``only_ours`` has the paths to which only this package saves.
         """
         for each in candidates:
-            if each.content is _Content.IDENTITY:
+            if each.identity:
                 each.owner = self.identity.difference(each.identity)
                 each.is_of_fit = not each.owner
-            elif each.content is _Content.NO_IDENTITY and each.path in only_ours:
+            elif each.error is None and each.path in only_ours:
                 each.owner = "an unknown fit"
         of_fit = [each for each in candidates if each.is_of_fit]
         if any(self.identity.is_of_job(each.identity) for each in of_fit):
@@ -300,35 +283,15 @@ class RunFiles:
         rank_zero_info("; ".join([line, *others]))
 
     def _none_found(self, trainer: Any) -> str:
-        """Describe where the next run of this command will look for files.
-
-        Also name the files that it will ignore.
-        """
-        parts = ["ckpt_path='last': no checkpoint yet"]
-        if self.stop_name is not None:
-            path = str(self.place(self.stop_name, trainer))
-            parts.append(
-                f"if the ranks are stopped, they save {path}, which the same command finds next"
-                " time"
-            )
-            of_commands = (
-                Path(trainer.default_root_dir, "checkpoints")
-                .resolve()
-                .glob(f"*/{os.path.basename(path)}")
-            )
-            parts += [
-                f"{each} belongs to another command; {_PASS_PATH}"
-                for each in of_commands
-                if str(each) != path
-            ]
-        if follows_logger(trainer):
-            found_only_there = (
-                f"only runs with the same directory find files in {checkpoint_directory(trainer)}"
-            )
-            parts.append(
-                f"{found_only_there}; set ModelCheckpoint(dirpath=...) to fix the directory"
-            )
-        return "; ".join(parts)
+        """Describe what the next run of this command will find."""
+        line = "ckpt_path='last': no checkpoint yet"
+        if self.stop_name is None:
+            return line
+        path = self.place(self.stop_name, trainer)
+        return (
+            f"{line}; if the ranks are stopped, they save {path}, which the same command finds next"
+            " time"
+        )
 
     def remove_obsolete(self, trainer: Any) -> None:
         """Remove the file that a finished fit resumed from, and its older ones.
@@ -344,14 +307,14 @@ class RunFiles:
         obsolete = self._obsolete
         self._obsolete = {}
         for path, state in obsolete.items():
-            if state and state_of(path) == state:
+            if state and change_token(path) == state:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
                 Path(lock_of(path)).unlink(missing_ok=True)
 
 
 def _newest_first(paths: set[str]) -> list[str]:
     """Return the files that exist."""
-    times = {path: modified(path) for path in paths}
+    times = {path: modification_time(path) for path in paths}
     existing = {path: time for path, time in times.items() if time is not None}
     return sorted(existing, key=existing.__getitem__, reverse=True)
 
@@ -359,15 +322,12 @@ def _newest_first(paths: set[str]) -> list[str]:
 def _candidate(path: str) -> _Candidate:
     """Read the identity in a file, and warn if the file is damaged."""
     try:
-        saved = identity_in(path)
-    except _UNUSABLE as error:
-        _skip(error)
-        return _Candidate(path, _Content.DAMAGED)
-    except CheckpointError:
-        return _Candidate(path, _Content.UNREADABLE)
-    if saved is None:
-        return _Candidate(path, _Content.NO_IDENTITY)
-    return _Candidate(path, _Content.IDENTITY, saved)
+        return _Candidate(path, identity_in(path) or {})
+    except CheckpointError as error:
+        candidate = _Candidate(path, error=error)
+        if candidate.is_damaged:
+            _skip(error)
+        return candidate
 
 
 def _newest_intact(newest_first: list[_Candidate]) -> _Candidate | None:

@@ -61,7 +61,6 @@ from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.rank_lists import ranks_in_words
 
 from ..checkpoints.collective import Checkpoints
-from ..host import Host
 from ..named_calls import ranks_of, refuse
 from ..private.compat import (
     active_loop_of,
@@ -76,6 +75,7 @@ from ..private.compat import (
 )
 from ..private.lightning_tree import rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
+from ..start.devices import RankDevicesStrategy
 from ..stopping.recorder import Recorder
 from ..stopping.stops import StopController
 from .loop_state import Restart, Stopped, epoch_of, find_restart
@@ -161,7 +161,7 @@ class EpochCursor:
 
     def __init__(
         self,
-        strategy: Host,
+        strategy: RankDevicesStrategy,
         checkpoints: Checkpoints,
         stops: StopController,
         recorder: Recorder,

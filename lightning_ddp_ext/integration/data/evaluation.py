@@ -22,10 +22,10 @@ from lightning_ddp_ext.data.loader import (
     own_copy,
 )
 
-from ..host import Host
 from ..named_calls import ranks_of
 from ..private.compat import active_loop_of, combined_loader_of, mode_of, results_of, takes_iterator
 from ..private.lightning_tree import RunningStage
+from ..start.devices import RankDevicesStrategy
 from .uncounted_step import uncounted
 
 EVALUATED = (
@@ -50,7 +50,7 @@ class Evaluation:
         idle_ranks: the ranks whose batches do not count in the current step.
     """
 
-    def __init__(self, strategy: Host, *, is_exact: bool) -> None:
+    def __init__(self, strategy: RankDevicesStrategy, *, is_exact: bool) -> None:
         self._strategy = strategy
         self._is_exact = is_exact
         self.end()

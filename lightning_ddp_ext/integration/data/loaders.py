@@ -33,11 +33,11 @@ from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 
 from ..checkpoints.collective import Checkpoints
-from ..host import Host
 from ..options import check_choice
 from ..private.compat import has_saved_arguments, needs_sampler
 from ..private.lightning_tree import RunningStage, pl, update_dataloader
 from ..private.replaced_methods import Prepare, ReplacedMethods
+from ..start.devices import RankDevicesStrategy
 from ..stopping.recorder import Recorder
 from ..stopping.stops import StopController
 from .cursor import EpochCursor, ResumeData
@@ -56,7 +56,7 @@ class TrainerLoaders:
 
     def __init__(
         self,
-        strategy: Host,
+        strategy: RankDevicesStrategy,
         checkpoints: Checkpoints,
         stops: StopController,
         recorder: Recorder,

@@ -10,8 +10,8 @@ from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.proxy import iterable_of
 
-from ..host import Host
 from ..private.compat import combined_loader_of
+from ..start.devices import RankDevicesStrategy
 
 
 def training_loaders_of(trainer: Any) -> list[DistributedLoader]:
@@ -25,7 +25,7 @@ def positions_of(trainer: Any) -> list[LoaderPosition]:
     return [loader.position for loader in training_loaders_of(trainer)]
 
 
-def training_generators(strategy: Host, *, with_loaders: bool = True) -> list[Any]:
+def training_generators(strategy: RankDevicesStrategy, *, with_loaders: bool = True) -> list[Any]:
     """Return the non-global generators of this rank's training.
 
     These are the generators of its CUDA devices and its loaders.

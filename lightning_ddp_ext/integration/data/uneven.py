@@ -19,10 +19,10 @@ from lightning_ddp_ext.errors import ConfigurationError, SamplingError
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
-from ..host import Host
 from ..named_calls import group_of_small_collectives, ranks_of, refuse, report_step
 from ..private.compat import combined_loader_of, end_epoch_after, fetcher_of
 from ..private.lightning_tree import rank_zero_warn
+from ..start.devices import RankDevicesStrategy
 from .positions import positions_of
 
 UnevenMode = Literal["stop_at_shortest"]
@@ -54,7 +54,7 @@ class UnevenInputs:
             same calls at the same batch.
     """
 
-    def __init__(self, strategy: Host, mode: UnevenMode | None) -> None:
+    def __init__(self, strategy: RankDevicesStrategy, mode: UnevenMode | None) -> None:
         self._strategy = strategy
         self._mode = mode
         self.start_run()

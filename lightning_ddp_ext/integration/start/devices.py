@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torchmetrics
 from torch import nn
@@ -19,6 +21,12 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
     """
 
     devices_per_rank: int = 1
+
+    @property
+    def current_trainer(self) -> Any:  # Lightning's type lacks what our modules read
+        """The Trainer that runs the model."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     @property
     def rank_devices(self) -> list[torch.device]:

@@ -1,11 +1,10 @@
-"""Determine a process's rank from arguments, variables or Lightning's environment."""
+"""Determine a process's rank from a launcher's variables or Lightning's environment."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 
@@ -125,33 +124,19 @@ def _is_elastic() -> bool:
 
 
 def choose_environment(
-    environment: ClusterEnvironment | None,
-    arguments: Mapping[str, int | None],
-    *,
-    devices: int,
-    num_nodes: int,
+    environment: ClusterEnvironment | None, *, devices: int, num_nodes: int
 ) -> ClusterEnvironment | None:
     """Return the environment that determines this process's rank.
 
-    It is the given one or one of ours. The arguments ``rank`` and ``world_size``
-    override SLURM's variables and those of launchers that Lightning does not detect.
-    Raise if they contradict any other launcher, or if the ranks do not match the
-    Trainer's devices.
+    It is the given one, or one of ours for launchers that Lightning does not detect.
+    Raise if the ranks do not match the Trainer's devices.
     """
     if (
         type(environment) not in (LightningEnvironment, SLURMEnvironment)
         or started_ranks() is not None
     ):
-        _refuse_other_rank(environment, arguments)
         return environment
-    try:
-        world = read_world(os.environ, **arguments, devices=devices)
-    except ConfigurationError:
-        # With fewer devices than ranks, the local rank looks wrong; name the devices.
-        world = read_world(os.environ, **arguments)
-        if world is not None:
-            check_devices(world, devices=devices, num_nodes=num_nodes)
-        raise
+    world = read_world(os.environ, devices=devices)
     _check_tasks(world, devices * num_nodes)
     if world is None:
         return environment
@@ -177,20 +162,4 @@ def _check_tasks(world: World | None, ranks: int) -> None:
             f"this script runs without srun, so SLURM has not started the {world.world_size} tasks"
             f" of the job (got SLURM_STEP_ID={os.environ.get('SLURM_STEP_ID')}); write srun python"
             f" {os.path.basename(sys.argv[0])}"
-        )
-
-
-def _refuse_other_rank(
-    environment: ClusterEnvironment | None, arguments: Mapping[str, int | None]
-) -> None:
-    """Raise if the arguments contradict a launcher."""
-    given = (arguments["rank"], arguments["world_size"])
-    if given[0] is None or environment is None or not environment.creates_processes_externally:
-        return
-    found = (environment.global_rank(), environment.world_size())
-    if found != given:
-        raise ConfigurationError(
-            f"rank={given[0]} and world_size={given[1]} contradict {source_of(environment)}, which"
-            f" made this process rank {found[0]} of {found[1]}; remove the arguments, or start the"
-            " processes by hand"
         )

@@ -6,7 +6,6 @@ import atexit
 import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +22,6 @@ from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import leave
 from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
-from lightning_ddp_ext.supervision.own_command import own_command
 from lightning_ddp_ext.supervision.parent_watch import (
     LAUNCHER_PID,
     set_rank_variables,
@@ -129,29 +127,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
         record_started(scripts)
         # Exit handlers run in reverse order, so this one precedes the removal of files.
         atexit.register(scripts.join_at_exit)
-
-    @override
-    def _call_children_scripts(self) -> None:
-        own = None if _is_hydra_in_use() else own_command()
-        if own is None:  # another program runs the script; Lightning's own method knows Hydra
-            super()._call_children_scripts()
-            return
-        self._check_can_spawn_children()
-        environment = self.cluster_environment
-        variables = {
-            "MASTER_ADDR": environment.main_address,
-            "MASTER_PORT": str(environment.main_port),
-            "NODE_RANK": str(environment.node_rank()),
-            "WORLD_SIZE": str(self.num_processes * self.num_nodes),
-        }
-        for local_rank in range(1, self.num_processes):
-            environ = {**os.environ, **variables, "LOCAL_RANK": str(local_rank)}
-            self.procs.append(subprocess.Popen(own.words, env=environ, cwd=own.directory))
-
-
-def _is_hydra_in_use() -> bool:
-    hydra = sys.modules.get("hydra.core.hydra_config")
-    return hydra is not None and hydra.HydraConfig.initialized()
 
 
 class ProcessesLauncher(MultiProcessingLauncher):

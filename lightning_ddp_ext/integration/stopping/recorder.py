@@ -17,8 +17,8 @@ from lightning_ddp_ext.rendezvous.peers import Peers
 from lightning_ddp_ext.threads import wait_for_gpus
 
 from ..data.positions import positions_of, training_generators
-from ..host import Host
 from ..private.compat import batches_that_stepped_of
+from ..start.devices import RankDevicesStrategy
 
 
 class Recorder:
@@ -28,13 +28,16 @@ class Recorder:
     :meth:`start`.
     """
 
-    def __init__(self, strategy: Host) -> None:
+    def __init__(self, strategy: RankDevicesStrategy) -> None:
         self._strategy = strategy
         self.notes: dict[int, RankNotes] = {}  # by rank, for the ranks on this host
         self.error: str | None = None  # why states are no longer recorded
         # Whether an iterator over training data is new and its start not noted yet.
         self.has_new_iterator = False
         self.forward_passes = 0  # number of passes since this batch started
+        # Whether a forward or backward pass is running, or an exception ended it. The
+        # optimiser changes nothing in these passes.
+        self.is_in_pass = False
         self.stepped = 0  # optimiser steps before this batch, as Lightning's loggers count them
         self._buffers_at = -1  # the number of batches when the buffers were last noted
         self._own: RankNotes | None = None
@@ -79,26 +82,34 @@ class Recorder:
             self._generators = training_generators(self._strategy)
             self.parameters.start_epoch()
         batches = self._loop.batch_progress.total.ready
-        with self._recording() as own:
+        with self._stopping_at_an_error() as own:
             if moment == Kind.WINDOW:
                 self.parameters.start_step()
             own.write(moment, batches, random_state_bytes(self._generators))
-            is_first = self._strategy.global_rank == self.first
-            is_due = moment == Kind.BATCH or batches != self._buffers_at
-            if is_first and (content := self.buffers.read(even_if_same=is_due)):
-                own.write(Kind.BUFFERS, batches, content)
-                self._buffers_at = batches
-            if self.has_new_iterator:
-                self.has_new_iterator = False
-                positions = positions_of(self._strategy.current_trainer)
-                own.write(
-                    Kind.LOADERS,
-                    positions[0].epoch,
-                    pickle.dumps([each.starts() for each in positions]),
-                )
+            self._note_buffers(own, batches, even_if_same=moment == Kind.BATCH)
+            self._note_iterators(own)
+
+    def _note_buffers(self, own: RankNotes, batches: int, *, even_if_same: bool) -> None:
+        """Note the buffers on the first rank of this host, once after each batch."""
+        if self._strategy.global_rank != self.first:
+            return
+        is_due = even_if_same or batches != self._buffers_at
+        content = self.buffers.read(even_if_same=is_due)
+        if content:
+            own.write(Kind.BUFFERS, batches, content)
+            self._buffers_at = batches
+
+    def _note_iterators(self, own: RankNotes) -> None:
+        """Note where new iterators over training data start."""
+        if not self.has_new_iterator:
+            return
+        self.has_new_iterator = False
+        positions = positions_of(self._strategy.current_trainer)
+        starts = pickle.dumps([each.starts() for each in positions])
+        own.write(Kind.LOADERS, positions[0].epoch, starts)
 
     @contextmanager
-    def _recording(self) -> Iterator[Any]:
+    def _stopping_at_an_error(self) -> Iterator[Any]:
         """Stop recording after an error, while training continues.
 
         The error is a lack of space or a tensor of an unusual kind.
@@ -115,7 +126,7 @@ class Recorder:
             self.forward_passes = 0
             self.stepped = batches_that_stepped_of(self._loop)
 
-    def on_step(self) -> None:
+    def before_forward(self) -> None:
         """Count a forward pass.
 
         Raise a ``RankFailedError`` if a rank has failed, before the next collective
@@ -127,6 +138,13 @@ class Recorder:
     def _raise_cause(self) -> None:
         if self._own is not None:
             self._peers.check()
+
+    @contextmanager
+    def in_pass(self) -> Iterator[None]:
+        """Mark a forward or backward pass; an exception leaves the mark for the rescue."""
+        self.is_in_pass = True
+        yield
+        self.is_in_pass = False
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -143,7 +161,7 @@ class Recorder:
         is_on_gpu = is_noted and self._strategy.root_device.type != "cpu"
         # In later calls of its closure, an optimiser may have changed the parameters.
         if is_noted and self.forward_passes <= 1:
-            with self._recording():
+            with self._stopping_at_an_error():
                 self.parameters.before_backward()
         if is_noted and not is_on_gpu:
             self.note(Kind.BATCH)

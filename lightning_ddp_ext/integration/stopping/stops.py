@@ -22,7 +22,6 @@ from lightning_ddp_ext.supervision.signals import StopSignals, status_of, withou
 from ..checkpoints.collective import Checkpoints
 from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Stopped
-from ..host import Host
 from ..private.compat import (
     active_loop_of,
     combined_loader_of,
@@ -32,6 +31,7 @@ from ..private.compat import (
 )
 from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from ..private.replaced_methods import ReplacedMethods
+from ..start.devices import RankDevicesStrategy
 from ..start.slurm import is_preempted, requeue
 from .training_weights import TrainingWeights, saved_by
 
@@ -75,7 +75,11 @@ class StopController:
     """
 
     def __init__(
-        self, strategy: Host, files: RunFiles, checkpoints: Checkpoints, deadline: timedelta
+        self,
+        strategy: RankDevicesStrategy,
+        files: RunFiles,
+        checkpoints: Checkpoints,
+        deadline: timedelta,
     ) -> None:
         self._strategy = strategy
         self._files = files

@@ -31,17 +31,17 @@ from lightning_ddp_ext.reductions.batched import (
 from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.stacks import call_site
 
-from ..checkpoints.collective import Checkpoints
-from ..data.evaluation import Evaluation
-from ..host import Host
-from ..named_calls import report_step
-from ..private.compat import (
+from .checkpoints.collective import Checkpoints
+from .data.evaluation import Evaluation
+from .named_calls import report_step
+from .private.compat import (
     is_computed,
     is_computing_epoch,
     result_reduced_by,
     results_of,
     trainer_of,
 )
+from .start.devices import RankDevicesStrategy
 
 
 class Reduction:
@@ -99,7 +99,9 @@ class LoggedValues:
     each other, so that a rank without values can be named.
     """
 
-    def __init__(self, strategy: Host, checkpoints: Checkpoints, evaluation: Evaluation) -> None:
+    def __init__(
+        self, strategy: RankDevicesStrategy, checkpoints: Checkpoints, evaluation: Evaluation
+    ) -> None:
         self._strategy = strategy
         self._checkpoints = checkpoints
         self._evaluation = evaluation

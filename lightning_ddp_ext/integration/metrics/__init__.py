@@ -1,1 +1,0 @@
-"""Values that are logged and monitored on all ranks."""

@@ -1,0 +1,78 @@
+"""A script's other ranks get its arguments and directory, and programs that a rank
+starts are not that rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.scripts import run_script
+
+# ``RANK_THAT_STARTS_IT`` makes this rank run the script again, as a program.
+SCRIPT = """
+import json
+import os
+import subprocess
+import sys
+
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import lightning_ddp_ext
+
+trainer = L.Trainer(
+    accelerator="cpu", devices=2, strategy="ddp_ext", max_steps=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(BoringModel())
+start = {
+    "arguments": sys.argv[1:],
+    "directory": os.getcwd(),
+    "rank": trainer.global_rank,
+    "world_size": trainer.world_size,
+}
+sys.stdout.write(f"started: {json.dumps(start)}\\n")
+sys.stdout.flush()
+if os.environ.pop("RANK_THAT_STARTS_IT", "") == str(trainer.global_rank):
+    again = subprocess.run([sys.executable, __file__, "again"])
+    sys.exit(again.returncode)
+"""
+# ``run_script`` appends the script's path. If the launcher's words name a module, this
+# harmless path becomes the last argument.
+NO_SCRIPT = "/dev/null"
+
+
+def start_of_each_rank(output: str) -> list[dict[str, Any]]:
+    """Return what each rank printed about its start, in the order of ranks."""
+    found = re.findall(r"^started: (.*)$", output, re.MULTILINE)
+    return sorted((json.loads(line) for line in found), key=lambda start: start["rank"])
+
+
+def test_ranks_of_a_module_start_as_it_did(tmp_path: Path) -> None:
+    """With ``python -m``, they get its arguments and the directory."""
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "train.py").write_text(SCRIPT)
+    launcher = ("env", "-C", str(tmp_path), "python", "-m", "pkg.train", "--lr", "0.1")
+    done = run_script(NO_SCRIPT, launcher=launcher)
+    assert done.exit_code == 0, done.output
+    arguments = ["--lr", "0.1", NO_SCRIPT]
+    expected = {"arguments": arguments, "directory": str(tmp_path), "world_size": 2}
+    assert start_of_each_rank(done.output) == [{**expected, "rank": rank} for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_program_that_a_rank_starts_has_ranks_of_both_numbers(rank: int, tmp_path: Path) -> None:
+    """It inherits the rank's variables, and still trains on two ranks."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = run_script(script, env={"RANK_THAT_STARTS_IT": str(rank)})
+    assert done.exit_code == 0, done.output
+    again = [each for each in start_of_each_rank(done.output) if each["arguments"] == ["again"]]
+    assert [each["rank"] for each in again] == [0, 1], done.output
+    assert [each["world_size"] for each in again] == [2, 2]
