@@ -78,7 +78,7 @@ class Saver:
                 content = self._buffer.snapshot(checkpoint)
                 self._start(partial(self.save, path, lambda: write(content())))
             except Exception as error:
-                raise unwritable(checkpoint, path, error) from error
+                raise unwritable(path, error) from error
 
     def follow_up(
         self, path: str, job: Callable[[], None], *, later: bool, postpone: bool = False

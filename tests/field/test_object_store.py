@@ -317,6 +317,6 @@ def test_a_refused_upload_is_aborted(
     with store.gateway("denies once", method, text):
         texts = errors(run(store, tmp_path, f"s3://bucket/{name}", 1))
     assert texts == [texts[0]] * 2
-    assert "/epoch=0-step=4.ckpt: PermissionError: Access Denied; check the store" in texts[0]
+    assert "/epoch=0-step=4.ckpt: PermissionError: Access Denied; check its space" in texts[0]
     assert store.uploads(name) == []
     assert store.objects(name) == {}
