@@ -8,7 +8,6 @@ more tensors. ``torch.load`` does not check these checksums.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import struct
@@ -89,20 +88,6 @@ class Archive:
     def has_checksums(self) -> bool:
         """Whether every record has a checksum."""
         return bool(self.records) and all(map(_has_crc, self.records))
-
-    @property
-    def fingerprint(self) -> str | None:
-        """A value that is equal for files with the same content, on any host.
-
-        It is ``None`` if checksums are missing.
-        """
-        if not self.has_checksums:
-            return None
-        facts = [
-            (_name(record), record.header_offset, record.file_size, record.CRC)
-            for record in self.records
-        ]
-        return hashlib.sha256(repr((self.size, facts)).encode()).hexdigest()
 
     def check(self, tensors: Iterable[ZipInfo] | None = None) -> None:
         """Check the records that have a checksum.

@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -23,7 +23,6 @@ from lightning_ddp_ext.errors import (
     UnsafeCheckpointError,
 )
 
-Mode = Literal["auto", "map", "broadcast"]
 MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
 # Takes a tensor's storage, mapped or in CPU memory, and the device that it was saved
 # from; returns the placed storage.
@@ -39,14 +38,12 @@ class LoadOptions:
     """Options for reading a checkpoint, the same on every rank.
 
     Attributes:
-        mode: whether each rank maps the file or rank 0 sends its content.
         map_location: as for ``torch.load``, except that ``None`` leaves tensors on the
             CPU.
         weights_only: as for ``torch.load``.
         verify: whether checksums are checked.
     """
 
-    mode: Mode = "auto"
     map_location: MapLocation = None
     weights_only: bool | None = None
     verify: bool = True

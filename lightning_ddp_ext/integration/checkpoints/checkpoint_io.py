@@ -6,18 +6,17 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.async_save import Saver
-from lightning_ddp_ext.checkpoint.load import LoadOptions, MapLocation, Mode, placement
+from lightning_ddp_ext.checkpoint.load import LoadOptions, MapLocation, placement
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import link, remove, write
 from lightning_ddp_ext.ranks import Ranks
 
-from ..options import check_choice
 from ..private.lightning_tree import pl, rank_zero_info, rank_zero_warn
 
 # The file in which a started rank passes weights to Lightning's launcher.
@@ -49,9 +48,6 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         weights_only: whether only data may be read, and no objects of other classes;
             ``None`` uses torch's default. ``Trainer.fit(weights_only=...)`` takes
             precedence.
-        restore: how the ranks read together. ``"map"``: each rank maps the file.
-            ``"broadcast"``: rank 0 reads it and sends its content. ``"auto"``: map if
-            all ranks see the same file, else broadcast.
 
     Raises:
         ConfigurationError: an argument has an invalid value.
@@ -64,12 +60,10 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         background: bool = False,
         verify: bool = True,
         weights_only: bool | None = None,
-        restore: Mode = "auto",
     ) -> None:
         placement(map_location)  # raises for an invalid one now instead of when it is used
-        check_choice("restore", restore, *get_args(Mode))
         self.background = background
-        self.load_options = LoadOptions(restore, map_location, weights_only, verify)
+        self.load_options = LoadOptions(map_location, weights_only, verify)
         self.is_default = False
         self.saver = Saver()
 
