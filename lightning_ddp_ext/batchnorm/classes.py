@@ -6,25 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch.nn import Module
 
 from lightning_ddp_ext.batchnorm.layer import CONTEXT, BatchNorm, SyncBatchNorm
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
-from lightning_ddp_ext.errors import ConfigurationError
 
 _OWN = "_ddpx_own_class"  # attribute of a made class: the layer's own class
-# attribute of a layer: whether its own forward has called SyncBatchNorm.forward
-_REACHED = "_ddpx_reached"
-
-
-class _CalledByOwnForward(SyncBatchNorm):
-    """``SyncBatchNorm`` for classes that override ``forward``; it records its calls."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise a batch as ``SyncBatchNorm`` does."""
-        vars(self)[_REACHED] = True
-        return super().forward(input)
 
 
 def overrides_forward(own: Any) -> bool:
@@ -37,8 +24,7 @@ def _synchronised_class(own: Any) -> type:
     """Make a class from a layer's own class and ``SyncBatchNorm``.
 
     In the method resolution order, ``SyncBatchNorm`` comes after ``own`` and just
-    before torch's base class of all BatchNorm layers: additions of ``own`` stay, and
-    its ``super().forward(...)`` calls ``SyncBatchNorm``.
+    before torch's base class of all BatchNorm layers, so additions of ``own`` stay.
     """
     names = {
         "__module__": own.__module__,
@@ -46,31 +32,8 @@ def _synchronised_class(own: Any) -> type:
         "__reduce_ex__": _reduce,
         _OWN: own,
     }
-    base = SyncBatchNorm
-    if overrides_forward(own):
-        base = _CalledByOwnForward
-        names["forward"] = _run_own_forward
-    made: type = type(own)(f"Sync{own.__name__}", (own, base), names)
+    made: type = type(own)(f"Sync{own.__name__}", (own, SyncBatchNorm), names)
     return made
-
-
-def _run_own_forward(self: Any, *inputs: Any, **options: Any) -> Any:
-    """Run the ``forward`` of the layer's own class.
-
-    Raises:
-        ConfigurationError: in training, it did not call ``super().forward(input)``, so
-            nothing was synchronised.
-    """
-    own = getattr(self, _OWN)
-    output = own.forward(self, *inputs, **options)
-    is_reached = vars(self).pop(_REACHED, False)
-    if self.training and not is_reached:
-        raise ConfigurationError(
-            f"{getattr(self, CONTEXT).name} ({own.__name__}) is not synchronised: its forward did"
-            " not call super().forward(input) in training; change its forward, or exclude the"
-            " layer (exclude=)"
-        )
-    return output
 
 
 def synchronise(layer: Module, context: SyncContext) -> None:
@@ -85,8 +48,7 @@ def restore(layer: Module) -> None:
     own = vars(type(layer)).get(_OWN)
     if own is not None:
         object.__setattr__(layer, "__class__", own)
-        for attribute in (CONTEXT, _REACHED):
-            vars(layer).pop(attribute, None)
+        vars(layer).pop(CONTEXT, None)
 
 
 def _reduce(layer: Any, protocol: Any) -> Any:

@@ -57,9 +57,9 @@ class Conversion:
         named = "; ".join(f"{layer} {reason}" for layer, reason in self.unsupported.items())
         return (
             "some BatchNorm layers are not converted and use only each rank's own statistics:"
-            f" {named}. To convert a layer that overrides forward and calls super().forward(input),"
-            " select it with include= of SyncBatchNormConversion; to leave a layer out without this"
-            " warning, use exclude="
+            f" {named}. A class that overrides forward can inherit from"
+            " lightning_ddp_ext.SyncBatchNorm instead; to leave a layer out without this warning,"
+            " use exclude="
         )
 
 
@@ -77,10 +77,8 @@ def convert_sync_batchnorm(
     before or after DDP wraps the model. InstanceNorm, GroupNorm and layers that already
     synchronise do not change.
 
-    A subclass that overrides ``forward`` is converted only if ``include`` chooses it.
-    Its ``forward`` then runs unchanged, and its ``super().forward(input)``
-    synchronises. If a training pass does not make that call, for example because it
-    calls ``F.batch_norm``, the layer raises a ``ConfigurationError``.
+    A subclass that overrides ``forward`` is not converted. It can inherit from
+    :class:`SyncBatchNorm` instead.
 
     Args:
         module: the model, or a layer.
@@ -97,8 +95,8 @@ def convert_sync_batchnorm(
         ``module`` itself.
 
     Warns:
-        UserWarning: layers are not converted because they override ``forward`` and were
-            not selected, are parametrised or lazy, or had their ``forward`` replaced.
+        UserWarning: layers are not converted because they override ``forward``, are
+            parametrised or lazy, or had their ``forward`` replaced.
 
     Raises:
         ConfigurationError: ``include`` or ``exclude`` matches no layer, or
@@ -125,7 +123,6 @@ def convert(
     Unsupported layers are in the report, without a warning.
     """
     reasons = choice.reasons_against(module)
-    are_chosen = choice.include is not None
     converted: dict[str, BatchNorm] = {}
     left_alone: dict[str, str] = {}
     unsupported: dict[str, str] = {}
@@ -134,7 +131,7 @@ def convert(
             left_alone[name] = "synchronises already"
         elif layer in reasons:
             left_alone[name] = reasons[layer]
-        elif reason := _why_unsupported(layer, is_chosen=are_chosen):
+        elif reason := _why_unsupported(layer):
             unsupported[f"{name or 'the module'} ({type(layer).__name__})"] = reason
         else:
             converted[name or type(layer).__name__] = layer
@@ -160,11 +157,11 @@ def restore_batchnorm(module: ModuleT) -> ModuleT:
     return module
 
 
-def _why_unsupported(layer: Module, *, is_chosen: bool) -> str:
+def _why_unsupported(layer: Module) -> str:
     if parametrize.is_parametrized(layer):
         return "is parametrised (remove the parametrisation first)"
     if isinstance(layer, LazyModuleMixin):
         return "is lazy (run a first batch before the conversion)"
     if "forward" in vars(layer):
         return "had its forward replaced on the object"
-    return "overrides forward" if overrides_forward(type(layer)) and not is_chosen else ""
+    return "overrides forward" if overrides_forward(type(layer)) else ""

@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.location import PathLike
-from lightning_ddp_ext.checkpoint.rank_notes import Kind
+from lightning_ddp_ext.checkpoint.rank_records import Kind
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod

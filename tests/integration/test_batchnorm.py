@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, Literal
@@ -155,9 +156,14 @@ class Odd(Joint):
 
     Args:
         end: what happens in the second training step.
+        overriding: the classes of the three that override ``forward``.
     """
 
-    def __init__(self, end: BaseException | None = None) -> None:
+    def __init__(
+        self,
+        end: BaseException | None = None,
+        overriding: Sequence[type[nn.Module]] = (Scaled, Mixed, Split),
+    ) -> None:
         super().__init__()
         from lightning_ddp_ext import SyncBatchNorm
 
@@ -166,9 +172,7 @@ class Odd(Joint):
             nn.Linear(4, 32),
             nn.BatchNorm1d(32),  # converted
             nn.Unflatten(1, (8, 4, 1)),
-            Scaled(8),  # overrides forward
-            Mixed(8),  # overrides forward
-            Split(8),  # overrides forward; its second layer is converted
+            *(cls(8) for cls in overriding),  # the second layer of Split is converted
             shared,
             hooked(nn.BatchNorm2d(8)),  # converted
             nn.utils.spectral_norm(nn.BatchNorm2d(8)),  # converted
@@ -220,7 +224,6 @@ class Feature:
     strategy: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-9
     by: By = "callback"
-    conversion: dict[str, Any] = field(default_factory=dict)
     average: Callable[[], L.Callback] | None = None
 
     def options(self) -> dict[str, Any]:
@@ -240,7 +243,7 @@ FEATURES = {
     "the Trainer's flag": Feature(by="flag"),
     "both": Feature(by="both"),
     "static graph": Feature(strategy={"static_graph": True}),
-    "odd layers": Feature(Odd, conversion={"include": "*"}),
+    "odd layers": Feature(partial(Odd, overriding=())),
     "manual optimisation": Feature(Manual),
     "activation checkpointing": Feature(Recomputed),
     "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),
@@ -287,7 +290,6 @@ def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
         feature = FEATURES[name]
         how: dict[str, Any] = {
             "by": feature.by,
-            "conversion": feature.conversion,
             "strategy": feature.strategy,
         }
         found[name] = learn(feature, trainer_with(kind, directory, **how, **feature.options()))

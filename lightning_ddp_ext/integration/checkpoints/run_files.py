@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
-from lightning_ddp_ext.checkpoint.rank_notes import lock_of
+from lightning_ddp_ext.checkpoint.save_lock import lock_of
 from lightning_ddp_ext.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from lightning_ddp_ext.checkpoint.rank_notes import Kind
+from lightning_ddp_ext.checkpoint.rank_records import Kind
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
 from lightning_ddp_ext.data.random_state import record_random_state
