@@ -20,7 +20,7 @@ from lightning_ddp_ext.checkpoint.atomic_file import (
     atomic_write,
     remove_leftovers,
 )
-from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
+from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
 _UNTOUCHED = "an existing file is left untouched"
@@ -29,7 +29,7 @@ _NOT_KNOWN = "whether an existing file is left untouched depends on the store"
 _REMEDY = "check its space and permissions, or save elsewhere"
 
 
-def write(checkpoint: Any, path: PathLike) -> None:
+def write(checkpoint: Any, path: PathOrUrl) -> None:
     """Write ``checkpoint`` to ``path`` in torch's format.
 
     A local file is streamed, flushed to disk and then renamed in one step; if it cannot
@@ -115,7 +115,7 @@ def _checksums() -> Iterator[None]:
         set_crc32_options(chosen)
 
 
-def remove(path: PathLike) -> None:
+def remove(path: PathOrUrl) -> None:
     """Remove a checkpoint file or directory; do nothing if it does not exist.
 
     Raises:
@@ -138,7 +138,7 @@ def remove(path: PathLike) -> None:
         ) from error
 
 
-def link(target: PathLike, path: PathLike) -> None:
+def link(target: PathOrUrl, path: PathOrUrl) -> None:
     """Make ``path`` a symbolic link to the local file ``target`` in one step.
 
     Raises:
@@ -169,7 +169,9 @@ def _explained(error: Exception) -> str:
     return f"{reason}; {_REMEDY}"
 
 
-def unwritable(path: PathLike, error: Exception, is_there: str = _UNTOUCHED) -> CheckpointSaveError:
+def unwritable(
+    path: PathOrUrl, error: Exception, is_there: str = _UNTOUCHED
+) -> CheckpointSaveError:
     """Return the error for a checkpoint that cannot be copied or pickled.
 
     The error of pickle names the class of the object.

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.async_save import Saver
 from lightning_ddp_ext.checkpoint.load import LoadOptions, MapLocation, placement
-from lightning_ddp_ext.checkpoint.location import PathLike, locate
+from lightning_ddp_ext.checkpoint.location import PathOrUrl, locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import link, remove, write
 from lightning_ddp_ext.ranks import Ranks
@@ -69,7 +69,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None
+        self, checkpoint: dict[str, Any], path: PathOrUrl, storage_options: Any = None
     ) -> None:
         """Write ``checkpoint`` to ``path``. Only rank 0 needs to call it.
 
@@ -92,7 +92,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     @override
     def load_checkpoint(
-        self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
+        self, path: PathOrUrl, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint on this rank alone, into its own memory.
 
@@ -104,7 +104,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     def read(
         self,
-        path: PathLike,
+        path: PathOrUrl,
         ranks: Ranks,
         map_location: MapLocation = None,
         weights_only: bool | None = None,
@@ -130,7 +130,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         return content
 
     @override
-    def remove_checkpoint(self, path: PathLike) -> None:
+    def remove_checkpoint(self, path: PathOrUrl) -> None:
         """Remove a checkpoint after all earlier saves.
 
         If the last save failed, remove it after the next save that succeeds. Only rank
@@ -143,7 +143,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
             os.fspath(path), partial(remove, path), later=self.background, postpone=True
         )
 
-    def link(self, target: PathLike, path: PathLike) -> None:
+    def link(self, target: PathOrUrl, path: PathOrUrl) -> None:
         """Make ``path`` a symbolic link to the checkpoint ``target``.
 
         This happens in one step and after all earlier saves.

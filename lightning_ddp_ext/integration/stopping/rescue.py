@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.location import PathLike, locate
+from lightning_ddp_ext.checkpoint.location import PathOrUrl, locate
 from lightning_ddp_ext.checkpoint.rank_records import Kind, open_records
 from lightning_ddp_ext.checkpoint.save_lock import save_if_furthest
 from lightning_ddp_ext.data.random_state import random_state_in, record_random_state
@@ -77,7 +77,7 @@ class Rescue:
     def __init__(
         self,
         strategy: Host,
-        name: PathLike | None,
+        name: PathOrUrl | None,
         *,
         averages_models: bool,
         files: RunFiles,
