@@ -8,59 +8,54 @@ from typing import Any
 
 from torch.nn import Module
 
-from lightning_ddp_ext.batchnorm.layer import CONTEXT, BatchNorm, SyncBatchNorm
+from lightning_ddp_ext.batchnorm.layer import CONTEXT, SyncBatchNorm
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 
-_OWN = "_ddpx_own_class"  # attribute of a made class: the layer's own class
-
-
-def overrides_forward(own: Any) -> bool:
-    """Whether a BatchNorm class, or a mixin of it, overrides torch's ``forward``."""
-    return own.forward is not BatchNorm.forward
+_FORMER_CLASS = "_ddpx_own_class"  # attribute of a made class: the class of the layer before
 
 
 @functools.cache  # compilers and comparisons rely on one class for all layers of a class
-def _synchronised_class(own: Any) -> type:
-    """Make a class from a layer's own class and ``SyncBatchNorm``.
+def _synchronised_class(former: Any) -> type:
+    """Make a class from a layer's class and ``SyncBatchNorm``.
 
-    In the method resolution order, ``SyncBatchNorm`` comes after ``own`` and just
-    before torch's base class of all BatchNorm layers, so additions of ``own`` stay.
+    In the method resolution order, ``SyncBatchNorm`` comes after ``former`` and just
+    before torch's base class of all BatchNorm layers, so additions of ``former`` stay.
     """
-    names = {
-        "__module__": own.__module__,
-        "__doc__": own.__doc__,
+    attributes = {
+        "__module__": former.__module__,
+        "__doc__": former.__doc__,
         "__reduce_ex__": _reduce,
-        _OWN: own,
+        _FORMER_CLASS: former,
     }
-    made: type = type(own)(f"Sync{own.__name__}", (own, SyncBatchNorm), names)
+    made: type = type(former)(f"Sync{former.__name__}", (former, SyncBatchNorm), attributes)
     return made
 
 
 def synchronise(layer: Module, context: SyncContext) -> None:
     """Give a layer its context, and a class that synchronises."""
-    own: Any = type(layer)
-    object.__setattr__(layer, "__class__", _synchronised_class(own))
-    vars(layer)[CONTEXT] = context  # not by setattr, which a class may restrict
+    former: Any = type(layer)
+    # Not by setattr, which a class may restrict.
+    object.__setattr__(layer, "__class__", _synchronised_class(former))
+    vars(layer)[CONTEXT] = context
 
 
 def restore(layer: Module) -> None:
     """Restore the class of a converted layer; leave other layers unchanged."""
-    own = vars(type(layer)).get(_OWN)
-    if own is not None:
-        object.__setattr__(layer, "__class__", own)
+    former = vars(type(layer)).get(_FORMER_CLASS)
+    if former is not None:
+        object.__setattr__(layer, "__class__", former)
         vars(layer).pop(CONTEXT, None)
 
 
 def _reduce(layer: Any, protocol: Any) -> Any:
-    """Reduce a layer to its own class for copies and pickles.
+    """Reduce a layer to its former class for copies and pickles.
 
     The made class cannot be imported.
     """
     made = type(layer)
+    former = vars(made)[_FORMER_CLASS]
     function, arguments, *rest = super(made, layer).__reduce_ex__(protocol)
-    function, *arguments = (
-        vars(made)[_OWN] if part is made else part for part in (function, *arguments)
-    )
+    function, *arguments = (former if part is made else part for part in (function, *arguments))
     return (_make_again, (vars(layer)[CONTEXT], function, arguments), *rest)
 
 

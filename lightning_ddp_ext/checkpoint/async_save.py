@@ -102,10 +102,13 @@ class Saver:
             unless_failed()
 
     def _start(self, job: Callable[[], None]) -> None:
-        """Run ``job`` in a new thread, after the previous thread has finished."""
+        """Run ``job`` in a new thread, after the previous thread has finished.
+
+        If Ctrl-C interrupts this call, the job does not run: the thread waits for the
+        end of the block, and finds no job.
+        """
         jobs: list[Callable[[], None]] = []
         with self._starting:
-            # The thread waits for this block; if it is interrupted, there is no job.
             self._last_thread = start_thread(
                 "ddpx-checkpoints", self._run, jobs, self._last_thread, daemon=False
             )

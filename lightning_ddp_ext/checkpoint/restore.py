@@ -33,8 +33,8 @@ from lightning_ddp_ext.checkpoint.snapshot import (
 from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.ranks import Ranks
 
-# Small tensors are sent together in blocks of at most this many bytes.
-_TOGETHER = 1 << 20
+# Small tensors are sent together in blocks of this size: each broadcast has a delay.
+_BLOCK_BYTES = 1 << 20
 
 
 def restore(
@@ -59,7 +59,6 @@ def restore(
     Raises:
         CheckpointError: the checkpoint cannot be read; the same error on every rank.
     """
-    what = f"reading {location.url}"
     with ExitStack() as stack:
         archive, view = _open(stack, location, ranks)
         views = ranks.gather(view)
@@ -67,24 +66,22 @@ def restore(
             raise views[0].error
         without_file = [rank for rank, each in enumerate(views) if each.file != views[0].file]
         if without_file:
-            host = views[without_file[0]].host
-            how = (
-                f"sent from rank 0 to all ranks (rank {without_file[0]} on host {host} does not see"
-                " it)"
-            )
+            rank = without_file[0]
+            reason = f"rank {rank} on host {views[rank].host} does not see it"
+            how = f"sent from rank 0 to all ranks ({reason})"
             content = _send(stack, archive, ranks, options, location.url)
         else:
             assert archive is not None, "this rank sees the file"
             how = "mapped by every rank"
-            on_host = [rank for rank, each in enumerate(views) if each.host == view.host]
-            records = _shard(archive, on_host.index(ranks.rank), len(on_host))
+            on_this_host = [rank for rank, each in enumerate(views) if each.host == view.host]
+            records = _shard(archive, on_this_host.index(ranks.rank), len(on_this_host))
 
             def check_and_read() -> Any:
                 if options.verify:
                     archive.check(records)
                 return read(archive, options, map_weights=map_weights)
 
-            content = ranks.on_every_rank(check_and_read, what)
+            content = ranks.on_every_rank(check_and_read, f"reading {location.url}")
     return content, how, views[0].has_checksums or not options.verify
 
 
@@ -182,13 +179,10 @@ def _send(
 
 
 def _blocks(sizes: list[int]) -> Iterator[list[int]]:
-    """Split sizes into blocks of tensors that are sent together.
-
-    Each broadcast has a delay.
-    """
+    """Split sizes into blocks of tensors that are sent together."""
     block: list[int] = []
     for size in sizes:
-        if block and sum(block) + size > _TOGETHER:
+        if block and sum(block) + size > _BLOCK_BYTES:
             yield block
             block = []
         block.append(size)

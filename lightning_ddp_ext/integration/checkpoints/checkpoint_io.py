@@ -115,10 +115,9 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
         Warn if checksums are missing. Collective.
         """
-        given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
-        options = replace(
-            self.load_options, **{name: value for name, value in given.items() if value is not None}
-        )
+        arguments: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
+        passed = {name: value for name, value in arguments.items() if value is not None}
+        options = replace(self.load_options, **passed)
         content, how, is_checked = restore(locate(path), ranks, options, map_weights=map_weights)
         if ranks.world_size > 1:
             rank_zero_info(f"checkpoint {os.fspath(path)}: {how}")
