@@ -11,6 +11,7 @@ mapped files), sampled every 2 ms.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import time
 import zlib
@@ -83,8 +84,18 @@ def worst(figures: list[Figures]) -> Figures:
     return {name: max(each[name] for each in figures) for name in figures[0]}
 
 
-def resume(strategy: Callable[[], Any], path: Path | None, world_size: int, layers: int) -> Figures:
-    """Fit until the first batch; without a path there is nothing to resume."""
+def resume(
+    strategy: Callable[[], Any],
+    path: Path | None,
+    world_size: int,
+    layers: int,
+    *,
+    is_sent: bool = False,
+) -> Figures:
+    """Fit until the first batch; without a path there is nothing to resume.
+
+    With ``is_sent``, only rank 0 finds the file, so it sends the content.
+    """
 
     def work(rank: int, directory: Path) -> Figures:
         # The group is open before: what is measured is the restore, and not the
@@ -92,13 +103,17 @@ def resume(strategy: Callable[[], Any], path: Path | None, world_size: int, laye
         dist.init_process_group(
             "gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size
         )
+        ckpt_path = path
+        if path is not None and is_sent:
+            os.chdir(path.parent if rank == 0 else directory)
+            ckpt_path = Path(path.name)
         model = Layers(layers)
         first = FirstBatch()
         trainer = make_trainer(strategy(), world_size, max_epochs=-1, callbacks=[first])
         dist.barrier()
         first.peak.__enter__()
         begin = time.perf_counter()
-        trainer.fit(model, ckpt_path=path)
+        trainer.fit(model, ckpt_path=ckpt_path)
         return {"seconds": first.at - begin, "peak": first.peak.mebibytes}
 
     return worst(on_ranks(work, world_size))
@@ -110,9 +125,8 @@ def stock() -> DDPStrategy:
     return DDPStrategy(process_group_backend="gloo", init_sync=False)
 
 
-def ours(restore: str) -> DDPStrategy:
-    io = ddpx.RankZeroCheckpointIO(restore=restore)  # type: ignore[arg-type]
-    return ddpx.DDPExtStrategy(init_sync=False, checkpoint_io=io)
+def ours() -> DDPStrategy:
+    return ddpx.DDPExtStrategy(init_sync=False)
 
 
 def resume_bare(mapped: bool, path: Path, world_size: int, layers: int) -> Figures:
@@ -201,10 +215,8 @@ def measure(effort: Effort) -> dict[str, Results]:
             kinds: dict[str, Callable[[], Figures]] = {
                 "nothing": partial(resume, stock, None, world_size, layers),
                 "stock": partial(resume, stock, path, world_size, layers),
-                "mapped": partial(resume, partial(ours, "map"), path, world_size, layers),
-                "sent by rank 0": partial(
-                    resume, partial(ours, "broadcast"), path, world_size, layers
-                ),
+                "mapped": partial(resume, ours, path, world_size, layers),
+                "sent by rank 0": partial(resume, ours, path, world_size, layers, is_sent=True),
                 "bare mapped": partial(resume_bare, True, path, world_size, layers),
                 "bare sent by rank 0": partial(resume_bare, False, path, world_size, layers),
             }

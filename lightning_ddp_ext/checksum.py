@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from statistics import mode
@@ -38,29 +38,31 @@ def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str
     Raises:
         DivergenceError: tensors differ; the message names the first of them.
     """
-    found = {name: checksum(tensor) for name, tensor in tensors.items()}
-    own = {name: int(value) for name, value in found.items()}  # int() waits for the device
-    summary = int(checksum(torch.tensor([own[name] for name in sorted(own)])))
+    sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+    numbers = {name: int(each) for name, each in sums.items()}  # int() waits for the device
+    summary = int(checksum(torch.tensor([numbers[name] for name in sorted(numbers)])))
     extremes = torch.tensor([summary, ~summary], device=ranks.device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     largest = extremes[0]
     smallest = ~extremes[1]
-    if largest == smallest:
-        return
-    by_rank = ranks.gather(own)
-    by_name = {
-        name: [values.get(name) for values in by_rank] for values in by_rank for name in values
-    }
-    names = tuple(name for name, values in by_name.items() if len(set(values)) > 1)
-    usual = mode(by_name[names[0]])
-    different = tuple(rank for rank, value in enumerate(by_name[names[0]]) if value != usual)
-    what = f"{ranks_in_words(different)} in {names[0]} (differing tensors: {len(names)})"
-    remedy = (
-        "look for code that only some ranks run, or that depends on a rank's own data or random"
-        " numbers"
-    )
-    raise DivergenceError(
-        f"the ranks differ {when}: {what}; {remedy}", ranks=different, names=names
+    if largest != smallest:
+        raise _difference(ranks.gather(numbers), when)
+
+
+def _difference(by_rank: Sequence[Mapping[str, int]], when: str) -> DivergenceError:
+    """Return an error that names the first tensor whose checksums differ."""
+    every_name = dict.fromkeys(name for numbers in by_rank for name in numbers)
+    by_name = {name: [numbers.get(name) for numbers in by_rank] for name in every_name}
+    names = tuple(name for name, numbers in by_name.items() if len(set(numbers)) > 1)
+    numbers_of_first = by_name[names[0]]
+    usual = mode(numbers_of_first)
+    ranks = tuple(rank for rank, number in enumerate(numbers_of_first) if number != usual)
+    return DivergenceError(
+        f"the ranks differ {when}: {ranks_in_words(ranks)} in {names[0]} (differing tensors:"
+        f" {len(names)}); look for code that only some ranks run, or that depends on a rank's own"
+        " data or random numbers",
+        ranks=ranks,
+        names=names,
     )
 
 
@@ -70,28 +72,16 @@ def checksum(tensor: Tensor) -> Tensor:
     This is a multilinear hash (Lemire and Kaser, 2014): the sum of 32-bit words times
     random odd weights, modulo 2**64.
     """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # flatten() may leave a stride that view(dtype) refuses.
+    elements = plain.as_strided((plain.numel(),), (1,))
     weights = _weights(tensor.device)
     words_per_element = max(1, tensor.element_size() // 4)
-    found = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
-    for chunk in _chunks(tensor.detach(), len(weights) // words_per_element):
+    result = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
+    for chunk in elements.split(len(weights) // words_per_element):
         words = chunk.view(_WORDS.get(chunk.element_size(), torch.int32))
-        found = found * _FACTOR + (words * weights[: len(words)]).sum()
-    return found
-
-
-def _chunks(tensor: Tensor, longest: int) -> Iterator[Tensor]:
-    """Yield the elements in order, in 1-D tensors of at most ``longest`` elements.
-
-    These are views or copies.
-    """
-    if tensor.numel() > longest:
-        rows = longest // tensor[0].numel()
-        for part in tensor.split(rows) if rows else tensor:
-            yield from _chunks(part, longest)
-        return
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    # reshape() may leave a stride that view(dtype) refuses.
-    yield plain.as_strided((plain.numel(),), (1,))
+        result = result * _FACTOR + (words * weights[: len(words)]).sum()
+    return result
 
 
 @cache

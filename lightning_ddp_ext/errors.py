@@ -115,7 +115,7 @@ class CheckpointSaveError(CheckpointError, OSError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """The file does not exist on rank 0, or on another rank that has to read it."""
+    """The file does not exist on rank 0."""
 
 
 class DamagedCheckpointError(CheckpointError):

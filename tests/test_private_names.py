@@ -25,7 +25,7 @@ ALLOWED = {
     "batchnorm.cuda": {"_functions": "torch's kernels for statistics of several ranks"},
     "batchnorm.layer": {"_BatchNorm": "the base class of torch's layers"},
     "checkpoint.key_prefixes": {"_metadata": "the module versions that state_dict() records"},
-    "checkpoint.noted_buffers": {
+    "checkpoint.recorded_buffers": {
         "_buffers": "a buffer's place, to restore it",
         "_non_persistent_buffers_set": "the buffers that state_dict() leaves out",
     },

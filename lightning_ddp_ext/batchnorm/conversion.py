@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from lightning_ddp_ext.batchnorm.classes import overrides_forward, restore, synchronise
+from lightning_ddp_ext.batchnorm.classes import restore, synchronise
 from lightning_ddp_ext.batchnorm.groups import Ranks, group_of
 from lightning_ddp_ext.batchnorm.layer import BatchNorm, SyncBatchNorm
 from lightning_ddp_ext.batchnorm.selection import Choice, Selection, batchnorm_layers
@@ -43,23 +43,27 @@ class Conversion:
 
     def summary(self) -> str:
         """Return the number of converted layers, and why others were not converted."""
+        count = len(self.converted)
         reasons = Counter([*self.unsupported.values(), *self.left_alone.values()])
-        total = len(self.converted) + reasons.total()
-        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
-        line = f"SyncBatchNorm: {len(self.converted)} of {total} layers, statistics over {ranks}"
-        others = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-        return f"{line}; not converted: {others}" if others else line
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        line = (
+            f"SyncBatchNorm: {count} of {count + reasons.total()} layers, statistics over {ranks}"
+        )
+        if not reasons:
+            return line
+        listed = ", ".join(f"{number} {reason}" for reason, number in reasons.items())
+        return f"{line}; not converted: {listed}"
 
     def warning(self) -> str | None:
         """Return a warning that names the unsupported layers, if any."""
         if not self.unsupported:
             return None
-        named = "; ".join(f"{layer} {reason}" for layer, reason in self.unsupported.items())
+        layers = "; ".join(f"{layer} {reason}" for layer, reason in self.unsupported.items())
         return (
             "some BatchNorm layers are not converted and use only each rank's own statistics:"
-            f" {named}. To convert a layer that overrides forward and calls super().forward(input),"
-            " select it with include= of SyncBatchNormConversion; to leave a layer out without this"
-            " warning, use exclude="
+            f" {layers}. A class that overrides forward can inherit from"
+            " lightning_ddp_ext.SyncBatchNorm instead; to leave a layer out without this warning,"
+            " use exclude="
         )
 
 
@@ -77,10 +81,8 @@ def convert_sync_batchnorm(
     before or after DDP wraps the model. InstanceNorm, GroupNorm and layers that already
     synchronise do not change.
 
-    A subclass that overrides ``forward`` is converted only if ``include`` chooses it.
-    Its ``forward`` then runs unchanged, and its ``super().forward(input)``
-    synchronises. If a training pass does not make that call, for example because it
-    calls ``F.batch_norm``, the layer raises a ``ConfigurationError``.
+    A subclass that overrides ``forward`` is not converted. It can inherit from
+    :class:`SyncBatchNorm` instead.
 
     Args:
         module: the model, or a layer.
@@ -97,8 +99,8 @@ def convert_sync_batchnorm(
         ``module`` itself.
 
     Warns:
-        UserWarning: layers are not converted because they override ``forward`` and were
-            not selected, are parametrised or lazy, or had their ``forward`` replaced.
+        UserWarning: layers are not converted because they override ``forward``, are
+            parametrised or lazy, or had their ``forward`` replaced.
 
     Raises:
         ConfigurationError: ``include`` or ``exclude`` matches no layer, or
@@ -124,22 +126,21 @@ def convert(
 
     Unsupported layers are in the report, without a warning.
     """
-    reasons = choice.reasons_against(module)
-    are_chosen = choice.include is not None
+    not_chosen = choice.reasons_against(module)
     converted: dict[str, BatchNorm] = {}
     left_alone: dict[str, str] = {}
     unsupported: dict[str, str] = {}
     for layer, name in batchnorm_layers(module).items():
         if isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
             left_alone[name] = "synchronises already"
-        elif layer in reasons:
-            left_alone[name] = reasons[layer]
-        elif reason := _why_unsupported(layer, is_chosen=are_chosen):
+        elif layer in not_chosen:
+            left_alone[name] = not_chosen[layer]
+        elif reason := _why_unsupported(layer):
             unsupported[f"{name or 'the module'} ({type(layer).__name__})"] = reason
         else:
             converted[name or type(layer).__name__] = layer
     widest = max((layer.num_features for layer in converted.values()), default=0)
-    context = SyncContext(process_group, tuple(converted), num_features=widest)
+    context = SyncContext(process_group, tuple(converted), max_features=widest)
     for index, layer in enumerate(converted.values()):
         synchronise(layer, replace(context, index=index))
     return Conversion(tuple(converted), left_alone, unsupported, context.world_size)
@@ -160,11 +161,13 @@ def restore_batchnorm(module: ModuleT) -> ModuleT:
     return module
 
 
-def _why_unsupported(layer: Module, *, is_chosen: bool) -> str:
+def _why_unsupported(layer: Module) -> str | None:
     if parametrize.is_parametrized(layer):
         return "is parametrised (remove the parametrisation first)"
     if isinstance(layer, LazyModuleMixin):
         return "is lazy (run a first batch before the conversion)"
     if "forward" in vars(layer):
         return "had its forward replaced on the object"
-    return "overrides forward" if overrides_forward(type(layer)) and not is_chosen else ""
+    if type(layer).forward is not BatchNorm.forward:
+        return "overrides forward"
+    return None

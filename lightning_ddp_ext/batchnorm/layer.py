@@ -70,11 +70,11 @@ class SyncBatchNorm(BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
-        options: dict[str, Any] = {"device": device, "dtype": dtype} | (
-            {} if bias else {"bias": False}
-        )
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        if not bias:  # only passed if needed, for torch before 2.13
+            options["bias"] = False
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
-        self._ddpx_context = SyncContext(process_group, num_features=num_features)
+        self._ddpx_context = SyncContext(process_group, max_features=num_features)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

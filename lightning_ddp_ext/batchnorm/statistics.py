@@ -71,7 +71,8 @@ def merge(parts: Vector) -> Statistics:
     weights = counts / max(count, 1.0)
     # The ranks must agree, but a matrix product's last bits depend on the processor.
     mean = (weights * means).sum(0)
-    return Statistics(mean, (weights * (variances + (means - mean) ** 2)).sum(0), count)
+    var = (weights * (variances + (means - mean) ** 2)).sum(0)
+    return Statistics(mean, var, count)
 
 
 class Running(NamedTuple):
@@ -88,17 +89,20 @@ class Running(NamedTuple):
         """Add a batch, with its unbiased variance, as torch does."""
         if self.mean is None or self.var is None or joint.count == 0:
             return
-        unbiased = joint.var * (joint.count / (joint.count - 1))
-        for kept, new in ((self.mean, joint.mean), (self.var, unbiased)):
-            if kept.dtype.itemsize < 4:  # a batch's variance may exceed the range of float16
-                kept.copy_(kept.double().lerp(torch.from_numpy(new), self.momentum))
-            else:
-                kept.lerp_(as_tensor(new, kept.dtype), self.momentum)
+        unbiased_var = joint.var * (joint.count / (joint.count - 1))
+        _move_towards(self.mean, joint.mean, self.momentum)
+        _move_towards(self.var, unbiased_var, self.momentum)
+
+
+def _move_towards(running: Tensor, batch: Vector, momentum: float) -> None:
+    if running.dtype.itemsize < 4:  # a batch's variance may exceed the range of float16
+        running.copy_(running.double().lerp(torch.from_numpy(batch), momentum))
+    else:
+        running.lerp_(as_tensor(batch, running.dtype), momentum)
 
 
 def as_tensor(vector: Vector, dtype: torch.dtype) -> Tensor:
     """Return a vector as a tensor on CPU."""
-    # torch's conversion to float32 takes several times as long.
-    return torch.from_numpy(vector.astype(np.float32) if dtype == torch.float32 else vector).to(
-        dtype
-    )
+    if dtype == torch.float32:  # torch's own conversion takes several times as long
+        return torch.from_numpy(vector.astype(np.float32))
+    return torch.from_numpy(vector).to(dtype)

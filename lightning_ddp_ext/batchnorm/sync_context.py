@@ -18,9 +18,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from lightning_ddp_ext.errors import BatchNormError
 
-_PASSES = ("forward", "backward")
-_HEADER = 2  # numbers at the beginning of a message: the indices of the layer and of the pass
-_POLL_FOR = 0.002  # seconds; a small exchange between ranks that start together takes half of it
+_Pass = Literal["forward", "backward"]
+
+_PASSES: tuple[_Pass, ...] = ("forward", "backward")
+# numbers at the beginning of a message: the indices of the layer and of the pass
+_HEADER = 2
+# A small exchange between ranks that start together takes half of this time.
+_POLL_SECONDS = 0.002
+
+# It does not copy, as all_gather does. torch 2.13 introduced the first name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _wait_for(work: dist.Work) -> None:
@@ -29,8 +36,8 @@ def _wait_for(work: dist.Work) -> None:
     Waking a thread takes a third of the time of a short exchange. Polling lets other
     threads, such as those in which torch runs the exchange, use the processor.
     """
-    moment = time.monotonic() + _POLL_FOR
-    while not work.is_completed() and time.monotonic() < moment:
+    deadline = time.monotonic() + _POLL_SECONDS
+    while not work.is_completed() and time.monotonic() < deadline:
         os.sched_yield()
     work.wait()
 
@@ -49,13 +56,13 @@ class SyncContext:
         process_group: the ranks whose batches are joined; ``None`` for all.
         names: the model's synchronised layers, in the same order on every rank.
         index: the layer's position in ``names``.
-        num_features: the number of channels of the widest of these layers.
+        max_features: the number of channels of the widest of these layers.
     """
 
     process_group: dist.ProcessGroup | None = None
     names: Sequence[str] = ("",)
     index: int = 0
-    num_features: int = 0
+    max_features: int = 0
 
     @property
     def world_size(self) -> int:
@@ -65,7 +72,7 @@ class SyncContext:
         """
         if not (dist.is_available() and dist.is_initialized()):
             return 1
-        return max(1, dist.get_world_size(self.process_group))
+        return max(1, dist.get_world_size(self.process_group))  # -1 outside of the group
 
     @property
     def name(self) -> str:
@@ -73,9 +80,15 @@ class SyncContext:
         name = self.names[self.index]
         return f"BatchNorm layer {name!r}" if name else "a BatchNorm layer"
 
-    def gather(
-        self, which_pass: Literal["forward", "backward"], *vectors: ArrayLike
-    ) -> NDArray[np.float64]:
+    @property
+    def _message_length(self) -> int:
+        """The length of every layer's messages.
+
+        The widest layer sends most: a count, and two values per channel.
+        """
+        return _HEADER + 1 + 2 * self.max_features
+
+    def gather(self, which_pass: _Pass, *vectors: ArrayLike) -> NDArray[np.float64]:
         """Concatenate the vectors, and return those of all ranks, (ranks, n).
 
         Collective; on CPU.
@@ -83,17 +96,25 @@ class SyncContext:
         Raises:
             BatchNormError: another rank is in another layer or pass.
         """
-        numbers = np.concatenate([[self.index, _PASSES.index(which_pass)], *vectors])
-        message = np.zeros(max(_HEADER + 1 + 2 * self.num_features, len(numbers)))
-        message[: len(numbers)] = numbers
+        values = np.concatenate(vectors)
+        message = self._message(which_pass, values)
         received = np.empty((self.world_size, len(message)))
-        # all_gather would copy everything again; torch 2.13 introduced the first name.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        into = torch.from_numpy(received).view(-1)
-        _wait_for(gather(into, torch.from_numpy(message), group=self.process_group, async_op=True))
-        if (received[:, :_HEADER] != message[:_HEADER]).any():
-            self._refuse(received[:, :_HEADER].astype(int).tolist())
-        return received[:, _HEADER : len(numbers)]
+        output = torch.from_numpy(received).view(-1)
+        work = _all_gather(
+            output, torch.from_numpy(message), group=self.process_group, async_op=True
+        )
+        _wait_for(work)
+        headers = received[:, :_HEADER]
+        if (headers != message[:_HEADER]).any():
+            self._refuse(headers.astype(int).tolist())
+        return received[:, _HEADER : _HEADER + len(values)]
+
+    def _message(self, which_pass: _Pass, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        # It is longer than usual if a layer got more channels after the conversion.
+        message = np.zeros(max(self._message_length, _HEADER + len(values)))
+        message[:_HEADER] = self.index, _PASSES.index(which_pass)
+        message[_HEADER : _HEADER + len(values)] = values
+        return message
 
     def _refuse(self, headers: list[list[int]]) -> NoReturn:
         ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
@@ -109,8 +130,8 @@ class SyncContext:
         )
 
     def __deepcopy__(self, memo: object) -> SyncContext:
-        return self
+        return self  # a copied layer synchronises with the same ranks; groups cannot be copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the process group, which cannot be pickled, a copy joins all batches.
-        return SyncContext, (None, self.names, self.index, self.num_features)
+        return SyncContext, (None, self.names, self.index, self.max_features)

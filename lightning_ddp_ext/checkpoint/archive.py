@@ -8,7 +8,6 @@ more tensors. ``torch.load`` does not check these checksums.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import struct
@@ -28,12 +27,14 @@ from lightning_ddp_ext.errors import (
     DamagedCheckpointError,
 )
 
-_SIGNATURE = b"PK\x03\x04"
-_DIRECTORY = 0x10
-_READ_SIZE = 256 << 10
-_ANOTHER = "use an earlier checkpoint"
+_ZIP_SIGNATURE = b"PK\x03\x04"
+_PICKLE_SIGNATURE = b"\x80"  # of protocol 2 and later
+_DIRECTORY_ATTRIBUTE = 0x10  # as in MS-DOS
+_READ_BYTES = 256 << 10
+_MAX_LISTED = 10  # damaged records that a message names
+_REMEDY = "use an earlier checkpoint"
 # The text of the RuntimeErrors that torch raises for system errors.
-_SYSTEMS = re.compile(r"^unable to (open|stat|mmap) |annot allocate memory")
+_SYSTEM_ERROR = re.compile(r"^unable to (open|stat|mmap) |annot allocate memory")
 # zipfile's errors for damaged files; RuntimeError: a record claims to be encrypted, or
 # to need a newer version.
 _DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, ValueError, OverflowError, RuntimeError)
@@ -73,12 +74,8 @@ class Archive:
         name = name or str(path)
         with reading(name, was_there=False), open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            return cls(
-                str(path),
-                name,
-                size,
-                _records(file, name, size) if _has_records(file, name) else (),
-            )
+            records = _records(file, name, size) if _has_records(file, name) else ()
+            return cls(str(path), name, size, records)
 
     @cached_property
     def tensors(self) -> tuple[ZipInfo, ...]:
@@ -89,20 +86,6 @@ class Archive:
     def has_checksums(self) -> bool:
         """Whether every record has a checksum."""
         return bool(self.records) and all(map(_has_crc, self.records))
-
-    @property
-    def fingerprint(self) -> str | None:
-        """A value that is equal for files with the same content, on any host.
-
-        It is ``None`` if checksums are missing.
-        """
-        if not self.has_checksums:
-            return None
-        facts = [
-            (_name(record), record.header_offset, record.file_size, record.CRC)
-            for record in self.records
-        ]
-        return hashlib.sha256(repr((self.size, facts)).encode()).hexdigest()
 
     def check(self, tensors: Iterable[ZipInfo] | None = None) -> None:
         """Check the records that have a checksum.
@@ -118,26 +101,25 @@ class Archive:
         """
         if not self.records:
             return
+        tensors = self.tensors if tensors is None else tensors
         others = [record for record in self.records if not _is_tensor(record)]
-        chosen = filter(_has_crc, (*others, *(self.tensors if tensors is None else tensors)))
         with reading(self.name), open(self.path, "rb") as file:
             try:
                 archive = _zip_file(file)
             except _DAMAGE:
-                message = (
-                    f"checkpoint {self.name} was truncated while it was being read; {_ANOTHER}"
-                )
+                message = f"checkpoint {self.name} was truncated while it was being read; {_REMEDY}"
                 raise DamagedCheckpointError(message) from None
-            names = tuple(_name(record) for record in chosen if not _is_intact(archive, record))
-        if names:
-            listed = ", ".join(names[:10]) + (
-                f" and {len(names) - 10} more" if len(names) > 10 else ""
-            )
+            to_check = filter(_has_crc, (*others, *tensors))
+            damaged = tuple(_name(each) for each in to_check if not _is_intact(archive, each))
+        if damaged:
+            more = len(damaged) - _MAX_LISTED
+            listed = ", ".join(damaged[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+            verb = "does" if len(damaged) == 1 else "do"
             raise DamagedCheckpointError(
-                f"checkpoint {self.name} is damaged: {listed} do{'es' if len(names) == 1 else ''}"
-                " not match the recorded CRC-32 checksum; use an earlier checkpoint, copy the file"
-                " again, or read it anyway with verify=False",
-                damaged=names,
+                f"checkpoint {self.name} is damaged: {listed} {verb} not match the recorded CRC-32"
+                " checksum; use an earlier checkpoint, copy the file again, or read it anyway with"
+                " verify=False",
+                damaged=damaged,
             )
 
 
@@ -158,7 +140,7 @@ def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError):
         if was_there:
             raise CheckpointNotFoundError(
-                f"checkpoint {name} was removed while being read; {_ANOTHER}"
+                f"checkpoint {name} was removed while being read; {_REMEDY}"
             ) from None
         raise CheckpointNotFoundError(
             f"checkpoint {name} does not exist (working directory {os.getcwd()}); pass the path of"
@@ -179,15 +161,10 @@ def unreadable(name: str, error: Exception) -> CheckpointError:
 
     For example, memory is short, the system refuses, or a class raises.
     """
-    reason = (
-        getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".partition("\n")[0]
-    )
-    if isinstance(error, MemoryError) or "annot allocate memory" in str(error):
-        remedy = "free some memory"
-    elif isinstance(error, PermissionError):
-        remedy = f"let the user with ID {os.geteuid()} read it"
-    elif is_of_system(error):
-        remedy = "check its file system"
+    first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+    reason = getattr(error, "strerror", None) or first_line
+    if is_of_system(error):
+        remedy = "check its file system, its permissions and the free memory"
     else:
         remedy = "make sure that the classes of its objects can be imported and unpickled"
     return CheckpointError(
@@ -197,7 +174,7 @@ def unreadable(name: str, error: Exception) -> CheckpointError:
 
 def is_of_system(error: Exception) -> bool:
     """Whether this is a system error, which torch may raise as a ``RuntimeError``."""
-    return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEMS.search(str(error)))
+    return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEM_ERROR.search(str(error)))
 
 
 def _has_records(file: BinaryIO, name: str) -> bool:
@@ -205,15 +182,16 @@ def _has_records(file: BinaryIO, name: str) -> bool:
 
     Raise if it is neither.
     """
-    beginning = file.read(4)
+    beginning = file.read(len(_ZIP_SIGNATURE))
     if not beginning:
-        raise DamagedCheckpointError(f"checkpoint {name} is empty; {_ANOTHER}")
-    if beginning != _SIGNATURE and beginning[:1] != b"\x80":
+        raise DamagedCheckpointError(f"checkpoint {name} is empty; {_REMEDY}")
+    is_archive = beginning == _ZIP_SIGNATURE
+    if not is_archive and not beginning.startswith(_PICKLE_SIGNATURE):
         raise DamagedCheckpointError(
             f"{name} is not a checkpoint: it begins with {beginning!r}, unlike files written by"
             " torch.save"
         )
-    return beginning == _SIGNATURE
+    return is_archive
 
 
 def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
@@ -222,7 +200,10 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
             records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         for record in records:
             # For a directory record, torch would use uninitialised memory.
-            if record.compress_type != zipfile.ZIP_STORED or record.external_attr & _DIRECTORY:
+            if (
+                record.compress_type != zipfile.ZIP_STORED
+                or record.external_attr & _DIRECTORY_ATTRIBUTE
+            ):
                 raise ValueError(f"record {record.filename} has an invalid header")
         if records and (
             records[0].header_offset < 0 or records[-1].header_offset + records[-1].file_size > size
@@ -231,14 +212,14 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
     except _DAMAGE as error:
         raise DamagedCheckpointError(
             f"checkpoint {name} is damaged: the zip directory at its end cannot be read ({error});"
-            f" the file has {size} bytes and was probably truncated; {_ANOTHER}"
+            f" the file has {size} bytes and was probably truncated; {_REMEDY}"
         ) from None
     for record, following in pairwise(records):
         if record.header_offset + record.file_size >= following.header_offset:
-            # Could take forever to check.
+            # Each byte could be in many records, and checking them could take for ever.
             raise DamagedCheckpointError(
                 f"checkpoint {name} is damaged: records {_name(record)} and {_name(following)}"
-                f" overlap; {_ANOTHER}"
+                f" overlap; {_REMEDY}"
             )
     if "data.pkl" not in map(_name, records):
         raise DamagedCheckpointError(
@@ -267,7 +248,7 @@ def _is_intact(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
     """
     try:
         with archive.open(record) as content:
-            while content.read(_READ_SIZE):
+            while content.read(_READ_BYTES):
                 pass
     except _DAMAGE:
         return False

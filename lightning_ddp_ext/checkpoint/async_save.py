@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.checkpoint.save import unwritable
 from lightning_ddp_ext.checkpoint.snapshot import Buffer
 from lightning_ddp_ext.forced_exit import delaying_forced_end
@@ -43,8 +41,7 @@ class Saver:
         self._saving = threading.Lock()
         self._starting = threading.Lock()
         self._last_thread: threading.Thread | None = None
-        self._unreported: list[BaseException] = []
-        weakref.finalize(self, _log, self._unreported).atexit = False
+        self._first_error: BaseException | None = None  # that has not been raised
 
     def __reduce__(self) -> Any:
         # A started rank gets a new one: threads and the buffer belong to this process.
@@ -78,7 +75,7 @@ class Saver:
                 content = self._buffer.snapshot(checkpoint)
                 self._start(partial(self.save, path, lambda: write(content())))
             except Exception as error:
-                raise unwritable(checkpoint, path, error) from error
+                raise unwritable(path, error) from error
 
     def follow_up(
         self, path: str, job: Callable[[], None], *, later: bool, postpone: bool = False
@@ -105,12 +102,13 @@ class Saver:
             unless_failed()
 
     def _start(self, job: Callable[[], None]) -> None:
-        """Run ``job`` in a new thread, after the previous thread has finished."""
-        if self._last_thread is None:
-            at_exit(partial(_finish, weakref.ref(self)))
+        """Run ``job`` in a new thread, after the previous thread has finished.
+
+        If Ctrl-C interrupts this call, the job does not run: the thread waits for the
+        end of the block, and finds no job.
+        """
         jobs: list[Callable[[], None]] = []
         with self._starting:
-            # The thread waits for this block; if it is interrupted, there is no job.
             self._last_thread = start_thread(
                 "ddpx-checkpoints", self._run, jobs, self._last_thread, daemon=False
             )
@@ -125,14 +123,15 @@ class Saver:
             for job in jobs:
                 job()
         except BaseException as error:
-            self._unreported.append(error)
+            _logger.error("%s", error)  # the process may exit before anything raises it
+            self._first_error = self._first_error or error
 
     def raise_error(self) -> None:
         """Raise the first background error since the last call, if any."""
-        errors = self._unreported[:]
-        self._unreported.clear()
-        if errors:
-            raise errors[0]
+        error = self._first_error
+        self._first_error = None
+        if error is not None:
+            raise error
 
     def join(self) -> None:
         """Wait for all jobs; keep the memory for the next save."""
@@ -144,9 +143,9 @@ class Saver:
         self._buffer.release()
 
     def finish(self) -> None:
-        """Wait for all jobs; log the errors that have not been raised."""
+        """Wait for all jobs; their errors are only in the log."""
         self.join()
-        _log(self._unreported)
+        self._first_error = None
 
     def wait(self) -> None:
         """Wait for all jobs.
@@ -156,14 +155,3 @@ class Saver:
         """
         self.join()
         self.raise_error()
-
-
-def _finish(reference: weakref.ref[Saver]) -> None:
-    saver = reference()
-    if saver is not None:
-        saver.finish()
-
-
-def _log(errors: list[BaseException]) -> None:
-    while errors:
-        _logger.error("%s", errors.pop(0))

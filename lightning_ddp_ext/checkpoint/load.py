@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -23,15 +23,15 @@ from lightning_ddp_ext.errors import (
     UnsafeCheckpointError,
 )
 
-Mode = Literal["auto", "map", "broadcast"]
 MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
 # Takes a tensor's storage, mapped or in CPU memory, and the device that it was saved
 # from; returns the placed storage.
 Placement = Callable[[UntypedStorage, str], UntypedStorage]
 
-# Files up to this size in bytes are read instead of mapped, which is faster.
-_SMALL_FILE = 16 << 20
-_REFUSED = re.compile(r"GLOBAL ([\w.]+)")
+# Files up to this size are read instead of mapped, which is faster.
+_SMALL_FILE_BYTES = 16 << 20
+# The class in torch's text about an object that weights_only=True refuses.
+_REFUSED_CLASS = re.compile(r"GLOBAL ([\w.]+)")
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,12 @@ class LoadOptions:
     """Options for reading a checkpoint, the same on every rank.
 
     Attributes:
-        mode: whether each rank maps the file or rank 0 sends its content.
         map_location: as for ``torch.load``, except that ``None`` leaves tensors on the
             CPU.
         weights_only: as for ``torch.load``.
         verify: whether checksums are checked.
     """
 
-    mode: Mode = "auto"
     map_location: MapLocation = None
     weights_only: bool | None = None
     verify: bool = True
@@ -93,11 +91,11 @@ def _chosen_device(map_location: MapLocation) -> Callable[[UntypedStorage, str],
         return lambda storage, location: devices.get(location, location)
     if callable(map_location):
 
-        def by_the_user(storage: UntypedStorage, location: str) -> Any:
+        def call(storage: UntypedStorage, location: str) -> Any:
             placed = map_location(storage, location)
             return location if placed is None else placed
 
-        return by_the_user
+        return call
     raise ConfigurationError(
         "map_location must be a device, a device name, a mapping of device names such as"
         f" {{'cuda:0': 'cuda:1'}}, or a callable (got {map_location!r})"
@@ -130,7 +128,7 @@ def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -
         CheckpointError: as for :func:`load`.
     """
     place = placement(options.map_location)
-    if map_weights and options.map_location is None and archive.size > _SMALL_FILE:
+    if map_weights and options.map_location is None and archive.size > _SMALL_FILE_BYTES:
         content = load(archive, place, options.weights_only, mmap=True)
         try:
             return _copied_but_for_weights(content)
@@ -143,9 +141,9 @@ def _copied_but_for_weights(content: Any) -> Any:
     checkpoint = {"state_dict": content} if is_plain_state_dict(content) else content
     state_dict = checkpoint["state_dict"]
     weights = {name: value for name, value in state_dict.items() if _is_only_copied(name, value)}
-    others = copy.copy(state_dict)  # of the same type, with the module versions
-    others.update(dict.fromkeys(weights))  # keeps the order of names
-    pickled, storages = split({**checkpoint, "state_dict": others})
+    without_weights = copy.copy(state_dict)  # of the same type, with the module versions
+    without_weights.update(dict.fromkeys(weights))  # keeps the order of names
+    pickled, storages = split({**checkpoint, "state_dict": without_weights})
     copied = join(pickled, [storage.clone() for storage in storages])
     copied["state_dict"].update(weights)
     return copied if checkpoint is content else copied["state_dict"]
@@ -193,15 +191,14 @@ def _explained(archive: Archive, error: Exception, weights_only: bool | None) ->
         return unreadable(archive.name, error)
     archive.check(())
     if isinstance(error, pickle.UnpicklingError):
-        refused = _REFUSED.search(str(error))
+        refused = _REFUSED_CLASS.search(str(error))
         if refused or (archive.records and weights_only is not False):
             return _unsafe(archive.name, error, refused and refused[1])
     # torch's reader detects damage outside the records, which no checksum covers.
-    where = traceback.extract_tb(error.__traceback__)[-1].filename
-    is_readers = type(error) is RuntimeError and where == torch.serialization.__file__
-    if (archive.has_checksums and not is_readers) or isinstance(
-        error, (ImportError, AttributeError)
-    ):
+    raising_file = traceback.extract_tb(error.__traceback__)[-1].filename
+    is_of_reader = type(error) is RuntimeError and raising_file == torch.serialization.__file__
+    is_of_class = isinstance(error, (ImportError, AttributeError))
+    if is_of_class or (archive.has_checksums and not is_of_reader):
         return unreadable(archive.name, error)
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     return DamagedCheckpointError(
@@ -210,12 +207,11 @@ def _explained(archive: Archive, error: Exception, weights_only: bool | None) ->
 
 
 def _unsafe(name: str, error: Exception, refused: str | None) -> UnsafeCheckpointError:
-    kind = refused or f"an object ({error})"
-    may_be_allowed = refused and "blocked" not in str(error)
-    allow = (
-        f"call torch.serialization.add_safe_globals([{kind}]) first, or " if may_be_allowed else ""
-    )
+    content = refused or f"an object ({error})"
+    remedy = "pass weights_only=False"
+    if refused and "blocked" not in str(error):
+        remedy = f"call torch.serialization.add_safe_globals([{refused}]) first, or {remedy}"
     return UnsafeCheckpointError(
-        f"checkpoint {name} contains {kind}, which weights_only=True refuses; none of its code was"
-        f" run. If you trust the file, {allow}pass weights_only=False"
+        f"checkpoint {name} contains {content}, which weights_only=True refuses; none of its code"
+        f" was run. If you trust the file, {remedy}"
     )

@@ -16,9 +16,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError
 
-PathLike = str | Path
+PathOrUrl = str | Path
 
-_PIECE = 8 << 20  # bytes
+_COPY_BUFFER = 8 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Location:
         return Path(self.path) if isinstance(self.fs, LocalFileSystem) else None
 
 
-def locate(path: PathLike) -> Location:
+def locate(path: PathOrUrl) -> Location:
     """Return the location of a path or URL (``s3://bucket/key``).
 
     Raises:
@@ -72,28 +72,28 @@ def on_local_disk(location: Location) -> Iterator[str]:
         yield str(location.local)
         return
     with tempfile.NamedTemporaryFile(prefix="checkpoint-") as file:
-        _fetch(location, file.name)
+        try:
+            _copy(location, file.name)
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(
+                f"checkpoint {location.url} does not exist; pass the path of a file"
+            ) from None
+        except Exception as error:  # each kind of store raises its own errors
+            raise CheckpointError(
+                f"checkpoint {location.url} cannot be fetched: {type(error).__name__}: {error}"
+            ) from error
         yield file.name
 
 
-def _fetch(location: Location, target: str) -> None:
+def _copy(location: Location, target: str) -> None:
     """Copy the file to the local path ``target``, in parallel if the store can do that.
 
-    Otherwise it is copied piece by piece.
+    Otherwise, read it from its beginning to its end.
     """
     try:
-        try:
-            location.fs.get_file(location.path, target)
-        except FileNotFoundError:
-            raise
-        except Exception:  # s3fs repeats a request that breaks off only in the second way
-            with location.fs.open(location.path, "rb") as source, open(target, "wb") as copy:
-                shutil.copyfileobj(source, copy, _PIECE)
+        location.fs.get_file(location.path, target)
     except FileNotFoundError:
-        raise CheckpointNotFoundError(
-            f"checkpoint {location.url} does not exist; pass the path of a file"
-        ) from None
-    except Exception as error:  # each kind of store raises its own errors
-        raise CheckpointError(
-            f"checkpoint {location.url} cannot be fetched: {type(error).__name__}: {error}"
-        ) from error
+        raise
+    except Exception:  # s3fs repeats a request that breaks off only if a file is read
+        with location.fs.open(location.path, "rb") as source, open(target, "wb") as copy:
+            shutil.copyfileobj(source, copy, _COPY_BUFFER)

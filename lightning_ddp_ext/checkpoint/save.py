@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pwd
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,23 +20,16 @@ from lightning_ddp_ext.checkpoint.atomic_file import (
     atomic_write,
     remove_leftovers,
 )
-from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
-from lightning_ddp_ext.checkpoint.snapshot import split
+from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
 _UNTOUCHED = "an existing file is left untouched"
 _IN_PLACE = "the new file is complete and in place, but a power failure may still undo the save"
 _NOT_KNOWN = "whether an existing file is left untouched depends on the store"
-_REMEDIES = {
-    errno.EROFS: "its file system is mounted read-only, so save elsewhere",
-    errno.EISDIR: "a directory exists at that path, so remove it or choose another name",
-    errno.ENAMETOOLONG: "shorten the file name",
-    errno.ENOTDIR: "a parent of that path is a file, so choose another path",
-    errno.EEXIST: "a parent of that path is a file, so choose another path",
-}
+_REMEDY = "check its space and permissions, or save elsewhere"
 
 
-def write(checkpoint: Any, path: PathLike) -> None:
+def write(checkpoint: Any, path: PathOrUrl) -> None:
     """Write ``checkpoint`` to ``path`` in torch's format.
 
     A local file is streamed, flushed to disk and then renamed in one step; if it cannot
@@ -68,14 +60,12 @@ def write(checkpoint: Any, path: PathLike) -> None:
                 raise
     except OSError as error:
         is_there = _IN_PLACE if isinstance(error, NotDurableError) else is_there
-        message = (
-            f"cannot save checkpoint {location.url}: {_explained(error, location)}; {is_there}"
-        )
+        message = f"cannot save checkpoint {location.url}: {_explained(error)}; {is_there}"
         raise CheckpointSaveError(message, path=location.url, errno=error.errno) from error
     except CheckpointError:
         raise
     except Exception as error:
-        raise unwritable(checkpoint, path, error, is_there) from error
+        raise unwritable(path, error, is_there) from error
 
 
 @contextmanager
@@ -125,7 +115,7 @@ def _checksums() -> Iterator[None]:
         set_crc32_options(chosen)
 
 
-def remove(path: PathLike) -> None:
+def remove(path: PathOrUrl) -> None:
     """Remove a checkpoint file or directory; do nothing if it does not exist.
 
     Raises:
@@ -144,11 +134,11 @@ def remove(path: PathLike) -> None:
         return
     except Exception as error:  # each kind of store raises its own errors
         raise CheckpointError(
-            f"cannot remove checkpoint {location.url}: {_explained(error, location)}"
+            f"cannot remove checkpoint {location.url}: {_explained(error)}"
         ) from error
 
 
-def link(target: PathLike, path: PathLike) -> None:
+def link(target: PathOrUrl, path: PathOrUrl) -> None:
     """Make ``path`` a symbolic link to the local file ``target`` in one step.
 
     Raises:
@@ -162,10 +152,10 @@ def link(target: PathLike, path: PathLike) -> None:
     try:
         atomic_symlink(source, local)
     except OSError as error:
-        remedy = (
-            "remove the directory" if _is_directory(local) else "use save_last=True to write a file"
+        message = (
+            f"cannot link checkpoint {path} to {target}: {error.strerror}; remove a directory at"
+            " that path, or use save_last=True to write a file"
         )
-        message = f"cannot link checkpoint {path} to {target}: {error.strerror}; {remedy}"
         raise CheckpointSaveError(message, path=path, errno=error.errno) from error
 
 
@@ -173,45 +163,18 @@ def _is_directory(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _explained(error: Exception, location: Location) -> str:
-    """Return the system's or the store's message and a remedy."""
-    if location.local is None:
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        return f"{reason}; check the store and your permissions, or save elsewhere"
-    assert isinstance(error, OSError)
-    directory = location.local.parent
-    remedy = _REMEDIES.get(error.errno or 0, "check the file system, or save elsewhere")
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        with suppress(OSError):
-            left = shutil.disk_usage(directory).free / 2**20
-            remedy = (
-                f"free some space ({left:.0f} MiB left on the file system of {directory}), or save"
-                " elsewhere"
-            )
-    elif error.errno in (errno.EACCES, errno.EPERM):
-        with suppress(KeyError):
-            remedy = (
-                f"let user {pwd.getpwuid(os.geteuid()).pw_name} write to {directory}, or save"
-                " elsewhere"
-            )
-    return f"{error.strerror or error}; {remedy}"
+def _explained(error: Exception) -> str:
+    """Return the system's or the store's reason, and the remedy."""
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return f"{reason}; {_REMEDY}"
 
 
 def unwritable(
-    checkpoint: Any, path: PathLike, error: Exception, is_there: str = _UNTOUCHED
+    path: PathOrUrl, error: Exception, is_there: str = _UNTOUCHED
 ) -> CheckpointSaveError:
-    """Return the error for a checkpoint that cannot be written.
+    """Return the error for a checkpoint that cannot be copied or pickled.
 
-    The message names the entry that cannot be pickled, if there is one.
+    The error of pickle names the class of the object.
     """
-    culprit = ""
-    for key, value in checkpoint.items() if isinstance(checkpoint, dict) else ():
-        try:
-            split(value)
-        except Exception:
-            culprit = (
-                f"entry {key!r} cannot be pickled, so remove or replace it in on_save_checkpoint: "
-            )
-            break
-    message = f"cannot save checkpoint {path}: {culprit}{type(error).__name__}: {error}; {is_there}"
+    message = f"cannot save checkpoint {path}: {type(error).__name__}: {error}; {is_there}"
     return CheckpointSaveError(message, path=str(path))

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext.checksum import checksum, version_of
 
-_COMPARED_AT_FIRST = 2  # steps: a momentum encoder that equals its source changes in the second
-_SHARE = 0.01  # of the time that comparing contents takes after these steps
+# A momentum encoder that equals its source at first changes in the second step.
+_STEPS_COMPARED_AT_FIRST = 2
+_COMPARISON_SHARE = 0.01  # of the time, after these steps
 
 
 class SavedParameters:
@@ -42,7 +43,7 @@ class SavedParameters:
         self._contents: dict[str, int] = {}  # checksums at the last comparison
         self._changing: set[str] = set()
         self._copies: dict[str, Tensor] = {}
-        self._started = 0  # steps with these parameters
+        self._steps_started = 0  # with these parameters
         self._is_comparing = False
         self._next_comparison = 0.0
 
@@ -57,14 +58,14 @@ class SavedParameters:
         self._contents = {}
         self._changing = set()
         self._copies = {}
-        self._started = 0
+        self._steps_started = 0
         self.record()
 
     def start_step(self) -> None:
         """Record the parameters, before an optimiser step fetches its first batch."""
         self.is_in_step = True
-        self._started += 1
-        is_early = self._started <= _COMPARED_AT_FIRST
+        self._steps_started += 1
+        is_early = self._steps_started <= _STEPS_COMPARED_AT_FIRST
         self._is_comparing = is_early or time.monotonic() >= self._next_comparison
         if self._is_comparing:
             self._find_changing(self._frozen)
@@ -78,8 +79,9 @@ class SavedParameters:
             self._is_comparing = False
             began = time.monotonic()
             self._find_changing(self._parameters)
-            now = time.monotonic()
-            self._next_comparison = now + 2 * (now - began) / _SHARE
+            ended = time.monotonic()
+            seconds = 2 * (ended - began)  # with the comparison at the start of the step
+            self._next_comparison = ended + seconds / _COMPARISON_SHARE
 
     @property
     def changes_early(self) -> bool:
@@ -113,9 +115,9 @@ class SavedParameters:
             return "a parameter that was added or replaced in this epoch"
         copies = self._copies if step else {}
         versions = self._trainable_versions()
-        for name in self._parameters:
-            is_changed = versions.get(name) != self._versions.get(name)
-            if name not in copies and (is_changed or (step and self._may_have_changed(name))):
+        for name in [name for name in self._parameters if name not in copies]:
+            has_new_version = versions.get(name) != self._versions.get(name)
+            if has_new_version or (step and self._may_have_changed(name)):
                 return name
         with torch.no_grad():
             for name, copied in copies.items():
@@ -131,10 +133,10 @@ class SavedParameters:
 
     def _find_changing(self, names: Iterable[str]) -> None:
         """Add those of ``names`` whose contents changed since the last comparison."""
-        earlier = self._contents
-        self._contents = {name: int(checksum(each)) for name, each in self._parameters.items()}
-        now = self._contents
-        self._changing.update(name for name in names if earlier.get(name, now[name]) != now[name])
+        last = self._contents
+        now = {name: int(checksum(each)) for name, each in self._parameters.items()}
+        self._contents = now
+        self._changing.update(name for name in names if last.get(name, now[name]) != now[name])
 
     def _may_have_changed(self, name: str) -> bool:
         """Whether a parameter may have changed in this step without a new version."""

@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 from torch.serialization import location_tag, register_package
 from torch.storage import TypedStorage
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes, as of torch's own allocations on the CPU
 _LOCATION = "_ddpx_location"  # attribute of a copy: the device of the original
 
 # torch.save records the device that the first matching function in its list returns;
@@ -76,10 +76,11 @@ class _Pickler(pickle.Pickler):
             return None
         storage = obj._untyped_storage if isinstance(obj, TypedStorage) else obj
         number = self._numbers.setdefault(identity_of(storage), len(self.storages))
-        if number == len(self.storages):
+        is_new = number == len(self.storages)
+        if is_new:
             self.storages.append(storage)
-        # As torch.load returns it.
-        return number, (obj.dtype if isinstance(obj, TypedStorage) else torch.uint8)
+        dtype = obj.dtype if isinstance(obj, TypedStorage) else torch.uint8  # as in torch.load
+        return number, dtype
 
 
 class _Unpickler(pickle.Unpickler):
@@ -98,7 +99,7 @@ class Buffer:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
     def size(self) -> int:
@@ -117,33 +118,32 @@ class Buffer:
             Exception: any error of pickling.
         """
         pickled, storages = split(checkpoint)
-        copies, copied = self._copy(storages)
+        copies, gpu_copies = self._copy(storages)
 
-        def content() -> Any:
-            for event in copied:
+        def wait_and_join() -> Any:
+            for event in gpu_copies:
                 event.synchronize()
             return join(pickled, copies)
 
-        return content
+        return wait_and_join
 
     def _copy(
         self, storages: list[UntypedStorage]
     ) -> tuple[list[UntypedStorage], list[torch.cuda.Event]]:
         """Return copies, and events after which copies from GPUs are complete."""
+        sizes = [storage.nbytes() for storage in storages]
         gpus = {storage.device for storage in storages if storage.device.type == "cuda"}
-        self._make_room(sum(aligned(storage.nbytes()) for storage in storages), pinned=bool(gpus))
-        sides = {gpu: self._side_stream(gpu) for gpu in gpus}
-        copies = slices_of(
-            self._bytes.untyped_storage(), [storage.nbytes() for storage in storages]
-        )
+        self._make_room(sum(map(aligned, sizes)), pinned=bool(gpus))
+        side_streams = {gpu: self._side_stream(gpu) for gpu in gpus}
+        copies = slices_of(self._bytes.untyped_storage(), sizes)
         for copied, storage in zip(copies, storages, strict=True):
             setattr(copied, _LOCATION, location_tag(storage))
-            with torch.cuda.stream(sides.get(storage.device)):
-                # For the CPU: None, which does nothing.
+            # On the CPU the stream is None, which does nothing.
+            with torch.cuda.stream(side_streams.get(storage.device)):
                 bytes_of(copied).copy_(bytes_of(storage), non_blocking=True)
-        for gpu, side in sides.items():
-            torch.cuda.current_stream(gpu).wait_stream(side)
-        return copies, [side.record_event() for side in sides.values()]
+        for gpu, stream in side_streams.items():
+            torch.cuda.current_stream(gpu).wait_stream(stream)
+        return copies, [stream.record_event() for stream in side_streams.values()]
 
     def _make_room(self, size: int, *, pinned: bool) -> None:
         if size > self.size or pinned > self._is_pinned:
@@ -153,15 +153,15 @@ class Buffer:
 
     def release(self) -> None:
         """Release the memory."""
-        for side in self._streams.values():
-            side.synchronize()
+        for stream in self._side_streams.values():
+            stream.synchronize()
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
 
     def _side_stream(self, gpu: torch.device) -> torch.cuda.Stream:
-        side = self._streams.setdefault(gpu, torch.cuda.Stream(gpu))
-        side.wait_stream(torch.cuda.current_stream(gpu))
-        return side
+        stream = self._side_streams.setdefault(gpu, torch.cuda.Stream(gpu))
+        stream.wait_stream(torch.cuda.current_stream(gpu))
+        return stream
 
 
 def slices_of(memory: UntypedStorage, sizes: list[int]) -> list[UntypedStorage]:

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from typing_extensions import override
 
-from lightning_ddp_ext.checkpoint.location import PathLike
-from lightning_ddp_ext.checkpoint.rank_notes import Kind
+from lightning_ddp_ext.checkpoint.location import PathOrUrl
+from lightning_ddp_ext.checkpoint.rank_records import Kind
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
@@ -145,8 +145,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         exact_evaluation: bool = True,
         uneven_inputs: UnevenMode | None = None,
         resume_data: ResumeData = "exact",
-        stop_checkpoint: PathLike | None = "last-preempted.ckpt",
-        rescue_checkpoint: PathLike | None = None,
+        stop_checkpoint: PathOrUrl | None = "last-preempted.ckpt",
+        rescue_checkpoint: PathOrUrl | None = None,
         save_deadline: float | timedelta | None = None,
         nccl: NCCLOptions | None = None,
         interface: str | None = None,
@@ -280,7 +280,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None
+        self, checkpoint: dict[str, Any], filepath: PathOrUrl, storage_options: Any = None
     ) -> None:
         self.data.cursor.save_to(checkpoint, f"saving {os.fspath(filepath)}")
         if os.fspath(filepath) == self.files.stop_path:
@@ -291,12 +291,12 @@ class DDPExtStrategy(RankDevicesStrategy):
             share_best_checkpoints(trainer)
 
     @override
-    def remove_checkpoint(self, filepath: PathLike) -> None:
+    def remove_checkpoint(self, filepath: PathOrUrl) -> None:
         self.checkpoints.remove(filepath)
 
     @override
     def load_checkpoint(
-        self, checkpoint_path: PathLike, weights_only: bool | None = None
+        self, checkpoint_path: PathOrUrl, weights_only: bool | None = None
     ) -> dict[str, Any]:
         is_restore = self.checkpoints.is_restoring(checkpoint_path)
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only=weights_only)
@@ -305,7 +305,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         return checkpoint
 
     def _restore_chosen_file(
-        self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any
+        self, restore: Callable[..., None], path: PathOrUrl | None = None, *args: Any, **kwargs: Any
     ) -> None:
         self.checkpoints.restore(restore, self.files.chosen(path), *args, **kwargs)
 

@@ -56,9 +56,10 @@ def all_reduce(
 
 def _neutralise(tensor: Tensor, op: Any) -> None:
     """Fill the tensor with the neutral element of the reduction."""
+    is_float = tensor.is_floating_point()
     if op in (ReduceOp.AVG, ReduceOp.SUM):
         tensor.zero_()
-    elif op in (ReduceOp.MIN, ReduceOp.MAX):
-        highest = math.inf if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
-        lowest = -math.inf if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
-        tensor.fill_(highest if op == ReduceOp.MIN else lowest)
+    elif op == ReduceOp.MIN:
+        tensor.fill_(math.inf if is_float else torch.iinfo(tensor.dtype).max)
+    elif op == ReduceOp.MAX:
+        tensor.fill_(-math.inf if is_float else torch.iinfo(tensor.dtype).min)

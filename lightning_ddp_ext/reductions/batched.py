@@ -35,6 +35,9 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
 PER_MESSAGE = 127
 """The number of values in a message."""
 
+# Its name before torch 2.13 was all_gather_into_tensor.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class Value:
@@ -90,33 +93,42 @@ def reduce_common(
             rank whose values are its last has fewer than another one; raised on every
             rank.
     """
-    sent = torch.zeros(2, 1 + PER_MESSAGE, dtype=torch.float64, device=device)
-    sent[0, 0] = float(is_last)
-    if values:
-        sent[0, 1 : 1 + len(values)] = sent.new_tensor([_digest(value) for value in values])
-        sent[1, 1 : 1 + len(values)] = torch.stack([value.tensor.to(sent) for value in values])
-    # Its name before torch 2.13.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    received = sent.new_empty(dist.get_world_size(group) * sent.numel())
-    gather(received, sent.flatten(), group=group)
-    headers, rows = received.view(-1, *sent.shape).unbind(1)
-    digests = headers[:, 1:]
+    message = _message(values, is_last=is_last, device=device)
+    received = message.new_empty(dist.get_world_size(group) * message.numel())
+    _all_gather(received, message.flatten(), group=group)
+    headers, rows = received.view(-1, *message.shape).unbind(1)
     are_last = headers[:, 0].bool()
+    digests = headers[:, 1:]
     counts = (digests != 0).sum(1)
     common = int(counts.min())
     is_short = bool((are_last & (counts < counts.max())).any())
     if is_short or bool((digests[:, :common] != digests[0, :common]).any()):
         raise _mismatch(values, group)
-    results = _results(values[:common], rows[:, 1:], idle_ranks)
     return Reduced(
-        results, bool(are_last.all()), bool((counts == common).all()) and not are_last.any()
+        results=_results(values[:common], rows[:, 1:], idle_ranks),
+        is_over=bool(are_last.all()),
+        is_even=bool((counts == common).all()) and not are_last.any(),
     )
+
+
+def _message(values: Sequence[Value], *, is_last: bool, device: torch.device) -> Tensor:
+    """Return a row that begins with ``is_last`` and has digests, and a row of values.
+
+    A digest of 0 stands for no value.
+    """
+    message = torch.zeros(2, 1 + PER_MESSAGE, dtype=torch.float64, device=device)
+    message[0, 0] = float(is_last)
+    if values:
+        end = 1 + len(values)
+        message[0, 1:end] = message.new_tensor([_digest(value) for value in values])
+        message[1, 1:end] = torch.stack([value.tensor.to(message) for value in values])
+    return message
 
 
 def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int]) -> list[Tensor]:
     """Return the results; ``rows`` has a row for each rank, a column for each value."""
-    if idle_ranks:
-        rows = rows[[rank for rank in range(len(rows)) if rank not in idle_ranks]]
+    active_ranks = [rank for rank in range(len(rows)) if rank not in idle_ranks]
+    rows = rows[active_ranks] if idle_ranks else rows
     by_op = {op: OPS[op](rows) for op in {value.op for value in values}}
     return [
         by_op[value.op][column].to(value.tensor.device, _dtype_of(value))
@@ -126,8 +138,8 @@ def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int])
 
 def _dtype_of(value: Value) -> torch.dtype:
     """Return the dtype of a result: the value's, but float for a mean of integers."""
-    is_float = value.op == "mean" and not value.tensor.is_floating_point()
-    return torch.get_default_dtype() if is_float else value.tensor.dtype
+    is_mean_of_integers = value.op == "mean" and not value.tensor.is_floating_point()
+    return torch.get_default_dtype() if is_mean_of_integers else value.tensor.dtype
 
 
 def _digest(value: Value) -> int:
@@ -179,16 +191,22 @@ def _mismatch(values: Sequence[Value], group: dist.ProcessGroup | None) -> Diver
     deviations = {
         rank: _deviation(names, usual) for rank, names in enumerate(by_rank) if names != usual
     }
+    differences = listed(
+        f"{ranks_in_words(ranks)} {deviation}" for deviation, ranks in grouped(deviations)
+    )
     return DivergenceError(
-        "ranks logged different values with sync_dist=True:"
-        f" {listed(f'{ranks_in_words(who)} {deviation}' for deviation, who in grouped(deviations))}"
-        f" (compared with {ranks_in_words(usual_ranks)}); every rank must log the same names in the"
-        " same order, so log them outside of code that only some ranks run, or omit sync_dist"
+        f"ranks logged different values with sync_dist=True: {differences} (compared with"
+        f" {ranks_in_words(usual_ranks)}); every rank must log the same names in the same order, so"
+        " log them outside of code that only some ranks run, or omit sync_dist"
     )
 
 
 def _deviation(names: tuple[str, ...], usual: tuple[str, ...]) -> str:
     more = Counter(names) - Counter(usual)
     less = Counter(usual) - Counter(names)
-    parts = [f"logged {listed(more)}"] * bool(more) + [f"did not log {listed(less)}"] * bool(less)
+    parts = []
+    if more:
+        parts.append(f"logged {listed(more)}")
+    if less:
+        parts.append(f"did not log {listed(less)}")
     return " and ".join(parts) or f"logged in a different order: {listed(dict.fromkeys(names))}"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_PER_MESSAGE = 1 << 25  # bytes, as in DDP's buckets
+_BUCKET_BYTES = 1 << 25  # as in DDP's buckets
 
 
 def average_gradients(parameters: Iterable[Tensor]) -> None:
@@ -20,23 +20,12 @@ def average_gradients(parameters: Iterable[Tensor]) -> None:
     Collective: every rank must call it with the same parameters, in the same order.
     """
     for bucket in _buckets(parameters):
-        _average(bucket)
-
-
-def _average(bucket: Sequence[Tensor]) -> None:
-    own = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in bucket]
-    is_used = torch.tensor([each.grad is not None for each in bucket]).to(own[0])
-    message = torch.cat([*(each.flatten() for each in own), is_used])
-    dist.all_reduce(message.div_(dist.get_world_size()))  # in DDP's order of operations
-    *means, used = message.split([*(each.numel() for each in bucket), len(bucket)])
-    for parameter, mean, share in zip(bucket, means, used, strict=True):
-        value = mean.view_as(parameter)
-        if parameter.grad is None:
-            parameter.grad = value.clone() if share > 0 else None
-        elif parameter.grad.is_sparse:
-            parameter.grad = value.to_sparse(parameter.grad.sparse_dim())
-        else:
-            parameter.grad.copy_(value)
+        message = _pack(bucket)
+        dist.all_reduce(message.div_(dist.get_world_size()))  # in DDP's order of operations
+        *means, fractions = message.split([*(each.numel() for each in bucket), len(bucket)])
+        for parameter, mean, fraction_with_gradient in zip(bucket, means, fractions, strict=True):
+            is_used_anywhere = bool(fraction_with_gradient > 0)
+            _set_gradient(parameter, mean.view_as(parameter), is_used_anywhere=is_used_anywhere)
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -44,8 +33,26 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for each in parameters:
         bucket = buckets[each.dtype, each.device]
-        if bucket and sum(other.nbytes for other in bucket) + each.nbytes > _PER_MESSAGE:
+        if bucket and sum(other.nbytes for other in bucket) + each.nbytes > _BUCKET_BYTES:
             yield [*bucket]
             bucket.clear()
         bucket.append(each)
     yield from buckets.values()
+
+
+def _pack(bucket: Sequence[Tensor]) -> Tensor:
+    """Return the gradients in one vector, and for each parameter whether it has one."""
+    gradients = [
+        torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in bucket
+    ]
+    has_gradient = torch.tensor([each.grad is not None for each in bucket]).to(gradients[0])
+    return torch.cat([*(each.flatten() for each in gradients), has_gradient])
+
+
+def _set_gradient(parameter: Tensor, mean: Tensor, *, is_used_anywhere: bool) -> None:
+    if parameter.grad is None:
+        parameter.grad = mean.clone() if is_used_anywhere else None
+    elif parameter.grad.is_sparse:
+        parameter.grad = mean.to_sparse(parameter.grad.sparse_dim())
+    else:
+        parameter.grad.copy_(mean)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.serialization import set_crc32_options
 
 from lightning_ddp_ext.checkpoint.archive import Archive
-from lightning_ddp_ext.checkpoint.load import LoadOptions, Mode
+from lightning_ddp_ext.checkpoint.load import LoadOptions
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.ranks import Ranks
@@ -143,11 +143,9 @@ def same(left: Any, right: Any) -> bool:
     return bool(facts(left) == facts(right))
 
 
-def restored(path: Path, mode: Mode = "auto", *, map_weights: bool = False, **options: Any) -> Any:
-    """Return the checkpoint as a single rank restores it; ``broadcast`` maps a file of
-    any size.
-    """
-    return restore(locate(path), Ranks(), LoadOptions(mode, **options), map_weights=map_weights)[0]
+def restored(path: Path, *, map_weights: bool = False, **options: Any) -> Any:
+    """Return the checkpoint as a single rank restores it."""
+    return restore(locate(path), Ranks(), LoadOptions(**options), map_weights=map_weights)[0]
 
 
 def mapped(path: Path | str) -> bool:

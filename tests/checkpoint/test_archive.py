@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from lightning_ddp_ext.checkpoint.archive import Archive
-from lightning_ddp_ext.checkpoint.load import Mode
 from lightning_ddp_ext.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -41,16 +40,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def outcome(path: Path, mode: Mode = "auto") -> Any:
+def outcome(path: Path) -> Any:
     """Return the value that was read, or an error of ours; other errors propagate."""
     try:
-        return restored(path, mode, weights_only=True)
+        return restored(path, weights_only=True)
     except CheckpointError as error:
         return error
 
 
-@pytest.mark.parametrize("mode", ["auto", "broadcast"])
-def test_no_changed_byte_gives_other_content(mode: Mode, path: Path) -> None:
+def test_no_changed_byte_gives_other_content(path: Path) -> None:
     """For any changed byte of the file, the content is still as written, or our error
     is raised.
     """
@@ -58,11 +56,11 @@ def test_no_changed_byte_gives_other_content(mode: Mode, path: Path) -> None:
     content = path.read_bytes()
     chance = random.Random(1)
     refused = 0
-    for position in range(2 * (mode == "auto"), len(content), 4):
+    for position in range(0, len(content), 2):
         changed = bytearray(content)
         changed[position] ^= chance.choice([0xFF, 1 << chance.randrange(8)])
         copy.write_bytes(changed)
-        result = outcome(copy, mode)
+        result = outcome(copy)
         assert isinstance(result, DamagedCheckpointError) or same(result, small()), (
             f"byte {position}"
         )

@@ -156,9 +156,7 @@ def fork(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("work", [save_and_exit, fork])
 def test_an_error_that_is_not_raised_is_logged(work: Callable[[int, int], None]) -> None:
-    """The process logs it at its end, after it has waited for the save, also if
-    multiprocessing forked it.
-    """
+    """The process waits for the save at its end, also if multiprocessing forked it."""
     assert output_of_all(launch_ranks(work, 1)).count("no room") == 1
 
 

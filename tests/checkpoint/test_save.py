@@ -104,7 +104,7 @@ def test_an_upload_that_breaks_off_leaves_the_old_object(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", fail_halfway)
         with pytest.raises(
-            CheckpointSaveError, match=r"Connection reset by peer; check the (store|file system)"
+            CheckpointSaveError, match="Connection reset by peer; check its space and permissions"
         ) as caught:
             write({"new": 2}, url)
     assert caught.value.path == url
@@ -150,10 +150,10 @@ def test_ctrl_c_in_the_middle_of_a_write_leaves_the_old_file(
 @pytest.mark.parametrize(
     ("path", "number", "says"),
     [
-        ("directory", errno.EISDIR, "Is a directory; a directory exists at that path"),
-        ("file/it.ckpt", errno.EEXIST, "File exists; a parent of that path is a file"),
-        ("file/deeper/it.ckpt", errno.ENOTDIR, "Not a directory; a parent of that path is a file"),
-        ("x" * 300, errno.ENAMETOOLONG, "shorten the file name"),
+        ("directory", errno.EISDIR, "Is a directory"),
+        ("file/it.ckpt", errno.EEXIST, "File exists"),
+        ("file/deeper/it.ckpt", errno.ENOTDIR, "Not a directory"),
+        ("x" * 300, errno.ENAMETOOLONG, "File name too long"),
     ],
 )
 def test_paths_that_cannot_be_written_to(tmp_path: Path, path: str, number: int, says: str) -> None:
@@ -170,24 +170,19 @@ def test_paths_that_cannot_be_written_to(tmp_path: Path, path: str, number: int,
 
 
 def test_a_disk_that_refuses_is_named(disk: Path, tmp_path: Path) -> None:
-    """Errors of read-only file systems and other users' directories have a remedy."""
+    """Errors of read-only file systems and other users' directories name the path and the
+    system's reason.
+    """
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    with pytest.raises(
-        CheckpointSaveError, match="Read-only file system; its file system is mounted read-only"
-    ):
+    with pytest.raises(CheckpointSaveError, match=r"disk/it\.ckpt: Read-only file system"):
         write({}, disk / "it.ckpt")
     path = tmp_path / "it.ckpt"
     write({}, path)
     os.seteuid(65534)
     try:
-        with pytest.raises(
-            CheckpointSaveError, match="Permission denied; let user nobody write to"
-        ):
+        with pytest.raises(CheckpointSaveError, match=r"it\.ckpt: Permission denied"):
             write({}, path)
-        with pytest.raises(
-            CheckpointError,
-            match=r"cannot remove checkpoint .*it.ckpt: Permission denied; let user",
-        ):
+        with pytest.raises(CheckpointError, match=r"cannot remove .*it\.ckpt: Permission denied"):
             remove(path)
     finally:
         os.seteuid(os.getuid())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_ddp_ext.checkpoint.fixed_values import FixedValues
-from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
+from lightning_ddp_ext.checkpoint.recorded_buffers import RecordedBuffers
 from lightning_ddp_ext.checkpoint.saved_parameters import SavedParameters
 
 pytestmark = pytest.mark.unit
@@ -28,19 +28,19 @@ class Copies(TorchFunctionMode):
 
 def test_buffers_are_copied_from_the_device_together() -> None:
     """ResNet-50 has 159 of them, and each copy from a GPU waits for it."""
-    buffers = NotedBuffers(nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(3))))
+    buffers = RecordedBuffers(nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(3))))
     with Copies() as copies:
         noted = buffers.read(even_if_same=True)
     assert (copies.count, len(noted)) == (1, 3 * (2 * 2 * 4 + 8))
 
 
-def test_noted_buffers_are_restored() -> None:
+def test_recorded_buffers_are_restored() -> None:
     """However they were changed, and whatever their memory looks like."""
     module = nn.Module()
     module.register_buffer("few", torch.ones(2))
     module.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
     module.register_buffer("none", torch.zeros(0))
-    buffers = NotedBuffers(module)
+    buffers = RecordedBuffers(module)
     noted = buffers.read(even_if_same=False)
     assert buffers.read(even_if_same=False) == b""
     assert buffers.restore(noted)
@@ -76,7 +76,7 @@ def test_a_change_of_other_saved_values_is_found() -> None:
         module.register_buffer(f"mask {number}", torch.zeros(1 << 17, dtype=torch.float16))
     module.register_buffer("graph", torch.eye(2).to_sparse())
     module.register_buffer("late", None)
-    buffers = NotedBuffers(module)
+    buffers = RecordedBuffers(module)
     assert len(buffers.read(even_if_same=True)) == 1 << 20
     fixed = FixedValues(module, lambda: (*module.parameters(), *buffers.tensors()))
 

@@ -5,6 +5,7 @@ our callback.
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.harness.training import Kind, make_strategy, make_trainer
 
 # Lightning copies the state of a callback, which cannot be done with some tensors.
 KEPT = {name: tensor for name, tensor in kinds().items() if name not in ("csr", "bsc")}
-MODES = pytest.mark.parametrize(("kind", "mode"), [("ours", "map"), ("stock", "broadcast")])
+MAPPED_AND_SENT = pytest.mark.parametrize(("kind", "is_mapped"), [("ours", True), ("stock", False)])
 
 
 class Net(training.Net):
@@ -36,6 +37,16 @@ class Net(training.Net):
             [{"params": others}, {"params": [first], "lr": 0.02}], lr=0.01, amsgrad=True
         )
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def reachable(path: Path, directory: Path, *, is_mapped: bool) -> Path:
+    """Return a path at which every rank sees the file and maps it, or only rank 0 does
+    and sends it.
+    """
+    if is_mapped:
+        return path
+    os.chdir(path.parent if os.environ["RANK"] == "0" else directory)
+    return Path(path.name)
 
 
 class Keeper(L.Callback):

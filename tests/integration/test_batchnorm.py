@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +21,11 @@ import torch
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_ddp_ext import SyncBatchNorm
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from tests.harness.network import Network
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
@@ -60,11 +61,11 @@ class Mixed(Squared, nn.BatchNorm2d):
     pass
 
 
-class Functional(nn.BatchNorm2d):
+class Doubled(SyncBatchNorm):
+    """Overrides forward, and synchronises by itself."""
+
     def forward(self, input: Tensor) -> Tensor:
-        return batch_norm(
-            input, self.running_mean, self.running_var, self.weight, self.bias, self.training
-        )
+        return 2 * super().forward(input)
 
 
 def hooked(layer: nn.Module) -> nn.Module:
@@ -155,25 +156,26 @@ class Odd(Joint):
 
     Args:
         end: what happens in the second training step.
+        overriding: the classes of the three that override ``forward``.
     """
 
-    def __init__(self, end: BaseException | None = None) -> None:
+    def __init__(
+        self,
+        end: BaseException | None = None,
+        overriding: Sequence[type[nn.Module]] = (Scaled, Mixed, Split),
+    ) -> None:
         super().__init__()
-        from lightning_ddp_ext import SyncBatchNorm
-
         shared = nn.BatchNorm2d(8)  # converted: one layer in two places
         self.layers = nn.Sequential(
             nn.Linear(4, 32),
             nn.BatchNorm1d(32),  # converted
             nn.Unflatten(1, (8, 4, 1)),
-            Scaled(8),  # overrides forward
-            Mixed(8),  # overrides forward
-            Split(8),  # overrides forward; its second layer is converted
+            *(cls(8) for cls in overriding),  # the second layer of Split is converted
             shared,
             hooked(nn.BatchNorm2d(8)),  # converted
             nn.utils.spectral_norm(nn.BatchNorm2d(8)),  # converted
             nn.BatchNorm2d(8).eval(),  # converted
-            SyncBatchNorm(8),  # synchronises already
+            Doubled(8),  # synchronises already
             shared,
             nn.Flatten(),
             nn.Linear(32, 1),
@@ -220,7 +222,6 @@ class Feature:
     strategy: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-9
     by: By = "callback"
-    conversion: dict[str, Any] = field(default_factory=dict)
     average: Callable[[], L.Callback] | None = None
 
     def options(self) -> dict[str, Any]:
@@ -240,7 +241,7 @@ FEATURES = {
     "the Trainer's flag": Feature(by="flag"),
     "both": Feature(by="both"),
     "static graph": Feature(strategy={"static_graph": True}),
-    "odd layers": Feature(Odd, conversion={"include": "*"}),
+    "odd layers": Feature(partial(Odd, overriding=())),
     "manual optimisation": Feature(Manual),
     "activation checkpointing": Feature(Recomputed),
     "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),
@@ -287,7 +288,6 @@ def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
         feature = FEATURES[name]
         how: dict[str, Any] = {
             "by": feature.by,
-            "conversion": feature.conversion,
             "strategy": feature.strategy,
         }
         found[name] = learn(feature, trainer_with(kind, directory, **how, **feature.options()))
@@ -402,46 +402,20 @@ def test_lightnings_tuner_leaves_the_model_as_it_was(kind: Kind, by: By, tmp_pat
     on_ranks(kind, tune, tmp_path, by)
 
 
-class ByItself(Joint):
-    """Has a layer that calls ``F.batch_norm``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1] = Functional(8)
-
-
-def choose(kind: Kind, directory: Path, model: Joint, options: dict[str, Any]) -> str:
+def choose_twice(kind: Kind, directory: Path) -> str:
+    model = Joint()
     before = facts(model)
+    trainer = trainer_with(kind, directory, by="both", conversion={"process_group": 1})
     with pytest.raises((ConfigurationError, RankFailedError)) as caught:
-        trainer_with(kind, directory, **options).fit(model)
+        trainer.fit(model)
     assert facts(model) == before
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "told"),
-    [
-        (
-            ByItself(),
-            {"conversion": {"include": "layers.*"}},
-            "BatchNorm layer 'layers.1' (Functional) is not",
-        ),
-        (
-            Joint(),
-            {"by": "both", "conversion": {"process_group": 1}},
-            "sync_batchnorm=True synchronises all layers",
-        ),
-    ],
-)
-def test_a_choice_that_cannot_be_followed_ends_fit_on_all_ranks(
-    model: Joint, options: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    """All ranks raise an error that names the layer or the flag.
-
-    A layer's forward may not reach ours; the Trainer's flag allows no choice of ranks.
-    """
-    for error in on_ranks("ours", choose, tmp_path, model, options):
-        assert told in error
+def test_the_trainers_flag_allows_no_choice_of_ranks(tmp_path: Path) -> None:
+    """All ranks raise an error that names the flag."""
+    for error in on_ranks("ours", choose_twice, tmp_path):
+        assert "sync_batchnorm=True synchronises all layers" in error
 
 
 def resume(kind: Kind, directory: Path) -> None:

@@ -23,7 +23,13 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.checkpoint.content import WouldRun, flip, without_checksums
 from tests.harness.ranks import launch_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_ranks, weights
-from tests.integration.checkpointing import MODES, Net, train_and_save, trainer_for
+from tests.integration.checkpointing import (
+    MAPPED_AND_SENT,
+    Net,
+    reachable,
+    train_and_save,
+    trainer_for,
+)
 
 
 @pytest.fixture
@@ -120,14 +126,13 @@ WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
 ]
 
 
-def refused(kind: Kind, directory: Path, files: list[Path], mode: Any) -> list[str]:
+def refused(kind: Kind, directory: Path, files: list[Path], is_mapped: bool) -> list[str]:
     """Return the error of each file, one after another in one process."""
     found = []
     weights_only = True if kind == "stock" else None  # which is torch's own default
-    for path in files:
-        trainer = trainer_for(
-            kind, directory, RankZeroCheckpointIO(restore=mode, weights_only=weights_only)
-        )
+    for file in files:
+        path = reachable(file, directory, is_mapped=is_mapped)
+        trainer = trainer_for(kind, directory, RankZeroCheckpointIO(weights_only=weights_only))
         with pytest.raises(Exception) as caught:  # noqa: PT011
             trainer.test(Net(), ckpt_path=path, verbose=False)
         found.append(f"{caught.type.__name__}: {caught.value}")
@@ -135,9 +140,9 @@ def refused(kind: Kind, directory: Path, files: list[Path], mode: Any) -> list[s
 
 
 @pytest.mark.lowest
-@MODES
+@MAPPED_AND_SENT
 def test_every_rank_names_the_fault_of_a_file(
-    kind: Kind, mode: str, path: Path, tmp_path: Path
+    kind: Kind, is_mapped: bool, path: Path, tmp_path: Path
 ) -> None:
     """Damage is named by record, refusals by class, differences by parameter; nothing
     of a file is run.
@@ -145,7 +150,7 @@ def test_every_rank_names_the_fault_of_a_file(
     files = [Path(shutil.copy(path, tmp_path / f"{number}.ckpt")) for number in range(len(WRONG))]
     for file, (spoil, _, _) in zip(files, WRONG, strict=True):
         spoil(file)
-    one, other = on_ranks(kind, refused, tmp_path, files, mode)
+    one, other = on_ranks(kind, refused, tmp_path, files, is_mapped)
     assert one == other
     for (_, kind, says), message in zip(WRONG, one, strict=True):
         assert message.startswith(f"{kind}: ")
@@ -153,26 +158,28 @@ def test_every_rank_names_the_fault_of_a_file(
     assert not (tmp_path / "it-ran").exists()
 
 
-def warned(kind: Kind, directory: Path, path: Path, mode: Any) -> list[str]:
+def warned(kind: Kind, directory: Path, path: Path, is_mapped: bool) -> list[str]:
+    path = reachable(path, directory, is_mapped=is_mapped)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode)).test(
+        trainer_for(kind, directory, RankZeroCheckpointIO()).test(
             Net(), ckpt_path=path, verbose=False
         )
     return [str(each.message) for each in caught if "checksums" in str(each.message)]
 
 
-@MODES
+@MAPPED_AND_SENT
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_file_without_checksums_is_read_with_a_warning(
-    kind: Kind, mode: str, path: Path, tmp_path: Path
+    kind: Kind, is_mapped: bool, path: Path, tmp_path: Path
 ) -> None:
     """Rank 0 warns, because changes to such a file cannot be detected."""
     with without_checksums():
         torch.save(torch.load(path, weights_only=False), path)
-    told, others = on_ranks(kind, warned, tmp_path, path, mode)
+    told, others = on_ranks(kind, warned, tmp_path, path, is_mapped)
     assert len(told) == 1
-    assert told[0].startswith(f"checkpoint {path} has no checksums, so damage cannot be detected")
+    shown = path if is_mapped else path.name
+    assert told[0].startswith(f"checkpoint {shown} has no checksums, so damage cannot be detected")
     assert others == []
 
 
@@ -194,9 +201,9 @@ class Strikes:
 def read_together(rank: int, world_size: int, directory: Path, path: Path, moment: str) -> None:
     if rank == 0 and moment == "sent":
         dist.broadcast = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    io = RankZeroCheckpointIO(restore="broadcast")
-    trainer = make_trainer(make_strategy("ours", directory), plugins=[io], devices=3)
-    trainer.test(Net(), ckpt_path=path, verbose=False, weights_only=False)
+    os.chdir(path.parent if rank == 0 else directory / "elsewhere")  # so that rank 0 sends it
+    trainer = make_trainer(make_strategy("ours", directory), devices=3)
+    trainer.test(Net(), ckpt_path=path.name, verbose=False, weights_only=False)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +217,7 @@ def test_a_rank_that_fails_while_others_restore_ends_all(
     that failed.
     """
     with_entry(path, "strikes", Strikes(victim if moment == "unpickled" else -1, is_killed))
+    (tmp_path / "elsewhere").mkdir()
     outcomes = launch_ranks(read_together, 3, tmp_path, path, moment)
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code != 0

@@ -25,7 +25,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_ddp_ext.checkpoint import rank_notes
+from lightning_ddp_ext.checkpoint import rank_records
 from lightning_ddp_ext.integration.checkpoints.paths import modification_time
 from tests.harness.outcomes import stories
 from tests.harness.ranks import launch_ranks, run_ranks
@@ -318,14 +318,14 @@ def train_until_space_ends(
     has any.
     """
     left = iter(range(writes))
-    allocate = os.posix_fallocate
+    pwrite = os.pwrite
 
-    def allocate_first(*args: int) -> None:
+    def write_first(*args: Any) -> int:
         if next(left, None) is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        allocate(*args)
+        return pwrite(*args)
 
-    with patch.object(os, "posix_fallocate", allocate if rank and writes else allocate_first):
+    with patch.object(os, "pwrite", pwrite if rank and writes else write_first):
         return train(rank, world_size, plan, directory)
 
 
@@ -393,8 +393,8 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
 
 
 def train_on_two_hosts(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
-    """Each rank sees only its own notes, as where the others are on other hosts."""
-    rank_notes._open = lambda path: -1
+    """Each rank sees only its own records, as where the others are on other hosts."""
+    rank_records._open = lambda path: None
     return train(rank, world_size, plan, directory)
 
 

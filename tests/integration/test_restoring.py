@@ -20,7 +20,6 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 from lightning_ddp_ext import CheckpointError, RankZeroCheckpointIO
-from lightning_ddp_ext.checkpoint.archive import Archive
 from tests.harness.training import (
     KINDS,
     At,
@@ -34,11 +33,12 @@ from tests.harness.training import (
 )
 from tests.harness.training import Net as TrainedNet
 from tests.integration.checkpointing import (
-    MODES,
+    MAPPED_AND_SENT,
     Keeper,
     Net,
     checkpoint_callback,
     everything,
+    reachable,
     train_and_save,
     trainer_for,
 )
@@ -76,34 +76,27 @@ class TwoOptimizers(Net):
 
 
 def resumed(
-    kind: Kind, directory: Path, path: Path, mode: Any, model: Any
+    kind: Kind, directory: Path, path: Path, is_mapped: bool, model: Any
 ) -> tuple[dict[str, Any], int]:
-    """Return the state at the start of training and the final step; with `auto`, only
-    rank 0 has the file.
-    """
-    if mode == "auto":
-        os.chdir(path.parent if os.environ["RANK"] == "0" else directory)
-        path = Path(path.name)
+    """Return the state at the start of training and the final step."""
     plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
     options = {"max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"]), "plugins": plugins}
-    trainer = trainer_for(
-        kind, directory, RankZeroCheckpointIO(restore=mode), [Keeper()], **options
-    )
+    trainer = trainer_for(kind, directory, RankZeroCheckpointIO(), [Keeper()], **options)
+    path = reachable(path, directory, is_mapped=is_mapped)
     return fit_from(trainer, path, model()), trainer.global_step
 
 
 @pytest.mark.lowest
 @pytest.mark.parametrize(
-    ("kind", "world_size", "mode", "model"),
+    ("kind", "world_size", "is_mapped", "model"),
     [
-        ("ours", 2, "map", Net),
-        ("stock", 2, "map", TwoOptimizers),
-        ("ours", 2, "auto", Net),
-        ("ours", 4, "broadcast", Net),
+        ("ours", 2, True, Net),
+        ("stock", 2, True, TwoOptimizers),
+        ("ours", 4, False, Net),
     ],
 )
 def test_a_run_continues_with_all_that_was_saved(
-    kind: Kind, world_size: int, mode: str, model: Any, tmp_path: Path
+    kind: Kind, world_size: int, is_mapped: bool, model: Any, tmp_path: Path
 ) -> None:
     """Each rank has the same weights, optimisers, schedules, scaler, progress and every
     kind of tensor as before.
@@ -113,7 +106,7 @@ def test_a_run_continues_with_all_that_was_saved(
         tmp_path / "it.ckpt", model(), [MixedPrecision("16-mixed", "cpu", scaler)]
     )
     results = on_ranks(
-        kind, resumed, tmp_path, tmp_path / "it.ckpt", mode, model, world_size=world_size
+        kind, resumed, tmp_path, tmp_path / "it.ckpt", is_mapped, model, world_size=world_size
     )
     for state, steps in results:
         assert_same(state, before)
@@ -140,29 +133,32 @@ class Lenient(Net):
         self.extra = nn.Linear(2, 2)
 
 
-def evaluated(kind: Kind, directory: Path, path: Any, mode: Any) -> list[Any]:
+def evaluated(kind: Kind, directory: Path, path: Path, is_mapped: bool) -> list[Any]:
     """Return the weights of a model with a hook, what the hook has seen, and the
     weights of a lenient model.
     """
     swaps = SwapsWeights()
     lenient = Lenient()
     extra = lenient.extra.weight.detach().clone()
+    path = reachable(path, directory, is_mapped=is_mapped)
     for model in (swaps, lenient):
-        trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode)).test(
+        trainer_for(kind, directory, RankZeroCheckpointIO()).test(
             model, ckpt_path=path, verbose=False
         )
     assert_same(lenient.extra.weight.detach(), extra)
     return [weights(swaps), swaps.seen, swaps.kept, weights(lenient)]
 
 
-@MODES
-def test_hooks_and_models_choose_what_is_loaded(kind: Kind, mode: str, tmp_path: Path) -> None:
+@MAPPED_AND_SENT
+def test_hooks_and_models_choose_what_is_loaded(
+    kind: Kind, is_mapped: bool, tmp_path: Path
+) -> None:
     """`on_load_checkpoint` reads, changes and keeps the file's content; with
     `strict_loading = False` keys may lack.
     """
     before = train_and_save(tmp_path / "it.ckpt")["weights"]
     for loaded, seen, kept, lenient in on_ranks(
-        kind, evaluated, tmp_path, tmp_path / "it.ckpt", mode
+        kind, evaluated, tmp_path, tmp_path / "it.ckpt", is_mapped
     ):
         assert_same([seen, kept], [before["layers.3.weight"], before["layers.0.bias"]])
         assert_same(loaded["layers.3.weight"], before["layers.3.weight"].flip(1))
@@ -272,27 +268,16 @@ def test_last_ignores_a_file_that_a_users_callback_names(tmp_path: Path) -> None
     assert ours == stock == [(0, 4), (0, 4)]
 
 
-def check_what_was_sent(archive: Archive, *tensors: Any, check: Any = Archive.check) -> None:
-    if not archive.path.startswith("/proc/self/fd/"):
-        raise OSError("this rank's disk failed")
-    check(archive, *tensors)
-
-
 def run_again(kind: Kind, directory: Path, kept: Path, is_stopped: bool) -> dict[str, Any]:
-    """Run one command line; in the first run rank 1 gets SIGTERM after some batches,
-    and later it cannot read files.
-    """
+    """Run one command line; in the first run rank 1 gets SIGTERM after some batches."""
     states: list[dict[str, Any]] = []
     callbacks: list[Any] = [
         At("on_train_start", lambda trainer: states.append(everything(trainer))),
         ModelCheckpoint(kept, save_last=True),
     ]
-    if os.environ["RANK"] == "1":
-        if is_stopped:
-            callbacks.append(signalled("on_train_batch_end", 5))
-        else:
-            Archive.check = check_what_was_sent  # type: ignore[method-assign]
-    io = RankZeroCheckpointIO(restore="broadcast")
+    if os.environ["RANK"] == "1" and is_stopped:
+        callbacks.append(signalled("on_train_batch_end", 5))
+    io = RankZeroCheckpointIO()
     options = {"max_epochs": 10, "default_root_dir": directory}  # long enough to agree on a stop
     trainer = trainer_for(kind, directory, io, callbacks, **options)
     with warnings.catch_warnings(record=True) as caught, suppress(SystemExit):
@@ -306,7 +291,7 @@ def test_last_continues_after_a_preemption(tmp_path: Path) -> None:
     """The same command line, run again, resumes from the newest whole file, and rank 0
     names one that is not whole.
 
-    The stop checkpoint is newer than `last.ckpt`. Rank 0 alone reads both to find out.
+    The stop checkpoint is newer than `last.ckpt`.
     """
     kept = tmp_path / "kept"
     cut_off = tmp_path / "cut off"

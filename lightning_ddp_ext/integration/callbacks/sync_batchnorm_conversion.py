@@ -25,10 +25,8 @@ class SyncBatchNormConversion(pl.Callback):
     Rank 0 logs the conversion. With one rank nothing is done.
 
     A subclass of BatchNorm that overrides ``forward`` is not converted, and rank 0
-    names it in a warning, unless ``include`` selects it; ``include="*"`` selects all
-    layers. Its ``forward`` then runs unchanged and
-    synchronises when it calls ``super().forward(input)``. If this call is missing, the
-    first training step raises a ``ConfigurationError`` that names the layer.
+    names it in a warning. It can inherit from :class:`~lightning_ddp_ext.SyncBatchNorm`
+    instead.
 
     DDP sends rank 0's running statistics to all ranks before each step, which changes
     nothing if all ranks have the same statistics; for groups of ranks with separate

@@ -6,18 +6,17 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.async_save import Saver
-from lightning_ddp_ext.checkpoint.load import LoadOptions, MapLocation, Mode, placement
-from lightning_ddp_ext.checkpoint.location import PathLike, locate
+from lightning_ddp_ext.checkpoint.load import LoadOptions, MapLocation, placement
+from lightning_ddp_ext.checkpoint.location import PathOrUrl, locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import link, remove, write
 from lightning_ddp_ext.ranks import Ranks
 
-from ..options import check_choice
 from ..private.lightning_tree import pl, rank_zero_info, rank_zero_warn
 
 # The file in which a started rank passes weights to Lightning's launcher.
@@ -49,9 +48,6 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         weights_only: whether only data may be read, and no objects of other classes;
             ``None`` uses torch's default. ``Trainer.fit(weights_only=...)`` takes
             precedence.
-        restore: how the ranks read together. ``"map"``: each rank maps the file.
-            ``"broadcast"``: rank 0 reads it and sends its content. ``"auto"``: map if
-            all ranks see the same file, else broadcast.
 
     Raises:
         ConfigurationError: an argument has an invalid value.
@@ -64,18 +60,16 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         background: bool = False,
         verify: bool = True,
         weights_only: bool | None = None,
-        restore: Mode = "auto",
     ) -> None:
         placement(map_location)  # raises for an invalid one now instead of when it is used
-        check_choice("restore", restore, *get_args(Mode))
         self.background = background
-        self.load_options = LoadOptions(restore, map_location, weights_only, verify)
+        self.load_options = LoadOptions(map_location, weights_only, verify)
         self.is_default = False
         self.saver = Saver()
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None
+        self, checkpoint: dict[str, Any], path: PathOrUrl, storage_options: Any = None
     ) -> None:
         """Write ``checkpoint`` to ``path``. Only rank 0 needs to call it.
 
@@ -98,7 +92,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     @override
     def load_checkpoint(
-        self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
+        self, path: PathOrUrl, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint on this rank alone, into its own memory.
 
@@ -110,7 +104,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     def read(
         self,
-        path: PathLike,
+        path: PathOrUrl,
         ranks: Ranks,
         map_location: MapLocation = None,
         weights_only: bool | None = None,
@@ -121,10 +115,9 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
         Warn if checksums are missing. Collective.
         """
-        given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
-        options = replace(
-            self.load_options, **{name: value for name, value in given.items() if value is not None}
-        )
+        arguments: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
+        passed = {name: value for name, value in arguments.items() if value is not None}
+        options = replace(self.load_options, **passed)
         content, how, is_checked = restore(locate(path), ranks, options, map_weights=map_weights)
         if ranks.world_size > 1:
             rank_zero_info(f"checkpoint {os.fspath(path)}: {how}")
@@ -136,7 +129,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         return content
 
     @override
-    def remove_checkpoint(self, path: PathLike) -> None:
+    def remove_checkpoint(self, path: PathOrUrl) -> None:
         """Remove a checkpoint after all earlier saves.
 
         If the last save failed, remove it after the next save that succeeds. Only rank
@@ -149,7 +142,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
             os.fspath(path), partial(remove, path), later=self.background, postpone=True
         )
 
-    def link(self, target: PathLike, path: PathLike) -> None:
+    def link(self, target: PathOrUrl, path: PathOrUrl) -> None:
         """Make ``path`` a symbolic link to the checkpoint ``target``.
 
         This happens in one step and after all earlier saves.

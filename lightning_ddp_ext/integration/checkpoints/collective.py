@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names_in_model, renamed
 from lightning_ddp_ext.checkpoint.load import MapLocation
-from lightning_ddp_ext.checkpoint.location import PathLike
+from lightning_ddp_ext.checkpoint.location import PathOrUrl
 from lightning_ddp_ext.errors import (
     CheckpointError,
     CheckpointSaveError,
@@ -70,7 +70,9 @@ class Checkpoints:
 
     # Writing.
 
-    def save(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
+    def save(
+        self, checkpoint: dict[str, Any], path: PathOrUrl, storage_options: Any = None
+    ) -> None:
         """Write a checkpoint on rank 0. Collective: every rank must call it."""
         if self._wait_for_partial_sums():
             self._report_partial_sums(path)
@@ -86,7 +88,7 @@ class Checkpoints:
 
         self.on_rank_zero(write, f"saving {os.fspath(path)}")
 
-    def _report_partial_sums(self, path: PathLike) -> None:
+    def _report_partial_sums(self, path: PathOrUrl) -> None:
         """Raise because NCCL was aborted, or warn if the user already sees an error."""
         context = current()
         cause = None if context is None else context.peers.cause
@@ -104,7 +106,7 @@ class Checkpoints:
             raise CheckpointSaveError(sentence, path=path)
         rank_zero_warn(sentence)
 
-    def remove(self, path: PathLike) -> None:
+    def remove(self, path: PathOrUrl) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
         if self._wait_for_partial_sums():
             return  # the checkpoint that replaces it was not saved
@@ -174,7 +176,7 @@ class Checkpoints:
     # Reading.
 
     def restore(
-        self, read: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any
+        self, read: Callable[..., None], path: PathOrUrl | None = None, *args: Any, **kwargs: Any
     ) -> None:
         """Call ``read`` on every rank with the file that rank 0 found. Collective.
 
@@ -190,7 +192,7 @@ class Checkpoints:
         finally:
             self._path_to_restore = None  # :meth:`load` clears it only if the file was read
 
-    def is_restoring(self, path: PathLike) -> bool:
+    def is_restoring(self, path: PathOrUrl) -> bool:
         """Whether the Trainer's own restore is about to read this file.
 
         It reads the file before it calls any hook, so a later read is a user's.
@@ -198,7 +200,7 @@ class Checkpoints:
         return self._path_to_restore is not None and os.fspath(path) == self._path_to_restore
 
     def load(
-        self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
+        self, path: PathOrUrl, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint, on all ranks together in the Trainer's own restore.
 

@@ -11,7 +11,7 @@ import os
 import re
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
+from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
 
 from ..private.compat import checkpoint_of_requeued_job, chosen_directory_of
 from ..private.lightning_tree import SLURMEnvironment, pl
@@ -28,7 +28,7 @@ def checkpoint_directory(trainer: Any) -> str:
     return str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
 
 
-def path_of_run_file(name: PathLike | None, command: str, trainer: Any) -> str | None:
+def path_of_run_file(name: PathOrUrl | None, command: str, trainer: Any) -> str | None:
     """Return the path of a checkpoint that no callback saves.
 
     The same command finds the file there again. A path is kept; a file name is placed

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.archive import Archive
-from lightning_ddp_ext.checkpoint.location import PathLike, locate
-from lightning_ddp_ext.checkpoint.rank_notes import lock_of
+from lightning_ddp_ext.checkpoint.location import PathOrUrl, locate
+from lightning_ddp_ext.checkpoint.save_lock import lock_of
 from lightning_ddp_ext.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -94,9 +94,9 @@ class RunFiles:
         stop_path: the path at which the ranks save the stop checkpoint, after a stop.
     """
 
-    def __init__(self, stop: PathLike | None, rescue: PathLike | None) -> None:
+    def __init__(self, stop: PathOrUrl | None, rescue: PathOrUrl | None) -> None:
         self.stop_name = stop
-        self.requeue_name: PathLike = _OF_REQUEUED_JOB if stop is None else stop
+        self.requeue_name: PathOrUrl = _OF_REQUEUED_JOB if stop is None else stop
         of_stop = self.requeue_name if SLURMEnvironment.detect() else stop
         self._names = [name for name in (of_stop, rescue) if name is not None]
         self._fit = 0  # for a fit in a hook of another run
@@ -125,7 +125,7 @@ class RunFiles:
             _fits -= 1
             raise
 
-    def place(self, name: PathLike | None, trainer: Any) -> str | None:
+    def place(self, name: PathOrUrl | None, trainer: Any) -> str | None:
         """Return a path for a file at which no file of another fit is replaced.
 
         A SLURM job's number is part of it, because jobs that SLURM stops together may
@@ -171,7 +171,7 @@ class RunFiles:
         self._found = None
         self._obsolete = {}
         if "last" not in [arg for arg in args if isinstance(arg, str)]:
-            has_path = any(isinstance(arg, PathLike) for arg in args)
+            has_path = any(isinstance(arg, PathOrUrl) for arg in args)
             may_be_requeued = trainer.state.fn == "fit" and SLURMEnvironment.detect()
             if is_rank_zero and may_be_requeued and not has_path:
                 self._find_requeued(trainer)
@@ -192,7 +192,7 @@ class RunFiles:
             return args
         return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
 
-    def chosen(self, path: PathLike | None) -> PathLike | None:
+    def chosen(self, path: PathOrUrl | None) -> PathOrUrl | None:
         """Return the file that rank 0 restores, given the one that Lightning chose.
 
         If no file is found for ``"last"``, Lightning may choose a file that belongs to

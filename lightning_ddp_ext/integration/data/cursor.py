@@ -50,7 +50,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from lightning_ddp_ext.checkpoint.rank_notes import Kind
+from lightning_ddp_ext.checkpoint.rank_records import Kind
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, own_copy
 from lightning_ddp_ext.data.loader_kinds import rewind

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.fixed_values import FixedValues
-from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
-from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes
+from lightning_ddp_ext.checkpoint.rank_records import Kind, RankRecords
+from lightning_ddp_ext.checkpoint.recorded_buffers import RecordedBuffers
 from lightning_ddp_ext.checkpoint.saved_parameters import SavedParameters
 from lightning_ddp_ext.data.random_state import random_state_bytes
 from lightning_ddp_ext.ranks import reason_of
@@ -30,7 +30,7 @@ class Recorder:
 
     def __init__(self, strategy: RankDevicesStrategy) -> None:
         self._strategy = strategy
-        self.notes: dict[int, RankNotes] = {}  # by rank, for the ranks on this host
+        self.notes: dict[int, RankRecords] = {}  # by rank, for the ranks on this host
         self.error: str | None = None  # why states are no longer recorded
         # Whether an iterator over training data is new and its start not noted yet.
         self.has_new_iterator = False
@@ -40,7 +40,7 @@ class Recorder:
         self.is_in_pass = False
         self.stepped = 0  # optimiser steps before this batch, as Lightning's loggers count them
         self._buffers_at = -1  # the number of batches when the buffers were last noted
-        self._own: RankNotes | None = None
+        self._own: RankRecords | None = None
 
     # A strategy is pickled for spawned ranks, without the state of this process.
 
@@ -50,7 +50,7 @@ class Recorder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def start(self, notes: dict[int, RankNotes], peers: Peers) -> None:
+    def start(self, notes: dict[int, RankRecords], peers: Peers) -> None:
         """Start recording a run; if another rank fails, ``peers.cause`` tells why."""
         self._peers = peers
         self.notes = notes
@@ -58,7 +58,7 @@ class Recorder:
         self._generators: list[Any] = []
         trainer = self._strategy.current_trainer
         module = trainer.lightning_module
-        self.buffers = NotedBuffers(module)
+        self.buffers = RecordedBuffers(module)
         self.parameters = SavedParameters(module)
         self.fixed = FixedValues(module, lambda: (*module.parameters(), *self.buffers.tensors()))
         self._loop = trainer.fit_loop.epoch_loop
@@ -89,7 +89,7 @@ class Recorder:
             self._note_buffers(own, batches, even_if_same=moment == Kind.BATCH)
             self._note_iterators(own)
 
-    def _note_buffers(self, own: RankNotes, batches: int, *, even_if_same: bool) -> None:
+    def _note_buffers(self, own: RankRecords, batches: int, *, even_if_same: bool) -> None:
         """Note the buffers on the first rank of this host, once after each batch."""
         if self._strategy.global_rank != self.first:
             return
@@ -99,7 +99,7 @@ class Recorder:
             own.write(Kind.BUFFERS, batches, content)
             self._buffers_at = batches
 
-    def _note_iterators(self, own: RankNotes) -> None:
+    def _note_iterators(self, own: RankRecords) -> None:
         """Note where new iterators over training data start."""
         if not self.has_new_iterator:
             return

@@ -16,8 +16,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.location import PathLike, locate
-from lightning_ddp_ext.checkpoint.rank_notes import Kind, open_notes, save_if_furthest
+from lightning_ddp_ext.checkpoint.location import PathOrUrl, locate
+from lightning_ddp_ext.checkpoint.rank_records import Kind, open_records
+from lightning_ddp_ext.checkpoint.save_lock import save_if_furthest
 from lightning_ddp_ext.data.random_state import random_state_in, record_random_state
 from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
@@ -76,7 +77,7 @@ class Rescue:
     def __init__(
         self,
         strategy: RankDevicesStrategy,
-        name: PathLike | None,
+        name: PathOrUrl | None,
         *,
         averages_models: bool,
         files: RunFiles,
@@ -132,7 +133,7 @@ class Rescue:
         self._refusal = self._why_never()
         if self._refusal is None:
             try:
-                self._recorder.start(open_notes(ranks.gather, ranks.rank), context.peers)
+                self._recorder.start(open_records(ranks), context.peers)
                 self._delays.enter_context(
                     delaying_forced_end(
                         self._stops.deadline.total_seconds(),

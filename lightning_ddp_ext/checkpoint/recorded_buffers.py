@@ -1,0 +1,83 @@
+"""Record a module's small buffers as bytes, and restore them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, takewhile
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_ext.checksum import version_of
+
+_MAX_TOTAL_BYTES = 1 << 20  # recording masks and queues in every step would take too long
+
+
+class RecordedBuffers:
+    """The buffers in a module's checkpoints, except big, sparse and missing ones."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners_and_names = _smallest_within(_MAX_TOTAL_BYTES, _saved_buffers(module))
+        self._identities: list[Any] = []  # at the last read
+
+    def tensors(self) -> list[Tensor]:
+        """Return the buffers, except those that have been set to ``None``."""
+        buffers = [owner._buffers[name] for owner, name in self._owners_and_names]
+        return [each for each in buffers if each is not None]
+
+    def read(self, *, even_if_same: bool) -> bytes:
+        """Return the buffers as bytes; empty if none has changed since the last call.
+
+        A forward pass may change running statistics undetected, so use ``even_if_same``
+        after one.
+        """
+        buffers = self.tensors()
+        identities = [_identity(each) for each in buffers]
+        is_same = identities == self._identities
+        self._identities = identities
+        if not buffers or (is_same and not even_if_same):
+            return b""
+        device = buffers[0].device  # of all, since each copy to the CPU waits for the device
+        views = [each.detach().reshape(-1).view(torch.uint8).to(device) for each in buffers]
+        return torch.cat(views).cpu().numpy().tobytes()
+
+    def restore(self, content: bytes) -> bool:
+        """Restore the buffers; return ``False`` if the bytes do not fit."""
+        buffers = self.tensors()
+        sizes = [each.nbytes for each in buffers]
+        if sum(sizes) != len(content):
+            return False
+        recorded = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+        for buffer, part in zip(buffers, recorded.split(sizes), strict=True):
+            # split returns unaligned views, which view(dtype) refuses; clone first
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+        return True
+
+
+def _saved_buffers(module: nn.Module) -> Iterator[tuple[int, nn.Module, str]]:
+    """Yield the size, owner and name of each dense buffer that checkpoints contain."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            is_saved = name not in owner._non_persistent_buffers_set
+            if is_saved and buffer is not None and buffer.layout == torch.strided:
+                yield buffer.nbytes, owner, name
+
+
+def _smallest_within(
+    limit: int, saved: Iterator[tuple[int, nn.Module, str]]
+) -> list[tuple[nn.Module, str]]:
+    """Return owner and name of the smallest buffers, of ``limit`` bytes in total."""
+    by_size = sorted(saved, key=lambda buffer: buffer[0])
+    totals = accumulate(size for size, _, _ in by_size)
+    within_limit = takewhile(lambda total: total <= limit, totals)
+    return [(owner, name) for (_, owner, name), _ in zip(by_size, within_limit, strict=False)]
+
+
+def _identity(buffer: Tensor) -> Any:
+    """Return a value that changes whenever code writes to the buffer or replaces it.
+
+    Inference tensors have no version.
+    """
+    return buffer.is_inference() or (buffer.data_ptr(), version_of(buffer))

@@ -1,0 +1,68 @@
+"""Choose the surviving rank that saves, with a lock file next to the checkpoint.
+
+The kernel releases the lock when its holder exits, so a rank that is killed during its
+save does not block the others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+_POLL_SECONDS = 0.01
+
+
+def save_if_furthest(
+    path: str, run: str, batches: int, save: Callable[[], object], seconds: float
+) -> bool:
+    """Save unless another survivor has saved the same or a later state.
+
+    The lock file records which survivor has saved: the token of the run, and the number
+    of batches.
+
+    Args:
+        path: the path of the checkpoint.
+        run: the token of this run.
+        batches: the number of batches that this rank has finished.
+        save: writes the checkpoint.
+        seconds: how long to wait for a rank that is saving.
+
+    Returns:
+        Whether this rank has saved.
+
+    Raises:
+        TimeoutError: another rank did not finish its save in time.
+    """
+    with open(lock_of(path), "a+b", buffering=0) as file:
+        _lock(file, time.monotonic() + seconds)
+        file.seek(0)
+        saved_run, _, saved_batches = file.read().partition(b" ")
+        is_same_run = saved_run == run.encode()
+        if is_same_run and saved_batches.isdigit() and int(saved_batches) >= batches:
+            return False
+        save()
+        with suppress(OSError):  # if nothing is recorded, another survivor saves again
+            file.truncate(0)
+            file.write(f"{run} {batches}".encode())
+        return True
+
+
+def lock_of(path: str) -> str:
+    """Return the lock file of a checkpoint."""
+    return str(Path(path).with_name(f".{Path(path).name}.lock"))
+
+
+def _lock(file: IO[bytes], deadline: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    "another rank did not finish its save within save_deadline"
+                ) from None
+        time.sleep(_POLL_SECONDS)

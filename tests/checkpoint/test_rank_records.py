@@ -1,0 +1,93 @@
+"""Records outlive the rank that wrote them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ddp_ext.checkpoint import rank_records
+from lightning_ddp_ext.checkpoint.rank_records import Kind, RankRecords, open_records
+from lightning_ddp_ext.ranks import Ranks
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def records() -> RankRecords:
+    return open_records(Ranks())[0]
+
+
+@pytest.mark.parametrize("cut", [1, 8, 20, 24, 28, 29, 999])
+def test_the_newest_record_is_read_unless_it_was_cut_short(cut: int, records: RankRecords) -> None:
+    """A kill leaves the beginning of the new record and the end of the old one."""
+    for batches in range(8):
+        records.write(Kind.BUFFERS, batches, b"older")
+        records.write(Kind.WINDOW, batches, b"other")
+    file = records._descriptor
+    begin = rank_records._offset(Kind.BUFFERS, 0)
+    size = rank_records._HEADER.size + len(b"older") + rank_records._TRAILER.size
+    older = os.pread(file, size, begin)
+    records.write(Kind.BUFFERS, 9, b"newer")  # in slot 0 again, after two rounds
+    os.pwrite(file, older[cut:], begin + cut)
+    newest = b"newer" if cut == 999 else None
+    assert [records.find(batches, Kind.BUFFERS) for batches in (9, 7, 5, 4)] == [
+        newest,
+        b"older",
+        b"older",
+        None,
+    ]
+
+
+def test_the_newest_record_after_the_same_batches_is_found(records: RankRecords) -> None:
+    """Of the kinds that are sought, the last record counts."""
+    for kind, content in (
+        (Kind.BATCH, b"a"),
+        (Kind.EPOCH, b"b"),
+        (Kind.BATCH, b"c"),
+        (Kind.WINDOW, b"d"),
+    ):
+        records.write(kind, 3, content)
+    records.write(Kind.BATCH, 4, b"e")
+    assert records.find(3, *Kind.up_to(Kind.EPOCH)) == b"c"
+    assert records.find(3, *Kind) == b"d"
+
+
+def test_a_full_disk_is_an_error(disk: Path) -> None:
+    """The error is raised by the write that finds no space."""
+    on_disk = RankRecords(os.open(disk / "records", os.O_RDWR | os.O_CREAT))
+    with pytest.raises(OSError, match="No space left on device"):
+        on_disk.write(Kind.BUFFERS, 1, bytes(5 << 20))
+    on_disk.close()
+
+
+def test_files_have_no_name_and_are_in_shared_memory_or_the_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If neither exists, the error has the system's reason."""
+    monkeypatch.setattr(rank_records, "_MEMORY", str(tmp_path / "missing"))  # as in a chroot
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    open_records(Ranks())
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(OSError, match="No such file"):
+        open_records(Ranks())
+
+
+class Interrupted(Ranks):
+    """Ranks of which one dies before it sends its value."""
+
+    def gather(self, value: Any) -> list[Any]:
+        raise ZeroDivisionError
+
+
+def test_no_file_is_left_if_another_rank_dies_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is removed although the exchange with the other ranks raises."""
+    monkeypatch.setattr(rank_records, "_MEMORY", str(tmp_path))
+    with pytest.raises(ZeroDivisionError):
+        open_records(Interrupted())
+    assert list(tmp_path.iterdir()) == []
