@@ -35,7 +35,8 @@ class DistributedLoader:
             keep it.
         position: the training position in the loader; ``None`` for an evaluation
             loader.
-        start_evaluation: starts an iterator over an evaluation loader.
+        start_evaluation: starts an iterator over an evaluation loader; ``None`` if
+            nothing depends on its steps.
         on_iterator: called when an iterator is created.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
@@ -50,7 +51,7 @@ class DistributedLoader:
         self.start_iterator = start_iterator
         self.length: int | None = None
         self.position: Any = None
-        self.start_evaluation: Callable[[], Iterator[Any]] = lambda: iter(self.loader)
+        self.start_evaluation: Callable[[], Iterator[Any]] | None = None
         self.on_iterator: Callable[[], object] = lambda: None
 
     def shown(self) -> Any:
@@ -73,13 +74,13 @@ class LazyIterator(Iterator[Any]):
 
     Attributes:
         loader: the loader.
-        before_next: called for each request of a batch, also after the end.
+        before_next: called for each request of a batch, also after the end, if any.
         is_announced: whether it was already called for the first request.
     """
 
     def __init__(self, loader: DistributedLoader) -> None:
         self.loader = loader
-        self.before_next: Callable[[], object] = lambda: None
+        self.before_next: Callable[[], object] | None = None
         self.is_announced = False
         self._batches: Iterator[Any] | None = None
 
@@ -91,7 +92,7 @@ class LazyIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         batches = self.start()
-        if not self.is_announced:
+        if self.before_next is not None and not self.is_announced:
             self.before_next()
         self.is_announced = False
         return next(batches)

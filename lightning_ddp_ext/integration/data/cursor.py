@@ -139,6 +139,21 @@ class ResumedEpoch:
         return self.restart.at == "batch_end"
 
 
+@dataclass(frozen=True)
+class TrainingEnd:
+    """Where a training ended.
+
+    Attributes:
+        batches: the number of batches of all epochs.
+        restart: where another training continues.
+        state: this rank's random states and positions.
+    """
+
+    batches: int
+    restart: Restart
+    state: dict[str, Any]
+
+
 class EpochCursor:
     """The current epoch of training and the position in it.
 
@@ -177,9 +192,7 @@ class EpochCursor:
         self._uneven = uneven
         self.resume_data = resume_data
         self.known_seed: int | None = None
-        self._last_trainer: Any = None
-        # Where its last training ended, and this rank's state there.
-        self._ended_at: tuple[Restart, dict[str, Any]] | None = None
+        self._end: TrainingEnd | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -195,11 +208,10 @@ class EpochCursor:
 
     def attach(self, trainer: Any) -> None:
         """Reset the state for a Trainer that has not loaded a checkpoint."""
-        if trainer.state.fn == "fit" or trainer is not self._last_trainer:
+        if trainer.state.fn == "fit":
             # Otherwise a checkpoint still describes the earlier training.
             self.known_seed = None
-            self._ended_at = None
-        self._last_trainer = trainer
+            self._end = None
         self._reset()
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
@@ -253,7 +265,8 @@ class EpochCursor:
                 return iter(own_copy(loader.loader))
             if not is_trained:
                 rewind(loader.loader)
-                return loader.start_evaluation()
+                start = loader.start_evaluation
+                return iter(loader.loader) if start is None else start()
             if combined_iterator_of(loop) is not self._combined_iterator:
                 self._enter_epoch()
                 return self._start_together(iterator)
@@ -515,7 +528,7 @@ class EpochCursor:
             "epoch_loop.batch_progress": loop.epoch_loop.batch_progress.state_dict(),
         }
         restart = self._find_restart(loops)
-        self._ended_at = (restart, self._state_at(restart, loops))
+        self._end = TrainingEnd(_batches_in(loops), restart, self._state_at(restart, loops))
 
     # Recording and saving.
 
@@ -554,8 +567,9 @@ class EpochCursor:
         """
         fit_loop = self._trainer.fit_loop
         is_running = fetcher_of(fit_loop) is not None
-        if self._ended_at is not None and not is_running:
-            return self._ended_at
+        end = self._end
+        if end is not None and not is_running and end.batches == _batches_in(loops):
+            return end.restart, end.state
         restart = self._find_restart(loops)
         has_loaders = combined_loader_of(fit_loop) is not None
         needs_only_random_state = not restart.is_within and restart.epoch > 0
@@ -605,6 +619,10 @@ class EpochCursor:
             "stopped": stopped,
             "ranks": ranks,
         }
+
+
+def _batches_in(loops: Mapping[str, Any]) -> int:
+    return int(loops["epoch_loop.batch_progress"]["total"]["processed"])
 
 
 def _check(
