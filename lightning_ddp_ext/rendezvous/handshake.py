@@ -183,7 +183,9 @@ class Handshake:
             remedy = "that its host has this address"
         else:
             where = self._hello.init_method
-            remedy = "that it uses the same init_method"
+            remedy = (
+                "that it uses the same init_method (a file must be on a disk that all hosts share)"
+            )
         found = str(self._obstacle.strerror or self._obstacle)
         if isinstance(self._obstacle, TimeoutError):
             found = "timed out"

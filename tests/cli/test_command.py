@@ -57,7 +57,10 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 REFUSED = [
     ("--devices 0", "devices=0"),
     ("--devices -3", "should be an int > 0"),
-    ("--init-method foo", "init_method 'foo' needs a scheme (got none); write env://, "),
+    (
+        "--init-method foo",
+        "init_method must be env://, tcp://HOST:PORT or file:///PATH (got 'foo'); ",
+    ),
     (
         "--init-method tcp://host",
         "init_method 'tcp://host' needs a port (got none); write tcp://host:29500",

@@ -148,7 +148,7 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
     remedy = "that its host has this address"
     if kind == "file":
         found = "rank 0 has not published its address there"
-        remedy = "that it uses the same init_method"
+        remedy = "that it uses the same init_method (a file must be on a disk that all hosts share)"
     assert (
         sentence(outcome, RendezvousError)
         == f"{process(1, outcome.pid)} did not find rank 0 at {looked} within 4 s ({found}); check"

@@ -155,7 +155,7 @@ class ConnectionSettings:
         method = self.init_method
         environment = strategy.cluster_environment
         if isinstance(method, File):
-            check_file(method, num_nodes=strategy.num_nodes)
+            check_file(method)
             return FileEndpoint(method.path)
         if isinstance(method, Tcp):
             return TcpEndpoint(method, is_local=strategy.num_nodes == 1)
