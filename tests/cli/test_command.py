@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import metadata
 from pathlib import Path
 
@@ -26,10 +25,10 @@ def test_as_a_module(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(9)}, tmp_path / "it.ckpt")
     path = flip(tmp_path / "it.ckpt", "data/0")
     completed = run_script(
-        path, "--json", launcher=("python", "-m", "lightning_ddp_ext", "checkpoint", "verify")
+        path, launcher=("python", "-m", "lightning_ddp_ext", "checkpoint", "verify")
     )
     assert completed.exit_code == 1
-    assert json.loads(completed.output)["damaged"] == ["data/0"]
+    assert "data/0 does not match the recorded CRC-32" in completed.output
 
 
 @pytest.mark.parametrize("world_size", [1, 2], ids=["alone", "as ranks"])
