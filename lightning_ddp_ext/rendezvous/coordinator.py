@@ -18,14 +18,7 @@ from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address, TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake, gave_up_error, refusal_of
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request, difference_between
-from lightning_ddp_ext.rendezvous.sockets import (
-    OpenedSockets,
-    host_of,
-    is_loopback,
-    listen,
-    own_addresses,
-    without_scope,
-)
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, listen
 from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode
 
 _logger = rank_logger(__name__, ranks=0)
@@ -57,7 +50,6 @@ class Coordinator:
         self._table: tuple[RankInfo, ...] = ()
         self._error: RendezvousError | None = None
         self._refused: set[int] = set()
-        self._addresses = own_addresses()
         self._route = ""
         _raise_limit_of_descriptors(hello.world_size)
         listener, self._address = self._listen()
@@ -173,12 +165,10 @@ class Coordinator:
                 )
                 _logger.warning("%s; install the same version on every rank", versions)
         self._present[info.rank] = info
-        hosts = [host_of(connection.socket.getsockname()), *self._addresses]
         if info.network != self._hello.info.network:
-            hosts.sort(key=is_loopback)  # a tunnel may end at a loopback address
-            self._route = hosts[0]
+            self._route = host_of(connection.socket.getsockname())
         self._channel.adopt(info.rank, connection)
-        _reply(connection, {"accepted": [self._store.port, list(map(without_scope, hosts))]})
+        _reply(connection, {"accepted": self._store.port})
         if len(self._present) == self._hello.world_size:
             self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
             self._channel.send(
@@ -228,8 +218,7 @@ class Coordinator:
                 f" {present}; check that every rank is running and can reach rank 0, or raise"
                 " init_timeout"
             )
-            obstacle = self._endpoint.obstacle() if len(known) == 1 else None
-            self._refuse(obstacle or MissingRanksError(sentence, missing=tuple(missing)))
+            self._refuse(MissingRanksError(sentence, missing=tuple(missing)))
 
 
 def _reply(connection: Connection, body: Message) -> None:

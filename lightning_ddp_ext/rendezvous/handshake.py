@@ -7,21 +7,19 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.distributed import Store, TCPStore
 
 from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
-from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint, connect_store
 from lightning_ddp_ext.rendezvous.peers import event_of
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, is_loopback, without_scope
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of
 from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
 
@@ -175,9 +173,6 @@ class Handshake:
             )
 
     def _not_found(self) -> RendezvousError:
-        obstacle = self._endpoint.obstacle()
-        if obstacle is not None:
-            return obstacle
         if isinstance(self._endpoint, TcpEndpoint):
             where = f"{self._endpoint.where.host}:{self._endpoint.where.port}"
             remedy = "that its host has this address"
@@ -207,32 +202,12 @@ class Handshake:
 
         After the welcome, hundreds of ranks would connect to the store simultaneously.
         """
-        port, hosts = self._answers["accepted"]
+        port = self._answers["accepted"]
         try:
-            if without_scope(self._host) != hosts[0]:
-                self._find_store(sorted(dict.fromkeys([*hosts, self._host]), key=is_loopback), port)
             return connect_store(self._host, port, self._deadline, self._raise_if_over)
         except RendezvousError:
             self._await_welcome()  # raises a better error if rank 0 has refused, or is not replying
             raise
-
-    def _find_store(self, hosts: list[str], port: int) -> None:
-        """Find the host of rank 0's store behind a service or a tunnel.
-
-        Either may forward only the port of rank 0's listener.
-        """
-        for _ in self._deadline.ticks():
-            self._raise_if_over()
-            for host in hosts:
-                with suppress(OSError), self._connect(host, port) as connected:
-                    self._host = host
-                    self._own_address = host_of(connected.getsockname())
-                    return
-        raise RendezvousError(
-            f"{self._hello.info} reached rank 0 at {self._where}, but not its store at port {port}"
-            f" of {listed(hosts)}; allow connections between all hosts on every port, which"
-            " collectives also need"
-        )
 
     def _await_welcome(self) -> tuple[RankInfo, ...]:
         if not self._wait_for("welcome", self._deadline.remaining):
