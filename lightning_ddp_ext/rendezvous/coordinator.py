@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 from contextlib import closing, suppress
 from dataclasses import astuple
@@ -12,7 +11,6 @@ from torch.distributed import TCPStore
 
 from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
 from lightning_ddp_ext.rank_lists import listed, ranks_in_words
-from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address, TcpEndpoint
@@ -20,8 +18,6 @@ from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake, gave_
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request, difference_between
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, listen
 from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode
-
-_logger = rank_logger(__name__, ranks=0)
 
 _POLL = 0.25  # seconds between checks for conditions that end the wait without a message
 
@@ -51,7 +47,6 @@ class Coordinator:
         self._error: RendezvousError | None = None
         self._refused: set[int] = set()
         self._route = ""
-        _raise_limit_of_descriptors(hello.world_size)
         listener, self._address = self._listen()
         with OpenedSockets() as self._store_sockets:
             self._store = _host_store(listener.getsockname()[0])
@@ -158,12 +153,6 @@ class Coordinator:
             _reply(connection, refusal_of(error))
             self._refuse(error)
             return
-        for name, version in self._hello.versions.items():
-            if hello.versions[name] != version:
-                versions = (
-                    f"{self._hello.info} has {name} {version}, {info} has {hello.versions[name]}"
-                )
-                _logger.warning("%s; install the same version on every rank", versions)
         self._present[info.rank] = info
         if info.network != self._hello.info.network:
             self._route = host_of(connection.socket.getsockname())
@@ -223,22 +212,6 @@ class Coordinator:
 
 def _reply(connection: Connection, body: Message) -> None:
     connection.send(encode("handshake", body))
-
-
-def _raise_limit_of_descriptors(ranks: int) -> None:
-    """Raise the limit of open files to 512, plus 16 for each rank.
-
-    The channel, the store and the groups need these descriptors. The maximum would be
-    too high: it may be 2 ** 30 in containers, and some programs close every possible
-    descriptor.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 512 + 16 * ranks
-    with suppress(ValueError, OSError):
-        if 0 <= soft < needed:  # -1: no limit
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (min(needed, hard) if hard >= 0 else needed, hard)
-            )
 
 
 def _duplicate(one: RankInfo, other: RankInfo) -> RendezvousError:

@@ -46,7 +46,7 @@ def _watch(context: ProcessContext, survey: Survey) -> None:
     since: dict[str, float] = {}
     surveyed_at = 0.0
     limit = context.peers.timeouts.deadlock
-    while not context.is_closed and context.peers.cause is None:
+    while context.peers.cause is None:
         now = time.monotonic()
         since = {each: since.get(each, now) for each in survey.waits()}
         start = min(since.values(), default=now)
@@ -56,7 +56,9 @@ def _watch(context: ProcessContext, survey: Survey) -> None:
         elif now - max(start, surveyed_at) >= limit:
             survey.request("deadlock", "")
             surveyed_at = time.monotonic()
-        time.sleep(min(limit, context.groups.timeout.total_seconds()) / _LOOKS)
+        pause = min(limit, context.groups.timeout.total_seconds()) / _LOOKS
+        if context.has_closed.wait(pause):
+            return
 
 
 def _is_overdue(context: ProcessContext, seconds: float) -> bool:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torchmetrics
 
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import RendezvousError
@@ -225,6 +224,5 @@ def _versions() -> dict[str, str]:
     return {
         "torch": str(torch.__version__),
         lightning_name: lightning_version,
-        "torchmetrics": torchmetrics.__version__,
         "lightning_ddp_ext": __version__,
     }
