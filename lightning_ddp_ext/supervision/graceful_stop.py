@@ -95,14 +95,16 @@ class GracefulStop:
 
     Args:
         context: the connections to the other ranks.
-        check_that_all_answer: raises if a rank does not reply.
+        raise_if_a_rank_is_silent: raises if a rank does not reply.
 
     Attributes:
         is_active: whether a Trainer of this process handles requests.
     """
 
-    def __init__(self, context: ProcessContext, check_that_all_answer: Callable[[], None]) -> None:
-        self._check_that_all_answer = check_that_all_answer
+    def __init__(
+        self, context: ProcessContext, raise_if_a_rank_is_silent: Callable[[], None]
+    ) -> None:
+        self._raise_if_a_rank_is_silent = raise_if_a_rank_is_silent
         self._context = context
         self._peers = context.peers
         self._position: Position = (0, 0, 0)
@@ -201,7 +203,7 @@ class GracefulStop:
         as it replies.
         """
         self._context.barriers.enter(
-            "the final stop check", check=self._check_that_all_answer, is_patient=True
+            "the final stop check", if_late=self._raise_if_a_rank_is_silent
         )
         return self.at_point()
 

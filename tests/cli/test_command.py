@@ -39,13 +39,11 @@ def test_ranks_connect_reduce_save_verify_and_restore(world_size: int, tmp_path:
     command = tmp_path / "command.py"
     command.write_text(COMMAND)
     output = run_on_ranks(command, "test", cwd=tmp_path, world_size=world_size)
-    # On a busy machine the launching process waits for the other rank and prints that;
     # torch warns if lo has no name, and a library of torch 2.15 reports leaks at exit.
     ours = [
         line
         for line in output.splitlines()
-        if "; waiting" not in line
-        and not line.startswith(("[W", "nanobind: ", " - ", "See https://nanobind."))
+        if not line.startswith(("[W", "nanobind: ", " - ", "See https://nanobind."))
     ]
     parts = [line.partition(" s  ")[2] for line in ours]
     expected = ["connected and trained", "reduced", "saved", "verified", "restored"]

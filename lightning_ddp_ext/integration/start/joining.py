@@ -25,7 +25,7 @@ from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from lightning_ddp_ext.supervision.parent_watch import PRIVATE_FILE, watch_parent
+from lightning_ddp_ext.supervision.parent_watch import PRIVATE_FILE, watch_launcher
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.version import __version__
@@ -104,7 +104,7 @@ class ConnectionSettings:
         waits for a debugger.
         """
         if launcher_of(os.environ) in (TORCHRUN, OPEN_MPI):
-            watch_parent()  # other launchers stop their ranks themselves
+            watch_launcher(os.getppid())  # other launchers stop their ranks themselves
         is_first = current() is None
         request = self._request(strategy)
         session = start_session(request if debugged is None else without_limits(request))
