@@ -158,7 +158,7 @@ class GracefulStop:
         with self._peers.arrived:
             self.is_active = False
             self._acknowledge = _ignore  # this object outlives the Trainer
-            if self._request is None or self._is_over(self._request.job):
+            if self._request is None or self._has_finished(self._request.job):
                 self._request = None
                 self._target = None
         self._forced_exit.lift()
@@ -231,7 +231,7 @@ class GracefulStop:
 
     # The agreement, in other threads.
 
-    def _is_over(self, job: int) -> bool:
+    def _has_finished(self, job: int) -> bool:
         """Whether this rank has finished that job.
 
         A late message must not stop the next one.
@@ -244,7 +244,7 @@ class GracefulStop:
         After the first one, all ranks pause as soon as rank 0 has started that job.
         """
         request = StopRequest(**values)
-        if self._request is None and not self._is_over(request.job):
+        if self._request is None and not self._has_finished(request.job):
             self._request = request
             if self.is_active and request.job == self._job:
                 self._start_agreement(request)
@@ -267,14 +267,14 @@ class GracefulStop:
 
     def _pause(self, values: dict[str, Any]) -> Position:
         request = StopRequest(**values)
-        if not self._is_over(request.job):
+        if not self._has_finished(request.job):
             self._request = request
             self._target = _UNDECIDED
             self._limit_stop(request)
         return self._position  # read after the flag is set; the main thread uses the opposite order
 
     def _set_target(self, target: Sequence[int], job: int) -> None:
-        if not self._is_over(job):
+        if not self._has_finished(job):
             self._target = (target[0], target[1])
 
     # The deadline.
