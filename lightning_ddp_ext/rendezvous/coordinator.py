@@ -73,7 +73,7 @@ class Coordinator:
         except BaseException as error:
             self._refuse(gave_up_error(self._hello.info, error))
             if isinstance(error, RendezvousError):
-                self._stay()
+                self._refuse_late_ranks()
             withdraw()
             raise
         if self._endpoint.is_local:  # so that a later kill cannot leave the address behind
@@ -108,14 +108,14 @@ class Coordinator:
     # Detection of another rank 0.
 
     def _listen(self) -> tuple[socket.socket, Address]:
-        left = self._endpoint.look_up(self._deadline)
-        if left is not None and left.nonce:
-            self._check_rank_zero_at(left)
+        earlier_address = self._endpoint.look_up(self._deadline)
+        if earlier_address is not None and earlier_address.nonce:
+            self._check_rank_zero_at(earlier_address)
         try:
             return self._endpoint.listen()
         except RendezvousError:
-            if left is not None:
-                self._check_rank_zero_at(left)
+            if earlier_address is not None:
+                self._check_rank_zero_at(earlier_address)
             raise
 
     def _check_rank_zero_at(self, address: Address) -> None:
@@ -191,16 +191,16 @@ class Coordinator:
                 self._channel.send("handshake", refusal_of(error))
                 self._channel.arrived.notify_all()
 
-    def _stay(self) -> None:
+    def _refuse_late_ranks(self) -> None:
         """Listen for some more seconds, so that late ranks also receive the refusal."""
         late = set(range(1, self._hello.world_size)) - self._present.keys()
         self._channel.wait_for(lambda: late <= self._refused, self._timeouts.after_refusal)
 
     def _refuse_missing(self) -> None:
-        known = dict(self._present)
-        missing = [rank for rank in range(self._hello.world_size) if rank not in known]
+        connected = dict(self._present)
+        missing = [rank for rank in range(self._hello.world_size) if rank not in connected]
         if missing:  # otherwise the last rank has just connected
-            present = listed(known[rank] for rank in sorted(known))
+            present = listed(connected[rank] for rank in sorted(connected))
             sentence = (
                 f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to"
                 f" {self._where} within {self._deadline.seconds:g} s (init_timeout); present:"

@@ -58,7 +58,7 @@ class Handshake:
         self._timeouts = request.timeouts
         self._launch_failure = request.launch_failure
         self._answers: Message = {}
-        self._obstacle = OSError("not tried")
+        self._last_error = OSError("not tried")
         self._published: Address | None = None
         self._host = self._where = self._own_address = ""
         channel.listen("handshake", self._answers.update)
@@ -107,7 +107,7 @@ class Handshake:
                 raise RendezvousError(sentence)
             self._published = address = self._endpoint.look_up(self._deadline)
             if address is None:
-                self._obstacle = OSError("rank 0 has not published its address there")
+                self._last_error = OSError("rank 0 has not published its address there")
                 continue
             for host in address.candidates(self._hello.info.network):
                 try:
@@ -115,7 +115,7 @@ class Handshake:
                     return
                 except OSError as error:
                     # A name may become resolvable only when its host is up.
-                    self._obstacle = error
+                    self._last_error = error
             self._raise_if_port_is_taken()
         raise self._not_found()
 
@@ -181,17 +181,17 @@ class Handshake:
             remedy = (
                 "that it uses the same init_method (a file must be on a disk that all hosts share)"
             )
-        found = str(self._obstacle.strerror or self._obstacle)
-        if isinstance(self._obstacle, TimeoutError):
-            found = "timed out"
+        reason = str(self._last_error.strerror or self._last_error)
+        if isinstance(self._last_error, TimeoutError):
+            reason = "timed out"
         if self._published is not None and self._published.pid:
-            found = (
-                f"{found}; pid {self._published.pid} on host {self._published.host} published its"
+            reason = (
+                f"{reason}; pid {self._published.pid} on host {self._published.host} published its"
                 " address there"
             )
         return RendezvousError(
             f"{self._hello.info} did not find rank 0 at {where} within {self._deadline.seconds:g} s"
-            f" ({found}); check that rank 0 is running, {remedy}, and that no firewall blocks the"
+            f" ({reason}); check that rank 0 is running, {remedy}, and that no firewall blocks the"
             " connection"
         )
 
@@ -230,10 +230,10 @@ class Handshake:
         if 0 in self._channel.ended:
             raise self._lost("closed the connection")
 
-    def _lost(self, what: str) -> RendezvousError:
+    def _lost(self, finding: str) -> RendezvousError:
         return RendezvousError(
-            f"rank 0 at {self._where} {what} after accepting {self._hello.info}; look at rank 0's"
-            " output"
+            f"rank 0 at {self._where} {finding} after accepting {self._hello.info}; look at rank"
+            " 0's output"
         )
 
     def _wait_for(self, answer: str, seconds: float) -> bool:

@@ -72,7 +72,7 @@ class SurveyReplies:
         Args:
             function: ``"glance"``, ``"report"``, or ``"calls"`` for a report with the
                 calls only.
-            ranks: the ranks that are asked.
+            ranks: the ranks that reply.
             seconds: the longest wait.
         """
         replies = self._remote.call(ranks, function)
