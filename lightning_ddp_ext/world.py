@@ -87,7 +87,7 @@ class World:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Launcher:
     """The names of the variables in which a launcher describes a process's place."""
 
@@ -100,26 +100,42 @@ class Launcher:
     run_variables: tuple[str, ...] = ()
 
 
-_PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_MPI = (
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
-_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-
 BY_HAND = Launcher(
-    "RANK, WORLD_SIZE and LOCAL_RANK", *_PLAIN, node_rank=("NODE_RANK", "GROUP_RANK")
+    source="RANK, WORLD_SIZE and LOCAL_RANK",
+    rank="RANK",
+    world_size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_world_size="LOCAL_WORLD_SIZE",
+    node_rank=("NODE_RANK", "GROUP_RANK"),
 )
-TORCHRUN = Launcher(
-    "torchrun", *_PLAIN, node_rank=("GROUP_RANK",), run_variables=("TORCHELASTIC_RUN_ID",)
+TORCHRUN = replace(
+    BY_HAND,
+    source="torchrun",
+    node_rank=("GROUP_RANK",),
+    run_variables=("TORCHELASTIC_RUN_ID",),
 )
-OPEN_MPI = Launcher("Open MPI", *_MPI, run_variables=("PMIX_NAMESPACE",))
-# MPICH, Intel MPI.
-HYDRA = Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+OPEN_MPI = Launcher(
+    source="Open MPI",
+    rank="OMPI_COMM_WORLD_RANK",
+    world_size="OMPI_COMM_WORLD_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    run_variables=("PMIX_NAMESPACE",),
+)
+PMI = Launcher(  # MPICH, Intel MPI
+    source="PMI",
+    rank="PMI_RANK",
+    world_size="PMI_SIZE",
+    local_rank="MPI_LOCALRANKID",
+    local_world_size="MPI_LOCALNRANKS",
+)
 SLURM = Launcher(
-    "SLURM", *_SLURM, node_rank=("SLURM_NODEID",), run_variables=("SLURM_JOB_ID", "SLURM_STEP_ID")
+    source="SLURM",
+    rank="SLURM_PROCID",
+    world_size="SLURM_NTASKS",
+    local_rank="SLURM_LOCALID",
+    node_rank=("SLURM_NODEID",),
+    run_variables=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 
 
@@ -141,7 +157,7 @@ def read_world(environ: Environ, *, devices: int | None = None) -> World | None:
     True
     """
     launcher = launcher_of(environ)
-    return None if launcher is None else _read(environ, launcher, devices)
+    return None if launcher is None else _world_from(environ, launcher, devices)
 
 
 def read_rank(environ: Environ) -> int | None:
@@ -158,9 +174,9 @@ def read_rank(environ: Environ) -> int | None:
         world = read_world(environ)
         if world is not None:
             return world.rank
-        if _known(environ, "NODE_RANK", "GROUP_RANK"):  # on another node than the first
+        if _first_integer(environ, "NODE_RANK", "GROUP_RANK"):  # on another node than the first
             return None
-        return _known(environ, "LOCAL_RANK") or 0
+        return _first_integer(environ, "LOCAL_RANK") or 0
     except ConfigurationError:
         return None
 
@@ -198,18 +214,17 @@ def launcher_of(environ: Environ) -> Launcher | None:
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         return TORCHRUN
-    if _known(environ, OPEN_MPI.world_size) not in (None, 1):
+    if _first_integer(environ, OPEN_MPI.world_size) not in (None, 1):
         return OPEN_MPI
-    if "PMI_RANK" in environ and _known(environ, "PMI_SIZE") not in (None, 1):
-        # With srun --mpi=pmi2, both are set, but only SLURM's describe the nodes.
-        return SLURM if is_slurm(environ) and HYDRA.local_rank not in environ else HYDRA
+    # With srun --mpi=pmi2, both are set, but only SLURM's describe the nodes.
+    slurm_describes_nodes = is_slurm(environ) and PMI.local_rank not in environ
+    is_pmi = PMI.rank in environ and _first_integer(environ, PMI.world_size) not in (None, 1)
+    if is_pmi and not slurm_describes_nodes:
+        return PMI
     if is_slurm(environ):
         return SLURM
-    return (
-        BY_HAND
-        if {BY_HAND.rank, BY_HAND.world_size, BY_HAND.local_rank} <= environ.keys()
-        else None
-    )
+    is_by_hand = {BY_HAND.rank, BY_HAND.world_size, BY_HAND.local_rank} <= environ.keys()
+    return BY_HAND if is_by_hand else None
 
 
 def run_of(source: str, environ: Environ) -> str:
@@ -222,13 +237,13 @@ def run_of(source: str, environ: Environ) -> str:
     return " ".join(f"{name}={environ[name]}" for name in names.get(source, ()) if name in environ)
 
 
-def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
+def _world_from(environ: Environ, launcher: Launcher, devices: int | None) -> World:
     """Return a World; compute missing numbers as if ranks filled node after node."""
     rank = _integer(environ, launcher.rank)
     world_size = _integer(environ, launcher.world_size)
-    local_rank = _known(environ, launcher.local_rank)
-    node_rank = _known(environ, *launcher.node_rank)
-    local_world_size = _known(environ, launcher.local_world_size)
+    local_rank = _first_integer(environ, launcher.local_rank)
+    node_rank = _first_integer(environ, *launcher.node_rank)
+    local_world_size = _first_integer(environ, launcher.local_world_size)
     if launcher is SLURM:
         local_world_size = _slurm_tasks_on_node(environ)
     if local_world_size is None:
@@ -262,11 +277,11 @@ def _slurm_tasks_on_node(environ: Environ) -> int | None:
 
     All nodes are assumed to have equally many, but more than the local rank.
     """
-    nodes = _known(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    nodes = _first_integer(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     tasks = (
         -(-_integer(environ, "SLURM_NTASKS") // nodes)
         if nodes
-        else _known(environ, "SLURM_NTASKS_PER_NODE")
+        else _first_integer(environ, "SLURM_NTASKS_PER_NODE")
     )
     return None if tasks is None else max(tasks, _integer(environ, "SLURM_LOCALID") + 1)
 
@@ -290,6 +305,6 @@ def _integer(environ: Environ, name: str) -> int:
         ) from None
 
 
-def _known(environ: Environ, *names: str) -> int | None:
+def _first_integer(environ: Environ, *names: str) -> int | None:
     """Return the value of the first variable that is set; ``None`` if all are unset."""
     return next((_integer(environ, name) for name in names if name in environ), None)

@@ -1,4 +1,4 @@
-"""Write files atomically, and find the temporary files left behind by killed processes.
+"""Write files atomically, and remove temporary files left behind by killed processes.
 
 A file is written under a temporary name in the same directory, flushed to disk and then
 renamed. A temporary file counts as left behind after an hour without a write, because
@@ -11,11 +11,9 @@ import errno
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 _NAME = re.compile(r"\.ddpx-([0-9a-f]{16}\.partial|[0-9a-f]+\.link)")
@@ -121,48 +119,12 @@ def _sync_directory(directory: Path) -> None:
             os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class Leftover:
-    """A temporary file of this user.
-
-    Attributes:
-        path: its path.
-        size: its size in bytes.
-        age: seconds since it was last written to.
-    """
-
-    path: Path
-    size: int
-    age: float
-
-    @property
-    def is_left_behind(self) -> bool:
-        """Whether the file is so old that no process should still be writing it."""
-        return self.age > _LEFT_BEHIND_AFTER
-
-
-def find_leftovers(directory: Path) -> list[Leftover]:
-    """Return this user's temporary files in the directory.
-
-    These include files that are being written.
-    """
-    found = []
-    for path in (
-        directory / name for name in sorted(filter(_NAME.fullmatch, os.listdir(directory)))
-    ):
-        with suppress(FileNotFoundError):
+def remove_leftovers(directory: Path) -> None:
+    """Remove this user's temporary files that have not been written to for an hour."""
+    for name in filter(_NAME.fullmatch, os.listdir(directory)):
+        path = directory / name
+        with suppress(OSError):  # another process may have removed it
             status = path.lstat()
-            is_of_kind = stat.S_ISLNK if path.suffix == ".link" else stat.S_ISREG
-            if is_of_kind(status.st_mode) and status.st_uid == os.geteuid():
-                found.append(
-                    Leftover(path, status.st_size, max(0.0, time.time() - status.st_mtime))
-                )
-    return found
-
-
-def remove_leftovers(directory: Path) -> list[Leftover]:
-    """Remove temporary files that were left behind, and return them."""
-    leftovers = [leftover for leftover in find_leftovers(directory) if leftover.is_left_behind]
-    for leftover in leftovers:
-        leftover.path.unlink(missing_ok=True)
-    return leftovers
+            age = time.time() - status.st_mtime
+            if status.st_uid == os.geteuid() and age > _LEFT_BEHIND_AFTER:
+                path.unlink()

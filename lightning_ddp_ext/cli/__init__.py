@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_ddp_ext import __version__
-from lightning_ddp_ext.cli.checkpoints import clean, verify
+from lightning_ddp_ext.cli.checkpoints import verify
 from lightning_ddp_ext.cli.environment import env
 from lightning_ddp_ext.cli.self_test import test
 
@@ -20,10 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with ``arguments``, by default those of this process, and exit.
 
     Raises:
-        SystemExit: status 0: success; 1: a damaged or missing file, an unusable
-            directory, invalid variables, or failed ranks; 2: wrong usage; 3:
-            ``checkpoint verify`` found a file without checksums; 4: it could not read a
-            file.
+        SystemExit: status 0: success; 1: a file that is damaged, missing, unreadable or
+            has no checksums, invalid variables, or failed ranks; 2: wrong usage.
     """
     options = vars(_parser().parse_args(arguments))
     run = options.pop("run")
@@ -36,19 +34,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lightning-ddp-ext {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    json: dict[str, Any] = {
-        "action": "store_true",
-        "dest": "as_json",
-        "help": "print one JSON document, with sizes in bytes",
-    }
-
-    one = _add(
+    _add(
         commands,
         "env",
         env,
         "show versions, devices, interfaces, and the rank from the launcher's variables",
     )
-    one.add_argument("--json", **json)
 
     one = _add(
         commands, "test", test, "test that ranks can connect, reduce, save, verify and restore"
@@ -59,24 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--accelerator", default="cpu", help="auto, cpu or gpu (default: cpu)")
     one.add_argument("--init-method", help="init_method of the strategy")
 
-    group = commands.add_parser(
-        "checkpoint", help="check checkpoint files, and clean up after killed saves"
-    )
+    group = commands.add_parser("checkpoint", help="check checkpoint files")
     commands = group.add_subparsers(metavar="COMMAND", required=True)
 
     one = _add(commands, "verify", verify, "check all checksums, and name the damaged records")
     one.add_argument("paths", nargs="+", metavar="PATH", help="file or URL")
-    one.add_argument("--json", **json)
-
-    one = _add(
-        commands, "clean", clean, "list temporary files left behind by saves that were killed"
-    )
-    one.add_argument(
-        "directory", metavar="DIR", help="local directory that contains the checkpoints"
-    )
-    one.add_argument(
-        "--yes", action="store_true", dest="remove", help="remove those not written to for an hour"
-    )
     return parser
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import socket
@@ -13,7 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.cli.output import print_columns
+from lightning_ddp_ext.cli.output import print_line
 from lightning_ddp_ext.errors import DDPExtError
 from lightning_ddp_ext.rendezvous.init_method import choose
 from lightning_ddp_ext.world import read_world
@@ -36,7 +35,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-def env(*, as_json: bool) -> int:
+def env() -> int:
     """Print the facts that a bug report needs, and return the exit status.
 
     The status is 1 if an environment variable is invalid.
@@ -74,10 +73,8 @@ def env(*, as_json: bool) -> int:
             facts["world"] = f"rank {world.rank} of {world.world_size}, {world.source}"
     except DDPExtError as error:
         facts["error"] = str(error)
-    if as_json:
-        print(json.dumps(facts))
-    else:
-        print_columns([[name, _text(value)] for name, value in facts.items()])
+    for name, value in facts.items():
+        print_line(f"{name}: {_text(value)}")
     return 0 if facts["error"] is None else 1
 
 

@@ -245,12 +245,8 @@ class LoggedValues:
         if session is not None:
             context = session.context
             if not self._step.is_expected:
-                # Detects a stopped process before the timeout.
-                check = session.survey.check_that_all_answer
                 what = f"the reduction of {listed(dict.fromkeys(map(str, values)))}"
-                context.barriers.enter(
-                    what, call_site(), name="a reduction of logged values", check=check
-                )
+                context.barriers.enter(what, call_site(), name="a reduction of logged values")
             if is_gloo(device):  # other code's collectives must not mix with these
                 group = context.new_group(backend="gloo", purpose="logged values")
         message_device = torch.device("cpu") if is_gloo(device) else device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 from contextlib import closing, suppress
 from dataclasses import astuple
@@ -12,23 +11,13 @@ from torch.distributed import TCPStore
 
 from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
 from lightning_ddp_ext.rank_lists import listed, ranks_in_words
-from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address, TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake, gave_up_error, refusal_of
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request, difference_between
-from lightning_ddp_ext.rendezvous.sockets import (
-    OpenedSockets,
-    host_of,
-    is_loopback,
-    listen,
-    own_addresses,
-    without_scope,
-)
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, listen
 from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode
-
-_logger = rank_logger(__name__, ranks=0)
 
 _POLL = 0.25  # seconds between checks for conditions that end the wait without a message
 
@@ -57,9 +46,7 @@ class Coordinator:
         self._table: tuple[RankInfo, ...] = ()
         self._error: RendezvousError | None = None
         self._refused: set[int] = set()
-        self._addresses = own_addresses()
         self._route = ""
-        _raise_limit_of_descriptors(hello.world_size)
         listener, self._address = self._listen()
         with OpenedSockets() as self._store_sockets:
             self._store = _host_store(listener.getsockname()[0])
@@ -86,7 +73,7 @@ class Coordinator:
         except BaseException as error:
             self._refuse(gave_up_error(self._hello.info, error))
             if isinstance(error, RendezvousError):
-                self._stay()
+                self._refuse_late_ranks()
             withdraw()
             raise
         if self._endpoint.is_local:  # so that a later kill cannot leave the address behind
@@ -121,14 +108,14 @@ class Coordinator:
     # Detection of another rank 0.
 
     def _listen(self) -> tuple[socket.socket, Address]:
-        left = self._endpoint.look_up(self._deadline)
-        if left is not None and left.nonce:
-            self._check_rank_zero_at(left)
+        earlier_address = self._endpoint.look_up(self._deadline)
+        if earlier_address is not None and earlier_address.nonce:
+            self._check_rank_zero_at(earlier_address)
         try:
             return self._endpoint.listen()
         except RendezvousError:
-            if left is not None:
-                self._check_rank_zero_at(left)
+            if earlier_address is not None:
+                self._check_rank_zero_at(earlier_address)
             raise
 
     def _check_rank_zero_at(self, address: Address) -> None:
@@ -166,19 +153,11 @@ class Coordinator:
             _reply(connection, refusal_of(error))
             self._refuse(error)
             return
-        for name, version in self._hello.versions.items():
-            if hello.versions[name] != version:
-                versions = (
-                    f"{self._hello.info} has {name} {version}, {info} has {hello.versions[name]}"
-                )
-                _logger.warning("%s; install the same version on every rank", versions)
         self._present[info.rank] = info
-        hosts = [host_of(connection.socket.getsockname()), *self._addresses]
         if info.network != self._hello.info.network:
-            hosts.sort(key=is_loopback)  # a tunnel may end at a loopback address
-            self._route = hosts[0]
+            self._route = host_of(connection.socket.getsockname())
         self._channel.adopt(info.rank, connection)
-        _reply(connection, {"accepted": [self._store.port, list(map(without_scope, hosts))]})
+        _reply(connection, {"accepted": self._store.port})
         if len(self._present) == self._hello.world_size:
             self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
             self._channel.send(
@@ -212,44 +191,27 @@ class Coordinator:
                 self._channel.send("handshake", refusal_of(error))
                 self._channel.arrived.notify_all()
 
-    def _stay(self) -> None:
+    def _refuse_late_ranks(self) -> None:
         """Listen for some more seconds, so that late ranks also receive the refusal."""
         late = set(range(1, self._hello.world_size)) - self._present.keys()
         self._channel.wait_for(lambda: late <= self._refused, self._timeouts.after_refusal)
 
     def _refuse_missing(self) -> None:
-        known = dict(self._present)
-        missing = [rank for rank in range(self._hello.world_size) if rank not in known]
+        connected = dict(self._present)
+        missing = [rank for rank in range(self._hello.world_size) if rank not in connected]
         if missing:  # otherwise the last rank has just connected
-            present = listed(known[rank] for rank in sorted(known))
+            present = listed(connected[rank] for rank in sorted(connected))
             sentence = (
                 f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to"
                 f" {self._where} within {self._deadline.seconds:g} s (init_timeout); present:"
                 f" {present}; check that every rank is running and can reach rank 0, or raise"
                 " init_timeout"
             )
-            obstacle = self._endpoint.obstacle() if len(known) == 1 else None
-            self._refuse(obstacle or MissingRanksError(sentence, missing=tuple(missing)))
+            self._refuse(MissingRanksError(sentence, missing=tuple(missing)))
 
 
 def _reply(connection: Connection, body: Message) -> None:
     connection.send(encode("handshake", body))
-
-
-def _raise_limit_of_descriptors(ranks: int) -> None:
-    """Raise the limit of open files to 512, plus 16 for each rank.
-
-    The channel, the store and the groups need these descriptors. The maximum would be
-    too high: it may be 2 ** 30 in containers, and some programs close every possible
-    descriptor.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 512 + 16 * ranks
-    with suppress(ValueError, OSError):
-        if 0 <= soft < needed:  # -1: no limit
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (min(needed, hard) if hard >= 0 else needed, hard)
-            )
 
 
 def _duplicate(one: RankInfo, other: RankInfo) -> RendezvousError:

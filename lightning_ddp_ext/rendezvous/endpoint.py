@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import secrets
 import socket
@@ -31,8 +30,6 @@ from lightning_ddp_ext.errors import DDPExtError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.sockets import listen, network_identity, own_addresses
-
-_logger = logging.getLogger(__name__)
 
 _LONGEST_ADDRESS = 1 << 16
 # The limit of one operation on an existing key of a store.
@@ -97,9 +94,6 @@ class Endpoint:
         Called on rank 0, or on other ranks after rank 0's death.
         """
 
-    def obstacle(self) -> RendezvousError | None:
-        """Return the reason why rank 0 cannot be found, if this host can detect one."""
-
 
 @dataclass(frozen=True)
 class TcpEndpoint(Endpoint):
@@ -123,24 +117,7 @@ class TcpEndpoint(Endpoint):
                 f" cannot bind port {self.where.port}: {os.strerror(error.errno or 0)}; stop the"
                 " program that uses the port, or choose another port"
             ) from None
-        obstacle = self.obstacle()
-        if obstacle is not None:
-            _logger.warning(
-                "%s (rank 0 is waiting, since the name may still become resolvable)", obstacle
-            )
         return listener, self.look_up(Deadline(0.0))
-
-    @override
-    def obstacle(self) -> RendezvousError | None:
-        try:
-            socket.getaddrinfo(self.where.host, self.where.port)
-        except socket.gaierror as error:
-            return RendezvousError(
-                f"init_method '{self.where}': host {self.where.host!r} does not resolve on"
-                f" {socket.gethostname()} ({error.strerror}); use the address of rank 0's host, or"
-                " a name that every host can resolve"
-            )
-        return None
 
     @override
     def look_up(self, deadline: Deadline) -> Address:
@@ -262,8 +239,8 @@ def connect_store(
     except Exception as error:
         reason = str(error).partition("\n")[0][:200]
         raise RendezvousError(
-            f"the store at {host}:{port} cannot be used ({reason}); look at the output of the"
-            " process that hosts it"
+            f"the store at {host}:{port} cannot be used ({reason}); allow connections between all"
+            " hosts on every port, and look at the output of the process that hosts it"
         ) from None
     store.set_timeout(STORE_OPERATION)
     return store

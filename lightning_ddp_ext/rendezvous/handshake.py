@@ -7,21 +7,19 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.distributed import Store, TCPStore
 
 from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
-from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint, connect_store
 from lightning_ddp_ext.rendezvous.peers import event_of
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, is_loopback, without_scope
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of
 from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
 
@@ -60,7 +58,7 @@ class Handshake:
         self._timeouts = request.timeouts
         self._launch_failure = request.launch_failure
         self._answers: Message = {}
-        self._obstacle = OSError("not tried")
+        self._last_error = OSError("not tried")
         self._published: Address | None = None
         self._host = self._where = self._own_address = ""
         channel.listen("handshake", self._answers.update)
@@ -109,7 +107,7 @@ class Handshake:
                 raise RendezvousError(sentence)
             self._published = address = self._endpoint.look_up(self._deadline)
             if address is None:
-                self._obstacle = OSError("rank 0 has not published its address there")
+                self._last_error = OSError("rank 0 has not published its address there")
                 continue
             for host in address.candidates(self._hello.info.network):
                 try:
@@ -117,7 +115,7 @@ class Handshake:
                     return
                 except OSError as error:
                     # A name may become resolvable only when its host is up.
-                    self._obstacle = error
+                    self._last_error = error
             self._raise_if_port_is_taken()
         raise self._not_found()
 
@@ -175,26 +173,25 @@ class Handshake:
             )
 
     def _not_found(self) -> RendezvousError:
-        obstacle = self._endpoint.obstacle()
-        if obstacle is not None:
-            return obstacle
         if isinstance(self._endpoint, TcpEndpoint):
             where = f"{self._endpoint.where.host}:{self._endpoint.where.port}"
             remedy = "that its host has this address"
         else:
             where = self._hello.init_method
-            remedy = "that it uses the same init_method"
-        found = str(self._obstacle.strerror or self._obstacle)
-        if isinstance(self._obstacle, TimeoutError):
-            found = "timed out"
+            remedy = (
+                "that it uses the same init_method (a file must be on a disk that all hosts share)"
+            )
+        reason = str(self._last_error.strerror or self._last_error)
+        if isinstance(self._last_error, TimeoutError):
+            reason = "timed out"
         if self._published is not None and self._published.pid:
-            found = (
-                f"{found}; pid {self._published.pid} on host {self._published.host} published its"
+            reason = (
+                f"{reason}; pid {self._published.pid} on host {self._published.host} published its"
                 " address there"
             )
         return RendezvousError(
             f"{self._hello.info} did not find rank 0 at {where} within {self._deadline.seconds:g} s"
-            f" ({found}); check that rank 0 is running, {remedy}, and that no firewall blocks the"
+            f" ({reason}); check that rank 0 is running, {remedy}, and that no firewall blocks the"
             " connection"
         )
 
@@ -205,32 +202,12 @@ class Handshake:
 
         After the welcome, hundreds of ranks would connect to the store simultaneously.
         """
-        port, hosts = self._answers["accepted"]
+        port = self._answers["accepted"]
         try:
-            if without_scope(self._host) != hosts[0]:
-                self._find_store(sorted(dict.fromkeys([*hosts, self._host]), key=is_loopback), port)
             return connect_store(self._host, port, self._deadline, self._raise_if_over)
         except RendezvousError:
             self._await_welcome()  # raises a better error if rank 0 has refused, or is not replying
             raise
-
-    def _find_store(self, hosts: list[str], port: int) -> None:
-        """Find the host of rank 0's store behind a service or a tunnel.
-
-        Either may forward only the port of rank 0's listener.
-        """
-        for _ in self._deadline.ticks():
-            self._raise_if_over()
-            for host in hosts:
-                with suppress(OSError), self._connect(host, port) as connected:
-                    self._host = host
-                    self._own_address = host_of(connected.getsockname())
-                    return
-        raise RendezvousError(
-            f"{self._hello.info} reached rank 0 at {self._where}, but not its store at port {port}"
-            f" of {listed(hosts)}; allow connections between all hosts on every port, which"
-            " collectives also need"
-        )
 
     def _await_welcome(self) -> tuple[RankInfo, ...]:
         if not self._wait_for("welcome", self._deadline.remaining):
@@ -253,10 +230,10 @@ class Handshake:
         if 0 in self._channel.ended:
             raise self._lost("closed the connection")
 
-    def _lost(self, what: str) -> RendezvousError:
+    def _lost(self, finding: str) -> RendezvousError:
         return RendezvousError(
-            f"rank 0 at {self._where} {what} after accepting {self._hello.info}; look at rank 0's"
-            " output"
+            f"rank 0 at {self._where} {finding} after accepting {self._hello.info}; look at rank"
+            " 0's output"
         )
 
     def _wait_for(self, answer: str, seconds: float) -> bool:

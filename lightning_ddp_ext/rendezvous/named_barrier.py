@@ -139,22 +139,19 @@ class NamedBarriers:
         where: str = "",
         *,
         name: str = "",
-        check: Callable[[], None] = lambda: None,
-        is_patient: bool = False,
+        if_late: Callable[[], None] | None = None,
     ) -> None:
         """Report a call with :meth:`start_call` and :meth:`wait` for it. Collective."""
-        self.wait(self.start_call(what, where, name=name), check=check, is_patient=is_patient)
+        self.wait(self.start_call(what, where, name=name), if_late=if_late)
 
-    def wait(
-        self, call: Call, *, check: Callable[[], None] = lambda: None, is_patient: bool = False
-    ) -> None:
+    def wait(self, call: Call, *, if_late: Callable[[], None] | None = None) -> None:
         """Wait until every rank has started this call. Collective.
 
         Args:
             call: the result of :meth:`start_call`.
-            check: called after each collective timeout; it may raise a better error.
-            is_patient: whether to continue waiting after that; otherwise ranks that
-                have not started it are absent.
+            if_late: called after each collective timeout to continue the wait, unless
+                it raises; by default, ranks that have not started the call by then are
+                absent.
 
         Raises:
             RankAbsentError: a rank skipped this call, started another one, or did not
@@ -164,9 +161,10 @@ class NamedBarriers:
         self.awaited = call
         try:
             while not self._is_open(call, self._timeout().total_seconds()):
-                check()
-                if not is_patient:
+                if if_late is None:
                     self._end_wait(call)
+                else:
+                    if_late()
         finally:
             self.awaited = None
 

@@ -9,10 +9,10 @@ other rank, which both return the ``Connections``, and then
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 import torch.distributed as dist
@@ -36,14 +36,6 @@ from lightning_ddp_ext.threads import use_device
 _logger = rank_logger(__name__, ranks=0)  # for messages that are the same on all ranks
 
 
-class Reuse(Enum):
-    """What a further Trainer uses of an existing context."""
-
-    GROUPS = "the groups, with its own timeout"
-    CONNECTIONS = "the connections, over which the ranks form another default group"
-    NOTHING = "nothing: after a failure, or with another world size, the ranks connect again"
-
-
 class ProcessContext:
     """The channel, the store and the groups that this process shares with other ranks.
 
@@ -57,12 +49,12 @@ class ProcessContext:
         barriers: the named barriers.
         groups: the process groups.
         session: what other subpackages keep with these connections.
-        is_closed: whether this process has left the other ranks.
+        has_closed: set when this process leaves the other ranks.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
         self.session: Any = None
-        self.is_closed = False
+        self.has_closed = threading.Event()
         self.world = request.world
         self.table = connections.table
         self._connections = connections
@@ -119,8 +111,7 @@ class ProcessContext:
     def adapted(self, request: Request) -> Request:
         """Return another Trainer's request, adapted to the existing connections.
 
-        It gets their init method and endpoint. :func:`join` needs the result even where
-        :meth:`reuse_for` finds nothing to reuse, so these are two methods.
+        It gets their init method and endpoint, also if the ranks connect again.
 
         Raises:
             GroupInUseError: the request has another rank, world size or init method.
@@ -149,12 +140,14 @@ class ProcessContext:
             raise cause.to_error()
         return replace(request, init_method=first.init_method, endpoint=first.endpoint)
 
-    def reuse_for(self, request: Request) -> Reuse:
-        """Return what a Trainer with an adapted request can use."""
-        if len(self.table) != request.world.world_size or self.peers.cause is not None:
-            return Reuse.NOTHING
-        is_same_group = _group_settings(request) == _group_settings(self.groups.request)
-        return Reuse.GROUPS if is_same_group and dist.is_initialized() else Reuse.CONNECTIONS
+    def can_serve(self, request: Request) -> bool:
+        """Whether a Trainer with an adapted request can use the groups."""
+        return (
+            len(self.table) == request.world.world_size
+            and self.peers.cause is None
+            and _group_settings(request) == _group_settings(self.groups.request)
+            and dist.is_initialized()
+        )
 
     # Failure and close.
 
@@ -198,7 +191,7 @@ class ProcessContext:
 
     def close(self) -> None:
         """Close groups, channel and store."""
-        self.is_closed = True
+        self.has_closed.set()
         try:
             self.groups.close(is_broken=self.peers.cause is not None)
         finally:
@@ -229,10 +222,11 @@ def join(request: Request) -> ProcessContext | None:
 
     Collective: every rank must call it.
 
-    A process connects once, and later calls reuse the connections: a request with
-    another backend or other variables forms a new group, another timeout is set, and
-    any other difference raises. A process that was the only rank may join other ranks
-    later. After a failure that all ranks survived, they leave and connect again.
+    A process connects once, and later calls use its groups, with their own timeout. The
+    ranks leave and connect again for a request with another backend or other variables,
+    after a failure that all ranks survived, and if the script has destroyed the group. A
+    process that was the only rank may join other ranks later. Any other difference
+    raises.
 
     Returns:
         The context; ``None`` if other code opened the default process group, which is
@@ -249,20 +243,15 @@ def join(request: Request) -> ProcessContext | None:
     former = _reusable(request.world.world_size)
     if former is not None:
         request = former.adapted(request)
-        reuse = former.reuse_for(request)
-        if reuse is Reuse.GROUPS:
+        if former.can_serve(request):
             former.groups.set_timeout(request)
             return former
-        if reuse is Reuse.CONNECTIONS:
-            if former.groups.uses_nccl and request.variables != former.groups.request.variables:
-                _logger.warning(
-                    "this Trainer sets other variables of NCCL than an earlier one, but NCCL reads"
-                    " most of them only once in a process; run it in a separate script"
-                )
-            former.groups.close(is_broken=False)
-            former.form_group(request, Deadline(request.init_timeout.total_seconds()))
-            return former
-        leave()
+        if former.groups.uses_nccl and request.variables != former.groups.request.variables:
+            _logger.warning(
+                "this Trainer sets other variables of NCCL than an earlier one, but NCCL reads most"
+                " of them only once in a process; run it in a separate script"
+            )
+        _contexts.pop().close()
     if dist.is_initialized():
         _adopt_foreign_group(request)
         return None

@@ -138,13 +138,8 @@ class Hello:
 
     def settings(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, by name."""
-        found = {"world_size": str(self.world_size), "init_method": self.init_method}
-        found |= {f"the version of {name}": version for name, version in self.versions.items()}
-        # A difference in the patch number only causes a warning.
-        loose = "the version of torchmetrics"
-        if loose in found:
-            found[loose] = ".".join(found[loose].split(".")[:2])
-        return found
+        versions = {f"the version of {name}": each for name, each in self.versions.items()}
+        return {"world_size": str(self.world_size), "init_method": self.init_method, **versions}
 
 
 def difference_between(first: Hello, second: Hello) -> str | None:

@@ -107,11 +107,6 @@ def host_of(address: tuple[Any, ...]) -> str:
     return socket.getnameinfo(address, numeric)[0].removeprefix("::ffff:")
 
 
-def without_scope(host: str) -> str:
-    """Remove the scope of a link-local host, which means nothing on other hosts."""
-    return host.partition("%")[0]
-
-
 def own_addresses() -> list[str]:
     """Return this host's numeric addresses, loopback last, and IPv4 before IPv6."""
     families = (socket.AF_INET, socket.AF_INET6)

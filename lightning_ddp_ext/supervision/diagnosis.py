@@ -54,20 +54,19 @@ class Findings:
 
         ``None`` if it, or every rank, is making progress.
         """
-        still = [report for report in self.reports if report.is_still]
-        moving = [report for report in self.reports if not report.is_still]
-        if not still:
+        stalled = [report for report in self.reports if report.makes_no_progress]
+        moving = [report for report in self.reports if not report.makes_no_progress]
+        if not stalled:
             return None
-        longest = max(report.idle for report in still)
+        longest = max(report.idle for report in stalled)
         # Ranks start to wait at different times, so half of the longest wait suffices.
         if self.silences and all(2 * report.idle > longest for report in moving):
-            sentence = listed([*self.silences, *_activities(still)], separator="; ")
-            return event_of("hung", self.silences[0].who, sentence)
-        if moving and all(report.waits for report in still):
+            return event_of("hung", self.silences[0].who, listed(self.silences, separator="; "))
+        if moving and all(report.waits for report in stalled):
             return None
         mismatch = mismatch_in(self.reports)
         different = None if mismatch is None else replace(mismatch.event, kind="hung")
-        return _absent_from_collective(self.reports) or different or _stuck(still)
+        return _absent_from_collective(self.reports) or different or _stuck(stalled)
 
     def __str__(self) -> str:
         """Return all findings as text, rank by rank."""
@@ -101,40 +100,29 @@ def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:
 def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]) -> PeerEvent:
     # A rank that is not waiting for others is closer to the cause.
     first = min(absent, key=lambda report: (report.waits, report.who.rank))
-    others = [report.who.rank for report in absent if report is not first]
-    also = f" (nor did {ranks_in_words(others)})" if others else ""
     seconds = max(report.idle for report in waiting)
-    who = ranks_in_words(report.who.rank for report in waiting)
-    wait = f"{who} {'has' if len(waiting) == 1 else 'have'} waited for it"
+    ranks = ranks_in_words(report.who.rank for report in waiting)
     return event_of(
         "hung",
         first.who,
-        f"{first.who} never entered {collective}{also}; it is in {_activity(first)}; {wait} for"
-        f" {seconds:.0f} s",
+        f"{first.who} never entered {collective}; it is in {_activity(first)}; {ranks} waited for"
+        f" it for {seconds:.0f} s",
     )
 
 
-def _stuck(still: Sequence[Report]) -> PeerEvent:
+def _stuck(stalled: Sequence[Report]) -> PeerEvent:
     """Return the event of the rank that the others are assumed to wait for.
 
     It is a rank that is not waiting itself, if possible.
     """
-    inside = [report for report in still if not report.is_outside] or list(still)
+    inside = [report for report in stalled if not report.is_outside] or list(stalled)
     culprits = [report for report in inside if not report.waits] or inside
     first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))
-    finding = (
-        f"{first.who} has made no progress for {first.idle:.0f} s; it is in {_activity(first)}"
+    return event_of(
+        "hung",
+        first.who,
+        f"{first.who} has made no progress for {first.idle:.0f} s; it is in {_activity(first)}",
     )
-    others = [report for report in still if report is not first]
-    return event_of("hung", first.who, listed([finding, *_activities(others)], separator="; "))
-
-
-def _activities(still: Sequence[Report]) -> list[str]:
-    ordered = sorted(still, key=lambda report: report.who.rank)
-    return [
-        f"rank {each.who.rank} has been in {_activity(each)} for {each.idle:.0f} s"
-        for each in ordered
-    ]
 
 
 def _activity(report: Report) -> str:
@@ -143,18 +131,8 @@ def _activity(report: Report) -> str:
 
 
 def _section(report: Report) -> str:
-    state = (
-        f"no progress for {report.idle:.1f} s"
-        if report.is_still
-        else f"last progress {report.idle:.1f} s ago"
-    )
-    lines = [f"{report.who}: {state}, in {report.where}", report.progress]
-    for flight in report.flights:
-        pending = (
-            "" if flight.pending is None else f", waiting in {flight.describe(flight.pending)}"
-        )
-        lines.append(f"group {flight.label or 'default'}: entered #{flight.entered}{pending}")
-    return "\n".join(line for line in [*lines, report.stacks.rstrip()] if line)
+    state = f"{report.who}: last progress {report.idle:.1f} s ago, in {_activity(report)}"
+    return "\n".join(line for line in (state, report.progress, report.stacks.rstrip()) if line)
 
 
 # Deadlocks.

@@ -85,7 +85,7 @@ class Flight:
     """The timeout of that collective, in seconds."""
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Flight:
+    def from_dict(cls, values: dict[str, Any]) -> Flight:
         """Restore a flight from the result of ``dataclasses.asdict``."""
         recent = {number: Collective(**each) for number, each in values["recent"].items()}
         return cls(**{**values, "recent": recent})

@@ -95,14 +95,16 @@ class GracefulStop:
 
     Args:
         context: the connections to the other ranks.
-        check_that_all_answer: raises if a rank does not reply.
+        raise_if_a_rank_is_silent: raises if a rank does not reply.
 
     Attributes:
         is_active: whether a Trainer of this process handles requests.
     """
 
-    def __init__(self, context: ProcessContext, check_that_all_answer: Callable[[], None]) -> None:
-        self._check_that_all_answer = check_that_all_answer
+    def __init__(
+        self, context: ProcessContext, raise_if_a_rank_is_silent: Callable[[], None]
+    ) -> None:
+        self._raise_if_a_rank_is_silent = raise_if_a_rank_is_silent
         self._context = context
         self._peers = context.peers
         self._position: Position = (0, 0, 0)
@@ -156,7 +158,7 @@ class GracefulStop:
         with self._peers.arrived:
             self.is_active = False
             self._acknowledge = _ignore  # this object outlives the Trainer
-            if self._request is None or self._is_over(self._request.job):
+            if self._request is None or self._has_finished(self._request.job):
                 self._request = None
                 self._target = None
         self._forced_exit.lift()
@@ -201,7 +203,7 @@ class GracefulStop:
         as it replies.
         """
         self._context.barriers.enter(
-            "the final stop check", check=self._check_that_all_answer, is_patient=True
+            "the final stop check", if_late=self._raise_if_a_rank_is_silent
         )
         return self.at_point()
 
@@ -229,7 +231,7 @@ class GracefulStop:
 
     # The agreement, in other threads.
 
-    def _is_over(self, job: int) -> bool:
+    def _has_finished(self, job: int) -> bool:
         """Whether this rank has finished that job.
 
         A late message must not stop the next one.
@@ -242,7 +244,7 @@ class GracefulStop:
         After the first one, all ranks pause as soon as rank 0 has started that job.
         """
         request = StopRequest(**values)
-        if self._request is None and not self._is_over(request.job):
+        if self._request is None and not self._has_finished(request.job):
             self._request = request
             if self.is_active and request.job == self._job:
                 self._start_agreement(request)
@@ -265,14 +267,14 @@ class GracefulStop:
 
     def _pause(self, values: dict[str, Any]) -> Position:
         request = StopRequest(**values)
-        if not self._is_over(request.job):
+        if not self._has_finished(request.job):
             self._request = request
             self._target = _UNDECIDED
             self._limit_stop(request)
         return self._position  # read after the flag is set; the main thread uses the opposite order
 
     def _set_target(self, target: Sequence[int], job: int) -> None:
-        if not self._is_over(job):
+        if not self._has_finished(job):
             self._target = (target[0], target[1])
 
     # The deadline.

@@ -6,9 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 from lightning_ddp_ext.forced_exit import exit_now, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -28,33 +26,21 @@ _GRACE = 3.2
 _LOOK_EVERY = 0.25
 _PR_SET_PDEATHSIG = 1  # from prctl.h
 
-# A process gets another parent when its own exits, so only the first value counts.
-_parent = os.getppid()
 _watched: set[int] = set()
-
-
-def _record_parent() -> None:
-    global _parent
-    _parent = os.getppid()
-
-
-os.register_at_fork(after_in_child=_record_parent)
 
 
 def watch_launcher(pid: int) -> None:
     """Exit some seconds after process ``pid`` exits.
 
     If it is not running, the time counts from this call. A second call for the same
-    process does nothing.
+    process does nothing, nor does a call for process 0 or 1. A parent 0 is outside of
+    this container. Process 1 has adopted this orphan, or is the first process of a
+    container, which ends with it.
     """
-    _watch(pid, partial(_wait_for_exit, pid))
-
-
-def _watch(pid: int, wait_for_exit: Callable[[], None]) -> None:
-    if pid not in _watched:
+    if pid > 1 and pid not in _watched:
         _watched.add(pid)
         _refuse_parent_death_signal()
-        start_thread("ddpx-launcher", _end_after, pid, wait_for_exit)
+        start_thread("ddpx-launcher", _exit_after, pid)
 
 
 def _refuse_parent_death_signal() -> None:
@@ -92,26 +78,6 @@ def set_rank_variables(local_rank: str) -> None:
     os.environ[_RANK_PID] = str(os.getpid())
 
 
-def watch_parent() -> None:
-    """Exit soon after the parent process exits.
-
-    This is for launchers that the environment does not name. Parent 0 is outside of
-    this container. Process 1 has either adopted this orphan or is the first process of
-    a container, which ends with it. In doubt, this process continues.
-    """
-    if _parent > 1:
-        _watch(_parent, _wait_for_adoption)
-
-
-def _wait_for_adoption() -> None:
-    """Wait until the parent has exited and this process has another one.
-
-    ``/proc`` may not show the parent.
-    """
-    while os.getppid() == _parent:
-        time.sleep(_LOOK_EVERY)
-
-
 def _wait_for_exit(pid: int) -> None:
     import psutil  # importing it takes 6 ms, and only ranks with a launcher need it
 
@@ -121,8 +87,8 @@ def _wait_for_exit(pid: int) -> None:
             time.sleep(_LOOK_EVERY)
 
 
-def _end_after(pid: int, wait_for_exit: Callable[[], None]) -> None:
-    wait_for_exit()
+def _exit_after(pid: int) -> None:
+    _wait_for_exit(pid)
     with suppress(KeyError, OSError):  # a killed rank 0 leaves the file behind
         os.unlink(os.environ[PRIVATE_FILE])
     time.sleep(_GRACE)

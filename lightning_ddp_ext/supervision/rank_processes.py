@@ -28,7 +28,6 @@ from lightning_ddp_ext.supervision.signals import (
 # Seconds in which the other ranks may exit after the first failure, before those that
 # are not saving are stopped.
 _END_WITHIN = 5.0
-_NOTICE_AFTER = 10.0
 _LOOK_EVERY = 0.02
 # After sys.exit(1), this process seems to have succeeded, so a stuck child must not
 # block its exit for longer.
@@ -45,14 +44,12 @@ class ChildScripts:
         at_most: the seconds that this process waits for them at exit.
         save_within: the seconds after an exception until children that are still saving
             are killed.
-        notice_after: the seconds of waiting after which a notice is printed.
     """
 
     children: list[subprocess.Popen[bytes]]
     variables: dict[str, str] = field(default_factory=dict)
     at_most: float = _AT_MOST
     save_within: float = _AT_MOST
-    notice_after: float = _NOTICE_AFTER
 
     def failure(self) -> str | None:
         """Describe a child that exited before all ranks had connected, if any."""
@@ -84,14 +81,7 @@ class ChildScripts:
         with suppress(KeyboardInterrupt):
             if failed:
                 _end(self.children, _END_WITHIN, self.save_within)
-            elif alive := _running_after(self.children, self.notice_after):
-                who = ", ".join(
-                    f"local rank {index + 1} (pid {self.children[index].pid})" for index in alive
-                )
-                sys.stderr.write(
-                    f"this script has finished; waiting for {who} to exit, for at most"
-                    f" {self.at_most:.0f} s (Ctrl-C kills them now)\n"
-                )
+            else:
                 _running_after(self.children, self.at_most)
         for child in self.children:
             child.kill()

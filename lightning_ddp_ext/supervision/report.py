@@ -12,44 +12,66 @@ from lightning_ddp_ext.supervision.flight import Flight
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's report about itself."""
+    """A rank's report about itself.
+
+    =====================  =========  ==============================================
+    ``makes_no_progress``  ``waits``  The rank
+    =====================  =========  ==============================================
+    no                     any        works, or has not waited for long
+    yes                    yes        waits for other ranks
+    yes                    no         is stuck in its own code, or ``is_outside``
+    =====================  =========  ==============================================
+    """
 
     who: RankInfo
+
+    # Progress.
+
     idle: float = 0.0
     """Seconds since its last progress."""
-    is_still: bool = False
+    makes_no_progress: bool = False
     """Whether ``idle`` exceeds the timeout, or the rank has left the watched code."""
+    progress: str = ""
+    """Its progress: epoch, step, batch."""
+
+    # The main thread.
+
     doing: str = ""
     """The activity of its main thread, such as ``train_dataloader_next``."""
     place: str = ""
     """File and line in the user's code."""
-    is_waiting: bool = False
-    """Whether its main thread is waiting for other ranks, in a collective or elsewhere.
-    """
     is_outside: bool = False
     """Whether it has left the watched code, so it may no longer need the other ranks.
     """
-    progress: str = ""
-    """Its progress: epoch, step, batch."""
-    flights: list[Flight] = field(default_factory=list)
-    """Its collectives, as far as torch records them."""
-    stacks: str = ""
+    is_waiting: bool = False
+    """Whether its main thread is waiting for other ranks, in a collective or elsewhere.
+    """
     is_blocked: bool = False
     """Whether its main thread cannot continue before other ranks make the calls that it
     waits in.
     """
     cpu_seconds: float = 0.0
     """The processor time of its main thread."""
+    stacks: str = ""
+    """The stacks of its threads."""
+
+    # Collectives and named barriers.
+
+    flights: list[Flight] = field(default_factory=list)
+    """Its collectives, as far as torch records them."""
+    has_timed_out: bool = False
+    """Whether it has waited in a collective for the timeout."""
     calls: int = 0
     """The number of calls of named barriers that it has started."""
     awaited: Call | None = None
     """The call of a named barrier that it waits in."""
+
+    # The Trainer's run.
+
     run: int = 0
     """The ordinal of its Trainer's run, or of the last one."""
     is_in_run: bool = True
     """Whether that run is under way."""
-    has_timed_out: bool = False
-    """Whether it has waited in a collective for the timeout."""
 
     @property
     def where(self) -> str:
@@ -71,13 +93,12 @@ class Report:
         return next((flight for flight in self.flights if flight.group == group), None)
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Report:
+    def from_dict(cls, values: dict[str, Any]) -> Report:
         """Restore a report from the result of ``dataclasses.asdict``."""
-        flights = [Flight.of(flight) for flight in values["flights"]]
-        awaited = values["awaited"] and Call(**values["awaited"])
-        return cls(
-            **{**values, "who": RankInfo(**values["who"]), "flights": flights, "awaited": awaited}
-        )
+        who = RankInfo(**values["who"])
+        flights = [Flight.from_dict(flight) for flight in values["flights"]]
+        awaited = None if values["awaited"] is None else Call(**values["awaited"])
+        return cls(**{**values, "who": who, "flights": flights, "awaited": awaited})
 
 
 @dataclass(frozen=True)
@@ -86,8 +107,6 @@ class Silence:
 
     who: RankInfo
     seconds: float
-    is_stopped: bool = False
 
     def __str__(self) -> str:
-        stopped = ", and its process is stopped (SIGSTOP)" if self.is_stopped else ""
-        return f"{self.who} has not answered for {self.seconds:.0f} s{stopped}"
+        return f"{self.who} has not answered for {self.seconds:.0f} s"

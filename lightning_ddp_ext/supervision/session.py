@@ -28,7 +28,7 @@ class Session:
     def __init__(self, context: ProcessContext) -> None:
         self.context = context
         self.survey = Survey(context)
-        self.stops = GracefulStop(context, self.survey.check_that_all_answer)
+        self.stops = GracefulStop(context, self.survey.raise_if_a_rank_is_silent)
         self.exceptions = CommonException(context)
         watch_long_waits(context, self.survey)
 

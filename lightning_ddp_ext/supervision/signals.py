@@ -1,4 +1,4 @@
-"""Handle signals that request a stop, call the earlier handlers, and restore them."""
+"""Handle signals that request a stop, call the earlier handlers, and reinstate them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_ddp_ext.forced_exit import ForcedExit
+from lightning_ddp_ext.supervision.deferred_sigterm import DeferredSigterm
 
-# Seconds within which a process that exits because of another rank prints the cause.
-_PRINTS_CAUSE_WITHIN = 6.0
+# The objects whose handlers are installed; a forked child drops them.
+_installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
 
 class StopSignals:
@@ -32,8 +32,8 @@ class StopSignals:
 
     Args:
         on_signal: called with the signal's number, in the second thread.
-        is_over: returns whether the earlier handlers should take over; called in the
-            main thread.
+        run_has_ended: returns whether the earlier handlers should take over; called in
+            the main thread.
 
     Attributes:
         received: the last signal that the main thread received.
@@ -41,17 +41,17 @@ class StopSignals:
     """
 
     def __init__(
-        self, on_signal: Callable[[int], None], is_over: Callable[[], bool] = lambda: False
+        self, on_signal: Callable[[int], None], run_has_ended: Callable[[], bool] = lambda: False
     ) -> None:
         self.received: int | None = None
         self.has_passed_on = False
         self._on_signal = on_signal
-        self._is_over = is_over
-        self._before: dict[int, Any] = {}
+        self._run_has_ended = run_has_ended
+        self._earlier_handlers: dict[int, Any] = {}
         self._is_interrupted = False
         self._writer: socket.socket | None = None
         self._listener: threading.Thread | None = None
-        self._former_descriptor = -1
+        self._earlier_wakeup_fd = -1
 
     def install(self, *signals: signal.Signals) -> None:
         """Install handlers for these signals, except for ignored ones.
@@ -66,22 +66,23 @@ class StopSignals:
         reader, self._writer = socket.socketpair()
         reader.setblocking(True)  # regardless of socket.setdefaulttimeout
         self._writer.setblocking(False)
-        self._former_descriptor = signal.set_wakeup_fd(
+        self._earlier_wakeup_fd = signal.set_wakeup_fd(
             self._writer.fileno(), warn_on_full_buffer=False
         )
-        for each in signals:
-            if signal.getsignal(each) is not signal.SIG_IGN:
-                before = signal.signal(each, self._handle)
-                self._before[each] = signal.SIG_DFL if isinstance(before, _Deferral) else before
-        taken = frozenset(self._before)
+        for signum in signals:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                earlier = signal.signal(signum, self._handle)
+                is_ours = isinstance(earlier, DeferredSigterm)
+                self._earlier_handlers[signum] = signal.SIG_DFL if is_ours else earlier
+        handled = frozenset(self._earlier_handlers)
         self._listener = threading.Thread(
-            target=self._listen, args=[reader, taken], name="ddpx-signals", daemon=True
+            target=self._listen, args=[reader, handled], name="ddpx-signals", daemon=True
         )
         self._listener.start()
         _installed.add(self)
 
     def restore(self, *, defers_sigterm: bool = False) -> None:
-        """Restore the earlier handlers, except where ours has been replaced since.
+        """Reinstate the earlier handlers, except where ours has been replaced since.
 
         With ``defers_sigterm``, SIGTERM then ends this process some seconds later, if
         it had no handler: launchers send it to the other ranks as soon as one rank dies
@@ -91,52 +92,62 @@ class StopSignals:
         listener = self._listener
         if writer is None or listener is None:
             return
-        self._restore(writer, defers_sigterm=defers_sigterm)
+        self._reinstate(writer, defers_sigterm=defers_sigterm)
         writer.shutdown(socket.SHUT_RDWR)  # also works if a forked child has a copy
         writer.close()
         listener.join()
 
-    def _restore(self, writer: socket.socket, *, defers_sigterm: bool = False) -> None:
+    def _reinstate(self, writer: socket.socket, *, defers_sigterm: bool = False) -> None:
         _installed.discard(self)
-        while self._before:
-            each, handler = self._before.popitem()
-            if defers_sigterm and each == signal.SIGTERM and handler is signal.SIG_DFL:
-                handler = _Deferral()  # without a moment in which SIGTERM kills
+        self._reinstate_handlers(defers_sigterm=defers_sigterm)
+        self._reinstate_wakeup_fd(writer)
+        self._writer = None
+        self._listener = None
+
+    def _reinstate_handlers(self, *, defers_sigterm: bool) -> None:
+        while self._earlier_handlers:
+            signum, earlier = self._earlier_handlers.popitem()
+            handler = _handler_to_reinstate(signum, earlier, defers_sigterm=defers_sigterm)
             # After a KeyboardInterrupt, Lightning ignores SIGINT; early in a run, it
             # may not undo this.
-            if signal.getsignal(each) in (self._handle, signal.SIG_IGN) and handler is not None:
-                signal.signal(each, handler)
-        current = signal.set_wakeup_fd(self._former_descriptor)
-        if current != writer.fileno():
-            signal.set_wakeup_fd(current)
-        self._writer = self._listener = None
+            is_unchanged = signal.getsignal(signum) in (self._handle, signal.SIG_IGN)
+            if is_unchanged and handler is not None:
+                signal.signal(signum, handler)
 
-    def _listen(self, reader: socket.socket, taken: frozenset[int]) -> None:
+    def _reinstate_wakeup_fd(self, writer: socket.socket) -> None:
+        current = signal.set_wakeup_fd(self._earlier_wakeup_fd)
+        if current != writer.fileno():  # other code has replaced ours
+            signal.set_wakeup_fd(current)
+
+    def _listen(self, reader: socket.socket, handled: frozenset[int]) -> None:
         with reader:
             while numbers := reader.recv(64):
-                if self._former_descriptor >= 0:
+                if self._earlier_wakeup_fd >= 0:
                     with suppress(OSError):
-                        os.write(self._former_descriptor, numbers)
-                for signum in taken.intersection(numbers):
+                        os.write(self._earlier_wakeup_fd, numbers)
+                for signum in handled.intersection(numbers):
                     self._on_signal(signum)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        before = self._before.get(signum)
-        if before is not None and self._is_over():
+        earlier = self._earlier_handlers.get(signum)
+        if earlier is not None and self._run_has_ended():
             # Teardown was skipped, as an ``on_exception`` raised.
-            signal.signal(signum, before)
+            signal.signal(signum, earlier)
             signal.raise_signal(signum)
             return
         if signum == signal.SIGINT and self._is_interrupted:
             signal.default_int_handler(signum, frame)
         self._is_interrupted = self._is_interrupted or signum == signal.SIGINT
         self.received = signum
-        if callable(before) and before is not signal.default_int_handler:
+        if callable(earlier) and earlier is not signal.default_int_handler:
             self.has_passed_on = True
-            before(signum, frame)
+            earlier(signum, frame)
 
 
-_installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
+def _handler_to_reinstate(signum: int, earlier: Any, *, defers_sigterm: bool) -> Any:
+    """Return the earlier handler, or one that defers SIGTERM without a gap before it."""
+    is_deferred = defers_sigterm and signum == signal.SIGTERM and earlier is signal.SIG_DFL
+    return DeferredSigterm() if is_deferred else earlier
 
 
 def _drop_in_child() -> None:
@@ -146,8 +157,8 @@ def _drop_in_child() -> None:
     """
     for signals in list(_installed):
         if signals._writer is not None:
-            signals._restore(signals._writer)
-    if isinstance(signal.getsignal(signal.SIGTERM), _Deferral):
+            signals._reinstate(signals._writer)
+    if isinstance(signal.getsignal(signal.SIGTERM), DeferredSigterm):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -167,31 +178,6 @@ def has_handler(signum: signal.Signals) -> bool:
 def without_handler(*signals: signal.Signals) -> list[signal.Signals]:
     """Return the signals that would end this process: neither handled nor ignored."""
     return [each for each in signals if not has_handler(each)]
-
-
-class _Deferral:
-    """A handler that ends this process after some time to print the cause.
-
-    The exit status is that of SIGTERM. The handler's thread starts in advance, since a
-    handler that starts a thread may deadlock.
-    """
-
-    def __init__(self) -> None:
-        self._is_requested = self._is_over = False
-        status = status_of(signal.SIGTERM)
-        ForcedExit("ddpx-sigterm").start(
-            _PRINTS_CAUSE_WITHIN, status, lambda: "", is_void=self._is_void
-        )
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        self._is_requested = True  # set before the check; the thread uses the opposite order
-        if self._is_over:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
-
-    def _is_void(self) -> bool:
-        self._is_over = True
-        return not self._is_requested
 
 
 def status_of(signum: int) -> int:

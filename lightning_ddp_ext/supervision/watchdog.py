@@ -23,7 +23,8 @@ from lightning_ddp_ext.supervision.diagnosis import Findings
 from lightning_ddp_ext.supervision.flight import flights, unfinished
 from lightning_ddp_ext.supervision.report import Report
 from lightning_ddp_ext.supervision.stacks import all_stacks, main_frame
-from lightning_ddp_ext.supervision.survey import Survey, report_of
+from lightning_ddp_ext.supervision.survey import Survey
+from lightning_ddp_ext.supervision.survey_replies import report_of
 from lightning_ddp_ext.threads import start_thread
 
 OnHang = Literal["abort", "continue"]
@@ -46,9 +47,9 @@ def _watch(context: ProcessContext, survey: Survey) -> None:
     since: dict[str, float] = {}
     surveyed_at = 0.0
     limit = context.peers.timeouts.deadlock
-    while not context.is_closed and context.peers.cause is None:
+    while context.peers.cause is None:
         now = time.monotonic()
-        since = {each: since.get(each, now) for each in survey.waits()}
+        since = {each: since.get(each, now) for each in survey.replies.waits()}
         start = min(since.values(), default=now)
         if _is_overdue(context, now - start):
             _end_overdue_collective(context.peers, survey)
@@ -56,7 +57,9 @@ def _watch(context: ProcessContext, survey: Survey) -> None:
         elif now - max(start, surveyed_at) >= limit:
             survey.request("deadlock", "")
             surveyed_at = time.monotonic()
-        time.sleep(min(limit, context.groups.timeout.total_seconds()) / _LOOKS)
+        pause = min(limit, context.groups.timeout.total_seconds()) / _LOOKS
+        if context.has_closed.wait(pause):
+            return
 
 
 def _is_overdue(context: ProcessContext, seconds: float) -> bool:
@@ -121,7 +124,7 @@ class Watchdog:
     def start(self) -> None:
         """Start watching."""
         if self._survey is not None:
-            self._survey.describe = self._report
+            self._survey.replies.describe = self._report
             self._survey.publish = self._publish
         self._thread.start()
 
@@ -182,7 +185,7 @@ class Watchdog:
         return report_of(
             self._who,
             idle=idle,
-            is_still=is_outside or idle >= self._timeout,
+            makes_no_progress=is_outside or idle >= self._timeout,
             doing=doing,
             is_outside=is_outside,
             progress=progress,

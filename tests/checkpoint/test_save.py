@@ -9,6 +9,7 @@ import os
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,25 @@ def test_ctrl_c_in_the_middle_of_a_write_leaves_the_old_file(
         write({"new": 2}, tmp_path / "it.ckpt")
     assert loaded(f"{tmp_path}/it.ckpt") == {"old": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["it.ckpt"]
+
+
+def test_what_killed_saves_left_behind_is_removed_after_an_hour(tmp_path: Path) -> None:
+    """Younger files, which another host may be writing, and files with similar names
+    are kept.
+    """
+    two_hours_ago = time.time() - 7200
+    left_behind = tmp_path / ".ddpx-0123456789abcdef.partial"
+    young = tmp_path / ".ddpx-aaaaaaaaaaaaaaaa.partial"
+    similar = [tmp_path / name for name in ("old.ckpt", ".ddpx-notes.partial", ".ddpx-0.link.ckpt")]
+    for file in (left_behind, *similar):
+        file.touch()
+        os.utime(file, (two_hours_ago, two_hours_ago))
+    young.touch()
+    link = tmp_path / ".ddpx-ab12.link"
+    link.symlink_to("old.ckpt")
+    os.utime(link, (two_hours_ago, two_hours_ago), follow_symlinks=False)
+    write(kinds(), tmp_path / "it.ckpt")
+    assert {*tmp_path.iterdir()} == {young, *similar, tmp_path / "it.ckpt"}
 
 
 @pytest.mark.parametrize(

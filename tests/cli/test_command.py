@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import metadata
 from pathlib import Path
 
@@ -26,10 +25,10 @@ def test_as_a_module(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(9)}, tmp_path / "it.ckpt")
     path = flip(tmp_path / "it.ckpt", "data/0")
     completed = run_script(
-        path, "--json", launcher=("python", "-m", "lightning_ddp_ext", "checkpoint", "verify")
+        path, launcher=("python", "-m", "lightning_ddp_ext", "checkpoint", "verify")
     )
     assert completed.exit_code == 1
-    assert json.loads(completed.output)["damaged"] == ["data/0"]
+    assert "data/0 does not match the recorded CRC-32" in completed.output
 
 
 @pytest.mark.parametrize("world_size", [1, 2], ids=["alone", "as ranks"])
@@ -40,13 +39,11 @@ def test_ranks_connect_reduce_save_verify_and_restore(world_size: int, tmp_path:
     command = tmp_path / "command.py"
     command.write_text(COMMAND)
     output = run_on_ranks(command, "test", cwd=tmp_path, world_size=world_size)
-    # On a busy machine the launching process waits for the other rank and prints that;
     # torch warns if lo has no name, and a library of torch 2.15 reports leaks at exit.
     ours = [
         line
         for line in output.splitlines()
-        if "; waiting" not in line
-        and not line.startswith(("[W", "nanobind: ", " - ", "See https://nanobind."))
+        if not line.startswith(("[W", "nanobind: ", " - ", "See https://nanobind."))
     ]
     parts = [line.partition(" s  ")[2] for line in ours]
     expected = ["connected and trained", "reduced", "saved", "verified", "restored"]
@@ -57,7 +54,10 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 REFUSED = [
     ("--devices 0", "devices=0"),
     ("--devices -3", "should be an int > 0"),
-    ("--init-method foo", "init_method 'foo' needs a scheme (got none); write env://, "),
+    (
+        "--init-method foo",
+        "init_method must be env://, tcp://HOST:PORT or file:///PATH (got 'foo'); ",
+    ),
     (
         "--init-method tcp://host",
         "init_method 'tcp://host' needs a port (got none); write tcp://host:29500",

@@ -24,7 +24,6 @@ from lightning_ddp_ext import (
     RankZeroCheckpointIO,
 )
 from lightning_ddp_ext.checkpoint.archive import Archive
-from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers
 from tests.harness.ranks import RankProcesses, hold, run_ranks
 from tests.harness.training import (
     KINDS,
@@ -444,13 +443,10 @@ def kill_once(path: Path, background: bool, first: int, saves: float) -> tuple[i
         spin(saves % 1)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    leftovers = find_leftovers(path.parent)
+    leftovers = list(path.parent.glob(".ddpx-*.partial"))
     for leftover in leftovers:
-        os.utime(leftover.path, (0, 0))  # an hour passes
-    assert {each.name for each in path.parent.iterdir()} <= {
-        path.name,
-        *(left.path.name for left in leftovers),
-    }
+        os.utime(leftover, (0, 0))  # an hour passes
+    assert {*path.parent.iterdir()} <= {path, *leftovers}
     assert len(leftovers) <= 1, "those of earlier kills are removed when a writer starts"
     if not path.exists():  # in the background the first may not be there yet
         assert background

@@ -41,16 +41,15 @@ class HangWatchdog(pl.Callback):
 
         rank 3 (host b, pid 17) never entered all_reduce #512 [[4096]]; it is in
         train_dataloader_next, dataset.py:41;
-        ranks 0-2 have waited for it for 61 s
+        ranks 0-2 waited for it for 61 s
 
     If a rank does not answer within 5 s, because its process is stopped (SIGSTOP) or C
     code holds the GIL, the report names it without its stacks. If that rank is rank 0,
     each waiting rank reports its own stacks.
 
     With ``on_hang="abort"``, every rank then raises ``RankHungError``; a rank that
-    cannot be interrupted exits a few seconds later with status 1. A stopped process on
-    the reporting rank's host is continued so that it also exits. If a process never
-    releases the GIL, only its launcher can end it.
+    cannot be interrupted exits a few seconds later with status 1. If a process is
+    stopped or never releases the GIL, only its launcher can end it.
 
     With other strategies, the ranks cannot exchange messages: each rank reports its own
     stacks and where it waits and, with ``on_hang="abort"``, exits with ``os._exit(1)``,

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torchmetrics
 
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import RendezvousError
@@ -26,7 +25,7 @@ from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from lightning_ddp_ext.supervision.parent_watch import PRIVATE_FILE, watch_parent
+from lightning_ddp_ext.supervision.parent_watch import PRIVATE_FILE, watch_launcher
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.version import __version__
@@ -105,7 +104,7 @@ class ConnectionSettings:
         waits for a debugger.
         """
         if launcher_of(os.environ) in (TORCHRUN, OPEN_MPI):
-            watch_parent()  # other launchers stop their ranks themselves
+            watch_launcher(os.getppid())  # other launchers stop their ranks themselves
         is_first = current() is None
         request = self._request(strategy)
         session = start_session(request if debugged is None else without_limits(request))
@@ -155,7 +154,7 @@ class ConnectionSettings:
         method = self.init_method
         environment = strategy.cluster_environment
         if isinstance(method, File):
-            check_file(method, num_nodes=strategy.num_nodes)
+            check_file(method)
             return FileEndpoint(method.path)
         if isinstance(method, Tcp):
             return TcpEndpoint(method, is_local=strategy.num_nodes == 1)
@@ -225,6 +224,5 @@ def _versions() -> dict[str, str]:
     return {
         "torch": str(torch.__version__),
         lightning_name: lightning_version,
-        "torchmetrics": torchmetrics.__version__,
         "lightning_ddp_ext": __version__,
     }
