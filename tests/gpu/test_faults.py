@@ -28,10 +28,11 @@ from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedE
 from lightning_ddp_ext.rendezvous.process_context import current, leave
 from lightning_ddp_ext.supervision.flight import Flight, flights, unfinished
 from tests.gpu.placement import ALONE, GPU, IS_GPU, Placement, Wide, hold_device
+from tests.harness import training
 from tests.harness.outcomes import stories
-from tests.harness.training import Net, assert_same, limit_collectives, weights
+from tests.harness.training import Net
 from tests.integration.rescuing import NAME
-from tests.supervision.model import boom, die, wait_for_ever
+from tests.supervision import model as supervision
 
 pytestmark = pytest.mark.gpu
 
@@ -60,15 +61,19 @@ class Fault:
 
 
 FAULTS = {
-    "raises": Fault(boom, RankFailedError, "failed, so this rank stops: BoomError: no such layer"),
-    "dies": Fault(die, RankDiedError, "died: its process ended unexpectedly", (-signal.SIGKILL,)),
+    "raises": Fault(
+        supervision.boom, RankFailedError, "failed, so this rank stops: BoomError: no such layer"
+    ),
+    "dies": Fault(
+        supervision.die, RankDiedError, "died: its process ended unexpectedly", (-signal.SIGKILL,)
+    ),
     "hangs": Fault(
-        wait_for_ever,
+        supervision.wait_for_ever,
         RankHungError,
         r"never entered \w+ #\d+ .*; it is in training_step, .*\.py:\d+",
     ),
     "is late": Fault(
-        wait_for_ever,
+        supervision.wait_for_ever,
         RankAbsentError,
         r"in a collective for its timeout of 3 s, but rank 1 .*\.py:\d+",
     ),
@@ -99,7 +104,7 @@ class Faulty(Net):
 
     def training_step(self, batch: Any, index: int) -> Any:
         if index == BEFORE - 1 and self.fault == "is late":
-            limit_collectives(3.0)
+            training.limit_collectives(3.0)
         if index == BEFORE and self.global_rank == 1:
             (self.directory / "struck").write_text(str(time.monotonic()))
             FAULTS[self.fault].strike()
@@ -158,7 +163,7 @@ class Interrupted(Wide):
         if self.rank == 1:
             if IS_GPU:
                 torch.cuda.synchronize()
-            die()
+            supervision.die()
         hold_device(self.seconds)
 
 
@@ -171,7 +176,7 @@ def train_wide(
 
     def save_weights(trainer: L.Trainer, *_: Any) -> None:
         if rank == 0:
-            torch.save(weights(model), directory / f"{trainer.global_step}.pt")
+            torch.save(training.weights(model), directory / f"{trainer.global_step}.pt")
 
     options = {"rescue_checkpoint": directory / NAME, "bucket_cap_mb": 1}
     callbacks = [LambdaCallback(on_train_batch_end=save_weights)]
@@ -193,7 +198,7 @@ def test_partial_sums_are_not_saved(placement: Placement, seconds: float, tmp_pa
     rescued = torch.load(tmp_path / NAME, weights_only=True, map_location="cpu")
     finished = torch.load(tmp_path / f"{BEFORE}.pt", weights_only=True, map_location="cpu")
     assert rescued["global_step"] == BEFORE
-    assert_same(dict(rescued["state_dict"]), finished)
+    training.assert_same(dict(rescued["state_dict"]), finished)
 
 
 def fit(placement: Placement, directory: Path) -> dict[str, Tensor]:
@@ -201,7 +206,7 @@ def fit(placement: Placement, directory: Path) -> dict[str, Tensor]:
     torch.manual_seed(1)
     model = Net()
     placement.trainer(directory).fit(model)
-    return weights(model)
+    return training.weights(model)
 
 
 def abort_and_train_again(
@@ -229,7 +234,7 @@ def abort_and_train_again(
     leave()
     assert not dist.is_initialized()
     for _ in range(2):  # the second Trainer uses the group of the first
-        assert_same(fit(placement, directory), learned)
+        training.assert_same(fit(placement, directory), learned)
     return waits, pending, limit
 
 
@@ -286,4 +291,4 @@ def test_a_cuda_graph_is_captured_while_the_recorder_is_read(tmp_path: Path) -> 
     if not IS_GPU:
         pytest.skip("a CPU captures no graphs")
     [found] = ALONE.run(capture_while_polled, tmp_path)
-    assert_same(found, torch.full((3,), 8.0))
+    training.assert_same(found, torch.full((3,), 8.0))

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -61,51 +61,68 @@ class Measured(Net):
         return loss
 
 
-def train(
+def train_in_group(
     rank: int, world_size: int, placement: Placement, directory: Path, kind: Kind, *args: Any
 ) -> dict[str, Any]:
+    """Run all stages; on the CPU stock needs a group that is open."""
     is_group_open = kind == "stock" and not IS_GPU
     with stock_group(rank, world_size, directory) if is_group_open else nullcontext():
-        return learn(rank, placement, directory, kind, *args)
+        return run_all_stages(rank, placement, directory, kind, *args)
 
 
-def learn(
-    rank: int, placement: Placement, directory: Path, kind: Kind, joined: int | None
+def run_all_stages(
+    rank: int,
+    placement: Placement,
+    directory: Path,
+    kind: Kind,
+    ranks_per_batchnorm_group: int | None,
 ) -> dict[str, Any]:
-    """Train, save, resume, test and predict; ``joined`` ranks each share the statistics
-    of BatchNorm.
-    """
+    """Train, save, resume, test, predict and gather; return the results."""
     L.seed_everything(1)
     model = Measured()
     saver = ModelCheckpoint(directory / kind / placement.backend, save_last=True)
     options: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True}
-    if joined and kind == "ours":
-        options["callbacks"].append(SyncBatchNormConversion(process_group=joined))
+    if ranks_per_batchnorm_group and kind == "ours":
+        conversion = SyncBatchNormConversion(process_group=ranks_per_batchnorm_group)
+        options["callbacks"].append(conversion)
         options["strategy"] = {"broadcast_buffers": False}
-    elif joined:
+    elif ranks_per_batchnorm_group:
         options["sync_batchnorm"] = True
-    trainer = placement.trainer(directory, kind, **options)
-    trainer.fit(model)
-    formed = dist.get_backend()
+    placement.trainer(directory, kind, **options).fit(model)
+    assert dist.get_backend() == placement.backend
     resumed = placement.trainer(directory, kind, max_epochs=3, **options)
     resumed.fit(model, ckpt_path=saver.last_model_path)
-    learned = {"step": resumed.global_step, "weights": on_cpu(weights(model))}
-    learned["logged"] = {name: float(value) for name, value in resumed.callback_metrics.items()}
-    learned["tested"] = resumed.test(model, verbose=False)
+    results: dict[str, Any] = {"step": resumed.global_step, "weights": on_cpu(weights(model))}
+    results["logged"] = {name: float(value) for name, value in resumed.callback_metrics.items()}
+    results["tested"] = resumed.test(model, verbose=False)
     resumed.strategy.barrier("between")
     resumed.predict(model)
-    learned["predicted"] = gather_predictions(resumed)
+    results["predicted"] = gather_predictions(resumed)
     own = torch.full((2,), float(rank), device=placement.devices[rank])
-    learned["gathered"] = resumed.strategy.all_gather(own).cpu()
-    return {"learned": learned, "backend": formed}
+    results["gathered"] = resumed.strategy.all_gather(own).cpu()
+    return results
 
 
-SHARED = [("gloo", 2, None), ("gloo", 4, 2), ("NCCL", 2, None), ("NCCL", 2, 2)]
+def reference_for(
+    placement: Placement, ranks_per_batchnorm_group: int | None
+) -> tuple[Placement, Kind]:
+    """Return where, and with which strategy, the expected numbers are computed."""
+    on_cpu = Placement("gloo", ("cpu",) * len(placement.devices))
+    if placement.backend == "gloo":
+        return on_cpu, "ours"
+    if IS_GPU:
+        return placement, "stock"
+    # Stock has no SyncBatchNorm for the CPU.
+    return on_cpu, "ours" if ranks_per_batchnorm_group else "stock"
 
 
-@pytest.mark.parametrize(("placement", "ranks", "joined"), SHARED, indirect=["placement"])
+@pytest.mark.parametrize(
+    ("placement", "ranks", "ranks_per_batchnorm_group"),
+    [("gloo", 2, None), ("gloo", 4, 2), ("NCCL", 2, None), ("NCCL", 2, 2)],
+    indirect=["placement"],
+)
 def test_ranks_on_a_gpu_learn_as_elsewhere(
-    placement: Placement, ranks: int, joined: int | None, tmp_path: Path
+    placement: Placement, ranks: int, ranks_per_batchnorm_group: int | None, tmp_path: Path
 ) -> None:
     """Training, batched logging, metrics, SyncBatchNorm, saving, resuming, barrier,
     gathering: as on CPU, or as stock.
@@ -114,18 +131,11 @@ def test_ranks_on_a_gpu_learn_as_elsewhere(
     same GPUs. Groups of two ranks among four share statistics.
     """
     placement = replace(placement, devices=placement.devices * (ranks // 2))
-    # Stock has no SyncBatchNorm for the CPU.
-    kind = "stock" if placement.backend != "gloo" and (IS_GPU or not joined) else "ours"
-    is_same_place = IS_GPU and kind == "stock"
-    other = placement if is_same_place else Placement("gloo", ("cpu",) * ranks)
-    found = placement.run(train, tmp_path, "ours", joined)
-    expected = other.run(train, tmp_path, kind, joined)
-    learned, elsewhere = (
-        [result["learned"] for result in results] for results in (found, expected)
-    )
-    torch.testing.assert_close(learned, elsewhere, **TOLERANCE)
-    assert_same(*(result["weights"]["layers.0.weight"] for result in learned[:2]))
-    assert {result["backend"] for result in found} == {placement.backend}
+    reference, kind = reference_for(placement, ranks_per_batchnorm_group)
+    found = placement.run(train_in_group, tmp_path, "ours", ranks_per_batchnorm_group)
+    expected = reference.run(train_in_group, tmp_path, kind, ranks_per_batchnorm_group)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    assert_same(*(result["weights"]["layers.0.weight"] for result in found[:2]))
 
 
 class AlwaysJoint(SyncBatchNorm):
@@ -299,91 +309,90 @@ def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) ->
     assert_same(started.result, by_hand.result)
 
 
-def save_and_restore(
-    rank: int, world_size: int, placement: Placement, directory: Path
-) -> list[str]:
-    """Save in the midst of training, in the foreground and in the background; return
-    where momenta are restored.
-    """
-    for is_background in (False, True):
-        L.seed_everything(1)
-        path = directory / f"{is_background}.ckpt"
-        save = At(
-            "on_train_batch_end", partial(L.Trainer.save_checkpoint, filepath=path), earlier=1
-        )
-        io = RankZeroCheckpointIO(background=is_background)
-        placement.trainer(directory, callbacks=[save], plugins=[io]).fit(Wide())
-    if rank == 0:
-        foreground, background = (torch.load(directory / f"{each}.ckpt") for each in (False, True))
-        assert_same(background["state_dict"], foreground["state_dict"])
-        assert_same(*(each["optimizer_states"][0]["state"] for each in (background, foreground)))
-        assert {str(weight.device) for weight in background["state_dict"].values()} == {
-            placement.devices[rank]
-        }
-    restored = []
-    for devices in (placement.devices, ("cpu", "cpu")):
-        look = At("on_train_start", lambda trainer: restored.append(device_of_momenta(trainer)))
-        elsewhere = replace(placement, devices=devices, backend="gloo")
-        elsewhere.trainer(directory, callbacks=[look]).fit(Wide(), ckpt_path=path)
-    return restored
+class Trained(NamedTuple):
+    """What a rank has after a training that saved."""
+
+    weights: dict[str, Tensor]
+    gpus_in_use: list[int]  # on which this process has a context
+    devices_in_file: set[str]
 
 
-def device_of_momenta(trainer: L.Trainer) -> str:
-    [device] = {
-        str(state["momentum_buffer"].device) for state in trainer.optimizers[0].state.values()
-    }
-    return device
-
-
-def test_a_background_save_has_the_content_of_a_foreground_save(tmp_path: Path) -> None:
-    """Checkpoints saved in the background while training continues are whole, and load
-    on the GPU and the CPU.
-    """
-    assert GLOO.run(save_and_restore, tmp_path) == [[GPU, "cpu"]] * 2
-
-
-BACKWARDS = Placement(NCCL, ("cuda:1", "cuda:0") if IS_GPU else ("cpu", "cpu"))
-ON_CPU = Placement("gloo", ("cpu", "cpu"))
-
-
-def train_with_threads(
-    rank: int, world_size: int, placement: Placement, directory: Path
-) -> tuple[dict[str, Tensor], list[int], set[str]]:
-    """Train with what reads the device in threads.
-
-    Return the weights, the GPUs on which this process has a context, and on rank 0 the
-    devices that a file names.
-    """
+def save_in_training(
+    rank: int,
+    world_size: int,
+    placement: Placement,
+    path: Path,
+    model_type: type[Net],
+    is_background: bool,
+) -> Trained:
+    """Save after the second step, and train on; threads read the device meanwhile."""
     L.seed_everything(1)
-    model = Net()
-    path = directory / f"{placement.backend}.ckpt"
+    model = model_type()
     save = At("on_train_batch_end", partial(L.Trainer.save_checkpoint, filepath=path), earlier=1)
-    callbacks = [save, HangWatchdog(300, directory=directory)]
-    plugins = [RankZeroCheckpointIO(background=True)]
-    options = {"rescue_checkpoint": directory / "last-rescued.ckpt"}
-    placement.trainer(directory, strategy=options, plugins=plugins, callbacks=callbacks).fit(model)
-    used = [
+    placement.trainer(
+        path.parent,
+        strategy={"rescue_checkpoint": path.parent / "last-rescued.ckpt"},
+        plugins=[RankZeroCheckpointIO(background=is_background)],
+        callbacks=[save, HangWatchdog(300, directory=path.parent)],
+    ).fit(model)
+    in_use = [
         number
         for number in range(torch.cuda.device_count())
         if torch._C._cuda_hasPrimaryContext(number)
     ]
-    saved = (
-        {str(value.device) for value in torch.load(path)["state_dict"].values()}
-        if rank == 0
-        else set()
-    )
-    return {name: value.cpu() for name, value in weights(model).items()}, used, saved
+    saved = torch.load(path)["state_dict"].values() if rank == 0 else ()
+    return Trained(on_cpu(weights(model)), in_use, {str(value.device) for value in saved})
 
 
-def test_each_rank_uses_only_its_gpu(tmp_path: Path) -> None:
-    """Two GPUs: peer-to-peer training, background saves with rank 0 on the second GPU,
-    no context on the other GPU.
+def devices_of_momenta(
+    rank: int, world_size: int, placement: Placement, directory: Path, path: Path
+) -> set[str]:
+    """Return where a resumed run has the optimiser's states."""
+    found: set[str] = set()
+
+    def look(trainer: L.Trainer) -> None:
+        states = trainer.optimizers[0].state.values()
+        found.update(str(state["momentum_buffer"].device) for state in states)
+
+    looks = At("on_train_start", look)
+    placement.trainer(directory, callbacks=[looks]).fit(Wide(), ckpt_path=path)
+    return found
+
+
+GPUS_IN_REVERSE = Placement(NCCL, ("cuda:1", "cuda:0") if IS_GPU else ("cpu", "cpu"))
+ON_CPU = Placement("gloo", ("cpu", "cpu"))
+
+
+@pytest.mark.parametrize("chosen", [GLOO, GPUS_IN_REVERSE], ids=["one GPU", "two GPUs"])
+def test_a_background_save_has_the_content_of_a_foreground_save(
+    chosen: Placement, tmp_path: Path
+) -> None:
+    """Checkpoints saved in the background while training continues are whole, and load
+    on the GPU and the CPU.
+
+    Of two GPUs each rank uses only its own, also where rank 0 has the second one.
     """
-    if IS_GPU and torch.cuda.device_count() < 2:
+    if IS_GPU and torch.cuda.device_count() < len({*chosen.devices}):
         pytest.skip("needs two GPUs")
-    (first, on_first, saved), (second, on_second, _) = BACKWARDS.run(train_with_threads, tmp_path)
-    expected = ON_CPU.run(train_with_threads, tmp_path)
-    torch.testing.assert_close([first, second], [each for each, *_ in expected], **TOLERANCE)
-    assert_same(first["layers.0.weight"], second["layers.0.weight"])
-    assert (on_first, on_second) == (([1], [0]) if IS_GPU else ([], []))
-    assert saved == {BACKWARDS.devices[0]}
+    paths = [tmp_path / f"{each}.ckpt" for each in ("foreground", "background", "of net")]
+    chosen.run(save_in_training, paths[0], Wide, False)
+    trained = chosen.run(save_in_training, paths[1], Wide, True)
+    foreground, background = (torch.load(path, map_location="cpu") for path in paths[:2])
+    assert_same(background["state_dict"], foreground["state_dict"])
+    assert_same(background["optimizer_states"], foreground["optimizer_states"])
+
+    numbers = [[torch.device(each).index] if IS_GPU else [] for each in chosen.devices]
+    assert [each.gpus_in_use for each in trained] == numbers
+    assert trained[0].devices_in_file == {chosen.devices[0]}
+
+    for placement in (chosen, ON_CPU):
+        restored = placement.run(devices_of_momenta, tmp_path, paths[1])
+        assert restored == [{device} for device in placement.devices]
+
+    # Wide is too large to learn; its numbers overflow.
+    here, elsewhere = (
+        [each.weights for each in placement.run(save_in_training, paths[2], Net, True)]
+        for placement in (chosen, ON_CPU)
+    )
+    torch.testing.assert_close(here, elsewhere, **TOLERANCE)
+    assert_same(here[0]["layers.0.weight"], here[1]["layers.0.weight"])

@@ -18,7 +18,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import callbacks as pl_callbacks
-from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.utils.checkpoint import checkpoint
@@ -26,20 +25,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
+from tests.harness import ranks, training
 from tests.harness.network import Network
-from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.harness.training import (
-    At,
-    Batch,
-    Kind,
-    Net,
-    assert_same,
-    data,
-    make_strategy,
-    make_trainer,
-    on_ranks,
-    weights,
-)
+from tests.harness.training import Kind, Net
 
 By = Literal["callback", "flag", "both"]  # what converts: our callback, or the Trainer's flag
 
@@ -80,8 +68,8 @@ class Joint(Net):
 
     def train_dataloader(self) -> DataLoader[Any]:
         world_size = self.trainer.world_size
-        sampler = DistributedSampler(data(), world_size, self.trainer.global_rank, seed=3)
-        return DataLoader(data(), 6 // world_size, sampler=sampler)
+        sampler = DistributedSampler(training.data(), world_size, self.trainer.global_rank, seed=3)
+        return DataLoader(training.data(), 6 // world_size, sampler=sampler)
 
 
 def trainer_with(
@@ -101,15 +89,17 @@ def trainer_with(
     converting = [SyncBatchNormConversion(**conversion or {})] if by != "flag" else []
     options = {"num_sanity_val_steps": 0, "sync_batchnorm": by != "callback", **options}
     strategy = strategy or {}
-    return make_trainer(
-        make_strategy(kind, directory, **strategy), callbacks=[*callbacks, *converting], **options
+    return training.make_trainer(
+        training.make_strategy(kind, directory, **strategy),
+        callbacks=[*callbacks, *converting],
+        **options,
     )
 
 
 def trainer_alone(**options: Any) -> L.Trainer:
     """Return a Trainer in one process."""
     warnings.simplefilter("ignore", UserWarning)
-    return make_trainer("auto", **{"devices": 1, "num_sanity_val_steps": 0, **options})
+    return training.make_trainer("auto", **{"devices": 1, "num_sanity_val_steps": 0, **options})
 
 
 class Manual(Joint):
@@ -257,7 +247,7 @@ def learn(feature: Feature, trainer: L.Trainer) -> dict[str, Any]:
     trainer.fit(model)
     assert nn.BatchNorm1d in map(type, model.modules())
     return {
-        "weights": weights(model),
+        "weights": training.weights(model),
         "metrics": dict(trainer.callback_metrics),
         "steps": trainer.global_step,
     }
@@ -301,11 +291,11 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     running statistics included, is the same to the last bit; the callback also serves
     stock DDP.
     """
-    (alone,) = run_ranks(features_alone, 1)
-    first, second = on_ranks("ours", features_on_all, tmp_path)
-    stock, _ = on_ranks("stock", features_on_all, tmp_path)
+    (alone,) = ranks.run_ranks(features_alone, 1)
+    first, second = training.on_ranks("ours", features_on_all, tmp_path)
+    stock, _ = training.on_ranks("stock", features_on_all, tmp_path)
     for name, feature in FEATURES.items():
-        assert_same(first[name], second[name])
+        training.assert_same(first[name], second[name])
         close = {"rtol": feature.tolerance, "atol": feature.tolerance}
         torch.testing.assert_close(
             first[name], alone[name], **close, msg=lambda text, name=name: f"{name}: {text}"
@@ -342,7 +332,7 @@ def fit_and_log(kind: Kind, directory: Path, by: By) -> list[str]:
 @WAYS
 def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path) -> None:
     """Rank 0 logs a line about converted layers, and names the others in a warning."""
-    (summary, warning), second = on_ranks(kind, fit_and_log, tmp_path, by)
+    (summary, warning), second = training.on_ranks(kind, fit_and_log, tmp_path, by)
     assert (
         summary == "SyncBatchNorm: 6 of 10 layers, statistics over 2 ranks; "
         "not converted: 3 overrides forward, 1 synchronises already"
@@ -381,25 +371,7 @@ def test_whatever_ends_fit_the_model_is_what_it_was(
     kind: Kind, by: By, error: BaseException | None, limit: int | None, tmp_path: Path
 ) -> None:
     """Types, modes, keys and sharing of layers are unchanged."""
-    on_ranks(kind, fit_to_an_end, tmp_path, by, error, limit)
-
-
-def tune(kind: Kind, directory: Path, by: By) -> None:
-    model = Odd()
-    before = facts(model)
-    trainer = trainer_with(kind, directory, by=by, default_root_dir=directory)
-    found = Tuner(trainer).lr_find(
-        model, num_training=6, early_stop_threshold=None, attr_name="end", update_attr=False
-    )
-    assert found is not None
-    assert len(found.results["loss"]) == 6
-    assert facts(model) == before
-
-
-@WAYS
-def test_lightnings_tuner_leaves_the_model_as_it_was(kind: Kind, by: By, tmp_path: Path) -> None:
-    """The Tuner finds a rate in six steps; layers are unchanged then."""
-    on_ranks(kind, tune, tmp_path, by)
+    training.on_ranks(kind, fit_to_an_end, tmp_path, by, error, limit)
 
 
 class ByItself(Joint):
@@ -440,7 +412,7 @@ def test_a_choice_that_cannot_be_followed_ends_fit_on_all_ranks(
 
     A layer's forward may not reach ours; the Trainer's flag allows no choice of ranks.
     """
-    for error in on_ranks("ours", choose, tmp_path, model, options):
+    for error in training.on_ranks("ours", choose, tmp_path, model, options):
         assert told in error
 
 
@@ -450,7 +422,7 @@ def resume(kind: Kind, directory: Path) -> None:
         torch.manual_seed(1)
         whole = Joint()
         path = directory / f"{by}.ckpt"
-        save = At(
+        save = training.At(
             "on_train_batch_end",
             lambda trainer, path=path: trainer.save_checkpoint(path),
             earlier=4,
@@ -460,7 +432,7 @@ def resume(kind: Kind, directory: Path) -> None:
         model = Joint()
         trainer_with(kind, directory, by=by).fit(model, ckpt_path=path)
         assert model.trainer.global_step == 8
-        assert_same(weights(model), weights(whole))
+        training.assert_same(training.weights(model), training.weights(whole))
 
 
 def test_checkpoints_are_those_of_plain_layers_and_resuming_changes_nothing(tmp_path: Path) -> None:
@@ -468,19 +440,19 @@ def test_checkpoints_are_those_of_plain_layers_and_resuming_changes_nothing(tmp_
 
     A resumed run equals an unbroken one, bit by bit.
     """
-    on_ranks("ours", resume, tmp_path)
+    training.on_ranks("ours", resume, tmp_path)
 
 
 def in_groups(rank: int, world_size: int, init_method: str) -> list[Tensor]:
     from lightning_ddp_ext import DDPExtStrategy, SyncBatchNormConversion
 
     means = []
-    for ranks in (2, "node"):
+    for group in (2, "node"):
         model = Joint()
         strategy = DDPExtStrategy(init_method, broadcast_buffers=False)
         options = {"num_nodes": 2, "max_epochs": 1, "num_sanity_val_steps": 0}
-        make_trainer(
-            strategy, callbacks=[SyncBatchNormConversion(process_group=ranks)], **options
+        training.make_trainer(
+            strategy, callbacks=[SyncBatchNormConversion(process_group=group)], **options
         ).fit(model)
         means.append(model.layers[1].running_mean)
     return means
@@ -493,15 +465,15 @@ def test_groups_have_separate_statistics(two_hosts: Network) -> None:
     With `process_group=2` a group has two ranks, with "node" those of one machine.
     """
     env = {
-        **by_hand_env(4),
+        **ranks.by_hand_env(4),
         "LOCAL_RANK": lambda rank: str(rank % 2),
         "NODE_RANK": lambda rank: str(rank // 2),
     }
     init_method = f"tcp://{two_hosts[0].address}:29873"
     places = [two_hosts[rank // 2] for rank in range(4)]
-    results = run_ranks(in_groups, 4, init_method, env=env, namespaces=places)
+    results = ranks.run_ranks(in_groups, 4, init_method, env=env, namespaces=places)
     for means in zip(*results, strict=True):
-        assert_same((means[0], means[2]), (means[1], means[3]))
+        training.assert_same((means[0], means[2]), (means[1], means[3]))
         assert not torch.equal(means[0], means[2])
 
 
@@ -523,7 +495,7 @@ class Normalised(Net):
         self.leaves_out = leaves_out
         self.extra = extra
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         is_second = index == 1
         if is_second and self.global_rank == self.extra:
             self.run_layers(batch[0], is_second)
@@ -571,6 +543,6 @@ def test_ranks_that_run_other_layers_raise(
         f"ranks are in different BatchNorm layers or passes: rank 0 is in the {first}, rank 1 is in"
         f" the {second}"
     )
-    outcomes = launch_ranks(normalise, 2, tmp_path, by, Normalised(**options))
+    outcomes = ranks.launch_ranks(normalise, 2, tmp_path, by, Normalised(**options))
     assert "BatchNormError" in [outcome.failure.type_name for outcome in outcomes]
     assert all(told in outcome.failure.message for outcome in outcomes)

@@ -18,26 +18,14 @@ from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.data.resume import training_generators
 from lightning_ddp_ext.reductions.gradients import average_gradients
 from lightning_ddp_ext.rendezvous.process_context import current
-from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
-from tests.harness.training import (
-    At,
-    Kind,
-    Net,
-    assert_same,
-    backend,
-    make_strategy,
-    make_trainer,
-    on_both,
-    on_ranks,
-    weights,
-)
+from tests.harness import ranks, training
+from tests.harness.training import Kind, Net
 
 
 def mean_over_ranks(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -63,10 +51,12 @@ def train_with_hooks(kind: Kind, directory: Path) -> dict[str, dict[str, Tensor]
     for name, options in HOOKS.items():
         L.seed_everything(1)
         model = Net()
-        make_trainer(make_strategy(kind, directory, **options), devices=3, precision="64-true").fit(
-            model
-        )
-        found[name] = {key: value for key, value in weights(model).items() if "running" not in key}
+        training.make_trainer(
+            training.make_strategy(kind, directory, **options), devices=3, precision="64-true"
+        ).fit(model)
+        found[name] = {
+            key: value for key, value in training.weights(model).items() if "running" not in key
+        }
     return found
 
 
@@ -74,9 +64,9 @@ def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
     """The averages are as exact as its number format allows, and the same on every
     rank.
     """
-    first, *others = on_ranks("ours", train_with_hooks, tmp_path, world_size=3)
+    first, *others = training.on_ranks("ours", train_with_hooks, tmp_path, world_size=3)
     for other in others:
-        assert_same(other, first)
+        training.assert_same(other, first)
     for name, found in first.items():
         loose = name in ("wrapped", "fp16_compress")
         close = {"rtol": 2e-2, "atol": 2e-2} if loose else {"rtol": 1e-9, "atol": 1e-9}
@@ -106,8 +96,8 @@ class Forgetful(Net):
 
 def forget(rank: int, world_size: int, directory: Path, freezes: bool) -> None:
     model = Forgetful()
-    freeze = At("on_train_start", lambda _: model.layers[0].requires_grad_(not freezes))
-    make_trainer(make_strategy("ours", directory), callbacks=[freeze]).fit(model)
+    freeze = training.At("on_train_start", lambda _: model.layers[0].requires_grad_(not freezes))
+    training.make_trainer(training.make_strategy("ours", directory), callbacks=[freeze]).fit(model)
 
 
 NAMES = [f"{layer}.{name}" for layer in ("layers.0", *SPARE) for name in ("weight", "bias")]
@@ -125,7 +115,7 @@ def test_unused_parameters_are_named(
     DDP counts the parameters that were trainable when it was built, and also waits for
     those that were frozen since.
     """
-    first, second = launch_ranks(forget, 2, tmp_path, freezes)
+    first, second = ranks.launch_ranks(forget, 2, tmp_path, freezes)
     assert (first.exit_code, second.exit_code) == (1, 1)
     assert second.failure.message.startswith(
         "rank 1 did not use these parameters to compute the loss that training_step returned:"
@@ -180,9 +170,9 @@ def finetune(kind: Kind, directory: Path) -> list[tuple[Tensor, Tensor]]:
         finetuning = BackboneFinetuning(
             unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=0.01
         )
-        callbacks = [finetuning, At("on_train_epoch_end", keep)]
-        strategy = make_strategy(kind, directory, **options)
-        make_trainer(
+        callbacks = [finetuning, training.At("on_train_epoch_end", keep)]
+        strategy = training.make_strategy(kind, directory, **options)
+        training.make_trainer(
             strategy, callbacks=callbacks, max_epochs=3, accumulate_grad_batches=accumulation
         ).fit(model)
         found.append((frozen[0].detach(), model.backbone.weight.detach()))
@@ -194,7 +184,9 @@ def finetune(kind: Kind, directory: Path) -> list[tuple[Tensor, Tensor]]:
 
 def test_unfrozen_parameters_are_the_same_on_all_ranks(tmp_path: Path) -> None:
     """This holds with `BackboneFinetuning` and any options of DDP."""
-    for (frozen, first), (_, second) in zip(*on_ranks("ours", finetune, tmp_path), strict=True):
+    for (frozen, first), (_, second) in zip(
+        *training.on_ranks("ours", finetune, tmp_path), strict=True
+    ):
         assert torch.equal(first, second)
         assert not torch.equal(first, frozen)
 
@@ -293,8 +285,8 @@ def toggle(kind: Kind, directory: Path) -> dict[str, Any]:
         L.seed_everything(1)
         model = make(kind)
         is_needed = kind == "stock" or name == "adversarial"
-        strategy = make_strategy(kind, directory, find_unused_parameters=is_needed)
-        trainer = make_trainer(strategy, max_epochs=4, **options)
+        strategy = training.make_strategy(kind, directory, find_unused_parameters=is_needed)
+        trainer = training.make_trainer(strategy, max_epochs=4, **options)
         trainer.fit(model)
         states = [each.state_dict()["state"] for each in trainer.optimizers]
         found[name] = {"weights": dict(model.named_parameters()), "states": states}
@@ -305,69 +297,27 @@ def test_gradients_are_averaged_however_layers_are_frozen_and_unfrozen(tmp_path:
     """Weights and optimiser states are those of a DDP that averages all gradients, on
     each rank, to the last bit.
     """
-    ours, stock = on_both(toggle, tmp_path)
+    ours, stock = training.on_both(toggle, tmp_path)
     for mine, theirs in zip(ours, stock, strict=True):
-        assert_same(mine, theirs)
-        assert_same(mine, ours[0])
+        training.assert_same(mine, theirs)
+        training.assert_same(mine, ours[0])
 
 
-def average(rank: int, world_size: int) -> list[Tensor | None]:
-    shapes = ((2, 3), (1 << 23,), (1 << 23,), (3,), (4, 2), (5,))
-    every, large, other, exact, table, unused = (
-        nn.Parameter(torch.zeros(shape)) for shape in shapes
-    )
-    exact.data = exact.data.double()
-    for parameter in (every, large, exact, other)[: 3 + rank]:
-        parameter.grad = torch.full_like(parameter, 1.0 + rank)
-    table.grad = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1, 2), (4, 2))
+def average_sparse(rank: int, world_size: int) -> Tensor:
+    """Average a gradient of which each rank has the row of its number."""
+    table = nn.Parameter(torch.zeros(3, 2))
+    table.grad = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1, 2), (3, 2))
     dist.init_process_group("gloo")
-    average_gradients([every, large, other, exact, table, unused])
+    average_gradients([table])
     dist.destroy_process_group()
-    gradients = [each.grad for each in (every, exact, table, unused)]
-    return [
-        *gradients,
-        *(None if each.grad is None else each.grad.unique() for each in (large, other)),
-    ]
+    return table.grad
 
 
-def test_gradients_are_averaged_in_any_form() -> None:
-    """Dense and sparse ones of any type and size are, also if only one rank has them."""
-    env = {**by_hand_env(2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for every, exact, table, unused, large, other in run_ranks(average, 2, env=env):
-        assert torch.equal(every, torch.full((2, 3), 1.5))
-        assert torch.equal(exact, torch.full((3,), 1.5, dtype=torch.float64))
-        assert table.is_sparse
-        assert torch.equal(
-            table.to_dense(), torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]])
-        )
-        assert unused is None
-        assert (large.tolist(), other.tolist()) == ([1.5], [1.0])
-
-
-def train_alone(kind: Kind, directory: Path) -> list[dict[str, Tensor]]:
-    """Return the weights that one rank learns, also without torch's private description
-    of its wrapper.
-    """
-    found = []
-    for name in ("another_name", "_get_ddp_logging_data"):
-        L.seed_everything(1)
-        model = Net()
-        patch = pytest.MonkeyPatch()
-        lose = At(
-            "on_fit_start",
-            partial(lambda patch, name, _: patch.delattr(Wrapper, name, False), patch, name),
-        )
-        # Lightning also needs it.
-        find = At("on_train_end", partial(lambda patch, _: patch.undo(), patch))
-        make_trainer(make_strategy(kind, directory), callbacks=[lose, find], devices=1).fit(model)
-        found.append(weights(model))
-    return found
-
-
-def test_a_single_rank_trains_also_if_torch_removes_a_private_name(tmp_path: Path) -> None:
-    """Whether DDP averages nothing cannot be known then, so that it stays in the steps."""
-    ((known, unknown),) = on_ranks("ours", train_alone, tmp_path, world_size=1)
-    assert_same(known, unknown)
+def test_sparse_gradients_are_averaged() -> None:
+    """A row that one of two ranks has counts by half."""
+    for gradient in ranks.run_ranks(average_sparse, 2, env=ranks.by_hand_env(2, ranks.free_port())):
+        assert gradient.is_sparse
+        assert gradient.to_dense().tolist() == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
 
 
 class Parts(Net):
@@ -394,8 +344,8 @@ def use_several_devices(kind: Kind, directory: Path, per_rank: int) -> dict[str,
     options = {"devices": 2 * per_rank, "enable_checkpointing": True, "callbacks": [checkpoint]}
 
     def trainer(**more: Any) -> L.Trainer:
-        strategy = make_strategy(kind, directory, devices_per_rank=per_rank)
-        return make_trainer(strategy, sync_batchnorm=True, **options, **more)
+        strategy = training.make_strategy(kind, directory, devices_per_rank=per_rank)
+        return training.make_trainer(strategy, sync_batchnorm=True, **options, **more)
 
     trainer().fit(model)
     again = trainer(max_epochs=3)
@@ -405,15 +355,17 @@ def use_several_devices(kind: Kind, directory: Path, per_rank: int) -> dict[str,
     context = current()
     assert context is not None
     assert context.groups.request.has_one_device is (per_rank == 1)
-    return {"weights": weights(model), "step": again.global_step, "tested": tested}
+    return {"weights": training.weights(model), "step": again.global_step, "tested": tested}
 
 
 def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
     """Four devices are two ranks: sampling, SyncBatchNorm, checkpoints and metrics are
     those of two ranks.
     """
-    two, one = (on_ranks("ours", use_several_devices, tmp_path, per_rank) for per_rank in (2, 1))
-    assert_same(two, one)
+    two, one = (
+        training.on_ranks("ours", use_several_devices, tmp_path, per_rank) for per_rank in (2, 1)
+    )
+    training.assert_same(two, one)
 
 
 def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
@@ -443,44 +395,3 @@ def test_random_states_of_all_devices_of_a_rank_are_recorded() -> None:
     with patch.object(torch.cuda, "default_generators", generators):
         found = training_generators(with_gpus(4, local_rank=1), with_loaders=False)
     assert [generators.index(each) for each in found] == [2, 3]
-
-
-def wait_for_two_gpus(rank: int, world_size: int, directory: Path) -> list[int]:
-    """Return the devices that a backward pass and a save wait for."""
-    waits: list[int] = []
-
-    class Stream:
-        def __init__(self, device: torch.device) -> None:
-            self.synchronize = lambda: waits.append(device.index)
-
-    def look(trainer: L.Trainer) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, DDPExtStrategy)
-        first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-        with patch.object(torch.cuda, "current_stream", Stream):
-            with (
-                patch.object(DDPExtStrategy, "rank_devices", [first, second]),
-                strategy.recorder.backward(),
-            ):
-                assert waits == []
-            # The save itself sends from the first device, which must exist.
-            with patch.object(DDPExtStrategy, "rank_devices", [torch.device("cpu"), second]):
-                strategy.save_checkpoint({}, directory / "saved.ckpt")
-
-    strategy = make_strategy(
-        "ours",
-        directory,
-        process_group_backend=backend("nccl_stand_in"),
-        rescue_checkpoint=directory / "rescue.ckpt",
-    )
-    callbacks = [At("on_train_batch_end", look)]
-    make_trainer(strategy, callbacks=callbacks, max_epochs=1).fit(Net())
-    return waits
-
-
-def test_all_devices_of_a_rank_finish_before_its_results_are_used(tmp_path: Path) -> None:
-    """An optimiser step on the second GPU would use partial sums after an abort of NCCL,
-    and a save would contain them.
-    """
-    for waits in run_ranks(wait_for_two_gpus, 2, tmp_path, env=by_hand_env(2)):
-        assert waits == [0, 1, 1]

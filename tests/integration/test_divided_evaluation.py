@@ -9,82 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
-from torchmetrics import CatMetric
 
 from tests.harness.ranks import run_ranks
-from tests.integration.evaluating import AtTheEnd, Batch, Ragged, loader, make_on, scores
-
-
-class Gathers(AtTheEnd):
-    """Gathers the indices that all ranks evaluated."""
-
-    def __init__(self, loaders: int) -> None:
-        super().__init__(loaders)
-        self.indices = nn.ModuleList(CatMetric() for _ in range(loaders))
-
-    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
-        super().validation_step(batch, index, dataloader_idx)
-        indices: Any = self.indices[dataloader_idx]
-        indices.update(batch["index"])
-
-
-@dataclass
-class Chosen:
-    """What an evaluation read by the user's choice, and the mean that it logged."""
-
-    sizes: list[int]  # of this rank's batches
-    seen: list[list[int]]  # the indices on all ranks, by loader
-    mean: float | None  # of one loader
-
-
-def validate(trainer: L.Trainer, *loaders: Any) -> Chosen:
-    model = Gathers(len(loaders))
-    trainer.validate(model, list(loaders), verbose=False)
-    mean = trainer.callback_metrics.get("mean")
-    return Chosen(
-        sizes=[len(indices) for indices in model.seen],
-        seen=[each.compute().int().sort().values.tolist() for each in model.indices],  # type: ignore[operator]
-        mean=None if mean is None else float(mean),
-    )
-
-
-def choose(rank: int, world_size: int, directory: Path) -> dict[str, Chosen]:
-    """Evaluate otherwise than each sample once, by the user's choice."""
-
-    def trainer(**options: Any) -> L.Trainer:
-        return make_on(world_size, directory, **options)
-
-    own = DistributedSampler(range(4), world_size, rank, shuffle=False)  # type: ignore[arg-type]
-    return {
-        "two batches": validate(trainer(limit_val_batches=2), loader(19, 3), loader(7)),
-        "three quarters": validate(trainer(limit_val_batches=0.75), loader(19, 3), loader(7)),
-        "drop_last": validate(trainer(), loader(16, 3, drop_last=True)),
-        "own sampler": validate(trainer(), loader(4, sampler=own)),
-        "stock's sampler": validate(trainer(exact_evaluation=False), loader(4, 2)),
-    }
-
-
-def test_limits_and_samplers_that_repeat_can_be_chosen(tmp_path: Path) -> None:
-    """A limit leaves each rank that many batches.
-
-    ``drop_last``, the user's own sampler or stock's repeat samples.
-    """
-    padded = [0, 0, 1, 1, 2, 3]
-    mean = sum(float(scores(4)[index]["x"]) for index in padded) / len(padded)
-    for found in run_ranks(choose, 3, tmp_path):
-        for limit in ("two batches", "three quarters"):
-            assert found[limit].sizes == [3, 3, 1, 1]
-            assert found[limit].seen == [list(range(18)), list(range(6))]
-        assert found["drop_last"].sizes == [3, 3]
-        assert found["drop_last"].seen == [sorted([0, 1, *range(16)])]
-        assert found["own sampler"].seen == [padded]
-        assert found["stock's sampler"].seen == [padded]
-        assert found["stock's sampler"].mean == pytest.approx(mean, rel=1e-6)
+from tests.integration.evaluating import AtTheEnd, Ragged, loader, make_on, scores
 
 
 class Dealt(DistributedSampler[Any]):

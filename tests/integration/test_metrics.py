@@ -19,17 +19,8 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_ddp_ext import DDPExtError, DivergenceError
 from lightning_ddp_ext.errors import RankAbsentError
-from tests.harness.training import (
-    Batch,
-    Kind,
-    Net,
-    assert_same,
-    data,
-    make_strategy,
-    make_trainer,
-    on_both,
-    on_ranks,
-)
+from tests.harness import training
+from tests.harness.training import Kind, Net
 
 
 class AllKinds(Net):
@@ -48,7 +39,7 @@ class AllKinds(Net):
             metrics = getattr(self.trainer, which)
             self.seen += [(f"{which} {name}", _copied(value)) for name, value in metrics.items()]
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         self.look()
         loss = self.loss(batch)
         self.log("mean", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
@@ -97,7 +88,7 @@ class AllKinds(Net):
             self.look()
         self.log("after the epoch", 2.0 + self.global_rank, sync_dist=True)
 
-    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: training.Batch, index: int, dataloader_idx: int = 0) -> None:
         loss = self.loss(batch)
         self.log("val_mean", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("val_max", loss, on_step=True, reduce_fx="max", sync_dist=True)
@@ -106,7 +97,10 @@ class AllKinds(Net):
     test_step = validation_step
 
     def val_dataloader(self) -> list[DataLoader[Any]]:  # type: ignore[override]
-        return [DataLoader(data(8), batch_size=2), DataLoader(data(4), batch_size=1)]
+        return [
+            DataLoader(training.data(8), batch_size=2),
+            DataLoader(training.data(4), batch_size=1),
+        ]
 
     test_dataloader = val_dataloader  # type: ignore[assignment]
 
@@ -125,7 +119,9 @@ def _copied(value: Any) -> Any:
 def train_all_kinds(kind: Kind, directory: Path) -> dict[str, Any]:
     L.seed_everything(7)
     model = AllKinds()
-    trainer = make_trainer(make_strategy(kind, directory), callbacks=[Looks()], log_every_n_steps=2)
+    trainer = training.make_trainer(
+        training.make_strategy(kind, directory), callbacks=[Looks()], log_every_n_steps=2
+    )
     trainer.fit(model)
     return {"tested": trainer.test(model, verbose=False), "seen": model.seen}
 
@@ -135,11 +131,13 @@ def test_everything_that_reads_metrics_sees_what_it_sees_with_stock_ddp(tmp_path
     """Values, types and order, at a step's beginning, after each step and after each
     epoch, on each rank.
     """
-    for ours, stock in zip(*on_both(train_all_kinds, tmp_path), strict=True):
+    for ours, stock in zip(*training.on_both(train_all_kinds, tmp_path), strict=True):
         assert [name for name, _ in ours["seen"]] == [name for name, _ in stock["seen"]]
         assert len(ours["seen"]) > 500
-        assert_same([value for _, value in ours["seen"]], [value for _, value in stock["seen"]])
-        assert_same(ours["tested"], stock["tested"])
+        training.assert_same(
+            [value for _, value in ours["seen"]], [value for _, value in stock["seen"]]
+        )
+        training.assert_same(ours["tested"], stock["tested"])
 
 
 class Logs(Net):
@@ -150,7 +148,7 @@ class Logs(Net):
         self.number = number
         self.options = {"sync_dist": True, **options}
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         loss = self.loss(batch)
         for number in range(self.number):
             self.log(f"{number}", loss, reduce_fx=("mean", "max")[number % 2], **self.options)
@@ -163,8 +161,8 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
     """
 
     def counted(model: Net, **options: Any) -> Counter[str]:
-        trainer = make_trainer(
-            make_strategy(kind, directory), max_epochs=1, limit_val_batches=0, **options
+        trainer = training.make_trainer(
+            training.make_strategy(kind, directory), max_epochs=1, limit_val_batches=0, **options
         )
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             trainer.fit(model)
@@ -190,7 +188,7 @@ def test_a_step_makes_one_collective(tmp_path: Path) -> None:
     A step without values makes stock's exchanges, but for the broadcast of whether
     there was a signal.
     """
-    ours, stock = (by_rank[0] for by_rank in on_both(collectives, tmp_path))
+    ours, stock = (by_rank[0] for by_rank in training.on_both(collectives, tmp_path))
     assert stock["two steps"] - ours["two steps"] == {"broadcast": 2}
     assert stock["step"] == {"barrier": 40, "all_reduce": 40}
     assert ours["step"] == ours["more"] == {"all_gather": 4}
@@ -220,7 +218,7 @@ class Reads(Net):
         properties = self.trainer.callback_metrics, self.trainer.logged_metrics
         return [float(value) for metrics in properties for _, value in sorted(metrics.items())]
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         loss = self.loss(batch)
         self.log_and_read("before")
         if not self.automatic_optimization:
@@ -249,7 +247,9 @@ def read_within(kind: Kind, directory: Path) -> list[Any]:
     for is_automatic in (True, False):
         L.seed_everything(7)
         model = Reads(is_automatic)
-        make_trainer(make_strategy(kind, directory), limit_val_batches=0).fit(model)
+        training.make_trainer(training.make_strategy(kind, directory), limit_val_batches=0).fit(
+            model
+        )
         seen.append(model.read)
     return seen
 
@@ -259,8 +259,8 @@ def test_no_read_sees_a_value_that_is_not_reduced(tmp_path: Path) -> None:
     """A read on all ranks or on one, anywhere in a step, returns stock's value, also
     between backward passes.
     """
-    ours, stock = on_both(read_within, tmp_path)
-    assert_same(ours, stock)
+    ours, stock = training.on_both(read_within, tmp_path)
+    training.assert_same(ours, stock)
     for automatic, manual in ours:
         assert set(automatic) == set(manual) == {0.5}
 
@@ -277,7 +277,7 @@ class Differs(Net):
         self.common = common
         self.options = options
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         for name in self.others if self.global_rank and index >= self.step else self.common:
             self.log(name, 1.0, sync_dist=True, **self.options)
         return self.loss(batch)
@@ -330,7 +330,9 @@ CASES: list[tuple[list[str], int, dict[str, Any], type[DDPExtError], str]] = [
 def fail(kind: Kind, directory: Path) -> list[str]:
     messages = []
     for others, step, options, expected, _ in CASES:
-        trainer = make_trainer(make_strategy(kind, directory), limit_val_batches=0)
+        trainer = training.make_trainer(
+            training.make_strategy(kind, directory), limit_val_batches=0
+        )
         with pytest.raises(expected) as error:
             trainer.fit(Differs(others, step, **options))
         messages.append(str(error.value))
@@ -341,41 +343,9 @@ def test_ranks_that_log_different_values_all_raise(tmp_path: Path) -> None:
     """The error names each rank's values, instead of waiting: in a step, or at the end
     of an epoch.
     """
-    for messages in on_ranks("ours", fail, tmp_path):
+    for messages in training.on_ranks("ours", fail, tmp_path):
         for message, (*_, sentence) in zip(messages, CASES, strict=True):
             assert sentence in message
-
-
-class EndsEarly(Net):
-    """Logs ``a``; in its third step the ranks raise, rank 1 without having logged."""
-
-    def __init__(self, ends: bool) -> None:
-        super().__init__()
-        self.ends = ends
-
-    def training_step(self, batch: Batch, index: int) -> Tensor:
-        for name in "ab" if self.global_rank == 0 or not self.ends or index < 2 else "":
-            self.log(name, float(self.global_rank), sync_dist=True)
-        if self.ends and index == 2:
-            raise ValueError("raised by the user")
-        return self.loss(batch)
-
-
-def log_after_an_exception(kind: Kind, directory: Path) -> list[float]:
-    with pytest.raises(ValueError, match="raised by the user"):
-        make_trainer(make_strategy(kind, directory), limit_val_batches=0).fit(EndsEarly(ends=True))
-    trainer = make_trainer(make_strategy(kind, directory), limit_val_batches=0)
-    trainer.fit(EndsEarly(ends=False))
-    return [trainer.callback_metrics[name].item() for name in "ab"]
-
-
-def test_a_run_logs_after_an_earlier_one_that_ranks_left_at_different_points(
-    tmp_path: Path,
-) -> None:
-    """A value that only some ranks logged before they raised is not mixed with those of
-    the next Trainer.
-    """
-    assert on_ranks("ours", log_after_an_exception, tmp_path) == [[0.5, 0.5], [0.5, 0.5]]
 
 
 class Monitored(Net):
@@ -387,7 +357,7 @@ class Monitored(Net):
         super().__init__()
         self.is_on_rank_zero_only = is_on_rank_zero_only
 
-    def validation_step(self, batch: Batch, index: int) -> None:
+    def validation_step(self, batch: training.Batch, index: int) -> None:
         self.log("same", float(self.global_rank), sync_dist=True)
         if self.global_rank == 0 or not self.is_on_rank_zero_only:
             self.log("own", self.current_epoch * (2.0 * self.global_rank - 1))
@@ -410,7 +380,9 @@ def monitor(kind: Kind, directory: Path) -> dict[str, Any]:
         ):
             options = {"enable_checkpointing": bool(callbacks), "max_epochs": 3}
             trainers.append(
-                make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options)
+                training.make_trainer(
+                    training.make_strategy(kind, directory), callbacks=callbacks, **options
+                )
             )
             trainers[-1].fit(model)
     scores = {path: float(score) for path, score in checkpoint.best_k_models.items()}
@@ -427,7 +399,7 @@ def test_a_monitored_value_that_differs_between_ranks_is_named_once(tmp_path: Pa
     """Training continues as with stock, and the record of the best checkpoints is rank
     0's on all ranks.
     """
-    ours, stock = on_both(monitor, tmp_path)
+    ours, stock = training.on_both(monitor, tmp_path)
     assert stock[0]["record"] != stock[1]["record"]
     assert ours[1]["record"] == ours[0]["record"]
     assert Path(ours[1]["record"][1][0]).name == "epoch=1-own=-1.ckpt"
@@ -438,17 +410,3 @@ def test_a_monitored_value_that_differs_between_ranks_is_named_once(tmp_path: Pa
     assert "'own' differs between ranks (0 on rank 0, not logged on rank 1)" in missing
     assert "log it on every rank with sync_dist=True" in missing
     assert ours[1]["warnings"] == []
-
-
-def stop_on_rank_zero_only(kind: Kind, directory: Path) -> str:
-    stopping = EarlyStopping("own", strict=False)
-    trainer = make_trainer(make_strategy(kind, directory), callbacks=[stopping])
-    with pytest.raises(RankAbsentError) as error:
-        trainer.fit(Monitored(is_on_rank_zero_only=True))
-    return str(error.value)
-
-
-def test_a_stop_that_only_rank_zero_can_decide_raises_on_all_ranks(tmp_path: Path) -> None:
-    """Stock hangs if a monitored value is missing on some ranks and ``strict=False``."""
-    for message in on_ranks("ours", stop_on_rank_zero_only, tmp_path):
-        assert "began a decision of all ranks" in message

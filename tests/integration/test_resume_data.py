@@ -29,21 +29,10 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.errors import ResumeError
-from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness import ranks
 from tests.harness.training import Kind, assert_same, on_both, on_ranks
-from tests.integration.continuing import (
-    Loaders,
-    Net,
-    Numbers,
-    Point,
-    Run,
-    Step,
-    Stream,
-    Training,
-    sampled,
-    stream,
-    workers,
-)
+from tests.integration import continuing
+from tests.integration.continuing import Net, Numbers, Run, Training, stream
 
 
 def sixteen(rank: int, world_size: int) -> DataLoader[Any]:
@@ -56,27 +45,27 @@ def two(rank: int, world_size: int) -> CombinedLoader:
     )
 
 
-def stateful(number: int = 16, **options: Any) -> Loaders:
+def stateful(number: int = 16, **options: Any) -> continuing.Loaders:
     return lambda rank, world_size: StatefulDataLoader(
         Numbers(number), batch_size=2, shuffle=True, **options
     )
 
 
 def stateful_stream(rank: int, world_size: int) -> StatefulDataLoader[Any]:
-    return StatefulDataLoader(Stream(9, rank), batch_size=2)
+    return StatefulDataLoader(continuing.Stream(9, rank), batch_size=2)
 
 
-def weighted(replacement: bool) -> Loaders:
+def weighted(replacement: bool) -> continuing.Loaders:
     sampler = WeightedRandomSampler([1.0] * 16, 16, replacement)
     return lambda rank, world_size: DataLoader(Numbers(16), 2, sampler=sampler)
 
 
-def plain(*chosen: Any, **options: Any) -> Loaders:
+def plain(*chosen: Any, **options: Any) -> continuing.Loaders:
     """Of a sampler of torch's that is left to each rank."""
     return lambda rank, world_size: DataLoader(Numbers(8), *chosen, **options)
 
 
-def batched(size: int) -> Loaders:
+def batched(size: int) -> continuing.Loaders:
     return plain(batch_sampler=BatchSampler(SequentialSampler(range(8)), size, drop_last=False))
 
 
@@ -89,17 +78,20 @@ def other_on_rank_one(rank: int, world_size: int) -> DataLoader[Any]:
 STREAM = stream()
 # By the number of ranks that resume what two ranks have saved: the data before, and
 # those after.
-CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
+CHANGES: dict[int, dict[str, tuple[continuing.Loaders, continuing.Loaders]]] = {
     2: {
-        "more samples": (sixteen, sampled("lightning's", 28)),
+        "more samples": (sixteen, continuing.sampled("lightning's", 28)),
         "more samples that each rank deals out to itself": (
-            sampled("plain", 16),
-            sampled("plain", 28),
+            continuing.sampled("plain", 16),
+            continuing.sampled("plain", 28),
         ),
         "more samples of a loader with a state": (stateful(), stateful(28)),
         "a shorter stream": (STREAM, stream(2)),
-        "more workers of a stream": (stream(8, **workers(1)), stream(8, **workers(2))),
-        "workers of a loader with a state": (stateful(), stateful(**workers())),
+        "more workers of a stream": (
+            stream(8, **continuing.workers(1)),
+            stream(8, **continuing.workers(2)),
+        ),
+        "workers of a loader with a state": (stateful(), stateful(**continuing.workers())),
         "another order on each rank": (plain(2, shuffle=True), plain(2)),
         "other batches on each rank": (batched(2), batched(3)),
         "another sampler on rank 1, each rank has its own": (batched(2), other_on_rank_one),
@@ -118,7 +110,11 @@ BEGUN = (
 
 
 def training(
-    directory: Path, devices: int, loaders: Loaders, name: str = "run", side: Kind = "ours"
+    directory: Path,
+    devices: int,
+    loaders: continuing.Loaders,
+    name: str = "run",
+    side: Kind = "ours",
 ) -> Training:
     options = {
         "max_epochs": 2,
@@ -160,7 +156,7 @@ def refuse_and_begin(
         found[name] = str(refused.value)
         if name not in BEGUN:
             continue
-        expected = [step for step in run.run().steps if step[0] >= 1]
+        expected = [step for step in run.run().steps if step.epoch >= 1]
         run.strategy = {"resume_data": "epoch"}
         resumed = run.run(ckpt_path=paths[name])
         saved = torch.load(paths[name], weights_only=False)
@@ -173,11 +169,13 @@ def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_
     """Every rank's error names ``resume_data="epoch"``, with which a run trains on the
     whole epoch again.
     """
-    paths = run_ranks(save_all, 2, tmp_path)[0]
+    paths = ranks.run_ranks(save_all, 2, tmp_path)[0]
     for world_size in (2, 1):
         place = tmp_path / str(world_size)
         place.mkdir()
-        by_rank = run_ranks(refuse_and_begin, world_size, place, paths, env=by_hand_env(world_size))
+        by_rank = ranks.run_ranks(
+            refuse_and_begin, world_size, place, paths, env=ranks.by_hand_env(world_size)
+        )
         assert all(
             'resume_data="epoch"' in message for found in by_rank for message in found.values()
         )
@@ -192,12 +190,14 @@ def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_
     assert "had ranks=2 when the checkpoint was saved, and now has 1; resume with" in message
 
 
-def save_points(kind: Kind, directory: Path, loaders: Loaders, *points: Point) -> list[str]:
+def save_points(
+    kind: Kind, directory: Path, loaders: continuing.Loaders, *points: continuing.Point
+) -> list[str]:
     return list(training(directory, 2, loaders, side=kind).run(*points).saved.values())
 
 
 def resume_points(
-    kind: Kind, directory: Path, loaders: Loaders, paths: list[str]
+    kind: Kind, directory: Path, loaders: continuing.Loaders, paths: list[str]
 ) -> tuple[list[Run], list[str]]:
     """Return runs, and the warnings that an epoch starts again."""
     run = training(directory, 2, loaders, side=kind)
@@ -234,9 +234,8 @@ def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) 
     assert warned == ["the checkpoint has no data position in epoch 0, so that epoch starts again"]
     assert silent == []
     for (run,), numbers in ((first, range(9)), (second, range(1000, 1009))):
-        assert [sample for epoch, _, *samples in run.steps if epoch == 0 for sample in samples] == [
-            *numbers
-        ]
+        first_epoch = [step for step in run.steps if step.epoch == 0]
+        assert continuing.samples_of(first_epoch) == [*numbers]
 
 
 def test_a_data_position_of_another_release_begins_the_epoch_again(tmp_path: Path) -> None:
@@ -257,7 +256,9 @@ def test_a_data_position_of_another_release_begins_the_epoch_again(tmp_path: Pat
 COMBINED = {"max_size": 7, "max_size_cycle": 5}
 
 
-def resume_two_loaders(rank: int, world_size: int, directory: Path) -> dict[str, list[list[Step]]]:
+def resume_two_loaders(
+    rank: int, world_size: int, directory: Path
+) -> dict[str, list[list[continuing.Step]]]:
     """Return the steps from the last optimiser step on, without a stop and resumed."""
     found = {}
     for mode, done in COMBINED.items():
@@ -282,7 +283,7 @@ def resume_two_loaders(rank: int, world_size: int, directory: Path) -> dict[str,
 
 def test_a_loader_that_is_longer_than_the_first_one_continues(tmp_path: Path) -> None:
     """The run resumes at an optimiser step that begins after the first loader's end."""
-    [found] = run_ranks(resume_two_loaders, 1, tmp_path)
+    [found] = ranks.run_ranks(resume_two_loaders, 1, tmp_path)
     for mode, (expected, resumed) in found.items():
         assert resumed == expected, mode
 
@@ -313,12 +314,12 @@ def test_lightnings_warning_is_hidden_only_where_an_epoch_continues(tmp_path: Pa
     """No filter remains after a run, so a later run without our resume shows
     Lightning's warning.
     """
-    assert run_ranks(resume_twice, 2, tmp_path) == [[0, 1], [0, 0]]
+    assert ranks.run_ranks(resume_twice, 2, tmp_path) == [[0, 1], [0, 0]]
 
 
 def resume_exceptions(
     rank: int, world_size: int, directory: Path
-) -> list[tuple[list[str], list[Step]]]:
+) -> list[tuple[list[str], list[continuing.Step]]]:
     """Return warnings and steps of runs that resume after an exception, with a drawn
     order and with a fixed one.
     """
@@ -341,7 +342,7 @@ def test_an_order_that_cannot_be_restored_starts_again(tmp_path: Path) -> None:
     """A checkpoint of an exception has no random numbers, so an epoch whose order was
     drawn from them starts again.
     """
-    ((warned, steps), (silent, rest)), others = run_ranks(resume_exceptions, 2, tmp_path)
+    ((warned, steps), (silent, rest)), others = ranks.run_ranks(resume_exceptions, 2, tmp_path)
     assert [text.partition(" does not yield")[0] for text in warned] == [
         "epoch 0 cannot be resumed in the middle: BatchSampler over RandomSampler on ranks 0, 1"
     ]
@@ -443,7 +444,9 @@ UNKNOWN: dict[str, Callable[[int], Any]] = {
 }
 
 
-def resume_recorded(training: Training, path: str, **options: Any) -> tuple[list[str], list[Step]]:
+def resume_recorded(
+    training: Training, path: str, **options: Any
+) -> tuple[list[str], list[continuing.Step]]:
     """Return the warnings about the resume, and the steps."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -478,18 +481,17 @@ def test_an_epoch_whose_order_cannot_be_drawn_again_starts_again(tmp_path: Path)
     """The run reads each sample of that epoch once, as with ``resume_data="epoch"``,
     and rank 0 warns.
     """
-    by_rank = run_ranks(resume_unknown_orders, 2, tmp_path)
+    by_rank = ranks.run_ranks(resume_unknown_orders, 2, tmp_path)
     for rank, found in enumerate(by_rank):
         for name, (warned, steps, resumed, repeated) in found.items():
-            assert [len(steps), *{epoch for epoch, *_ in steps}] == [
-                6 if "divided" in name else 12,
-                1,
-            ], name
-            assert [batch for _, batch, *_ in steps] == [*range(len(steps))], name
+            # An epoch of 24 samples has twelve batches of two, or six of a rank's part.
+            batches = 6 if "divided" in name else 12
+            assert [step.moment for step in steps] == [(1, batch) for batch in range(batches)], name
             assert (resumed.counts, resumed.events) == (repeated.counts, repeated.events), name
             assert [
                 ("does not yield" in text, "so that epoch starts again" in text) for text in warned
             ] == [(True, True)] * (rank == 0), name
             if name in ("Counting", "Clocked", "Buffered"):
-                numbers = [number for step in steps for number in step[2:]]
-                assert sorted(numbers) == [*range(100 * rank, 100 * rank + 24)], name
+                assert sorted(continuing.samples_of(steps)) == [
+                    *range(100 * rank, 100 * rank + 24)
+                ], name

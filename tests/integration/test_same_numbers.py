@@ -14,64 +14,11 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.utils.data import DataLoader
-from torchmetrics import MeanSquaredError, MetricCollection, R2Score
 
-from tests.harness.training import (
-    KINDS,
-    At,
-    Batch,
-    Kind,
-    Net,
-    Recorder,
-    assert_same,
-    data,
-    make_strategy,
-    make_trainer,
-    on_both,
-    on_ranks,
-    weights,
-)
+from tests.harness import training
+from tests.harness.training import Kind, Net
 
 # As Lightning's documentation shows them.
-
-
-class CollectsOutputs(Net):
-    """Keeps the outputs of the steps and gathers them at the end of the epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.validation_outputs: list[Tensor] = []
-        self.seen: dict[str, Any] = {}
-
-    def validation_step(self, batch: Batch, index: int) -> Tensor:  # type: ignore[override]
-        predicted = self(batch[0])
-        self.validation_outputs.append(predicted)
-        return predicted
-
-    def on_validation_epoch_end(self) -> None:
-        everything = self.all_gather(torch.cat(self.validation_outputs))
-        self.seen["gathered"] = everything.clone()  # type: ignore[union-attr]
-        self.log("spread", everything.std(), rank_zero_only=True)  # type: ignore[union-attr]
-        self.validation_outputs.clear()
-
-
-class SeveralLoaders(Net):
-    """Evaluates several loaders, each with its own metrics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        both = MetricCollection({"mse": MeanSquaredError(), "r2": R2Score()})
-        self.measures = nn.ModuleList([both.clone(prefix="first/"), both.clone(prefix="second/")])
-
-    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
-        measures: Any = self.measures[dataloader_idx]
-        measures.update(self(batch[0]), batch[1])
-        self.log_dict(measures, add_dataloader_idx=False)
-        self.log("loss", self.loss(batch), sync_dist=True)
-
-    def val_dataloader(self) -> Any:
-        return [DataLoader(data(8), 2), DataLoader(data(12), 3)]
 
 
 class ByHand(Net):
@@ -81,7 +28,7 @@ class ByHand(Net):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         loss = self.loss(batch)
@@ -94,7 +41,7 @@ class ByHand(Net):
 class Accumulates(ByHand):
     """Steps after every second batch, and the scheduler at the end of the epoch."""
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         optimizer: Any = self.optimizers()
         self.manual_backward(self.loss(batch) / 2)
         if (index + 1) % 2 == 0:
@@ -109,7 +56,7 @@ class FollowsTheLoss(ByHand):
     the epoch.
     """
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         super().training_step(batch, index)
         self.log("own", float(index if self.global_rank else -3 * index), sync_dist=True)
         scheduler: Any = self.lr_schedulers()
@@ -133,7 +80,7 @@ class TwoPlayers(Net):
         self.automatic_optimization = False
         self.judge = nn.Linear(1, 1)
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
         self.toggle_optimizer(first)
         loss = self.judge(self(batch[0])).square().mean()
@@ -159,7 +106,7 @@ class TwoPlayers(Net):
 class WithClosure(ByHand):
     """Passes a closure to an optimiser that calls it several times."""
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         optimizer: Any = self.optimizers()
 
         def closure() -> Tensor:
@@ -177,40 +124,12 @@ class WithClosure(ByHand):
 class SchedulesEveryFew(ByHand):
     """Steps the scheduler after every third batch, and logs within inference mode."""
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         super().training_step(batch, index)
         if (index + 1) % 3 == 0:
             self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         with torch.inference_mode():
             self.log("spread", self(batch[0]).std(), sync_dist=True)
-
-
-class CollectsDictionaries(Net):
-    """Collects dictionaries in the test and gathers them together, as older versions'
-    ``test_epoch_end`` did.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.test_outputs: list[dict[str, Tensor]] = []
-        self.seen: dict[str, Any] = {}
-
-    def test_step(self, batch: Batch, index: int) -> None:
-        super().test_step(batch, index)
-        self.test_outputs.append({"predicted": self(batch[0]), "target": batch[1]})
-
-    def on_test_epoch_end(self) -> None:
-        joined = {
-            name: torch.cat([each[name] for each in self.test_outputs])
-            for name in self.test_outputs[0]
-        }
-        everywhere: Any = self.all_gather(joined)
-        self.seen |= everywhere
-        self.log(
-            "worst",
-            (everywhere["predicted"] - everywhere["target"]).abs().max(),
-            rank_zero_only=True,
-        )
 
 
 # Other models that DDP treats differently.
@@ -223,7 +142,7 @@ class HalfUsed(Net):
         super().__init__()
         self.branches = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: training.Batch) -> Tensor:
         return super().loss(batch) + self.branches[self.global_rank](batch[1]).square().mean()
 
 
@@ -235,7 +154,7 @@ class Sparse(Net):
         self.table = nn.Embedding(3, 1, sparse=True)
         self.layers.sparse = torch.ones(2)  # not a setting, but a name of the user's
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: training.Batch) -> Tensor:
         rows = batch[0].mul(7).long().abs() % 3
         return super().loss(batch) + self.table(rows).sub(batch[0].unsqueeze(2)).square().mean()
 
@@ -265,9 +184,6 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
     "bf16-mixed": (Net, {"precision": "bf16-mixed", **SHORT}, dict),
     "64-true": (Net, {"precision": "64-true", **SHORT}, dict),
     "early stopping": (Net, {"callbacks": [EarlyStopping("val_loss", patience=1)]}, dict),
-    "outputs of an epoch": (CollectsOutputs, {}, dict),
-    "dictionaries of a test": (CollectsDictionaries, {}, dict),
-    "several loaders": (SeveralLoaders, {}, dict),
     "manual optimisation": (ByHand, {}, dict),
     "manual accumulation": (Accumulates, {}, dict),
     "a scheduler that follows a logged value": (FollowsTheLoss, {}, dict),
@@ -288,7 +204,6 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
 }
 EVALUATED = (
     "plain",
-    "dictionaries of a test",
     "bf16-mixed",
     "64-true",
     "several optimisers",
@@ -303,13 +218,15 @@ def train(kind: Kind, directory: Path, name: str) -> dict[str, Any]:
     """
     make_model, options, strategy_options = CASES[name]
     L.seed_everything(7)
-    recorder = Recorder()
+    recorder = training.Recorder()
     model = make_model()
     options = {**options, "callbacks": [recorder, *options.get("callbacks", ())]}
-    trainer = make_trainer(make_strategy(kind, directory, **strategy_options()), **options)
+    trainer = training.make_trainer(
+        training.make_strategy(kind, directory, **strategy_options()), **options
+    )
     trainer.fit(model)
     result = {
-        "weights": weights(model),
+        "weights": training.weights(model),
         "trained": [*model.parameters()],
         "step": trainer.global_step,
     }
@@ -317,7 +234,7 @@ def train(kind: Kind, directory: Path, name: str) -> dict[str, Any]:
         result["validate"] = trainer.validate(model, verbose=False)
         result["test"] = trainer.test(model, verbose=False)
         result["predict"] = trainer.predict(model)
-    return {**result, "metrics": recorder.metrics, **getattr(model, "seen", {})}
+    return {**result, "metrics": recorder.metrics}
 
 
 def train_all(kind: Kind, directory: Path) -> dict[str, Any]:
@@ -331,12 +248,12 @@ def test_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:
 
     One Trainer follows another in the same two processes.
     """
-    ours, stock = on_both(train_all, tmp_path)
+    ours, stock = training.on_both(train_all, tmp_path)
     for name in CASES:
         first = ours[0][name]
         second = ours[1][name]
-        assert_same([first, second], [by_case[name] for by_case in stock])
-        assert_same(first["trained"], second["trained"])
+        training.assert_same([first, second], [by_case[name] for by_case in stock])
+        training.assert_same(first["trained"], second["trained"])
         assert first["step"] > 2, name
         assert len(first["metrics"]) > 4, name
 
@@ -356,14 +273,14 @@ def train_on_ranks(kind: Kind, directory: Path, ranks: int) -> dict[str, dict[st
         L.seed_everything(7)
         model = make_model()
         wrapper: list[Any] = []
-        keep = At(
+        keep = training.At(
             "on_train_batch_end",
             lambda trainer, wrapper=wrapper: wrapper.append(trainer.strategy.model),
         )
-        make_trainer(
-            make_strategy(kind, directory), devices=ranks, callbacks=[keep], **options
+        training.make_trainer(
+            training.make_strategy(kind, directory), devices=ranks, callbacks=[keep], **options
         ).fit(model)
-        found[name] = weights(model)
+        found[name] = training.weights(model)
         assert isinstance(wrapper[0], nn.parallel.DistributedDataParallel)
     return found
 
@@ -376,6 +293,7 @@ def test_other_numbers_of_ranks_learn_what_they_learn_with_stock_ddp(
     their number is not exact.
     """
     ours, stock = (
-        on_ranks(kind, train_on_ranks, tmp_path, ranks, world_size=ranks) for kind in KINDS
+        training.on_ranks(kind, train_on_ranks, tmp_path, ranks, world_size=ranks)
+        for kind in training.KINDS
     )
-    assert_same(ours, stock)
+    training.assert_same(ours, stock)

@@ -23,22 +23,12 @@ import torch.distributed as dist
 
 from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import GroupInUseError
-from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness import ranks, training
 from tests.harness.scripts import run_script
-from tests.harness.training import (
-    At,
-    Kind,
-    Net,
-    assert_same,
-    make_strategy,
-    make_trainer,
-    on_both,
-    stock_group,
-    weights,
-)
-from tests.supervision.model import BoomError, Fault, boom
+from tests.harness.training import Kind, Net
+from tests.supervision import model as supervision
 
-BY_HAND = by_hand_env(2)
+BY_HAND = ranks.by_hand_env(2)
 
 
 def stop() -> None:
@@ -63,12 +53,15 @@ def trials(kind: Kind, directory: Path) -> list[Any]:
     """
     found: list[Any] = []
     for hook in ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end"):
-        trainer = make_trainer(make_strategy(kind, directory), callbacks=[Fault(hook, boom)])
+        trainer = training.make_trainer(
+            training.make_strategy(kind, directory),
+            callbacks=[supervision.Fault(hook, supervision.boom)],
+        )
         path = directory / hook
         group = dist.group.WORLD
         try:
             trainer.fit(Net())
-        except BoomError:
+        except supervision.BoomError:
             if hook != "setup":
                 trainer.save_checkpoint(path)
                 found.append(path.exists())
@@ -76,7 +69,7 @@ def trials(kind: Kind, directory: Path) -> list[Any]:
         total = torch.ones(1)
         dist.all_reduce(total)
         found += [float(total), dist.group.WORLD is group or hook == "setup"]
-    trainer = make_trainer(make_strategy(kind, directory))
+    trainer = training.make_trainer(training.make_strategy(kind, directory))
     trainer.fit(Net())
     return [*found, trainer.global_step]
 
@@ -85,16 +78,16 @@ def test_an_exception_that_all_ranks_raise_and_catch_parts_none_of_them(tmp_path
     """As with stock, after a pruned trial the group is the same, a save waits for its
     file, the next Trainer works.
     """
-    ours, stock = on_both(trials, tmp_path)
+    ours, stock = training.on_both(trials, tmp_path)
     assert ours == stock
 
 
 def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[Any]:
     named = [
-        make_strategy("ours", directory, timeout=timeout)
+        training.make_strategy("ours", directory, timeout=timeout)
         for timeout in (timedelta(seconds=600), 77.5, None)
     ]
-    other_backend = make_strategy("ours", directory, process_group_backend="cpu:gloo")
+    other_backend = training.make_strategy("ours", directory, process_group_backend="cpu:gloo")
     groups = []
     timeouts = []
     for strategy in ("ddp_ext", *named, "ddp_ext", other_backend, "destroy", "ddp_ext"):
@@ -102,7 +95,7 @@ def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[Any]
             dist.barrier()
             dist.destroy_process_group()
             continue
-        make_trainer(strategy).fit(Net())
+        training.make_trainer(strategy).fit(Net())
         groups.append(dist.group.WORLD)
         timeouts.append(timeout_of_collectives())
     return [timeouts, [groups.index(group) for group in groups]]
@@ -117,7 +110,7 @@ def resources_of_trainers(
     found = []
     for number in range(5):
         interface = None if is_destroyed or number % 2 else "lo"
-        make_trainer(
+        training.make_trainer(
             DDPExtStrategy(f"file://{directory}/store", interface=interface), max_steps=1
         ).fit(Net())
         if is_destroyed:
@@ -134,7 +127,7 @@ def test_groups_formed_one_after_another_free_their_sockets_and_threads(
     """A script may destroy the group after each fit, or alternate between network
     interfaces.
     """
-    for found in run_ranks(
+    for found in ranks.run_ranks(
         resources_of_trainers, 2, tmp_path, env=BY_HAND, is_destroyed=is_destroyed
     ):
         # A thread that looks for deadlocks may be reading at that moment; a leak adds
@@ -146,12 +139,14 @@ def objects_of_run(directory: Path, end: Callable[[], object]) -> dict[str, weak
     """Return references to what a run used, which ends in its second step as ``end``
     does.
     """
-    strategy = make_strategy("ours", directory, checkpoint_io=RankZeroCheckpointIO(background=True))
-    callbacks = [At("on_train_batch_start", lambda _: end(), earlier=1), HangWatchdog(600)]
+    strategy = training.make_strategy(
+        "ours", directory, checkpoint_io=RankZeroCheckpointIO(background=True)
+    )
+    callbacks = [training.At("on_train_batch_start", lambda _: end(), earlier=1), HangWatchdog(600)]
     options = {"enable_checkpointing": True, "default_root_dir": directory}
-    trainer = make_trainer(strategy, callbacks=callbacks, **options)
+    trainer = training.make_trainer(strategy, callbacks=callbacks, **options)
     model = Net()
-    with suppress(BoomError, SystemExit):
+    with suppress(supervision.BoomError, SystemExit):
         trainer.fit(model)
     used = {
         "Trainer": trainer,
@@ -173,12 +168,14 @@ def left_after_run(
     return [name for name, reference in used.items() if reference() is not None]
 
 
-@pytest.mark.parametrize("end", [int, boom, stop], ids=["finished", "failed", "stopped"])
+@pytest.mark.parametrize(
+    "end", [int, supervision.boom, stop], ids=["finished", "failed", "stopped"]
+)
 def test_a_run_that_ended_holds_no_memory(end: Callable[[], object], tmp_path: Path) -> None:
     """What a run used is freed with the script's last reference to it, before the next
     run.
     """
-    assert run_ranks(left_after_run, 2, tmp_path, end, env=BY_HAND) == [[], []]
+    assert ranks.run_ranks(left_after_run, 2, tmp_path, end, env=BY_HAND) == [[], []]
 
 
 def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path) -> None:
@@ -186,26 +183,30 @@ def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path
     means a new group.
     """
     env = {**BY_HAND, "DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
-    for timeouts, groups in run_ranks(groups_of_trainers, 2, tmp_path, env=env):
+    for timeouts, groups in ranks.run_ranks(groups_of_trainers, 2, tmp_path, env=env):
         assert timeouts == [1800, 600, 77.5, 1800, 1800, 1800, 1800]
         assert groups == [0, 0, 0, 0, 0, 5, 6]
 
 
 def fit_then_fit(rank: int, world_size: int, directory: Path) -> list[str]:
-    make_trainer(make_strategy("ours", directory)).fit(Net())
-    ours = make_strategy("ours", directory)
+    training.make_trainer(training.make_strategy("ours", directory)).fit(Net())
+    ours = training.make_strategy("ours", directory)
     further = [
-        make_trainer(ours, devices=3),
-        make_trainer(make_strategy("ours", Path("/elsewhere"))),
+        training.make_trainer(ours, devices=3),
+        training.make_trainer(training.make_strategy("ours", Path("/elsewhere"))),
     ]
-    further.append(make_trainer(make_strategy("ours", directory, rank=1 - rank, world_size=2)))
+    further.append(
+        training.make_trainer(
+            training.make_strategy("ours", directory, rank=1 - rank, world_size=2)
+        )
+    )
     return [refusal(trainer) for trainer in further]
 
 
 def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
     """A Trainer whose world differs from that of its process raises on every rank."""
     # Without RANK the contradiction only shows when the second Trainer starts.
-    found = run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
+    found = ranks.run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
     for rank, (devices, place, another) in enumerate(found):
         wants = (
             f"this process is already rank {rank} of 2, but this Trainer needs it to be rank {rank}"
@@ -228,20 +229,20 @@ def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
 def ours_between_stock(rank: int, world_size: int, directory: Path) -> list[Any]:
     L.seed_everything(1)
     model = Net()
-    with stock_group(rank, world_size, directory):
+    with training.stock_group(rank, world_size, directory):
         for name in ("ddp", "ddp_ext", "ddp"):
-            make_trainer(name).fit(model)
-        refused = refusal(make_trainer(make_strategy("ours", directory)))
+            training.make_trainer(name).fit(model)
+        refused = refusal(training.make_trainer(training.make_strategy("ours", directory)))
         dist.barrier()  # the group that it leaves alone still works
-        return [weights(model), refused]
+        return [training.weights(model), refused]
 
 
 def ours_then_stock(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     L.seed_everything(1)
     model = Net()
-    for strategy in (make_strategy("ours", directory), "ddp", "ddp_ext"):
-        make_trainer(strategy).fit(model)
-    return weights(model)
+    for strategy in (training.make_strategy("ours", directory), "ddp", "ddp_ext"):
+        training.make_trainer(strategy).fit(model)
+    return training.weights(model)
 
 
 def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
@@ -254,8 +255,8 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
     second = tmp_path / "ours first"
     first.mkdir()
     second.mkdir()
-    adopted = launch_ranks(ours_between_stock, 2, first, env=BY_HAND)
-    lent = run_ranks(ours_then_stock, 2, second, env=BY_HAND)
+    adopted = ranks.launch_ranks(ours_between_stock, 2, first, env=BY_HAND)
+    lent = ranks.run_ranks(ours_then_stock, 2, second, env=BY_HAND)
     for rank, outcome in enumerate(adopted):
         assert outcome.exit_code == 0, outcome
         said = outcome.output.count(
@@ -263,7 +264,7 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
         )
         assert said == (rank == 0), "only one rank logs a line that is the same on all"
         found, refused = outcome.result
-        assert_same(found, lent[rank])
+        training.assert_same(found, lent[rank])
         assert (
             f"needs rank {rank} of 2 with init_method file://{first}/store; call torch.distributed."
             in refused
@@ -328,7 +329,9 @@ def fit_in_turn(rank: int, world_size: int, worlds: list[tuple[Any, int]]) -> li
     for number, (start_method, devices) in enumerate(worlds):
         model = Net()
         strategy = DDPExtStrategy(start_method=start_method, timeout=60 + number)
-        trainer = make_trainer(strategy, devices=devices, max_epochs=1, callbacks=[Measure()])
+        trainer = training.make_trainer(
+            strategy, devices=devices, max_epochs=1, callbacks=[Measure()]
+        )
         trainer.fit(model)
         found.append(
             [trainer.callback_metrics[name].item() for name in ("ranks", "timeout", "channel")]
@@ -345,4 +348,4 @@ def test_worlds_of_other_sizes_in_turn() -> None:
     # A forked process cannot use OpenMP threads that its parent has started.
     env = {"OMP_NUM_THREADS": "1"}
     expected = [[devices, 60 + number, devices > 1] for number, (_, devices) in enumerate(worlds)]
-    assert run_ranks(fit_in_turn, 1, worlds, env=env) == [expected]
+    assert ranks.run_ranks(fit_in_turn, 1, worlds, env=env) == [expected]

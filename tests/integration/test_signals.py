@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -20,26 +20,27 @@ import torch
 from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import RankDiedError
 from lightning_ddp_ext.supervision.signals import StopSignals
+from tests.harness import ranks, training
 from tests.harness.environment import by_srun
-from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
-from tests.harness.training import At, make_strategy, make_trainer
-from tests.integration.continuing import LongValidated, Training, shuffled, signalled
-from tests.supervision.model import BoomError, Fault, boom
+from tests.integration import continuing
+from tests.integration.continuing import Training
+from tests.supervision import model as supervision
 
 STEP = "on_train_batch_start"
-EVALUATIONS = {
-    "fit": "on_validation_batch_start",  # its sanity check
-    "validate": "on_validation_batch_start",
-    "test": "on_test_batch_start",
-    "predict": "on_predict_batch_start",
-}
-End = tuple[int | None, list[str], int]  # status, checkpoints, and steps made
+
+
+class End(NamedTuple):
+    """How a run ended on this rank."""
+
+    status: int | None
+    checkpoints: list[str]
+    steps: int
 
 
 def on_rank_one(
     rank: int, hook: str, number: int = 0, signum: int = signal.SIGTERM
 ) -> list[L.Callback]:
-    return [signalled(hook, number, signum)] if rank == 1 else []
+    return [continuing.signalled(hook, number, signum)] if rank == 1 else []
 
 
 def fit(
@@ -50,12 +51,13 @@ def fit(
     **more: Any,
 ) -> End:
     """Train for two epochs of three steps, or until all stop."""
-    training = Training(shuffled(), directory, strategy=strategy or {}, options={"max_epochs": 2})
-    run = training.run(callbacks=callbacks, default_root_dir=directory / name, **more)
-    files = sorted(
-        str(path.relative_to(directory / name)) for path in (directory / name).rglob("*.ckpt")
+    place = directory / name
+    two_epochs = Training(
+        continuing.shuffled(), directory, strategy=strategy or {}, options={"max_epochs": 2}
     )
-    return run.status, files, len(run.steps)
+    run = two_epochs.run(callbacks=callbacks, default_root_dir=place, **more)
+    files = sorted(str(path.relative_to(place)) for path in place.rglob("*.ckpt"))
+    return End(run.status, files, len(run.steps))
 
 
 def run(
@@ -65,24 +67,7 @@ def run(
     return fit(directory, name, *callbacks, *on_rank_one(rank, "on_train_batch_end", 1, signum))
 
 
-def stopped_in_evaluation(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """Return the ends of evaluations of 60 steps that get a signal in the second one."""
-    found = []
-    for function, hook in EVALUATIONS.items():
-        callbacks = on_rank_one(rank, hook, 1)
-        settings = {"default_root_dir": directory, "num_sanity_val_steps": -1}
-        trainer = make_trainer(make_strategy("ours", directory), callbacks=callbacks, **settings)
-        net = Evaluated(shuffled())
-        try:
-            getattr(trainer, function)(
-                net, **({} if function == "fit" else {"dataloaders": net.val_dataloader()})
-            )
-        except SystemExit as end:
-            found.append((function, end.code, net.evaluated, sorted(directory.glob("*.ckpt"))))
-    return found
-
-
-class Evaluated(LongValidated):
+class Evaluated(continuing.LongValidated):
     """Counts its steps, of which there are sixty on each rank."""
 
     evaluated = 0
@@ -97,21 +82,15 @@ class Evaluated(LongValidated):
         pass
 
 
-def test_an_evaluation_stops_in_the_middle(tmp_path: Path) -> None:
-    """All ranks stop after the same step, without saving."""
-    found = run_ranks(stopped_in_evaluation, 2, tmp_path, env=by_hand_env(2))
-    assert found[0] == found[1]
-    assert [(function, status) for function, status, *_ in found[0]] == [
-        (function, 143) for function in EVALUATIONS
-    ]
-    assert all(1 <= steps < 60 and not files for _, _, steps, files in found[0])
-
-
 def informed_and_terminated(rank: int, world_size: int, directory: Path) -> None:
     """After rank 0's death the launcher sends SIGTERM: to rank 1 in a hook, to rank 2
     after its Trainer's run.
     """
-    faults = [signalled(STEP, 1, signal.SIGKILL), signalled("on_exception"), L.Callback()]
+    faults = [
+        continuing.signalled(STEP, 1, signal.SIGKILL),
+        continuing.signalled("on_exception"),
+        L.Callback(),
+    ]
     try:
         fit(directory, "run", faults[rank], devices=world_size)
     except RankDiedError as error:
@@ -125,7 +104,9 @@ def test_a_launchers_sigterm_leaves_time_to_name_the_dead_rank(tmp_path: Path) -
     """It follows within a tenth of a second, and ends the process only some seconds
     later.
     """
-    for told in launch_ranks(informed_and_terminated, 3, tmp_path, env=by_hand_env(3))[1:]:
+    for told in ranks.launch_ranks(informed_and_terminated, 3, tmp_path, env=ranks.by_hand_env(3))[
+        1:
+    ]:
         assert told.exit_code == 143, told.story()
         assert "\nrank 0 (host " in told.output
 
@@ -166,7 +147,9 @@ def test_a_save_is_finished_before_the_one_of_the_stop(tmp_path: Path) -> None:
     """This covers a save that has begun, and one in the background;
     ``stop_checkpoint=None`` saves nothing.
     """
-    for background, saving, nothing in run_ranks(saved_elsewhere, 2, tmp_path, env=by_hand_env(2)):
+    for background, saving, nothing in ranks.run_ranks(
+        saved_elsewhere, 2, tmp_path, env=ranks.by_hand_env(2)
+    ):
         assert "last-preempted.ckpt" in background
         assert len(background) >= 3
         assert {"last-preempted.ckpt", "step=1.ckpt", "step=2.ckpt"} <= set(saving)
@@ -185,9 +168,11 @@ def resumes_in_a_job(
 ) -> bool:
     """Whether a run resumes, in a directory that all jobs share."""
     callbacks = on_rank_one(rank, "on_train_batch_end", 1, signal.SIGUSR1) if is_stopped else []
-    training = Training(shuffled(), directory, options={"max_epochs": 2}, strategy=strategy)
-    run = training.run(callbacks=callbacks, default_root_dir=directory, ckpt_path=ckpt_path)
-    return run.steps[0][:2] != (0, 0)
+    two_epochs = Training(
+        continuing.shuffled(), directory, options={"max_epochs": 2}, strategy=strategy
+    )
+    run = two_epochs.run(callbacks=callbacks, default_root_dir=directory, ckpt_path=ckpt_path)
+    return run.steps[0].moment != (0, 0)
 
 
 def test_only_the_requeued_job_resumes(tmp_path: Path) -> None:
@@ -195,7 +180,7 @@ def test_only_the_requeued_job_resumes(tmp_path: Path) -> None:
     other jobs of the command begin from the start.
     """
     job = by_srun()
-    stopped, _ = launch_ranks(resumes_in_a_job, 2, tmp_path, True, env=job)
+    stopped, _ = ranks.launch_ranks(resumes_in_a_job, 2, tmp_path, True, env=job)
     assert stopped.result is False, stopped.story()
     assert "the ranks will finish the current step, save and stop" in stopped.output, (
         stopped.story()
@@ -206,7 +191,7 @@ def test_only_the_requeued_job_resumes(tmp_path: Path) -> None:
         older = shutil.copy(newest, newest.with_stem(f"{newest.stem}-v{number}"))
         os.utime(older, (number, number))
     for env, resumes in ((by_srun(), False), (job, True)):
-        runs = launch_ranks(
+        runs = ranks.launch_ranks(
             resumes_in_a_job, 2, tmp_path, False, env={**env, "SLURM_RESTART_COUNT": "1"}
         )
         assert [run.result for run in runs] == [resumes] * 2, runs[0].story()
@@ -220,9 +205,11 @@ def test_a_requeued_job_resumes_without_a_stop_checkpoint(tmp_path: Path) -> Non
     """The job itself saves for its requeue, so ``ckpt_path="last"`` finds that file."""
     job = by_srun()
     options: dict[str, Any] = {"ckpt_path": "last", "stop_checkpoint": None}
-    assert run_ranks(resumes_in_a_job, 2, tmp_path, True, env=job, **options) == [False] * 2
+    assert ranks.run_ranks(resumes_in_a_job, 2, tmp_path, True, env=job, **options) == [False] * 2
     requeued = {**job, "SLURM_RESTART_COUNT": "1"}
-    assert run_ranks(resumes_in_a_job, 2, tmp_path, False, env=requeued, **options) == [True] * 2
+    assert (
+        ranks.run_ranks(resumes_in_a_job, 2, tmp_path, False, env=requeued, **options) == [True] * 2
+    )
 
 
 IN_GROUPS = {"fork": (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), "spawn": (signal.SIGTERM,)}
@@ -235,9 +222,9 @@ def signalled_in_groups(rank: int, world_size: int, directory: Path, context: st
     os.setpgid(0, 0)
     ends = []
     for signum in IN_GROUPS[context]:
-        loaders = shuffled(120, num_workers=1, multiprocessing_context=context)
+        loaders = continuing.shuffled(120, num_workers=1, multiprocessing_context=context)
         callbacks = (
-            [At(STEP, lambda _, signum=signum: os.killpg(0, signum), earlier=2)]
+            [training.At(STEP, lambda _, signum=signum: os.killpg(0, signum), earlier=2)]
             if rank == 1
             else []
         )
@@ -260,7 +247,8 @@ def test_workers_leave_the_signal_of_a_group_to_their_rank(context: str, tmp_pat
     """
     expected = [(128 + signum, ["last-preempted.ckpt"], True) for signum in IN_GROUPS[context]]
     assert (
-        run_ranks(signalled_in_groups, 2, tmp_path, context, env=by_hand_env(2)) == [expected] * 2
+        ranks.run_ranks(signalled_in_groups, 2, tmp_path, context, env=ranks.by_hand_env(2))
+        == [expected] * 2
     )
 
 
@@ -295,7 +283,7 @@ def test_each_signal_ends_with_its_status_and_is_passed_on(tmp_path: Path) -> No
         stopped = (128 + signum, ["last-preempted.ckpt"], True)
         is_left_to_user = signum in (signal.SIGUSR1, signal.SIGHUP)
         expected += [stopped, signum, (None, [], True) if is_left_to_user else stopped]
-    first, second = run_ranks(by_each_signal, 2, tmp_path, env=by_hand_env(2))
+    first, second = ranks.run_ranks(by_each_signal, 2, tmp_path, env=ranks.by_hand_env(2))
     assert second == expected
     assert first == [each for each in expected if not isinstance(each, int)]
 
@@ -305,9 +293,11 @@ def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
     signal is not ours.
     """
     # As asyncio does.
-    ends = [run(rank, directory, "woken", At(STEP, lambda _: signal.set_wakeup_fd(-1)))]
-    inner = make_trainer(make_strategy("ours", directory), limit_val_batches=2)
-    nested = At(STEP, lambda _: inner.validate(Evaluated(shuffled()), verbose=False), earlier=1)
+    ends = [run(rank, directory, "woken", training.At(STEP, lambda _: signal.set_wakeup_fd(-1)))]
+    inner = training.make_trainer(training.make_strategy("ours", directory), limit_val_batches=2)
+    nested = training.At(
+        STEP, lambda _: inner.validate(Evaluated(continuing.shuffled()), verbose=False), earlier=1
+    )
     ends.append(run(rank, directory, "nested", nested))
     # As for what a shell runs in the background.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -326,8 +316,8 @@ def test_signals_with_other_handlers(tmp_path: Path) -> None:
     """Ours act beside another loop's wake-up descriptor and after a nested run; the
     user's handlers are kept.
     """
-    for woken, nested, ignored, nohup, stacks in run_ranks(
-        beside_others, 2, tmp_path, env=by_hand_env(2)
+    for woken, nested, ignored, nohup, stacks in ranks.run_ranks(
+        beside_others, 2, tmp_path, env=ranks.by_hand_env(2)
     ):
         assert woken[:2] == nested[:2] == (143, ["last-preempted.ckpt"])
         assert woken[2] in range(2, 6)
@@ -337,27 +327,36 @@ def test_signals_with_other_handlers(tmp_path: Path) -> None:
 
 def signalled_after_a_run(rank: int, world_size: int, directory: Path) -> None:
     """Have a callback raise in on_exception, so that Lightning skips its teardown."""
-    with pytest.raises(BoomError):
-        fit(directory, "run", Fault(STEP, boom), Fault("on_exception", boom))
+    with pytest.raises(supervision.BoomError):
+        fit(
+            directory,
+            "run",
+            supervision.Fault(STEP, supervision.boom),
+            supervision.Fault("on_exception", supervision.boom),
+        )
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_run_that_was_not_torn_down_handles_no_signals(tmp_path: Path) -> None:
     """SIGTERM then ends the process, as it does by default."""
-    for outcome in launch_ranks(signalled_after_a_run, 2, tmp_path, env=by_hand_env(2)):
+    for outcome in ranks.launch_ranks(signalled_after_a_run, 2, tmp_path, env=ranks.by_hand_env(2)):
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
 
 
 def interrupted_twice(rank: int, world_size: int, directory: Path) -> Any:
     """Run, with Ctrl-C and a second one before the step finishes."""
-    return fit(directory, "run", *(signalled(STEP, signum=signal.SIGINT) for _ in range(2)))[:2]
+    return fit(
+        directory, "run", *(continuing.signalled(STEP, signum=signal.SIGINT) for _ in range(2))
+    )[:2]
 
 
 def test_a_second_interrupt_exits_immediately(tmp_path: Path) -> None:
     """It exits as Lightning does on Ctrl-C, without waiting for the step, and so
     without a checkpoint.
     """
-    assert run_ranks(interrupted_twice, 2, tmp_path, env=by_hand_env(2)) == [(1, [])] * 2
+    assert (
+        ranks.run_ranks(interrupted_twice, 2, tmp_path, env=ranks.by_hand_env(2)) == [(1, [])] * 2
+    )
 
 
 def held(
@@ -367,7 +366,9 @@ def held(
     timeout for sockets.
     """
     socket.setdefaulttimeout(timeout)
-    callbacks = [At(STEP, lambda _: hold("in step 1"), earlier=1)] if rank > 0 else []
+    callbacks = (
+        [training.At(STEP, lambda _: ranks.hold("in step 1"), earlier=1)] if rank > 0 else []
+    )
     fit(directory, "run", *callbacks, strategy=strategy, devices=world_size)
 
 
@@ -378,15 +379,17 @@ def test_all_end_within_the_deadline_though_a_rank_does_not_stop(
     """They exit with the signal's status, and print where each of them was and which
     one did not reply.
     """
-    with RankProcesses(held, 2, tmp_path, timeout, env=by_hand_env(2), save_deadline=1) as ranks:
-        ranks.wait_for("in step 1", rank=1)
-        ranks.kill(1, signal.SIGSTOP)
-        ranks.kill(0, signal.SIGTERM)
-        (first,) = ranks.wait(0)
+    with ranks.RankProcesses(
+        held, 2, tmp_path, timeout, env=ranks.by_hand_env(2), save_deadline=1
+    ) as processes:
+        processes.wait_for("in step 1", rank=1)
+        processes.kill(1, signal.SIGSTOP)
+        processes.kill(0, signal.SIGTERM)
+        (first,) = processes.wait(0)
         assert first.exit_code == 143
         assert "not stopped within 1 s (save_deadline), and rank 1 (host" in first.output
-        ranks.kill(1, signal.SIGCONT)
-        (second,) = ranks.wait(1)
+        processes.kill(1, signal.SIGCONT)
+        (second,) = processes.wait(1)
         assert second.exit_code != 0
 
 
@@ -404,5 +407,5 @@ def end_while_signalled(rank: int, world_size: int) -> None:
 
 def test_a_signal_does_not_kill_a_failed_rank_before_it_prints_the_cause() -> None:
     """Not even between our handler and the earlier one."""
-    (outcome,) = launch_ranks(end_while_signalled, 1)
+    (outcome,) = ranks.launch_ranks(end_while_signalled, 1)
     assert outcome.exit_code == 0, outcome.story()

@@ -19,57 +19,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.integration.continuing import Net, Run, Training, shuffled, signalled
-
-Moment = tuple[str, int]  # a hook of a callback, and how often it has been called before
-
-# The moment of the signal, and the fewest steps after which the ranks stop; a run has 2
-# epochs, each with 3 training and 2 validation steps. The ranks agree on the step by
-# messages, so on a busy machine they stop some steps later.
-MOMENTS: dict[Moment, int] = {
-    ("on_train_batch_start", 0): 1,
-    ("on_train_batch_start", 1): 2,
-    ("on_train_batch_end", 2): 3,
-    ("on_validation_batch_start", 1): 3,
-    ("on_train_epoch_end", 0): 3,
-    ("on_train_end", 0): 6,
-}
-
-
-def stop_at_moments(rank: int, world_size: int, directory: Path) -> list[tuple[Any, ...]]:
-    """Return how runs end after a signal to one of the ranks: status, files, and steps
-    made after it.
-    """
-    found = []
-    for number, (moment, steps) in enumerate(MOMENTS.items()):
-        place = directory / str(moment)
-        training = Training(
-            shuffled(), directory, options={"max_epochs": 2, "limit_val_batches": 1.0}
-        )
-        callbacks = [signalled(*moment)] if rank == number % world_size else []
-        stopped = training.run(callbacks=callbacks, default_root_dir=place)
-        found.append(
-            (
-                stopped.status,
-                [path.name for path in place.glob("*.ckpt")],
-                len(stopped.steps) - steps,
-            )
-        )
-    return found
-
-
-@pytest.mark.lowest
-def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
-    """At every moment, and on either rank: the ranks stop after the same step, save,
-    and exit with status 143.
-    """
-    first, second = run_ranks(stop_at_moments, 2, tmp_path, env=by_hand_env(2))
-    assert first == second
-    assert all(
-        end in [(143, ["last-preempted.ckpt"], later) for later in range(4)] for end in first
-    ), first
-
+from tests.harness import ranks
+from tests.integration import continuing
+from tests.integration.continuing import Net, Run, Training
 
 # Trainer options that choose the checkpoint directory, made on a rank; each with a
 # pattern for the stop checkpoint.
@@ -109,7 +61,7 @@ def commands(rank: int, world_size: int, directory: Path) -> list[str]:
             options = make(place)
             strategy = {each: options.pop(each) for each in ("stop_checkpoint",) if each in options}
             own = [*options.pop("callbacks", ()), *callbacks]
-            training = Training(shuffled(), directory, strategy=strategy)
+            training = Training(continuing.shuffled(), directory, strategy=strategy)
             chosen = {
                 "max_epochs": 2,
                 "enable_checkpointing": True,
@@ -118,7 +70,7 @@ def commands(rank: int, world_size: int, directory: Path) -> list[str]:
             }
             return training.run(callbacks=own, ckpt_path="last", **chosen)
 
-        stopped = run(*([signalled("on_train_batch_end", 1)] if rank == 1 else []))
+        stopped = run(*([continuing.signalled("on_train_batch_end", 1)] if rank == 1 else []))
         dist.barrier()  # loggers of the next run look for directories of this one
         saved = list(place.glob(pattern))
         dist.barrier()
@@ -142,12 +94,13 @@ def commands(rank: int, world_size: int, directory: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.lowest
 def test_the_same_command_continues_wherever_it_saves(tmp_path: Path) -> None:
     """It also resumes if Lightning's directory is new in each run.
 
     A finished run leaves no stop checkpoint.
     """
-    assert run_ranks(commands, 2, tmp_path, env=by_hand_env(2)) == [[], []]
+    assert ranks.run_ranks(commands, 2, tmp_path, env=ranks.by_hand_env(2)) == [[], []]
 
 
 def commands_in_turn(
@@ -163,11 +116,12 @@ def commands_in_turn(
         "max_epochs": 1,
         "default_root_dir": directory,
     }
-    callbacks = [signalled("on_train_batch_end", 1)] if stops else []
+    callbacks = [continuing.signalled("on_train_batch_end", 1)] if stops else []
     return (
-        Training(shuffled(), directory, 1, options)
+        Training(continuing.shuffled(), directory, 1, options)
         .run(callbacks=callbacks, ckpt_path="last")
-        .steps[0][:2]
+        .steps[0]
+        .moment
     )
 
 
@@ -180,7 +134,7 @@ def test_another_command_names_a_stop_checkpoint_and_leaves_it(tmp_path: Path) -
         (["--lr", "2"], False),
         (["--lr", "1", "--ckpt_path", "last"], False),
     ):
-        [outcome] = launch_ranks(commands_in_turn, 1, tmp_path, words, stops)
+        [outcome] = ranks.launch_ranks(commands_in_turn, 1, tmp_path, words, stops)
         begun.append(outcome.result)
         output += outcome.output
     assert begun == [(0, 0), (0, 0), (0, 2)], output
@@ -196,7 +150,7 @@ def test_a_first_run_with_last_gets_one_hint(tmp_path: Path) -> None:
     """The line names the file of a later run; Lightning's hint about ``save_last``
     would be a second one.
     """
-    [outcome] = launch_ranks(commands_in_turn, 1, tmp_path, [], False)
+    [outcome] = ranks.launch_ranks(commands_in_turn, 1, tmp_path, [], False)
     assert outcome.result == (0, 0)
     assert (
         outcome.output.count(
@@ -232,13 +186,13 @@ def cross_validate(
     for fold in range(FOLDS):
         options = PLACES[name][1](place)
         strategy = {"stop_checkpoint": options.pop("stop_checkpoint", "last-preempted.ckpt")}
-        training = Training(shuffled(), directory, strategy=strategy)
+        training = Training(continuing.shuffled(), directory, strategy=strategy)
         own = options.pop("callbacks", [])
         if stop is not None and stop[0] == fold and rank == 1:
-            own.append(signalled(stop[1], 1))
+            own.append(continuing.signalled(stop[1], 1))
         defaults = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": place}
         run = training.run(model=Fold, callbacks=own, ckpt_path="last", **{**defaults, **options})
-        begun.append(run.steps[0][:2])
+        begun.append(run.steps[0].moment)
         dist.barrier()  # the next fold's loggers look for directories of this one
         if run.status is not None:
             break
@@ -259,8 +213,8 @@ def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(name: str, tmp_path:
     """
 
     def again(stop: Stop, **model: int) -> list[str]:
-        first, second = run_ranks(
-            cross_validate, 2, tmp_path, name, stop, env=by_hand_env(2), **model
+        first, second = ranks.run_ranks(
+            cross_validate, 2, tmp_path, name, stop, env=ranks.by_hand_env(2), **model
         )
         assert first == second
         return in_words(first)
@@ -288,11 +242,12 @@ def in_an_environment(
         "default_root_dir": directory,
         "max_epochs": 2,
     }
-    callbacks = [signalled("on_train_batch_end", 1)] if stops else []
+    callbacks = [continuing.signalled("on_train_batch_end", 1)] if stops else []
     return (
-        Training(shuffled(), directory, 1, options)
+        Training(continuing.shuffled(), directory, 1, options)
         .run(callbacks=callbacks, ckpt_path=last)
-        .steps[0][:2]
+        .steps[0]
+        .moment
     )
 
 
@@ -302,7 +257,9 @@ def test_runs_that_differ_by_environment_keep_their_stop_checkpoints(tmp_path: P
     """
 
     def launch(part: str, stops: bool, last: str | None = "last") -> tuple[str, str]:
-        [outcome] = launch_ranks(in_an_environment, 1, tmp_path, stops, last, env={"PART": part})
+        [outcome] = ranks.launch_ranks(
+            in_an_environment, 1, tmp_path, stops, last, env={"PART": part}
+        )
         assert outcome.exit_code == 0, outcome.story()
         return in_words([outcome.result])[0], outcome.output
 
@@ -326,9 +283,12 @@ def saved_by_a_callback(rank: int, world_size: int, directory: Path, stops: bool
     """
     callbacks: list[Any] = [ModelCheckpoint(directory, save_last=True)]
     if stops and rank == 1:
-        callbacks.append(signalled("on_train_batch_end", 1))
+        callbacks.append(continuing.signalled("on_train_batch_end", 1))
     training = Training(
-        shuffled(), directory, strategy={"stop_checkpoint": "last.ckpt"}, options={"max_epochs": 2}
+        continuing.shuffled(),
+        directory,
+        strategy={"stop_checkpoint": "last.ckpt"},
+        options={"max_epochs": 2},
     )
     run = training.run(callbacks=callbacks, enable_checkpointing=True, ckpt_path="last")
     return 6 - len(run.steps)
@@ -336,8 +296,10 @@ def saved_by_a_callback(rank: int, world_size: int, directory: Path, stops: bool
 
 def test_a_finished_run_keeps_a_file_that_it_has_written_again(tmp_path: Path) -> None:
     """Only the file that it resumed from is removed, and only if it is unchanged since."""
-    run_ranks(saved_by_a_callback, 2, tmp_path, True, env=by_hand_env(2))
-    first, second = run_ranks(saved_by_a_callback, 2, tmp_path, False, env=by_hand_env(2))
+    ranks.run_ranks(saved_by_a_callback, 2, tmp_path, True, env=ranks.by_hand_env(2))
+    first, second = ranks.run_ranks(
+        saved_by_a_callback, 2, tmp_path, False, env=ranks.by_hand_env(2)
+    )
     assert first == second > 0
     [last] = tmp_path.glob("last*.ckpt")
     assert torch.load(last, weights_only=True)["global_step"] == 6
@@ -351,9 +313,11 @@ def in_relative_directories(rank: int, world_size: int, directory: Path) -> list
     left = []
     for number in range(6):
         place = Path(f"run{number}")
-        for callbacks in ([signalled("on_train_batch_end", 1)], []):
+        for callbacks in ([continuing.signalled("on_train_batch_end", 1)], []):
             options = {"enable_checkpointing": True, "default_root_dir": place, "max_epochs": 1}
-            Training(shuffled(), directory, 1, options).run(callbacks=callbacks, ckpt_path="last")
+            Training(continuing.shuffled(), directory, 1, options).run(
+                callbacks=callbacks, ckpt_path="last"
+            )
         left.append([path.name for path in place.rglob("*.ckpt") if "preempted" in path.name])
     return left
 
@@ -362,4 +326,4 @@ def test_a_file_has_one_name_though_the_root_directory_is_relative(tmp_path: Pat
     """A run removes the stop checkpoint that it resumed from, by whichever name it
     found it.
     """
-    assert run_ranks(in_relative_directories, 1, tmp_path) == [[[]] * 6]
+    assert ranks.run_ranks(in_relative_directories, 1, tmp_path) == [[[]] * 6]

@@ -17,23 +17,13 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.profilers import SimpleProfiler
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.harness import training
 from tests.harness.environment import skip_because
-from tests.harness.training import (
-    KINDS,
-    Batch,
-    Kind,
-    Net,
-    assert_same,
-    data,
-    make_strategy,
-    make_trainer,
-    on_both,
-    on_ranks,
-    weights,
-)
+from tests.harness.training import Kind, Net
 
 Result = dict[str, Any]
 
@@ -41,8 +31,8 @@ Result = dict[str, Any]
 def trainer_in(kind: Kind, directory: Path, **options: Any) -> L.Trainer:
     """Return a Trainer that writes to the directory; ranks connect in its parent."""
     L.seed_everything(7)
-    return make_trainer(
-        make_strategy(kind, directory.parent), default_root_dir=directory, **options
+    return training.make_trainer(
+        training.make_strategy(kind, directory.parent), default_root_dir=directory, **options
     )
 
 
@@ -52,7 +42,11 @@ def fit(kind: Kind, directory: Path, model: Net | None = None, **options: Any) -
     model = Net() if model is None else model
     trainer.fit(model)
     torch.distributed.barrier()  # rank 0 has written its files
-    return {"weights": weights(model), "step": trainer.global_step, "epoch": trainer.current_epoch}
+    return {
+        "weights": training.weights(model),
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+    }
 
 
 # Options of the Trainer, made in the rank.
@@ -122,6 +116,20 @@ def loggers(kind: Kind, directory: Path) -> Result:
     return {**result, "csv": rows, "event files": len(events)}
 
 
+class Profiled(Net):
+    """Profiles a part of its step, as users do."""
+
+    def training_step(self, batch: training.Batch, index: int) -> Any:
+        with self.trainer.profiler.profile("a part"):  # type: ignore[attr-defined]
+            return super().training_step(batch, index)
+
+
+def profiler(kind: Kind, directory: Path) -> Result:
+    times = SimpleProfiler()
+    result = fit(kind, directory, Profiled(), profiler=times)
+    return {**result, "calls": len(times.recorded_durations["a part"])}
+
+
 class Module(L.LightningDataModule):
     """Has its own data, and records the called hooks."""
 
@@ -139,16 +147,16 @@ class Module(L.LightningDataModule):
         self.calls.append("teardown")
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(data(16), batch_size=2, shuffle=True)
+        return DataLoader(training.data(16), batch_size=2, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(data(8), batch_size=2)
+        return DataLoader(training.data(8), batch_size=2)
 
 
 class GettingWorse(Net):
     """Its validation loss falls for two epochs, then rises."""
 
-    def validation_step(self, batch: Batch, index: int) -> None:
+    def validation_step(self, batch: training.Batch, index: int) -> None:
         self.log("val_loss", abs(self.current_epoch - 1.0), sync_dist=True)
 
 
@@ -189,7 +197,7 @@ class Counting(Net):
         self.estimated = self.trainer.estimated_stepping_batches
         return []
 
-    def on_train_batch_start(self, batch: Batch, index: int) -> None:
+    def on_train_batch_start(self, batch: training.Batch, index: int) -> None:
         self.batches.append(batch)
 
 
@@ -207,11 +215,11 @@ class Collating(Module):
 
     def val_dataloader(self) -> DataLoader[Any]:
         workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
-        return DataLoader(data(8), batch_size=4, collate_fn=self.collate, **workers)
+        return DataLoader(training.data(8), batch_size=4, collate_fn=self.collate, **workers)
 
     test_dataloader = predict_dataloader = val_dataloader
 
-    def collate(self, samples: list[Any]) -> Batch:
+    def collate(self, samples: list[Any]) -> training.Batch:
         x, y = zip(*samples, strict=True)
         return [2 * torch.stack(x), torch.stack(y)]
 
@@ -230,6 +238,7 @@ FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
     for feature in (
         prediction_writer,
         loggers,
+        profiler,
         checkpoints_and_early_stopping,
         steps_in_configure_callbacks,
         bound_collate_function,
@@ -250,7 +259,7 @@ def test_features_do_what_they_do_with_stock(tmp_path: Path) -> None:
     """Weights, metrics, files and the numbers of calls are equal on each rank, to the
     last bit.
     """
-    ours, stock = on_both(use_all, tmp_path)
+    ours, stock = training.on_both(use_all, tmp_path)
     for mine, theirs in zip(ours, stock, strict=True):
         for name in (*OPTIONS, *FEATURES):
             assert_same_result(mine[name], theirs[name])
@@ -268,7 +277,7 @@ def assert_same_result(ours: Result, stock: Result) -> None:
         if isinstance(value, str) or key in ("kept", "hooks", "files")
     }
     assert {key: ours[key] for key in names} == {key: stock[key] for key in names}
-    assert_same(
+    training.assert_same(
         {key: ours[key] for key in ours.keys() - names},
         {key: stock[key] for key in stock.keys() - names},
     )
@@ -290,5 +299,5 @@ def test_a_compiled_network_learns_what_it_learns_with_stock(tmp_path: Path) -> 
         None if shutil.which(os.environ.get("CXX", "g++")) else "inductor needs a C++ compiler"
     )
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    ours, stock = (on_ranks(kind, compiled, tmp_path, env=env) for kind in KINDS)
-    assert_same(ours, stock)
+    ours, stock = (training.on_ranks(kind, compiled, tmp_path, env=env) for kind in training.KINDS)
+    training.assert_same(ours, stock)
