@@ -196,13 +196,11 @@ def train_on_two_devices(
 
 def test_a_rank_with_two_devices_learns_as_on_the_cpu(placement: Placement, tmp_path: Path) -> None:
     """`devices_per_rank=2` with two GPUs, or over gloo with a GPU and the CPU."""
-    first = placement.devices
-    second = ["cuda:0" if each == "cuda:1" else "cuda:1" for each in first]
-    if not IS_GPU or torch.cuda.device_count() < 2:
-        if IS_GPU and placement is not GLOO:
-            pytest.skip("needs two GPUs")
-        second = ["cpu"] * len(first)
-    pairs = [device for pair in zip(first, second, strict=True) for device in pair]
+    has_two_gpus = torch.cuda.device_count() > 1
+    if IS_GPU and placement is not GLOO and not has_two_gpus:
+        pytest.skip("needs two GPUs")
+    second = {"cuda:0": "cuda:1", "cuda:1": "cuda:0"} if has_two_gpus else {}
+    pairs = [each for first in placement.devices for each in (first, second.get(first, "cpu"))]
     found = placement.run(train_on_two_devices, tmp_path, pairs)
     expected = GLOO.run(train_on_two_devices, tmp_path, ["cpu"] * len(pairs))
     torch.testing.assert_close(found, expected, **TOLERANCE)
@@ -284,12 +282,12 @@ def test_a_killed_rank_costs_no_step(
     """Runs resumed after a killed rank, a killed save and SIGTERM end as an undisturbed
     run, to the last bit.
     """
-    results = []
-    for name, chosen in (("undisturbed", ()), ("disturbed", kills)):
+    plan = plan_on(placement, is_scaled)
+    for name in ("undisturbed", "disturbed"):
         (tmp_path / name).mkdir()
-        plan = plan_on(placement, is_scaled)
-        results.append(survive(2, plan, chosen, tmp_path / name, env=placement.variables))
-    assert_same(*results)
+    undisturbed = survive(2, plan, (), tmp_path / "undisturbed", env=placement.variables)
+    disturbed = survive(2, plan, kills, tmp_path / "disturbed", env=placement.variables)
+    assert_same(disturbed, undisturbed)
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
@@ -297,14 +295,12 @@ def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) ->
     """Ranks started by spawn, forkserver and fork learn as ranks that were started by
     hand.
     """
-    results = []
-    for name, plan, world_size, env in (
-        ("by hand", plan_on(GLOO), 2, GLOO.variables),
-        ("started", plan_on(GLOO, start_method=start_method), 1, {}),
-    ):
+    for name in ("by hand", "started"):
         (tmp_path / name).mkdir()
-        results.append(launch_ranks(rescuing.train, world_size, plan, tmp_path / name, env=env)[0])
-    by_hand, started = results
+    env = GLOO.variables
+    by_hand, _ = launch_ranks(rescuing.train, 2, plan_on(GLOO), tmp_path / "by hand", env=env)
+    plan = plan_on(GLOO, start_method=start_method)
+    [started] = launch_ranks(rescuing.train, 1, plan, tmp_path / "started", env={})
     assert started.exit_code == 0, started.story()
     assert_same(started.result, by_hand.result)
 

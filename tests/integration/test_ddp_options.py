@@ -5,9 +5,8 @@ parameters, several devices a rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import lightning as L
@@ -46,17 +45,19 @@ HOOKS: dict[str, dict[str, Any]] = {
 }
 
 
+# As fp16 allows.
+LOOSE = {"rtol": 2e-2, "atol": 2e-2}
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
 def train_with_hooks(kind: Kind, directory: Path) -> dict[str, dict[str, Tensor]]:
+    """Return the parameters that a rank learns with each hook."""
     found = {}
     for name, options in HOOKS.items():
         L.seed_everything(1)
         model = Net()
-        training.make_trainer(
-            training.make_strategy(kind, directory, **options), devices=3, precision="64-true"
-        ).fit(model)
-        found[name] = {
-            key: value for key, value in training.weights(model).items() if "running" not in key
-        }
+        training.fit(kind, directory, model, strategy=options, devices=3, precision="64-true")
+        found[name] = {key: value.detach() for key, value in model.named_parameters()}
     return found
 
 
@@ -67,14 +68,11 @@ def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
     first, *others = training.on_ranks("ours", train_with_hooks, tmp_path, world_size=3)
     for other in others:
         training.assert_same(other, first)
-    for name, found in first.items():
-        loose = name in ("wrapped", "fp16_compress")
-        close = {"rtol": 2e-2, "atol": 2e-2} if loose else {"rtol": 1e-9, "atol": 1e-9}
-        torch.testing.assert_close(found, first["none"], **close)
-        is_exact = torch.allclose(
-            found["layers.0.weight"], first["none"]["layers.0.weight"], rtol=1e-9, atol=1e-9
-        )
-        assert is_exact != loose
+    torch.testing.assert_close(first["power_sgd"], first["none"], **EXACT)
+    for name in ("wrapped", "fp16_compress"):
+        torch.testing.assert_close(first[name], first["none"], **LOOSE)
+        weight = "layers.0.weight"
+        assert not torch.allclose(first[name][weight], first["none"][weight], **EXACT)
 
 
 SPARE = tuple(f"spare.{number}" for number in range(6))
@@ -94,20 +92,26 @@ class Forgetful(Net):
         return loss
 
 
-def forget(rank: int, world_size: int, directory: Path, freezes: bool) -> None:
-    model = Forgetful()
-    freeze = training.At("on_train_start", lambda _: model.layers[0].requires_grad_(not freezes))
-    training.make_trainer(training.make_strategy("ours", directory), callbacks=[freeze]).fit(model)
+def freeze_first_layer(trainer: L.Trainer) -> None:
+    model: Any = trainer.lightning_module
+    model.layers[0].requires_grad_(False)
 
 
+FREEZE = training.At("on_train_start", freeze_first_layer)
 NAMES = [f"{layer}.{name}" for layer in ("layers.0", *SPARE) for name in ("weight", "bias")]
 
 
 @pytest.mark.parametrize(
-    ("freezes", "names", "more"), [(False, NAMES[2:12], 2), (True, NAMES[:10], 4)]
+    ("callbacks", "named", "more"),
+    [
+        # Ten of the twelve parameters of spare layers.
+        pytest.param([], NAMES[2:12], 2, id="unused"),
+        # Ten of these and of the two that are frozen.
+        pytest.param([FREEZE], NAMES[:10], 4, id="unused and frozen"),
+    ],
 )
 def test_unused_parameters_are_named(
-    freezes: bool, names: list[str], more: int, tmp_path: Path
+    callbacks: list[L.Callback], named: list[str], more: int, tmp_path: Path
 ) -> None:
     """The error names the first ten, their number and the option that allows it; the
     other rank also exits.
@@ -115,11 +119,11 @@ def test_unused_parameters_are_named(
     DDP counts the parameters that were trainable when it was built, and also waits for
     those that were frozen since.
     """
-    first, second = ranks.launch_ranks(forget, 2, tmp_path, freezes)
+    first, second = training.fit_on(2, tmp_path, Forgetful(), *callbacks)
     assert (first.exit_code, second.exit_code) == (1, 1)
     assert second.failure.message.startswith(
         "rank 1 did not use these parameters to compute the loss that training_step returned:"
-        f" {', '.join(names)} and {more} more; DDP waits for their gradients. If this is intended,"
+        f" {', '.join(named)} and {more} more; DDP waits for their gradients. If this is intended,"
         " choose strategy='ddp_ext_find_unused_parameters_true', or"
         " DDPExtStrategy(find_unused_parameters=True)\n"
     ), second.failure.message
@@ -146,49 +150,65 @@ class WithBackbone(Net):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
-# Options of the strategy, and batches that are accumulated; torch has no static graphs
-# with accumulation.
-FINETUNED: tuple[tuple[dict[str, Any], int], ...] = (
-    ({}, 2),
-    ({"static_graph": True, "gradient_as_bucket_view": True}, 1),
-    ({"forward_sync_buffers": False}, 1),
-)
+class Finetuning(NamedTuple):
+    """Options of the strategy, and the batches of an optimiser step."""
+
+    strategy: dict[str, Any]
+    accumulation: int = 1
 
 
-def finetune(kind: Kind, directory: Path) -> list[tuple[Tensor, Tensor]]:
-    """Return the backbone's weights after the first epoch, in which they are frozen,
-    and at the end.
-    """
-    found = []
-    for options, accumulation in FINETUNED:
-        L.seed_everything(1)
-        model = WithBackbone()
-        frozen = list[Tensor]()
-        keep = partial(
-            lambda model, frozen, _: frozen.append(model.backbone.weight.clone()), model, frozen
-        )
-        finetuning = BackboneFinetuning(
-            unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=0.01
-        )
-        callbacks = [finetuning, training.At("on_train_epoch_end", keep)]
-        strategy = training.make_strategy(kind, directory, **options)
-        training.make_trainer(
-            strategy, callbacks=callbacks, max_epochs=3, accumulate_grad_batches=accumulation
-        ).fit(model)
-        found.append((frozen[0].detach(), model.backbone.weight.detach()))
-        ends = model.means[1:-1:2]
-        begins = model.means[2::2]
-        assert all(map(torch.equal, ends, begins)) or options.get("forward_sync_buffers", True)
-    return found
+FINETUNED = {
+    "accumulated": Finetuning({}, 2),
+    # torch has no static graphs with accumulation.
+    "static graph": Finetuning({"static_graph": True, "gradient_as_bucket_view": True}),
+    "own buffers": Finetuning({"forward_sync_buffers": False}),
+}
 
 
-def test_unfrozen_parameters_are_the_same_on_all_ranks(tmp_path: Path) -> None:
+class Backbone(NamedTuple):
+    """Weights of the backbone, and the running means that the model has recorded."""
+
+    frozen: Tensor  # after the first epoch
+    trained: Tensor
+    means: list[Tensor]
+
+
+def finetune(kind: Kind, directory: Path, name: str) -> Backbone:
+    L.seed_everything(1)
+    model = WithBackbone()
+    frozen: list[Tensor] = []
+    keep = training.At(
+        "on_train_epoch_end", lambda _: frozen.append(model.backbone.weight.detach().clone())
+    )
+    finetuning = BackboneFinetuning(
+        unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=0.01
+    )
+    strategy, accumulation = FINETUNED[name]
+    training.fit(
+        kind,
+        directory,
+        model,
+        finetuning,
+        keep,
+        strategy=strategy,
+        max_epochs=3,
+        accumulate_grad_batches=accumulation,
+    )
+    return Backbone(frozen[0], model.backbone.weight.detach(), model.means)
+
+
+@pytest.mark.parametrize("name", FINETUNED)
+def test_unfrozen_parameters_are_the_same_on_all_ranks(name: str, tmp_path: Path) -> None:
     """This holds with `BackboneFinetuning` and any options of DDP."""
-    for (frozen, first), (_, second) in zip(
-        *training.on_ranks("ours", finetune, tmp_path), strict=True
-    ):
-        assert torch.equal(first, second)
-        assert not torch.equal(first, frozen)
+    first, second = training.on_ranks("ours", finetune, tmp_path, name)
+    assert torch.equal(first.trained, second.trained)
+    for rank in (first, second):
+        assert not torch.equal(rank.trained, rank.frozen)
+    if name == "own buffers":
+        # A step begins with the running means with which the step before ended.
+        ends = second.means[1:-1:2]
+        begins = second.means[2::2]
+        assert all(map(torch.equal, ends, begins))
 
 
 class Toggled(Net):
@@ -285,9 +305,8 @@ def toggle(kind: Kind, directory: Path) -> dict[str, Any]:
         L.seed_everything(1)
         model = make(kind)
         is_needed = kind == "stock" or name == "adversarial"
-        strategy = training.make_strategy(kind, directory, find_unused_parameters=is_needed)
-        trainer = training.make_trainer(strategy, max_epochs=4, **options)
-        trainer.fit(model)
+        strategy = {"find_unused_parameters": is_needed}
+        trainer = training.fit(kind, directory, model, strategy=strategy, max_epochs=4, **options)
         states = [each.state_dict()["state"] for each in trainer.optimizers]
         found[name] = {"weights": dict(model.named_parameters()), "states": states}
     return found

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -136,57 +136,67 @@ def validating(samples: list[int], *, on_step: bool) -> Setting:
 
 
 BACKWARD = "return a loss that depends on the model.*same callbacks and accumulate_grad_batches"
-# The settings of each rank; the calls of ranks 0 and 1; and the remedy.
-CASES: dict[str, tuple[Callable[[int], Setting], str, str, str]] = {
-    "log_dir at the start": (
+
+
+class Deadlock(NamedTuple):
+    """The settings of each rank, the calls in which ranks 0 and 1 wait, and the remedy."""
+
+    setting: Callable[[int], Setting]
+    first: str
+    second: str
+    remedy: str
+
+
+CASES = {
+    "log_dir at the start": Deadlock(
         alone("on_fit_start", read_log_dir),
         r"broadcast #\d+ \[\[1\]\]",
         "barrier '.*'",
         r"such as trainer\.log_dir, on every rank",
     ),
-    "log_dir in a step": (
+    "log_dir in a step": Deadlock(
         alone("on_train_batch_end", read_log_dir, earlier=1),
         r"broadcast #\d+ \[\[1\]\]",
         r"all_reduce #\d+ \[\[5\]\]",
         r"such as trainer\.log_dir, on every rank",
     ),
-    "log_dir at the end": (
+    "log_dir at the end": Deadlock(
         alone("on_train_end", read_log_dir),
         r"broadcast #\d+ \[\[1\]\]",
         "the final stop check",
         r"such as trainer\.log_dir, on every rank",
     ),
-    "no targets in a step": (
+    "no targets in a step": Deadlock(
         lambda rank: (WithoutTargets([1], Net().layers), {}),
         r"all_reduce #\d+ \[\[65\]\]",
         r"broadcast #\d+ \[\[16\]\]",
         BACKWARD,
     ),
-    "no targets in the last step": (
+    "no targets in the last step": Deadlock(
         lambda rank: (WithoutTargets([3]), {}),
         r"all_reduce #\d+ \[\[5\]\]",
         r"the reduction of validation_step\.val_loss \(mean\)",
         BACKWARD,
     ),
-    "accumulate_grad_batches": (
+    "accumulate_grad_batches": Deadlock(
         lambda rank: (Plain(), {"accumulate_grad_batches": 1 + rank}),
         r"all_reduce #\d+ \[\[5\]\]",
         r"the reduction of validation_step\.val_loss \(mean\)",
         BACKWARD,
     ),
-    "callbacks": (
+    "callbacks": Deadlock(
         alone("on_train_batch_end", gather, earlier=1),
         r"all_gather #\d+ \[\[2\]\]",
         r"all_reduce #\d+ \[\[5\]\]",
         BACKWARD,
     ),
-    "two groups": (
+    "two groups": Deadlock(
         in_own_group,
         r"all_reduce #1 \[\[1\]\] of group \d+",
         r"all_reduce #\d+ \[\[5\]\]",
         BACKWARD,
     ),
-    "no batch for a metric": (
+    "no batch for a metric": Deadlock(
         lambda rank: validating([3, 0], on_step=False),
         r"barrier #\d+",
         "the final stop check",
@@ -216,12 +226,13 @@ def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
     """Both ranks raise an error with both calls, their lines and a remedy, long before
     the timeout.
     """
-    _, first, second, remedy = CASES[name]
+    deadlock = CASES[name]
     outcomes = ranks.launch_ranks(fit, 2, tmp_path, name)
-    by_rank = [rf"rank {rank} \(host \S+, pid {outcomes[rank].pid}\) is in" for rank in range(2)]
+    rank_0, rank_1 = (rf"rank {each.rank} \(host \S+, pid {each.pid}\) is in" for each in outcomes)
     sentence = (
-        rf"ranks are waiting for each other in different calls: {by_rank[0]} {first}, {PLACE}; "
-        rf"{by_rank[1]} {second}, {PLACE}; .*{remedy}"
+        "ranks are waiting for each other in different calls:"
+        rf" {rank_0} {deadlock.first}, {PLACE}; {rank_1} {deadlock.second}, {PLACE};"
+        rf" .*{deadlock.remedy}"
     )
     for outcome in outcomes:
         assert outcome.failure.type_name == "RankAbsentError", outcome.story()
@@ -326,7 +337,7 @@ BUSY: dict[str, Callable[[int], Setting]] = {
     "stopped": alone("on_train_batch_end", stay, rank=1, earlier=1),
 }
 SETTINGS: dict[str, Callable[[int], Setting]] = {
-    **{name: setting for name, (setting, *_) in CASES.items()},
+    **{name: deadlock.setting for name, deadlock in CASES.items()},
     **BUSY,
     "uneven validation": lambda rank: validating([3, 2], on_step=True),
 }

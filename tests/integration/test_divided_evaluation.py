@@ -1,20 +1,21 @@
-"""Evaluation of data that users limit or divide among ranks: each rank evaluates its
-part, and values are those of all samples.
+"""Evaluation of data that the user divides among ranks: each rank evaluates its part,
+and values are those of all samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.harness.ranks import run_ranks
-from tests.integration.evaluating import AtTheEnd, Ragged, loader, make_on, scores
+from tests.harness.training import make_strategy, make_trainer
+from tests.integration import evaluating
 
 
 class Dealt(DistributedSampler[Any]):
@@ -37,60 +38,94 @@ class Part(IterableDataset[Any]):
         self.part = slice(rank, None, world_size)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(scores(self.samples)[self.part])
+        return iter(evaluating.scores(self.samples)[self.part])
 
 
-class Unsized(Ragged):
-    """Has no length."""
+class Unsized(evaluating.Ragged):
+    """Yields batches of one, two, three and more samples, and has no length."""
 
     __len__ = None  # type: ignore[assignment]
 
 
-@dataclass
-class Divided:
-    """What an evaluation logged, and the sizes of this rank's batches."""
+def sampled(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
+    sampler = Dealt(evaluating.scores(samples), world_size, rank)
+    return evaluating.loader(samples, 1, sampler=sampler)
+
+
+def streamed(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Part(samples, rank, world_size), 2)
+
+
+def unsized(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
+    batches = Unsized(range(rank, samples, world_size), 2, False)
+    return DataLoader(evaluating.scores(samples), batch_sampler=batches)
+
+
+class Case(NamedTuple):
+    """How data are divided, and for each loader its number of samples and the sizes of
+    the batches that each of three ranks evaluates.
+
+    A rank without a sample evaluates a batch of one that counts for nothing.
+    """
+
+    make: Callable[[int, int, int], DataLoader[Any]]
+    loaders: list[tuple[int, list[list[int]]]]
+
+
+CASES = {
+    # Five samples in batches of one are two, two and one; the second loader has one.
+    "sampler": Case(sampled, [(5, [[1, 1], [1, 1], [1]]), (1, [[1], [1], [1]])]),
+    # Seven samples in batches of two are three, two and two.
+    "stream": Case(
+        streamed,
+        [
+            (7, [[2, 1], [2], [2]]),
+            (1, [[1], [1], [1]]),
+            (2, [[1], [1], [1]]),
+            (9, [[2, 1], [2, 1], [2, 1]]),
+        ],
+    ),
+    "without length": Case(unsized, [(9, [[1, 2], [1, 2], [1, 2]])]),
+}
+
+
+class Sizes(evaluating.AtTheEnd):
+    """Records the sizes of batches, by loader."""
+
+    def __init__(self, loaders: int) -> None:
+        super().__init__(loaders)
+        self.sizes: dict[int, list[int]] = defaultdict(list)
+
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, index, dataloader_idx)
+        self.sizes[dataloader_idx].append(len(batch["index"]))
+
+
+class Divided(NamedTuple):
+    """What an evaluation logged, and the sizes of this rank's batches by loader."""
 
     logged: dict[str, float]
-    sizes: list[int]
+    sizes: dict[int, list[int]]
 
 
-def divide(rank: int, world_size: int, directory: Path) -> dict[str, Divided]:
-    """Evaluate data that the user divides, so that ranks have other numbers of batches,
-    or none.
-    """
-    trainer = make_on(world_size, directory, use_distributed_sampler=False)
-    own = trainer.global_rank
-    loaders: dict[str, list[DataLoader[Any]]] = {
-        "sampler": [loader(n, 1, sampler=Dealt(scores(n), world_size, own)) for n in (5, 1)],
-        "stream": [DataLoader(Part(n, own, world_size), 2) for n in (7, 1, 2, 9)],
-        "without length": [
-            DataLoader(scores(9), batch_sampler=Unsized(range(own, 9, world_size), 2, False))
-        ],
-    }
-    found = {}
-    for name, each in loaders.items():
-        model = AtTheEnd(len(each))
-        logged = {
-            key: value
-            for values in trainer.validate(model, each, verbose=False)
-            for key, value in values.items()
-        }
-        found[name] = Divided(logged, [len(indices) for indices in model.seen])
-    return found
+def divide(rank: int, world_size: int, directory: Path, name: str) -> Divided:
+    case = CASES[name]
+    strategy: Any = make_strategy("ours", directory) if world_size > 1 else "auto"
+    trainer = make_trainer(strategy, devices=world_size, use_distributed_sampler=False)
+    loaders = [case.make(samples, rank, world_size) for samples, _ in case.loaders]
+    model = Sizes(len(loaders))
+    logged: dict[str, float] = {}
+    for values in trainer.validate(model, loaders, verbose=False):
+        logged.update(values)
+    return Divided(logged, dict(model.sizes))
 
 
-def test_ranks_that_have_other_numbers_of_batches_or_none(tmp_path: Path) -> None:
-    """Each rank evaluates its own batches, and values are those of all samples.
-
-    A rank without a batch evaluates one that counts for nothing.
-    """
-    (one,) = run_ranks(divide, 1, tmp_path)
-    ranks = run_ranks(divide, 3, tmp_path)
-    for found in ranks:
-        for name, alone in one.items():
-            assert found[name].logged == pytest.approx(alone.logged, rel=1e-6), name
-    assert {name: [found[name].sizes for found in ranks] for name in one} == {
-        "sampler": [[1, 1, 1], [1, 1, 1], [1, 1]],  # the second loader has one sample
-        "stream": [[2, 1, 1, 1, 2, 1], [2, 1, 1, 2, 1], [2, 1, 1, 2, 1]],
-        "without length": [[1, 2]] * 3,
-    }
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_that_have_other_numbers_of_batches_or_none(name: str, tmp_path: Path) -> None:
+    """Each rank evaluates its own batches, and values are those of all samples."""
+    (alone,) = run_ranks(divide, 1, tmp_path, name)
+    by_rank = run_ranks(divide, 3, tmp_path, name)
+    for found in by_rank:
+        assert found.logged == pytest.approx(alone.logged, rel=1e-6)
+    for number, (_, sizes) in enumerate(CASES[name].loaders):
+        assert [found.sizes[number] for found in by_rank] == sizes

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -119,10 +121,7 @@ def _copied(value: Any) -> Any:
 def train_all_kinds(kind: Kind, directory: Path) -> dict[str, Any]:
     L.seed_everything(7)
     model = AllKinds()
-    trainer = training.make_trainer(
-        training.make_strategy(kind, directory), callbacks=[Looks()], log_every_n_steps=2
-    )
-    trainer.fit(model)
+    trainer = training.fit(kind, directory, model, Looks(), log_every_n_steps=2)
     return {"tested": trainer.test(model, verbose=False), "seen": model.seen}
 
 
@@ -247,9 +246,7 @@ def read_within(kind: Kind, directory: Path) -> list[Any]:
     for is_automatic in (True, False):
         L.seed_everything(7)
         model = Reads(is_automatic)
-        training.make_trainer(training.make_strategy(kind, directory), limit_val_batches=0).fit(
-            model
-        )
+        training.fit(kind, directory, model, limit_val_batches=0)
         seen.append(model.read)
     return seen
 
@@ -283,59 +280,49 @@ class Differs(Net):
         return self.loss(batch)
 
 
-NOT_LOGGED = "rank 1 did not log training_step.a (mean)"
+class Case(NamedTuple):
+    """What rank 1 logs from a step on, and the error of all ranks."""
+
+    others: list[str]
+    step: int
+    error: type[DDPExtError]
+    message: str
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+A = "training_step.a (mean)"
+B = "training_step.b (mean)"
 EPOCH = {"on_step": False, "on_epoch": True}
-CASES: list[tuple[list[str], int, dict[str, Any], type[DDPExtError], str]] = [
-    (
-        ["a", "b"],
-        2,
-        {},
-        DivergenceError,
-        "rank 1 logged training_step.b (mean) (compared with rank 0); every rank",
+MANY = [f"{number}" for number in range(70)]
+CASES = {
+    "one more": Case(
+        ["a", "b"], 2, DivergenceError, f"rank 1 logged {B} (compared with rank 0); every rank"
     ),
-    (
-        ["b"],
-        2,
-        {},
-        DivergenceError,
-        "rank 1 logged training_step.b (mean) and did not log training_step.a (mean)",
+    "another": Case(["b"], 2, DivergenceError, f"rank 1 logged {B} and did not log {A}"),
+    "nothing": Case([], 0, RankAbsentError, f"rank 0 began the reduction of {A}"),
+    "something": Case(
+        ["a"], 2, RankAbsentError, f"rank 1 began the reduction of {A}", {"common": ""}
     ),
-    ([], 0, {}, RankAbsentError, "rank 0 began the reduction of training_step.a (mean)"),
-    (
-        ["a"],
-        2,
-        {"common": ""},
-        RankAbsentError,
-        "rank 1 began the reduction of training_step.a (mean)",
+    # The first eight of the 70 names are listed.
+    "many": Case(MANY, 0, DivergenceError, "training_step.7 (mean) and 62 more and did not log"),
+    "nothing in the last step": Case([], 3, DivergenceError, f"rank 1 did not log {A}"),
+    "another after the epoch": Case(
+        ["b"], 0, DivergenceError, f"rank 1 logged {B} and did not log {A}", EPOCH
     ),
-    (
-        [f"{n}" for n in range(70)],
-        0,
-        {},
-        DivergenceError,
-        "training_step.7 (mean) and 62 more and did not log",
+    "one more after the epoch": Case(
+        ["a", "b"], 0, DDPExtError, f"began the reduction of {B}", EPOCH
     ),
-    ([], 3, {}, DivergenceError, NOT_LOGGED),
-    (
-        ["b"],
-        0,
-        EPOCH,
-        DivergenceError,
-        "rank 1 logged training_step.b (mean) and did not log training_step.a",
-    ),
-    (["a", "b"], 0, EPOCH, DDPExtError, "began the reduction of training_step.b (mean)"),
-]
+}
 
 
-def fail(kind: Kind, directory: Path) -> list[str]:
-    messages = []
-    for others, step, options, expected, _ in CASES:
-        trainer = training.make_trainer(
-            training.make_strategy(kind, directory), limit_val_batches=0
-        )
-        with pytest.raises(expected) as error:
-            trainer.fit(Differs(others, step, **options))
-        messages.append(str(error.value))
+def fail(kind: Kind, directory: Path) -> dict[str, str]:
+    """Return the error of each case, one after another in one process."""
+    messages = {}
+    for name, case in CASES.items():
+        model = Differs(case.others, case.step, **case.options)
+        with pytest.raises(case.error) as error:
+            training.fit(kind, directory, model, limit_val_batches=0)
+        messages[name] = str(error.value)
     return messages
 
 
@@ -344,8 +331,8 @@ def test_ranks_that_log_different_values_all_raise(tmp_path: Path) -> None:
     of an epoch.
     """
     for messages in training.on_ranks("ours", fail, tmp_path):
-        for message, (*_, sentence) in zip(messages, CASES, strict=True):
-            assert sentence in message
+        for name, case in CASES.items():
+            assert case.message in messages[name], name
 
 
 class Monitored(Net):
@@ -368,45 +355,60 @@ class Monitored(Net):
         return [optimizer], [{"scheduler": plateau, "monitor": "own", "strict": False}]
 
 
-def monitor(kind: Kind, directory: Path) -> dict[str, Any]:
+class Monitoring(NamedTuple):
+    """What a rank records of a monitored value, and where training has led."""
+
+    record: list[Any]  # of the best checkpoints
+    epochs: int
+    rate: float
+    warnings: list[str]
+
+
+def monitor(kind: Kind, directory: Path, is_on_rank_zero_only: bool) -> Monitoring:
     checkpoint = ModelCheckpoint(directory, "{epoch}-{own:.0f}", monitor="own", save_top_k=2)
-    stopping = EarlyStopping("same")
-    trainers = []
+    callbacks = [] if is_on_rank_zero_only else [checkpoint, EarlyStopping("same")]
+    model = Monitored(is_on_rank_zero_only=is_on_rank_zero_only)
+    options = {"enable_checkpointing": not is_on_rank_zero_only, "max_epochs": 3}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for model, callbacks in (
-            (Monitored(), [checkpoint, stopping]),
-            (Monitored(is_on_rank_zero_only=True), []),
-        ):
-            options = {"enable_checkpointing": bool(callbacks), "max_epochs": 3}
-            trainers.append(
-                training.make_trainer(
-                    training.make_strategy(kind, directory), callbacks=callbacks, **options
-                )
-            )
-            trainers[-1].fit(model)
+        trainer = training.fit(kind, directory, model, *callbacks, **options)
+    texts = [str(each.message) for each in caught]
     scores = {path: float(score) for path, score in checkpoint.best_k_models.items()}
-    best = checkpoint.best_model_path, checkpoint.best_model_score
-    return {
-        "record": [scores, best, (checkpoint.kth_best_model_path, checkpoint.kth_value)],
-        "epochs": [trainer.current_epoch for trainer in trainers],
-        "rates": [trainer.optimizers[0].param_groups[0]["lr"] for trainer in trainers],
-        "warnings": [str(each.message) for each in caught if "between ranks" in str(each.message)],
-    }
+    best = (checkpoint.best_model_path, checkpoint.best_model_score)
+    worst_kept = (checkpoint.kth_best_model_path, checkpoint.kth_value)
+    return Monitoring(
+        record=[scores, best, worst_kept],
+        epochs=trainer.current_epoch,
+        rate=trainer.optimizers[0].param_groups[0]["lr"],
+        warnings=[text for text in texts if "between ranks" in text],
+    )
+
+
+def expect_stocks_training(ours: list[Monitoring], stock: list[Monitoring]) -> None:
+    assert [rank.epochs for rank in ours] == [rank.epochs for rank in stock]
+    assert [rank.rate for rank in ours] == [rank.rate for rank in stock]
 
 
 def test_a_monitored_value_that_differs_between_ranks_is_named_once(tmp_path: Path) -> None:
     """Training continues as with stock, and the record of the best checkpoints is rank
     0's on all ranks.
     """
-    ours, stock = training.on_both(monitor, tmp_path)
-    assert stock[0]["record"] != stock[1]["record"]
-    assert ours[1]["record"] == ours[0]["record"]
-    assert Path(ours[1]["record"][1][0]).name == "epoch=1-own=-1.ckpt"
-    for mine, theirs in zip(ours, stock, strict=True):
-        assert (mine["epochs"], mine["rates"]) == (theirs["epochs"], theirs["rates"])
-    differs, missing = ours[0]["warnings"]
-    assert "'own' differs between ranks (-1 on rank 0, 1 on rank 1)" in differs
-    assert "'own' differs between ranks (0 on rank 0, not logged on rank 1)" in missing
-    assert "log it on every rank with sync_dist=True" in missing
-    assert ours[1]["warnings"] == []
+    ours, stock = training.on_both(monitor, tmp_path, False)
+    expect_stocks_training(ours, stock)
+    assert stock[0].record != stock[1].record
+    assert ours[1].record == ours[0].record
+    best_path, _ = ours[1].record[1]
+    assert Path(best_path).name == "epoch=1-own=-1.ckpt"
+    [warning] = ours[0].warnings
+    assert "'own' differs between ranks (-1 on rank 0, 1 on rank 1)" in warning
+    assert ours[1].warnings == []
+
+
+def test_a_monitored_value_that_only_rank_zero_has_is_named_once(tmp_path: Path) -> None:
+    """Training continues as with stock."""
+    ours, stock = training.on_both(monitor, tmp_path, True)
+    expect_stocks_training(ours, stock)
+    [warning] = ours[0].warnings
+    assert "'own' differs between ranks (0 on rank 0, not logged on rank 1)" in warning
+    assert "log it on every rank with sync_dist=True" in warning
+    assert ours[1].warnings == []

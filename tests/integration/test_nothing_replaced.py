@@ -230,8 +230,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.
 def copy_fitted(kind: Kind, directory: Path) -> dict[str, Any]:
     """Return types and results of copies of a fitted Trainer and of its parts."""
     warnings.simplefilter("ignore")
-    trainer = training.make_trainer(training.make_strategy(kind, directory))
-    trainer.fit(Net())
+    trainer = training.fit(kind, directory, Net())
     parts = {
         "Trainer": trainer,
         "strategy": trainer.strategy,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -75,132 +75,132 @@ def other_on_rank_one(rank: int, world_size: int) -> DataLoader[Any]:
     )
 
 
-STREAM = stream()
-# By the number of ranks that resume what two ranks have saved: the data before, and
-# those after.
-CHANGES: dict[int, dict[str, tuple[continuing.Loaders, continuing.Loaders]]] = {
-    2: {
-        "more samples": (sixteen, continuing.sampled("lightning's", 28)),
-        "more samples that each rank deals out to itself": (
-            continuing.sampled("plain", 16),
-            continuing.sampled("plain", 28),
-        ),
-        "more samples of a loader with a state": (stateful(), stateful(28)),
-        "a shorter stream": (STREAM, stream(2)),
-        "more workers of a stream": (
-            stream(8, **continuing.workers(1)),
-            stream(8, **continuing.workers(2)),
-        ),
-        "workers of a loader with a state": (stateful(), stateful(**continuing.workers())),
-        "another order on each rank": (plain(2, shuffle=True), plain(2)),
-        "other batches on each rank": (batched(2), batched(3)),
-        "another sampler on rank 1, each rank has its own": (batched(2), other_on_rank_one),
-        "another draw by weight": (weighted(True), weighted(False)),
-        "two loaders for one": (sixteen, two),
-    },
-    1: {"a loader with a state": (stateful(), stateful())},
+class Change(NamedTuple):
+    """The data of two ranks that save in their second epoch, and those of the ranks that
+    resume.
+    """
+
+    before: continuing.Loaders
+    after: continuing.Loaders
+    message: str = 'resume_data="epoch"'  # in the error
+    ranks: int = 2  # that resume
+    batches: int = 4  # of an epoch before
+    is_divided: bool = True  # by the strategy
+
+
+CHANGES = {
+    "more samples": Change(sixteen, continuing.sampled("lightning's", 28)),
+    "more samples that each rank deals out to itself": Change(
+        continuing.sampled("plain", 16), continuing.sampled("plain", 28), is_divided=False
+    ),
+    "more samples of a loader with a state": Change(stateful(), stateful(28)),
+    "a shorter stream": Change(stream(9), stream(2), batches=5),
+    "more workers of a stream": Change(
+        stream(8, **continuing.workers(1)),
+        stream(8, **continuing.workers(2)),
+        "had num_workers=1 when the checkpoint was saved, and now has 2; resume with",
+    ),
+    "workers of a loader with a state": Change(stateful(), stateful(**continuing.workers())),
+    "another order on each rank": Change(plain(2, shuffle=True), plain(2), is_divided=False),
+    "other batches on each rank": Change(batched(2), batched(3), is_divided=False),
+    "another sampler on rank 1": Change(batched(2), other_on_rank_one, is_divided=False),
+    "another draw by weight": Change(weighted(True), weighted(False)),
+    "two loaders for one": Change(sixteen, two),
+    "another number of ranks": Change(
+        stateful(),
+        stateful(),
+        "had ranks=2 when the checkpoint was saved, and now has 1; resume with",
+        ranks=1,
+    ),
 }
 BEGUN = (
     "more samples",
     "a shorter stream",
     "workers of a loader with a state",
     "two loaders for one",
-    *CHANGES[1],
+    "another number of ranks",
 )
 
 
-def training(
+def training_on(
     directory: Path,
     devices: int,
     loaders: continuing.Loaders,
-    name: str = "run",
+    *,
+    is_divided: bool = True,
     side: Kind = "ours",
 ) -> Training:
-    options = {
-        "max_epochs": 2,
-        "dropout": False,
-        "use_distributed_sampler": "each rank" not in name,
-    }
-    return Training(
-        lambda: loaders(int(os.environ["RANK"]), devices),
-        directory,
-        devices,
-        options,
-        name=name,
-        side=side,
-    )
+    options = {"max_epochs": 2, "dropout": False, "use_distributed_sampler": is_divided}
+    rank = int(os.environ["RANK"])
+    return Training(lambda: loaders(rank, devices), directory, devices, options, side=side)
 
 
-def save_all(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    """Return a checkpoint from the middle of epoch 1 of each way to read, two steps of
-    which were done.
-    """
-    paths = {}
-    for name, (before, _) in {**CHANGES[1], **CHANGES[2]}.items():
-        point = f"train_batch_end-{7 if before is STREAM else 6}"
-        paths[name] = training(directory, 2, before, name).run(point).saved[point]
-    return paths
+def save_in_second_epoch(rank: int, world_size: int, directory: Path, name: str) -> str:
+    """Return the checkpoint after two steps of epoch 1."""
+    change = CHANGES[name]
+    point = f"train_batch_end-{change.batches + 2}"
+    run = training_on(directory, 2, change.before, is_divided=change.is_divided)
+    return run.run(point).saved[point]
 
 
-def refuse_and_begin(
-    rank: int, world_size: int, directory: Path, paths: dict[str, str]
-) -> dict[str, str]:
-    """Return the errors; runs that resume from the start of the checkpoint's epoch,
-    some of them, read all of it.
-    """
-    found = {}
-    for name, (_, after) in CHANGES[world_size].items():
-        run = training(directory, world_size, after, name)
-        with pytest.raises(ResumeError) as refused:
-            run.run(ckpt_path=paths[name])
-        found[name] = str(refused.value)
-        if name not in BEGUN:
-            continue
-        expected = [step for step in run.run().steps if step.epoch >= 1]
-        run.strategy = {"resume_data": "epoch"}
-        resumed = run.run(ckpt_path=paths[name])
-        saved = torch.load(paths[name], weights_only=False)
-        assert (name, resumed.steps) == (name, expected)
-        assert resumed.counts[0] == saved["global_step"] + len(expected)
-    return found
+def resume_changed(rank: int, world_size: int, directory: Path, name: str, path: str) -> str:
+    """Return the error."""
+    change = CHANGES[name]
+    run = training_on(directory, world_size, change.after, is_divided=change.is_divided)
+    with pytest.raises(ResumeError) as refused:
+        run.run(ckpt_path=path)
+    return str(refused.value)
 
 
-def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_path: Path) -> None:
-    """Every rank's error names ``resume_data="epoch"``, with which a run trains on the
-    whole epoch again.
-    """
-    paths = ranks.run_ranks(save_all, 2, tmp_path)[0]
-    for world_size in (2, 1):
-        place = tmp_path / str(world_size)
-        place.mkdir()
-        by_rank = ranks.run_ranks(
-            refuse_and_begin, world_size, place, paths, env=ranks.by_hand_env(world_size)
-        )
-        assert all(
-            'resume_data="epoch"' in message for found in by_rank for message in found.values()
-        )
-        if world_size == 2:
-            message = by_rank[0]["more workers of a stream"]
-            assert (
-                "had num_workers=1 when the checkpoint was saved, and now has 2; resume with"
-                in message
-            )
-    message = by_rank[0]["a loader with a state"]
-    assert "epoch 1 cannot be resumed in the middle" in message
-    assert "had ranks=2 when the checkpoint was saved, and now has 1; resume with" in message
+def on_changed_ranks(function: Callable[..., Any], directory: Path, name: str) -> list[Any]:
+    """Save on two ranks, and call the function on those that resume."""
+    path, _ = ranks.run_ranks(save_in_second_epoch, 2, directory, name)
+    resumed = CHANGES[name].ranks
+    (directory / "resumed").mkdir()
+    env = ranks.by_hand_env(resumed)
+    return ranks.run_ranks(function, resumed, directory / "resumed", name, path, env=env)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_epoch_that_cannot_be_continued_is_refused(name: str, tmp_path: Path) -> None:
+    """Every rank's error names ``resume_data="epoch"``, and what has changed."""
+    for message in on_changed_ranks(resume_changed, tmp_path, name):
+        assert 'resume_data="epoch"' in message
+        assert CHANGES[name].message in message
+
+
+def begin_anew(
+    rank: int, world_size: int, directory: Path, name: str, path: str
+) -> tuple[Run, Run]:
+    """Return a run from the beginning, and one that begins the checkpoint's epoch anew."""
+    run = training_on(directory, world_size, CHANGES[name].after)
+    whole = run.run()
+    run.strategy = {"resume_data": "epoch"}
+    return whole, run.run(ckpt_path=path)
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_an_epoch_that_cannot_be_continued_can_be_begun_anew(name: str, tmp_path: Path) -> None:
+    """With ``resume_data="epoch"`` a run trains on the whole epoch again."""
+    done = CHANGES[name].batches + 2
+    for whole, begun in on_changed_ranks(begin_anew, tmp_path, name):
+        second_epoch = [step for step in whole.steps if step.epoch == 1]
+        assert begun.steps == second_epoch
+        optimiser_steps, *_ = begun.counts
+        assert optimiser_steps == done + len(second_epoch)
 
 
 def save_points(
     kind: Kind, directory: Path, loaders: continuing.Loaders, *points: continuing.Point
 ) -> list[str]:
-    return list(training(directory, 2, loaders, side=kind).run(*points).saved.values())
+    return list(training_on(directory, 2, loaders, side=kind).run(*points).saved.values())
 
 
 def resume_points(
     kind: Kind, directory: Path, loaders: continuing.Loaders, paths: list[str]
 ) -> tuple[list[Run], list[str]]:
     """Return runs, and the warnings that an epoch starts again."""
-    run = training(directory, 2, loaders, side=kind)
+    run = training_on(directory, 2, loaders, side=kind)
     run.strategy = {"resume_data": "stock"} if kind == "ours" and loaders is sixteen else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -274,10 +274,10 @@ def resume_two_loaders(
             )
 
         options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
-        training = Training(loaders, directory, world_size, options, name=mode)
+        runs = Training(loaders, directory, world_size, options, name=mode)
         point = f"train_batch_end-{done}"
-        whole = training.run(point)
-        found[mode] = [whole.steps[done - 1 :], training.run(ckpt_path=whole.saved[point]).steps]
+        whole = runs.run(point)
+        found[mode] = [whole.steps[done - 1 :], runs.run(ckpt_path=whole.saved[point]).steps]
     return found
 
 
@@ -292,7 +292,7 @@ def resume_twice(rank: int, world_size: int, directory: Path) -> list[int]:
     """Return how often Lightning warns of a resume within an epoch that continues, and
     of one that does not.
     """
-    run = training(directory, 2, sixteen)
+    run = training_on(directory, 2, sixteen)
     path = run.run("train_batch_end-2").saved["train_batch_end-2"]
     found = []
     before = list(warnings.filters)
@@ -326,15 +326,15 @@ def resume_exceptions(
     found = []
     for name, is_drawn in {"drawn": True, "listed": False}.items():
         options = {"use_distributed_sampler": False, "max_epochs": 1}
-        training = Training(
+        runs = Training(
             lambda d=is_drawn: DataLoader(Numbers(12), 2, shuffle=d),
             directory,
             2,
             options,
             name=name,
         )  # type: ignore[misc]
-        path = training.run("exception-3", fail_at=(0, 3)).saved["exception-3"]
-        found.append(resume_recorded(training, path))
+        path = runs.run("exception-3", fail_at=(0, 3)).saved["exception-3"]
+        found.append(resume_recorded(runs, path))
     return found
 
 
@@ -462,17 +462,17 @@ def resume_unknown_orders(rank: int, world_size: int, directory: Path) -> dict[s
     for name, loaders in UNKNOWN.items():
         options = {"max_epochs": 2, "use_distributed_sampler": "divided" in name, "model": Mixing}
         options |= {"accumulate_grad_batches": 2 if "accumulating" in name else 1}
-        training = Training(lambda make=loaders: make(rank), directory, 2, options, name=name)  # type: ignore[misc]
-        first = training.run()
+        runs = Training(lambda make=loaders: make(rank), directory, 2, options, name=name)  # type: ignore[misc]
+        first = runs.run()
         point = f"train_batch_end-{len(first.steps) // 2 + 5}"
-        path = training.run(point).saved[point]
-        warned, steps = resume_recorded(training, path)
-        resumed = training.run(ckpt_path=path)
-        training.strategy = {"resume_data": "epoch"}
-        repeated = training.run(ckpt_path=path)
-        training.strategy = {"resume_data": "strict"}
+        path = runs.run(point).saved[point]
+        warned, steps = resume_recorded(runs, path)
+        resumed = runs.run(ckpt_path=path)
+        runs.strategy = {"resume_data": "epoch"}
+        repeated = runs.run(ckpt_path=path)
+        runs.strategy = {"resume_data": "strict"}
         with pytest.raises(ResumeError, match="does not yield"):
-            training.run(ckpt_path=path)
+            runs.run(ckpt_path=path)
         found[name] = warned, steps, resumed, repeated
     return found
 

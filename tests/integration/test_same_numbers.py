@@ -4,9 +4,10 @@ and Trainer options.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -170,71 +171,72 @@ FLAGS = {
     "reload_dataloaders_every_n_epochs": 1,
     "log_every_n_steps": 1,
 }
-Options = Callable[[], dict[str, Any]]  # made in the rank
-# The model, and options of the Trainer and of the strategy.
+
+
+class Case(NamedTuple):
+    """A model, options of the Trainer, those of the strategy, which are made in the
+    rank, and whether the case makes a difference to validate, test and predict.
+    """
+
+    model: type[Net] = Net
+    trainer: Mapping[str, Any] = MappingProxyType({})
+    strategy: Callable[[], dict[str, Any]] = dict
+    is_evaluated: bool = False
+
+
+def find_unused() -> dict[str, Any]:
+    return {"find_unused_parameters": True}
+
+
+def average_models() -> dict[str, Any]:
+    return {"ddp_comm_state": PostLocalSGDState(None, None, 2), "model_averaging_period": 2}
+
+
+CLIPPING = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
 SHORT = {"max_epochs": 1}
-CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
-    "plain": (Net, {}, dict),
-    "accumulation": (Net, {"accumulate_grad_batches": 3}, dict),
-    "clipping by value": (
-        Net,
-        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value", **SHORT},
-        dict,
-    ),
-    "bf16-mixed": (Net, {"precision": "bf16-mixed", **SHORT}, dict),
-    "64-true": (Net, {"precision": "64-true", **SHORT}, dict),
-    "early stopping": (Net, {"callbacks": [EarlyStopping("val_loss", patience=1)]}, dict),
-    "manual optimisation": (ByHand, {}, dict),
-    "manual accumulation": (Accumulates, {}, dict),
-    "a scheduler that follows a logged value": (FollowsTheLoss, {}, dict),
-    "a scheduler of every third batch": (SchedulesEveryFew, {}, dict),
-    "several optimisers": (TwoPlayers, {}, lambda: {"find_unused_parameters": True}),
-    "a closure": (WithClosure, {}, lambda: {"find_unused_parameters": True}),
-    "unused parameters": (HalfUsed, SHORT, lambda: {"find_unused_parameters": True}),
-    "static graph": (Accumulates, {}, lambda: {"static_graph": True}),
-    "bucket views": (Net, SHORT, lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
-    "own buffers": (Net, SHORT, lambda: {"broadcast_buffers": False, "init_sync": False}),
-    "model averaging": (
-        Net,
-        {},
-        lambda: {"ddp_comm_state": PostLocalSGDState(None, None, 2), "model_averaging_period": 2},
-    ),
-    "own sampling": (Net, {"use_distributed_sampler": False}, dict),
-    "flags": (Net, FLAGS, dict),
+CASES = {
+    "plain": Case(is_evaluated=True),
+    "accumulation": Case(Net, {"accumulate_grad_batches": 3}),
+    "clipping by value": Case(Net, {**CLIPPING, **SHORT}),
+    "bf16-mixed": Case(Net, {"precision": "bf16-mixed", **SHORT}, is_evaluated=True),
+    "64-true": Case(Net, {"precision": "64-true", **SHORT}, is_evaluated=True),
+    "early stopping": Case(Net, {"callbacks": [EarlyStopping("val_loss", patience=1)]}),
+    "manual optimisation": Case(ByHand),
+    "manual accumulation": Case(Accumulates),
+    "a scheduler that follows a logged value": Case(FollowsTheLoss),
+    "a scheduler of every third batch": Case(SchedulesEveryFew),
+    "several optimisers": Case(TwoPlayers, {}, find_unused, is_evaluated=True),
+    "a closure": Case(WithClosure, {}, find_unused),
+    "unused parameters": Case(HalfUsed, SHORT, find_unused),
+    "static graph": Case(Accumulates, {}, lambda: {"static_graph": True}),
+    "bucket views": Case(Net, SHORT, lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
+    "own buffers": Case(Net, SHORT, lambda: {"broadcast_buffers": False, "init_sync": False}),
+    "model averaging": Case(Net, {}, average_models),
+    "own sampling": Case(Net, {"use_distributed_sampler": False}, is_evaluated=True),
+    "flags": Case(Net, FLAGS, is_evaluated=True),
 }
-EVALUATED = (
-    "plain",
-    "bf16-mixed",
-    "64-true",
-    "several optimisers",
-    "own sampling",
-    "flags",
-)
 
 
 def train(kind: Kind, directory: Path, name: str) -> dict[str, Any]:
-    """Return the results of fit and, where the case makes a difference to them, of
-    validate, test and predict.
-    """
-    make_model, options, strategy_options = CASES[name]
+    """Return the results of fit and, where the case says so, of evaluations."""
+    case = CASES[name]
     L.seed_everything(7)
     recorder = training.Recorder()
-    model = make_model()
-    options = {**options, "callbacks": [recorder, *options.get("callbacks", ())]}
-    trainer = training.make_trainer(
-        training.make_strategy(kind, directory, **strategy_options()), **options
-    )
-    trainer.fit(model)
+    model = case.model()
+    options = {**case.trainer}
+    callbacks = [recorder, *options.pop("callbacks", ())]
+    trainer = training.fit(kind, directory, model, *callbacks, strategy=case.strategy(), **options)
     result = {
         "weights": training.weights(model),
         "trained": [*model.parameters()],
         "step": trainer.global_step,
+        "metrics": recorder.metrics,
     }
-    if name in EVALUATED:
+    if case.is_evaluated:
         result["validate"] = trainer.validate(model, verbose=False)
         result["test"] = trainer.test(model, verbose=False)
         result["predict"] = trainer.predict(model)
-    return {**result, "metrics": recorder.metrics}
+    return result
 
 
 def train_all(kind: Kind, directory: Path) -> dict[str, Any]:
@@ -258,30 +260,26 @@ def test_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:
         assert len(first["metrics"]) > 4, name
 
 
-ON_OTHER_RANKS: dict[str, tuple[type[Net], dict[str, Any]]] = {
+ON_OTHER_RANKS = {
     **{
-        name: CASES[name][:2]
-        for name in ("plain", "accumulation", "manual accumulation", "bf16-mixed")
+        name: CASES[name] for name in ("plain", "accumulation", "manual accumulation", "bf16-mixed")
     },
-    "sparse": (Sparse, {}),
+    "sparse": Case(Sparse),
 }
 
 
 def train_on_ranks(kind: Kind, directory: Path, ranks: int) -> dict[str, dict[str, Tensor]]:
     found = {}
-    for name, (make_model, options) in ON_OTHER_RANKS.items():
+
+    def expect_wrapper(trainer: L.Trainer) -> None:
+        assert isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
+
+    for name, case in ON_OTHER_RANKS.items():
         L.seed_everything(7)
-        model = make_model()
-        wrapper: list[Any] = []
-        keep = training.At(
-            "on_train_batch_end",
-            lambda trainer, wrapper=wrapper: wrapper.append(trainer.strategy.model),
-        )
-        training.make_trainer(
-            training.make_strategy(kind, directory), devices=ranks, callbacks=[keep], **options
-        ).fit(model)
+        model = case.model()
+        looks = training.At("on_train_batch_end", expect_wrapper)
+        training.fit(kind, directory, model, looks, devices=ranks, **case.trainer)
         found[name] = training.weights(model)
-        assert isinstance(wrapper[0], nn.parallel.DistributedDataParallel)
     return found
 
 

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -63,27 +63,55 @@ class SaveEachEpoch(Ballast):
                 raise
 
 
-def fitted(
-    kind: Kind, directory: Path, callback: SaveEachEpoch, checkpoint_io: Any, epochs: int
-) -> dict[str, Any]:
-    raised = ""
-    trainer = checkpointing.trainer_for(
-        kind, directory, checkpoint_io, [callback], max_epochs=epochs
-    )
+class Fitted(NamedTuple):
+    """The errors that the callback met, the one that ended ``fit``, and the epoch."""
+
+    met: list[str]
+    raised: str | None
+    epoch: int
+
+
+def fit_on_full_disk(
+    kind: Kind, directory: Path, callback: SaveEachEpoch, background: bool, epochs: int
+) -> Fitted:
+    io = RankZeroCheckpointIO(background=background)
+    trainer = checkpointing.trainer_for(kind, directory, io, [callback], max_epochs=epochs)
+    raised = None
     try:
         trainer.fit(Net())
     except DDPExtError as error:
         raised = f"{type(error).__name__}: {error}"
-    return {"errors": callback.errors, "raised": raised, "epoch": trainer.current_epoch}
+    return Fitted(callback.errors, raised, trainer.current_epoch)
+
+
+class FullDisk(NamedTuple):
+    """Whether saves are in the background, whether the callback catches an error, and
+    what follows from both: who gets the error, and after how many epochs ``fit`` ends.
+    """
+
+    kind: Kind
+    background: bool
+    catch: bool
+    is_met: bool
+    is_raised: bool
+    ends_after: int
+    epochs: int = 4
+
+
+FULL_DISKS = [
+    FullDisk("ours", False, catch=True, is_met=True, is_raised=False, ends_after=2, epochs=2),
+    FullDisk("stock", False, catch=False, is_met=True, is_raised=True, ends_after=1),
+    # The save of the second epoch fails; that of the third one raises its error, or the
+    # end of fit does.
+    FullDisk("ours", True, catch=False, is_met=True, is_raised=True, ends_after=2),
+    FullDisk("stock", True, catch=True, is_met=False, is_raised=True, ends_after=2, epochs=2),
+]
 
 
 @pytest.mark.lowest
-@pytest.mark.parametrize(
-    ("kind", "background", "catch"),
-    [("ours", False, True), ("stock", False, False), ("ours", True, False), ("stock", True, True)],
-)
+@pytest.mark.parametrize("case", FULL_DISKS)
 def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
-    kind: Kind, background: bool, catch: bool, disk: Path, tmp_path: Path
+    case: FullDisk, disk: Path, tmp_path: Path
 ) -> None:
     """The error has the space that is left, the earlier checkpoint stays whole, and
     training ends or continues.
@@ -92,16 +120,18 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     end.
     """
     path = disk / "it.ckpt"
-    callback = SaveEachEpoch(path, catch=catch)
-    io = RankZeroCheckpointIO(background=background)
-    one, other = training.on_ranks(kind, fitted, tmp_path, callback, io, 2 if catch else 4)
-    assert one == other
-    told = one["errors"][0] if not background or not catch else one["raised"]
+    callback = SaveEachEpoch(path, catch=case.catch)
+    found, others = training.on_ranks(
+        case.kind, fit_on_full_disk, tmp_path, callback, case.background, case.epochs
+    )
+    assert found == others
+    assert bool(found.met) is case.is_met
+    assert (found.raised is not None) is case.is_raised
+    assert found.epoch == case.ends_after
+    told = [*found.met, found.raised][0]
     assert told.startswith(
         f"CheckpointSaveError: cannot save checkpoint {path}: No space left on device; free some"
     )
-    assert bool(one["raised"]) == (background or not catch)
-    assert one["epoch"] == (2 if catch or background else 1)
     assert torch.load(path)["epoch"] == 0
     assert [file.name for file in disk.iterdir()] == ["it.ckpt"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -27,8 +27,6 @@ from tests.harness import ranks, training
 from tests.harness.scripts import run_script
 from tests.harness.training import Kind, Net
 from tests.supervision import model as supervision
-
-BY_HAND = ranks.by_hand_env(2)
 
 
 def stop() -> None:
@@ -69,8 +67,7 @@ def trials(kind: Kind, directory: Path) -> list[Any]:
         total = torch.ones(1)
         dist.all_reduce(total)
         found += [float(total), dist.group.WORLD is group or hook == "setup"]
-    trainer = training.make_trainer(training.make_strategy(kind, directory))
-    trainer.fit(Net())
+    trainer = training.fit(kind, directory, Net())
     return [*found, trainer.global_step]
 
 
@@ -82,23 +79,51 @@ def test_an_exception_that_all_ranks_raise_and_catch_parts_none_of_them(tmp_path
     assert ours == stock
 
 
-def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[Any]:
-    named = [
-        training.make_strategy("ours", directory, timeout=timeout)
-        for timeout in (timedelta(seconds=600), 77.5, None)
-    ]
-    other_backend = training.make_strategy("ours", directory, process_group_backend="cpu:gloo")
-    groups = []
-    timeouts = []
-    for strategy in ("ddp_ext", *named, "ddp_ext", other_backend, "destroy", "ddp_ext"):
-        if strategy == "destroy":
+class Formed(NamedTuple):
+    """A Trainer's strategy, by options or by name, and what it gets."""
+
+    timeout: float  # of collectives, in seconds
+    group: int  # by the order in which groups are formed
+    options: dict[str, Any] | None = None
+    after_destroy: bool = False
+
+
+TRAINERS = [
+    Formed(1800, 0),
+    Formed(600, 0, {"timeout": timedelta(seconds=600)}),
+    Formed(77.5, 0, {"timeout": 77.5}),
+    Formed(1800, 0, {"timeout": None}),
+    Formed(1800, 0),
+    Formed(1800, 1, {"process_group_backend": "cpu:gloo"}),
+    Formed(1800, 2, after_destroy=True),
+]
+
+
+def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[tuple[float, int]]:
+    """Return the timeout and the group of each Trainer."""
+    groups: list[Any] = []
+    found = []
+    for each in TRAINERS:
+        if each.after_destroy:
             dist.barrier()
             dist.destroy_process_group()
-            continue
+        strategy: Any = "ddp_ext"
+        if each.options is not None:
+            strategy = training.make_strategy("ours", directory, **each.options)
         training.make_trainer(strategy).fit(Net())
-        groups.append(dist.group.WORLD)
-        timeouts.append(timeout_of_collectives())
-    return [timeouts, [groups.index(group) for group in groups]]
+        if dist.group.WORLD not in groups:
+            groups.append(dist.group.WORLD)
+        found.append((timeout_of_collectives(), groups.index(dist.group.WORLD)))
+    return found
+
+
+def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path) -> None:
+    """It may leave the init method out; another backend, or a group that was destroyed,
+    means a new group.
+    """
+    env = {**ranks.by_hand_env(2), "DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
+    for found in ranks.run_ranks(groups_of_trainers, 2, tmp_path, env=env):
+        assert found == [(each.timeout, each.group) for each in TRAINERS]
 
 
 def resources_of_trainers(
@@ -127,9 +152,7 @@ def test_groups_formed_one_after_another_free_their_sockets_and_threads(
     """A script may destroy the group after each fit, or alternate between network
     interfaces.
     """
-    for found in ranks.run_ranks(
-        resources_of_trainers, 2, tmp_path, env=BY_HAND, is_destroyed=is_destroyed
-    ):
+    for found in ranks.run_ranks(resources_of_trainers, 2, tmp_path, is_destroyed=is_destroyed):
         # A thread that looks for deadlocks may be reading at that moment; a leak adds
         # some for each group.
         assert all(last <= first + 1 for first, last in zip(found[1], found[4], strict=True)), found
@@ -175,21 +198,11 @@ def test_a_run_that_ended_holds_no_memory(end: Callable[[], object], tmp_path: P
     """What a run used is freed with the script's last reference to it, before the next
     run.
     """
-    assert ranks.run_ranks(left_after_run, 2, tmp_path, end, env=BY_HAND) == [[], []]
-
-
-def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path) -> None:
-    """It may leave the init method out; another backend, or a group that was destroyed,
-    means a new group.
-    """
-    env = {**BY_HAND, "DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
-    for timeouts, groups in ranks.run_ranks(groups_of_trainers, 2, tmp_path, env=env):
-        assert timeouts == [1800, 600, 77.5, 1800, 1800, 1800, 1800]
-        assert groups == [0, 0, 0, 0, 0, 5, 6]
+    assert ranks.run_ranks(left_after_run, 2, tmp_path, end) == [[], []]
 
 
 def fit_then_fit(rank: int, world_size: int, directory: Path) -> list[str]:
-    training.make_trainer(training.make_strategy("ours", directory)).fit(Net())
+    training.fit("ours", directory, Net())
     ours = training.make_strategy("ours", directory)
     further = [
         training.make_trainer(ours, devices=3),
@@ -255,8 +268,8 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
     second = tmp_path / "ours first"
     first.mkdir()
     second.mkdir()
-    adopted = ranks.launch_ranks(ours_between_stock, 2, first, env=BY_HAND)
-    lent = ranks.run_ranks(ours_then_stock, 2, second, env=BY_HAND)
+    adopted = ranks.launch_ranks(ours_between_stock, 2, first)
+    lent = ranks.run_ranks(ours_then_stock, 2, second)
     for rank, outcome in enumerate(adopted):
         assert outcome.exit_code == 0, outcome
         said = outcome.output.count(
@@ -308,17 +321,14 @@ def test_rank_zero_tests_alone_between_fits() -> None:
     ), done.output
 
 
-class Measure(L.Callback):
-    """Reports what a rank sees of its group by the metrics that the launching process
+def measure(trainer: L.Trainer) -> None:
+    """Report what a rank sees of its group by the metrics that the launching process
     gets.
     """
-
-    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        module.log("ranks", float(dist.get_world_size()))
-        module.log("timeout", timeout_of_collectives())
-        module.log(
-            "channel", float(any(thread.name == "ddpx-channel" for thread in threading.enumerate()))
-        )
+    names = [thread.name for thread in threading.enumerate()]
+    trainer.lightning_module.log("ranks", float(dist.get_world_size()))
+    trainer.lightning_module.log("timeout", timeout_of_collectives())
+    trainer.lightning_module.log("channel", float("ddpx-channel" in names))
 
 
 def fit_in_turn(rank: int, world_size: int, worlds: list[tuple[Any, int]]) -> list[list[float]]:
@@ -330,7 +340,10 @@ def fit_in_turn(rank: int, world_size: int, worlds: list[tuple[Any, int]]) -> li
         model = Net()
         strategy = DDPExtStrategy(start_method=start_method, timeout=60 + number)
         trainer = training.make_trainer(
-            strategy, devices=devices, max_epochs=1, callbacks=[Measure()]
+            strategy,
+            devices=devices,
+            max_epochs=1,
+            callbacks=[training.At("on_train_epoch_end", measure)],
         )
         trainer.fit(model)
         found.append(

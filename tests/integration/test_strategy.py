@@ -11,7 +11,7 @@ import pickle
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -81,25 +81,34 @@ def test_a_notebook_may_fork_ranks_and_do_nothing_else() -> None:
         assert launcher.is_interactive_compatible is expected, name
 
 
-def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
-    """Return the strategy's values before, in and after a run."""
+class Used(NamedTuple):
+    """A strategy's values before and after a run, and whether rank 1 was at the barrier
+    before.
+    """
+
+    worlds: list[World]
+    copies: list[str]  # their init methods
+    barrier_waited: bool
+
+
+def use_strategy(kind: Kind, directory: Path) -> Used:
     strategy = training.make_strategy("ours", directory, find_unused_parameters=True)
     assert isinstance(strategy, DDPExtStrategy)
-    found: dict[str, Any] = {}
+    waited: list[bool] = []
 
     def work(trainer: L.Trainer) -> None:
         if trainer.global_rank == 1:
             (directory / "rank 1 was here").touch()
         strategy.barrier("a name")
-        found["seen after barrier"] = (directory / "rank 1 was here").exists()
+        waited.append((directory / "rank 1 was here").exists())
 
     trainer = training.make_trainer(strategy, callbacks=[training.At("on_train_start", work)])
-    found["worlds"], copies = [strategy.world], [pickle.loads(pickle.dumps(strategy))]
+    worlds = [strategy.world]
+    copies = [pickle.loads(pickle.dumps(strategy))]
     trainer.fit(Net())
-    found["worlds"].append(strategy.world)
+    worlds.append(strategy.world)
     copies.append(pickle.loads(pickle.dumps(strategy)))
-    found["copies"] = [str(copy.rendezvous.init_method) for copy in copies]
-    return found
+    return Used(worlds, [str(copy.rendezvous.init_method) for copy in copies], waited[0])
 
 
 def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
@@ -112,11 +121,9 @@ def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
         world = World(
             rank=rank, local_rank=rank, source="RANK, WORLD_SIZE and LOCAL_RANK", **counts
         )
-        assert found == {
-            "worlds": [world, world],
-            "copies": [f"file://{tmp_path}/ours/store"] * 2,
-            "seen after barrier": True,
-        }
+        assert found.worlds == [world, world]
+        assert found.copies == [f"file://{tmp_path}/ours/store"] * 2
+        assert found.barrier_waited
 
 
 def open_by_hand(kind: Kind, directory: Path) -> tuple[Any, ...]:
@@ -227,15 +234,10 @@ def with_plugins(kind: Kind, directory: Path) -> dict[str, Any]:
     path = directory / "it.ckpt"
     plugins = [AsyncCheckpointIO(io)]
     save = training.At("on_train_end", lambda trainer: trainer.save_checkpoint(path))
-    trainer = training.make_trainer(
-        training.make_strategy(kind, directory), plugins=plugins, callbacks=[save]
-    )
-    trainer.fit(Net())
+    trainer = training.fit(kind, directory, Net(), save, plugins=plugins)
     trainer.strategy.barrier()  # rank 0 has written its file
     model = Net()
-    training.make_trainer(
-        training.make_strategy(kind, directory), plugins=plugins, max_epochs=3
-    ).fit(model, ckpt_path=path)
+    training.fit(kind, directory, model, ckpt_path=path, plugins=plugins, max_epochs=3)
     return {"io": io.calls, "weights": training.weights(model)}
 
 
@@ -374,7 +376,7 @@ def test_a_callback_of_the_other_tree_is_refused() -> None:
 
 def train_with_all_warnings(rank: int, world_size: int, directory: Path) -> None:
     warnings.simplefilter("always")
-    training.make_trainer(training.make_strategy("ours", directory), max_epochs=1).fit(Net())
+    training.fit("ours", directory, Net(), max_epochs=1)
 
 
 def test_a_run_uses_nothing_deprecated(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -288,7 +288,7 @@ def test_ranks_that_read_the_same_are_warned_once(tmp_path: Path) -> None:
     assert second == [[], [], [], []]
 
 
-class Clocked(Sampler[int]):
+class OtherOrder(Sampler[int]):
     """Yields an order that no other rank yields."""
 
     def __init__(self, rank: int) -> None:
@@ -316,58 +316,83 @@ def part(rank: int, samples: int) -> DataLoader[Any]:
     return DataLoader(Subset(Numbers(samples), own), 1)
 
 
-def share_out(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Return the warnings about loaders whose samples the ranks divide, and the error
-    about different lengths.
-    """
-    ended = DataLoader(TooLong(rank, [2]), 1)
-    loaders = {
-        "parts": (part(rank, 8), "the tensors or lists in the dataset differ between the ranks"),
-        "orders": (
-            DataLoader(Numbers(8), 1, sampler=Clocked(rank)),
-            "the list that BatchSampler over SharedSampler",
-        ),
-        "same": (DataLoader(Subset(Numbers(8), range(4)), 1), ""),
-        "length": (
-            ended,
-            (
-                "TooLong ended after 2 batches, but its length is 4, so Lightning did not know"
-                " which batch"
-            ),
-        ),
-    }
-    found: dict[str, Any] = {}
-    for name, (loader, expected) in loaders.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit(directory, loader, use_distributed_sampler=True, max_epochs=1)
-        texts = [
-            text for each in caught if "ranks" in (text := str(each.message)) or "batches" in text
-        ]
-        found[name] = [
-            expected in text and expected != "" for text in texts if "num_workers" not in text
-        ]
+class Shared(NamedTuple):
+    """A loader of each rank, and the warning about it."""
+
+    loader: Callable[[int], DataLoader[Any]]
+    warning: str
+
+
+SHARED = {
+    "parts": Shared(
+        lambda rank: part(rank, 8), "the tensors or lists in the dataset differ between the ranks"
+    ),
+    "orders": Shared(
+        lambda rank: DataLoader(Numbers(8), 1, sampler=OtherOrder(rank)),
+        "the list that BatchSampler over SharedSampler",
+    ),
+    "length": Shared(
+        lambda rank: DataLoader(TooLong(rank, [2]), 1),
+        "TooLong ended after 2 batches, but its length is 4, so Lightning did not know which batch",
+    ),
+    "same": Shared(lambda rank: DataLoader(Subset(Numbers(8), range(4)), 1), ""),
+}
+
+
+def warn(rank: int, world_size: int, directory: Path, name: str) -> list[str]:
+    """Return the warnings about the ranks' data of a run that divides them."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(directory, SHARED[name].loader(rank), use_distributed_sampler=True, max_epochs=1)
+    texts = [str(each.message) for each in caught]
+    return [
+        text
+        for text in texts
+        if "num_workers" not in text and ("ranks" in text or "batches" in text)
+    ]
+
+
+@pytest.mark.parametrize("name", ["parts", "orders", "length"])
+def test_data_that_the_ranks_cannot_share_out_are_named(name: str, tmp_path: Path) -> None:
+    """Rank 0 warns, as stock reads less than all data silently."""
+    [warning], others = run_ranks(warn, 2, tmp_path, name)
+    assert SHARED[name].warning in warning
+    assert others == []
+
+
+def test_data_that_the_ranks_share_out_cause_no_warning(tmp_path: Path) -> None:
+    """The dataset is the same on all ranks."""
+    assert run_ranks(warn, 2, tmp_path, "same") == [[], []]
+
+
+def refuse_lengths(rank: int, world_size: int, directory: Path) -> str:
     with pytest.raises(SamplingError) as refused:
         fit(directory, part(rank, 9), use_distributed_sampler=True)
-    divided = DataLoader(Numbers(8), 1, sampler=ScalableDistributedSampler(range(8)))
-    with pytest.raises(SamplingError, match=r"because the kind differs \(None on rank 0, "):
-        fit(directory, divided if rank else DataLoader(TooLong(rank, [2]), 1))
-    return {**found, "refused": str(refused.value)}
+    return str(refused.value)
 
 
-def test_data_that_the_ranks_cannot_share_out_are_named(tmp_path: Path) -> None:
-    """Rank 0 warns, as stock reads less than all data silently.
-
-    Lengths that differ, or a sampler on some ranks only, are an error on every rank.
-    """
-    first, second = run_ranks(share_out, 2, tmp_path)
-    refused = first.pop("refused")
-    assert first == {"parts": [True], "orders": [True], "same": [], "length": [True]}
-    assert second == {**{name: [] for name in first}, "refused": refused}
+def test_samples_that_differ_in_number_are_refused(tmp_path: Path) -> None:
+    """Every rank's error names the dataset, the numbers and the remedies."""
+    first, second = run_ranks(refuse_lengths, 2, tmp_path)
+    assert second == first
     assert (
-        refused
-        == "the ranks cannot share out the samples of Subset, because the length differs (5 on rank"
-        " 0, 4 on rank 1); create the same dataset and sampler on every rank (seed random_split,"
-        " for example), or pass Trainer(use_distributed_sampler=False) if each rank has"
-        " different data"
+        first
+        == "the ranks cannot share out the samples of Subset, because the length differs (5 on"
+        " rank 0, 4 on rank 1); create the same dataset and sampler on every rank (seed"
+        " random_split, for example), or pass Trainer(use_distributed_sampler=False) if each rank"
+        " has different data"
     )
+
+
+def divide_on_one(rank: int, world_size: int, directory: Path) -> str:
+    divided = DataLoader(Numbers(8), 1, sampler=ScalableDistributedSampler(range(8)))
+    loader = divided if rank == 1 else DataLoader(TooLong(rank, [2]), 1)
+    with pytest.raises(SamplingError) as refused:
+        fit(directory, loader)
+    return str(refused.value)
+
+
+def test_a_sampler_on_some_ranks_only_is_refused(tmp_path: Path) -> None:
+    """Every rank's error names the kinds."""
+    for message in run_ranks(divide_on_one, 2, tmp_path):
+        assert "because the kind differs (None on rank 0, " in message
