@@ -131,9 +131,17 @@ def shuffled(samples: int = 12, **options: Any) -> Callable[[], Any]:
     return lambda: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
 
 
-def signalled(hook: str, earlier: int = 0, signum: int = signal.SIGTERM) -> At:
-    """Return a callback that signals its process at the n-th call of a hook."""
-    return At(hook, lambda trainer: os.kill(os.getpid(), signum), earlier=earlier)
+def signalled(
+    hook: str,
+    earlier: int = 0,
+    signum: int = signal.SIGTERM,
+    *,
+    ranks: Collection[int] = (),
+) -> At:
+    """Return a callback that signals its process at the n-th call of a hook, on these
+    ranks or on all.
+    """
+    return At(hook, lambda trainer: os.kill(os.getpid(), signum), earlier=earlier, ranks=ranks)
 
 
 class Stopped(Exception):

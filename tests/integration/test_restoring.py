@@ -258,10 +258,7 @@ def run_command(kind: Kind, directory: Path, kept: Path, *callbacks: L.Callback)
 
 def run_until_stopped(kind: Kind, directory: Path, kept: Path) -> Resumed:
     """Send SIGTERM to rank 1 after some batches."""
-    is_signalled = os.environ["RANK"] == "1"
-    return run_command(
-        kind, directory, kept, *([signalled("on_train_batch_end", 5)] if is_signalled else [])
-    )
+    return run_command(kind, directory, kept, signalled("on_train_batch_end", 5, ranks=[1]))
 
 
 def check_what_was_sent(archive: Archive, *tensors: Any, check: Any = Archive.check) -> None:

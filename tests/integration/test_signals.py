@@ -39,21 +39,14 @@ class End(NamedTuple):
     steps: int
 
 
-def on_rank_one(
-    rank: int, hook: str, number: int = 0, signum: int = signal.SIGTERM
-) -> list[L.Callback]:
-    return [continuing.signalled(hook, number, signum)] if rank == 1 else []
-
-
 def fit(
     directory: Path,
-    name: str,
     *callbacks: L.Callback,
     strategy: dict[str, Any] | None = None,
     **more: Any,
 ) -> End:
     """Train for two epochs of three steps, or until all stop."""
-    place = directory / name
+    place = directory / "run"
     two_epochs = Training(
         continuing.shuffled(), directory, strategy=strategy or {}, options={"max_epochs": 2}
     )
@@ -62,11 +55,10 @@ def fit(
     return End(run.status, files, len(run.steps))
 
 
-def run(
-    rank: int, directory: Path, name: str, *callbacks: L.Callback, signum: int = signal.SIGTERM
-) -> End:
+def run_signalled(directory: Path, *callbacks: L.Callback, signum: int = signal.SIGTERM) -> End:
     """Return a run in whose second step rank 1 gets a signal."""
-    return fit(directory, name, *callbacks, *on_rank_one(rank, "on_train_batch_end", 1, signum))
+    send = continuing.signalled("on_train_batch_end", 1, signum, ranks=[1])
+    return fit(directory, *callbacks, send)
 
 
 def informed_and_terminated(rank: int, world_size: int, directory: Path) -> None:
@@ -79,7 +71,7 @@ def informed_and_terminated(rank: int, world_size: int, directory: Path) -> None
         L.Callback(),
     ]
     try:
-        fit(directory, "run", faults[rank], devices=world_size)
+        fit(directory, faults[rank], devices=world_size)
     except RankDiedError as error:
         if rank == 2:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -108,8 +100,8 @@ def saved_beside(
     """
     saver = RankZeroCheckpoint(directory / "run", "{step}", **OFTEN)
     strategy = {"checkpoint_io": RankZeroCheckpointIO(background=background)}
-    callbacks = [saver, *on_rank_one(rank, hook, 1)]
-    end = fit(directory, "run", *callbacks, strategy=strategy, enable_checkpointing=True)
+    callbacks = [saver, continuing.signalled(hook, 1, ranks=[1])]
+    end = fit(directory, *callbacks, strategy=strategy, enable_checkpointing=True)
     assert end.status == 143
     return end.checkpoints
 
@@ -128,8 +120,8 @@ def test_a_save_is_finished_before_the_one_of_the_stop(
 
 
 def stopped_without_a_save(rank: int, world_size: int, directory: Path) -> End:
-    callbacks = on_rank_one(rank, "on_train_batch_end", 1)
-    return fit(directory, "run", *callbacks, strategy={"stop_checkpoint": None})
+    send = continuing.signalled("on_train_batch_end", 1, ranks=[1])
+    return fit(directory, send, strategy={"stop_checkpoint": None})
 
 
 def test_nothing_is_saved_without_a_stop_checkpoint(tmp_path: Path) -> None:
@@ -148,7 +140,8 @@ def resumes_in_a_job(
     **strategy: Any,
 ) -> bool:
     """Whether a run resumes, in a directory that all jobs share."""
-    callbacks = on_rank_one(rank, "on_train_batch_end", 1, signal.SIGUSR1) if is_stopped else []
+    send = continuing.signalled("on_train_batch_end", 1, signal.SIGUSR1, ranks=[1])
+    callbacks = [send] if is_stopped else []
     two_epochs = Training(
         continuing.shuffled(), directory, options={"max_epochs": 2}, strategy=strategy
     )
@@ -242,7 +235,7 @@ def handle(
     if has_users_handler:
         signal.signal(signum, lambda number, frame: passed_on.append(number))
     before = signal.getsignal(signum)
-    end = run(rank, directory, "run", signum=signum)
+    end = run_signalled(directory, signum=signum)
     return Handled(end, passed_on, signal.getsignal(signum) is before)
 
 
@@ -281,7 +274,7 @@ def validate_in_step(trainer: L.Trainer) -> None:
 def stopped_beside(
     rank: int, world_size: int, directory: Path, do: Callable[[L.Trainer], None]
 ) -> End:
-    return run(rank, directory, "run", training.At(STEP, do))
+    return run_signalled(directory, training.At(STEP, do))
 
 
 @pytest.mark.parametrize("do", [lose_wakeup, validate_in_step])
@@ -301,7 +294,7 @@ def ignored(
     """Return the end of a run in a process that has prepared for the signal."""
     prepare(signum)
     before = signal.getsignal(signum)
-    end = run(rank, directory, "run", signum=signum)
+    end = run_signalled(directory, signum=signum)
     assert signal.getsignal(signum) is before
     return end
 
@@ -331,7 +324,6 @@ def signalled_after_a_run(rank: int, world_size: int, directory: Path) -> None:
     with pytest.raises(supervision.BoomError):
         fit(
             directory,
-            "run",
             supervision.Fault(STEP, supervision.boom),
             supervision.Fault("on_exception", supervision.boom),
         )
@@ -346,9 +338,7 @@ def test_a_run_that_was_not_torn_down_handles_no_signals(tmp_path: Path) -> None
 
 def interrupted_twice(rank: int, world_size: int, directory: Path) -> Any:
     """Run, with Ctrl-C and a second one before the step finishes."""
-    return fit(
-        directory, "run", *(continuing.signalled(STEP, signum=signal.SIGINT) for _ in range(2))
-    )[:2]
+    return fit(directory, *(continuing.signalled(STEP, signum=signal.SIGINT) for _ in range(2)))[:2]
 
 
 def test_a_second_interrupt_exits_immediately(tmp_path: Path) -> None:
@@ -368,7 +358,7 @@ def held(
     callbacks = (
         [training.At(STEP, lambda _: ranks.hold("in step 1"), earlier=1)] if rank > 0 else []
     )
-    fit(directory, "run", *callbacks, strategy=strategy, devices=world_size)
+    fit(directory, *callbacks, strategy=strategy, devices=world_size)
 
 
 @pytest.mark.parametrize("timeout", [None, 0.001])

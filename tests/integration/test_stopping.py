@@ -81,21 +81,21 @@ class Commands(NamedTuple):
     whole: Run
 
 
+def stop_rank_one() -> L.Callback:
+    """Return a callback that sends SIGTERM to rank 1 in the second step."""
+    return continuing.signalled("on_train_batch_end", 1, ranks=[1])
+
+
 def run_three_times(rank: int, world_size: int, directory: Path, name: str) -> Commands:
     place = PLACES[name]
     root = directory / name
-    stopped = run_command(place, root, *on_rank_one(rank))
+    stopped = run_command(place, root, stop_rank_one())
     saved = list(root.glob(place.pattern))
     dist.barrier()
     resumed = run_command(place, root)
     left = list(root.rglob(Path(place.pattern).name))
     whole = run_command(place, directory / "whole")
     return Commands(stopped, saved, resumed, left, whole)
-
-
-def on_rank_one(rank: int) -> list[L.Callback]:
-    """Return a callback that sends SIGTERM to rank 1 in the second step."""
-    return [continuing.signalled("on_train_batch_end", 1)] if rank == 1 else []
 
 
 # One of them is enough for `make fast`.
@@ -195,7 +195,7 @@ def cross_validate(
     WIDTH = width
     begun = []
     for fold in range(FOLDS):
-        callbacks = on_rank_one(rank) if fold == stopped_fold else []
+        callbacks = [stop_rank_one()] if fold == stopped_fold else []
         run = run_command(PLACES[name], directory / name, *callbacks, model=Fold)
         begun.append(begin_of(run))
         if run.status is not None:
@@ -254,7 +254,7 @@ def saved_by_a_callback(rank: int, world_size: int, directory: Path, stops: bool
     """
     saver = ModelCheckpoint(directory, save_last=True)
     place = Place("last.ckpt", lambda root: {"stop_checkpoint": "last.ckpt"})
-    callbacks = [saver, *(on_rank_one(rank) if stops else [])]
+    callbacks = [saver, stop_rank_one()] if stops else [saver]
     return STEPS - len(run_command(place, directory / "run", *callbacks).steps)
 
 
