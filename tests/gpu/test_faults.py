@@ -27,7 +27,8 @@ from lightning_ddp_ext import HangWatchdog
 from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankHungError
 from lightning_ddp_ext.rendezvous.process_context import current, leave
 from lightning_ddp_ext.supervision.flight import Flight, flights, unfinished
-from tests.gpu.placement import ALONE, GPU, IS_GPU, Placement, Wide, hold_device
+from tests.gpu import placement as places
+from tests.gpu.placement import GPU, IS_GPU, Placement
 from tests.harness import training
 from tests.harness.outcomes import stories
 from tests.harness.training import Net
@@ -143,7 +144,7 @@ def test_messages_name_the_rank_that_fails(
     assert (tmp_path / "rest.ckpt").exists() == (placement.backend == "gloo"), story
 
 
-class Interrupted(Wide):
+class Interrupted(places.Wide):
     """Has gradients in several buckets; its last one, of the first layer, never gets a
     sum in the third step.
 
@@ -164,7 +165,7 @@ class Interrupted(Wide):
             if IS_GPU:
                 torch.cuda.synchronize()
             supervision.die()
-        hold_device(self.seconds)
+        places.hold_device(self.seconds)
 
 
 def train_wide(
@@ -220,7 +221,7 @@ def abort_and_train_again(
     assert context is not None
     limit = context.groups.timeout.total_seconds()
     value = torch.ones(3, device=GPU)
-    hold_device(3.0 if IS_GPU else 0.0)
+    places.hold_device(3.0 if IS_GPU else 0.0)
     dist.all_reduce(value)
     waits = unfinished()
     pending = flights()
@@ -242,7 +243,7 @@ def test_an_all_reduce_that_waits_is_recorded_and_can_be_aborted(tmp_path: Path)
     """Flight Recorder, abort from a thread, closing, joining again and a second
     Trainer, with one rank.
     """
-    [(waits, found, limit)] = ALONE.run(abort_and_train_again, tmp_path)
+    [(waits, found, limit)] = places.ALONE.run(abort_and_train_again, tmp_path)
     [flight] = [each for each in found if each.label == ""]
     assert flight.describe(flight.entered).startswith(f"all_reduce #{flight.entered} [[3]]")
     assert flight.collective(flight.entered).place.startswith(__file__)
@@ -290,5 +291,5 @@ def test_a_cuda_graph_is_captured_while_the_recorder_is_read(tmp_path: Path) -> 
     """
     if not IS_GPU:
         pytest.skip("a CPU captures no graphs")
-    [found] = ALONE.run(capture_while_polled, tmp_path)
+    [found] = places.ALONE.run(capture_while_polled, tmp_path)
     training.assert_same(found, torch.full((3,), 8.0))

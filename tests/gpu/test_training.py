@@ -29,12 +29,14 @@ from lightning_ddp_ext import (
     gather_predictions,
 )
 from tests.batchnorm.test_joined_batch import Way, all_deviations
-from tests.gpu.placement import ALONE, GLOO, GPU, IS_GPU, NCCL, TOLERANCE, Placement, Wide
+from tests.gpu import placement as places
+from tests.gpu.placement import GPU, IS_GPU, Placement
+from tests.harness import training
 from tests.harness.ranks import launch_ranks
-from tests.harness.training import At, Batch, Kind, Net, assert_same, backend, stock_group, weights
-from tests.integration import rescuing
-from tests.integration.continuing import Numbers, Training, generations
-from tests.integration.rescuing import Kill, Plan, survive
+from tests.harness.training import Kind, Net
+from tests.integration import continuing, rescuing
+from tests.integration.continuing import Training
+from tests.integration.rescuing import Kill, Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +52,7 @@ class Measured(Net):
         super().__init__()
         self.mean = MeanMetric()
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         loss = self.loss(batch)
         self.mean.update(batch[1])
         self.log("loss", loss, sync_dist=True, on_epoch=True)
@@ -66,7 +68,7 @@ def train_in_group(
 ) -> dict[str, Any]:
     """Run all stages; on the CPU stock needs a group that is open."""
     is_group_open = kind == "stock" and not IS_GPU
-    with stock_group(rank, world_size, directory) if is_group_open else nullcontext():
+    with training.stock_group(rank, world_size, directory) if is_group_open else nullcontext():
         return run_all_stages(rank, placement, directory, kind, *args)
 
 
@@ -92,7 +94,10 @@ def run_all_stages(
     assert dist.get_backend() == placement.backend
     resumed = placement.trainer(directory, kind, max_epochs=3, **options)
     resumed.fit(model, ckpt_path=saver.last_model_path)
-    results: dict[str, Any] = {"step": resumed.global_step, "weights": on_cpu(weights(model))}
+    results: dict[str, Any] = {
+        "step": resumed.global_step,
+        "weights": on_cpu(training.weights(model)),
+    }
     results["logged"] = {name: float(value) for name, value in resumed.callback_metrics.items()}
     results["tested"] = resumed.test(model, verbose=False)
     resumed.strategy.barrier("between")
@@ -134,8 +139,8 @@ def test_ranks_on_a_gpu_learn_as_elsewhere(
     reference, kind = reference_for(placement, ranks_per_batchnorm_group)
     found = placement.run(train_in_group, tmp_path, "ours", ranks_per_batchnorm_group)
     expected = reference.run(train_in_group, tmp_path, kind, ranks_per_batchnorm_group)
-    torch.testing.assert_close(found, expected, **TOLERANCE)
-    assert_same(*(result["weights"]["layers.0.weight"] for result in found[:2]))
+    torch.testing.assert_close(found, expected, **places.TOLERANCE)
+    training.assert_same(*(result["weights"]["layers.0.weight"] for result in found[:2]))
 
 
 class AlwaysJoint(SyncBatchNorm):
@@ -152,7 +157,7 @@ def deviations(rank: int, world_size: int, placement: Placement, directory: Path
         torch.cuda.set_device(device)
     kind = SyncBatchNorm if world_size > 1 else AlwaysJoint
     slack = 16.0 if IS_GPU else 1.0
-    way = Way(kind, world_size, device, backend(placement.backend), slack)
+    way = Way(kind, world_size, device, training.backend(placement.backend), slack)
     return all_deviations(rank, world_size, directory, way)
 
 
@@ -191,33 +196,33 @@ def train_on_two_devices(
         "devices_per_rank": 2,
     }
     placement.trainer(directory, strategy=chosen).fit(model)
-    return on_cpu(weights(model))
+    return on_cpu(training.weights(model))
 
 
 def test_a_rank_with_two_devices_learns_as_on_the_cpu(placement: Placement, tmp_path: Path) -> None:
     """`devices_per_rank=2` with two GPUs, or over gloo with a GPU and the CPU."""
     has_two_gpus = torch.cuda.device_count() > 1
-    if IS_GPU and placement is not GLOO and not has_two_gpus:
+    if IS_GPU and placement is not places.GLOO and not has_two_gpus:
         pytest.skip("needs two GPUs")
     second = {"cuda:0": "cuda:1", "cuda:1": "cuda:0"} if has_two_gpus else {}
     pairs = [each for first in placement.devices for each in (first, second.get(first, "cpu"))]
     found = placement.run(train_on_two_devices, tmp_path, pairs)
-    expected = GLOO.run(train_on_two_devices, tmp_path, ["cpu"] * len(pairs))
-    torch.testing.assert_close(found, expected, **TOLERANCE)
+    expected = places.GLOO.run(train_on_two_devices, tmp_path, ["cpu"] * len(pairs))
+    torch.testing.assert_close(found, expected, **places.TOLERANCE)
 
 
 def resume_with_dropout(
     rank: int, world_size: int, placement: Placement, directory: Path
 ) -> dict[str, str]:
     def loaders() -> DataLoader[Any]:
-        return DataLoader(Numbers(16), 2, shuffle=True)
+        return DataLoader(continuing.Numbers(16), 2, shuffle=True)
 
     options = {"accelerator": "auto", "devices": "auto"}
-    training = Training(loaders, directory, world_size, options, placement.options)
-    return generations(training, ["train_batch_end-3"])
+    resuming = Training(loaders, directory, world_size, options, placement.options)
+    return continuing.generations(resuming, ["train_batch_end-3"])
 
 
-@pytest.mark.parametrize("chosen", [GLOO, ALONE], ids=["gloo", "1 rank"])
+@pytest.mark.parametrize("chosen", [places.GLOO, places.ALONE], ids=["gloo", "1 rank"])
 def test_a_resumed_run_draws_the_random_numbers_that_were_next(
     chosen: Placement, tmp_path: Path
 ) -> None:
@@ -234,7 +239,7 @@ class Scaled(rescuing.Net):
         super().__init__()
         self.register_buffer("scale", torch.zeros(()))
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         self.scale.fill_(self.trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
         return super().training_step(batch, index)
 
@@ -285,9 +290,9 @@ def test_a_killed_rank_costs_no_step(
     plan = plan_on(placement, is_scaled)
     for name in ("undisturbed", "disturbed"):
         (tmp_path / name).mkdir()
-    undisturbed = survive(2, plan, (), tmp_path / "undisturbed", env=placement.variables)
-    disturbed = survive(2, plan, kills, tmp_path / "disturbed", env=placement.variables)
-    assert_same(disturbed, undisturbed)
+    undisturbed = rescuing.survive(2, plan, (), tmp_path / "undisturbed", env=placement.variables)
+    disturbed = rescuing.survive(2, plan, kills, tmp_path / "disturbed", env=placement.variables)
+    training.assert_same(disturbed, undisturbed)
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
@@ -297,12 +302,14 @@ def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) ->
     """
     for name in ("by hand", "started"):
         (tmp_path / name).mkdir()
-    env = GLOO.variables
-    by_hand, _ = launch_ranks(rescuing.train, 2, plan_on(GLOO), tmp_path / "by hand", env=env)
-    plan = plan_on(GLOO, start_method=start_method)
+    env = places.GLOO.variables
+    by_hand, _ = launch_ranks(
+        rescuing.train, 2, plan_on(places.GLOO), tmp_path / "by hand", env=env
+    )
+    plan = plan_on(places.GLOO, start_method=start_method)
     [started] = launch_ranks(rescuing.train, 1, plan, tmp_path / "started", env={})
     assert started.exit_code == 0, started.story()
-    assert_same(started.result, by_hand.result)
+    training.assert_same(started.result, by_hand.result)
 
 
 class Trained(NamedTuple):
@@ -324,7 +331,9 @@ def save_in_training(
     """Save after the second step, and train on; threads read the device meanwhile."""
     L.seed_everything(1)
     model = model_type()
-    save = At("on_train_batch_end", partial(L.Trainer.save_checkpoint, filepath=path), earlier=1)
+    save = training.At(
+        "on_train_batch_end", partial(L.Trainer.save_checkpoint, filepath=path), earlier=1
+    )
     placement.trainer(
         path.parent,
         strategy={"rescue_checkpoint": path.parent / "last-rescued.ckpt"},
@@ -337,7 +346,7 @@ def save_in_training(
         if torch._C._cuda_hasPrimaryContext(number)
     ]
     saved = torch.load(path)["state_dict"].values() if rank == 0 else ()
-    return Trained(on_cpu(weights(model)), in_use, {str(value.device) for value in saved})
+    return Trained(on_cpu(training.weights(model)), in_use, {str(value.device) for value in saved})
 
 
 def devices_of_momenta(
@@ -350,16 +359,16 @@ def devices_of_momenta(
         states = trainer.optimizers[0].state.values()
         found.update(str(state["momentum_buffer"].device) for state in states)
 
-    looks = At("on_train_start", look)
-    placement.trainer(directory, callbacks=[looks]).fit(Wide(), ckpt_path=path)
+    looks = training.At("on_train_start", look)
+    placement.trainer(directory, callbacks=[looks]).fit(places.Wide(), ckpt_path=path)
     return found
 
 
-GPUS_IN_REVERSE = Placement(NCCL, ("cuda:1", "cuda:0") if IS_GPU else ("cpu", "cpu"))
+GPUS_IN_REVERSE = Placement(places.NCCL, ("cuda:1", "cuda:0") if IS_GPU else ("cpu", "cpu"))
 ON_CPU = Placement("gloo", ("cpu", "cpu"))
 
 
-@pytest.mark.parametrize("chosen", [GLOO, GPUS_IN_REVERSE], ids=["one GPU", "two GPUs"])
+@pytest.mark.parametrize("chosen", [places.GLOO, GPUS_IN_REVERSE], ids=["one GPU", "two GPUs"])
 def test_a_background_save_has_the_content_of_a_foreground_save(
     chosen: Placement, tmp_path: Path
 ) -> None:
@@ -371,11 +380,11 @@ def test_a_background_save_has_the_content_of_a_foreground_save(
     if IS_GPU and torch.cuda.device_count() < len({*chosen.devices}):
         pytest.skip("needs two GPUs")
     paths = [tmp_path / f"{each}.ckpt" for each in ("foreground", "background", "of net")]
-    chosen.run(save_in_training, paths[0], Wide, False)
-    trained = chosen.run(save_in_training, paths[1], Wide, True)
+    chosen.run(save_in_training, paths[0], places.Wide, False)
+    trained = chosen.run(save_in_training, paths[1], places.Wide, True)
     foreground, background = (torch.load(path, map_location="cpu") for path in paths[:2])
-    assert_same(background["state_dict"], foreground["state_dict"])
-    assert_same(background["optimizer_states"], foreground["optimizer_states"])
+    training.assert_same(background["state_dict"], foreground["state_dict"])
+    training.assert_same(background["optimizer_states"], foreground["optimizer_states"])
 
     numbers = [[torch.device(each).index] if IS_GPU else [] for each in chosen.devices]
     assert [each.gpus_in_use for each in trained] == numbers
@@ -390,5 +399,5 @@ def test_a_background_save_has_the_content_of_a_foreground_save(
         [each.weights for each in placement.run(save_in_training, paths[2], Net, True)]
         for placement in (chosen, ON_CPU)
     )
-    torch.testing.assert_close(here, elsewhere, **TOLERANCE)
-    assert_same(here[0]["layers.0.weight"], here[1]["layers.0.weight"])
+    torch.testing.assert_close(here, elsewhere, **places.TOLERANCE)
+    training.assert_same(here[0]["layers.0.weight"], here[1]["layers.0.weight"])

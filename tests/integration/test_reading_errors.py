@@ -24,7 +24,7 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.checkpoint.content import WouldRun, flip, without_checksums
 from tests.harness import training
 from tests.harness.ranks import launch_ranks
-from tests.harness.training import Kind, weights
+from tests.harness.training import Kind
 from tests.integration import checkpointing
 from tests.integration.checkpointing import Net
 
@@ -241,4 +241,4 @@ def test_the_plugin_serves_a_stock_strategy_alone(path: Path, tmp_path: Path) ->
     """
     training.on_ranks("stock", use_the_plugin_alone, tmp_path, path)
     alone = Net.load_from_checkpoint(tmp_path / "stock" / "alone.ckpt")
-    training.assert_same(weights(alone), torch.load(path)["state_dict"])
+    training.assert_same(training.weights(alone), torch.load(path)["state_dict"])

@@ -32,7 +32,7 @@ from lightning_ddp_ext.errors import ResumeError
 from tests.harness import ranks
 from tests.harness.training import Kind, assert_same, on_both, on_ranks
 from tests.integration import continuing
-from tests.integration.continuing import Net, Numbers, Run, Training, stream
+from tests.integration.continuing import Numbers, Run, Training
 
 
 def sixteen(rank: int, world_size: int) -> DataLoader[Any]:
@@ -94,10 +94,10 @@ CHANGES = {
         continuing.sampled("plain", 16), continuing.sampled("plain", 28), is_divided=False
     ),
     "more samples of a loader with a state": Change(stateful(), stateful(28)),
-    "a shorter stream": Change(stream(9), stream(2), batches=5),
+    "a shorter stream": Change(continuing.stream(9), continuing.stream(2), batches=5),
     "more workers of a stream": Change(
-        stream(8, **continuing.workers(1)),
-        stream(8, **continuing.workers(2)),
+        continuing.stream(8, **continuing.workers(1)),
+        continuing.stream(8, **continuing.workers(2)),
         "had num_workers=1 when the checkpoint was saved, and now has 2; resume with",
     ),
     "workers of a loader with a state": Change(stateful(), stateful(**continuing.workers())),
@@ -416,7 +416,7 @@ def unusual_batch(rows: list[Tensor]) -> dict[str, Any]:
     }
 
 
-class Mixing(Net):
+class Mixing(continuing.Net):
     """Draws from Python's global generator in each step, as mixup does."""
 
     def training_step(self, batch: Any, index: int) -> Tensor:

@@ -200,39 +200,58 @@ def fit(
     return len(training.run(**{"max_epochs": 2, "use_distributed_sampler": False, **options}).steps)
 
 
-def refused(rank: int, world_size: int, directory: Path) -> tuple[list[str], list[int]]:
-    """Return the errors for different lengths, and the steps of runs whose limits make
-    the lengths irrelevant.
-    """
+def other_lengths(rank: int) -> DataLoader[Any]:
+    return indexed(rank, [3 + rank])
+
+
+def no_length_on_rank_zero(rank: int) -> DataLoader[Any]:
+    return (stream, indexed)[rank](rank, [3])
+
+
+def refused(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    make: Callable[[int], DataLoader[Any]],
+    strategy: dict[str, Any],
+) -> str:
+    """Return the error."""
     warnings.simplefilter("ignore")
-    found = []
-    for loaders, strategy in (
-        (indexed(rank, [3 + rank]), {}),
-        ((stream, indexed)[rank](rank, [3]), STOP),
-    ):
-        with pytest.raises(SamplingError) as caught:
-            fit(directory, loaders, strategy)
-        found.append(str(caught.value))
-    limits: list[dict[str, Any]] = [{"limit_train_batches": 3}, {"max_steps": 3, "max_epochs": -1}]
-    return found, [fit(directory, indexed(rank, [3 + rank]), **limit) for limit in limits]
+    with pytest.raises(SamplingError) as caught:
+        fit(directory, make(rank), strategy)
+    return str(caught.value)
 
 
-def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: Path) -> None:
-    """Every rank raises with all numbers and a remedy, unless a limit in batches or
-    steps makes them even.
-    """
-    (first, steps), (second, others) = run_ranks(refused, 2, tmp_path)
-    assert steps == others == [6, 3]
-    assert (
-        first[0]
-        == second[0]
-        == "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), so"
-        " some ranks would wait forever after 3 batches; pass"
-        " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True"
-        " so that every rank gets the same number of batches"
-    )
-    for message in (first[1], second[1]):  # each names the rank's own loader
+def test_lengths_that_differ_are_refused(tmp_path: Path) -> None:
+    """Every rank raises with all numbers and a remedy, instead of waiting."""
+    for message in run_ranks(refused, 2, tmp_path, other_lengths, {}):
+        assert (
+            message
+            == "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), so"
+            " some ranks would wait forever after 3 batches; pass"
+            " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True"
+            " so that every rank gets the same number of batches"
+        )
+
+
+def test_a_stream_beside_a_loader_with_a_length_is_refused(tmp_path: Path) -> None:
+    """With "stop_at_shortest" each rank's error names its own loader."""
+    for message in run_ranks(refused, 2, tmp_path, no_length_on_rank_zero, STOP):
         assert "or training would hang (lengths by rank: (inf, 3); inf means no length)" in message
+
+
+def limited(rank: int, world_size: int, directory: Path, limit: dict[str, int]) -> int:
+    """Return the steps of two epochs of three or four batches."""
+    warnings.simplefilter("ignore")
+    return fit(directory, other_lengths(rank), **limit)
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps"), [({"limit_train_batches": 3}, 6), ({"max_steps": 3, "max_epochs": -1}, 3)]
+)
+def test_a_limit_makes_lengths_even(limit: dict[str, int], steps: int, tmp_path: Path) -> None:
+    """Ranks with other lengths train if each stops at the limit."""
+    assert run_ranks(limited, 2, tmp_path, limit) == [steps, steps]
 
 
 class Counting(Net):
