@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.harness import ranks, training
 from tests.harness.outcomes import Outcome
-from tests.harness.training import Kind, Net, backend
+from tests.harness.training import Net, backend
 
 IS_GPU = os.environ.get("DDPX_GPU_TESTS_ON") != "cpu"
 GPU = "cuda:0" if IS_GPU else "cpu"
@@ -55,7 +55,7 @@ class Placement:
         world_size = len(self.devices)
         return {**ranks.by_hand_env(world_size, ranks.free_port()), **self.env}
 
-    def trainer(self, directory: Path, kind: Kind = "ours", **options: Any) -> L.Trainer:
+    def trainer(self, directory: Path, kind: training.Kind = "ours", **options: Any) -> L.Trainer:
         """Return a Trainer on these devices, for use on a rank; ``strategy`` in the
         options has the strategy's.
         """

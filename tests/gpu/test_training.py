@@ -33,9 +33,8 @@ from tests.gpu import placement as places
 from tests.gpu.placement import GPU, IS_GPU, Placement
 from tests.harness import training
 from tests.harness.ranks import launch_ranks
-from tests.harness.training import Kind, Net
+from tests.harness.training import Net
 from tests.integration import continuing, rescuing
-from tests.integration.continuing import Training
 from tests.integration.rescuing import Kill, Plan
 
 pytestmark = pytest.mark.gpu
@@ -64,7 +63,12 @@ class Measured(Net):
 
 
 def train_in_group(
-    rank: int, world_size: int, placement: Placement, directory: Path, kind: Kind, *args: Any
+    rank: int,
+    world_size: int,
+    placement: Placement,
+    directory: Path,
+    kind: training.Kind,
+    *args: Any,
 ) -> dict[str, Any]:
     """Run all stages; on the CPU stock needs a group that is open."""
     is_group_open = kind == "stock" and not IS_GPU
@@ -76,7 +80,7 @@ def run_all_stages(
     rank: int,
     placement: Placement,
     directory: Path,
-    kind: Kind,
+    kind: training.Kind,
     ranks_per_batchnorm_group: int | None,
 ) -> dict[str, Any]:
     """Train, save, resume, test, predict and gather; return the results."""
@@ -110,7 +114,7 @@ def run_all_stages(
 
 def reference_for(
     placement: Placement, ranks_per_batchnorm_group: int | None
-) -> tuple[Placement, Kind]:
+) -> tuple[Placement, training.Kind]:
     """Return where, and with which strategy, the expected numbers are computed."""
     on_cpu = Placement("gloo", ("cpu",) * len(placement.devices))
     if placement.backend == "gloo":
@@ -218,7 +222,7 @@ def resume_with_dropout(
         return DataLoader(continuing.Numbers(16), 2, shuffle=True)
 
     options = {"accelerator": "auto", "devices": "auto"}
-    resuming = Training(loaders, directory, world_size, options, placement.options)
+    resuming = continuing.Training(loaders, directory, world_size, options, placement.options)
     return continuing.generations(resuming, ["train_batch_end-3"])
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from tests.harness import training
-from tests.harness.training import Kind
 from tests.integration.continuing import Net, Numbers
 
 Batches = dict[int, list[list[int]]]  # by epoch
@@ -24,7 +23,7 @@ class Backwards(BatchSampler):
 
 
 def read(
-    kind: Kind,
+    kind: training.Kind,
     directory: Path,
     make: Callable[[], Any],
     *,

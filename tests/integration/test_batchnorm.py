@@ -27,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from tests.harness import ranks, training
 from tests.harness.network import Network
-from tests.harness.training import Kind, Net
+from tests.harness.training import Net
 
 By = Literal["callback", "flag", "both"]  # what converts: our callback, or the Trainer's flag
 
@@ -73,7 +73,7 @@ class Joint(Net):
 
 
 def trainer_with(
-    kind: Kind,
+    kind: training.Kind,
     directory: Path,
     *,
     by: By = "callback",
@@ -271,7 +271,7 @@ def features_alone(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
+def features_on_all(kind: training.Kind, directory: Path) -> dict[str, Any]:
     found = {}
     for name in FEATURES if kind == "ours" else ["nothing"]:
         feature = FEATURES[name]
@@ -308,7 +308,7 @@ WAYS = pytest.mark.parametrize(
 )
 
 
-def fit_and_log(kind: Kind, directory: Path, by: By) -> list[str]:
+def fit_and_log(kind: training.Kind, directory: Path, by: By) -> list[str]:
     """Return the messages about BatchNorm of a run that converts layers."""
     lines = BufferingHandler(10_000)
     for logger in (logging.getLogger("lightning_ddp_ext"), logging.getLogger("lightning.pytorch")):
@@ -330,7 +330,7 @@ def fit_and_log(kind: Kind, directory: Path, by: By) -> list[str]:
 
 
 @WAYS
-def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path) -> None:
+def test_converted_and_other_layers_are_named(kind: training.Kind, by: By, tmp_path: Path) -> None:
     """Rank 0 logs a line about converted layers, and names the others in a warning."""
     (summary, warning), second = training.on_ranks(kind, fit_and_log, tmp_path, by)
     assert (
@@ -345,7 +345,7 @@ def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path
 
 
 def fit_to_an_end(
-    kind: Kind, directory: Path, by: By, error: BaseException | None, limit: int | None
+    kind: training.Kind, directory: Path, by: By, error: BaseException | None, limit: int | None
 ) -> None:
     model = Odd(error)
     before = facts(model)
@@ -368,7 +368,7 @@ def fit_to_an_end(
     ],
 )
 def test_whatever_ends_fit_the_model_is_what_it_was(
-    kind: Kind, by: By, error: BaseException | None, limit: int | None, tmp_path: Path
+    kind: training.Kind, by: By, error: BaseException | None, limit: int | None, tmp_path: Path
 ) -> None:
     """Types, modes, keys and sharing of layers are unchanged."""
     training.on_ranks(kind, fit_to_an_end, tmp_path, by, error, limit)
@@ -382,7 +382,7 @@ class ByItself(Joint):
         self.layers[1] = Functional(8)
 
 
-def choose(kind: Kind, directory: Path, model: Joint, options: dict[str, Any]) -> str:
+def choose(kind: training.Kind, directory: Path, model: Joint, options: dict[str, Any]) -> str:
     before = facts(model)
     with pytest.raises((ConfigurationError, RankFailedError)) as caught:
         trainer_with(kind, directory, **options).fit(model)
@@ -416,7 +416,7 @@ def test_a_choice_that_cannot_be_followed_ends_fit_on_all_ranks(
         assert told in error
 
 
-def resume(kind: Kind, directory: Path) -> None:
+def resume(kind: training.Kind, directory: Path) -> None:
     """Run with a checkpoint in the middle of an epoch, and resume it."""
     for by in ("callback", "flag"):
         torch.manual_seed(1)

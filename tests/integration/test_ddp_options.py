@@ -24,7 +24,7 @@ from lightning_ddp_ext.integration.data.resume import training_generators
 from lightning_ddp_ext.reductions.gradients import average_gradients
 from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness import ranks, training
-from tests.harness.training import Kind, Net
+from tests.harness.training import Net
 
 
 def mean_over_ranks(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -50,7 +50,7 @@ LOOSE = {"rtol": 2e-2, "atol": 2e-2}
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
-def train_with_hooks(kind: Kind, directory: Path) -> dict[str, dict[str, Tensor]]:
+def train_with_hooks(kind: training.Kind, directory: Path) -> dict[str, dict[str, Tensor]]:
     """Return the parameters that a rank learns with each hook."""
     found = {}
     for name, options in HOOKS.items():
@@ -173,7 +173,7 @@ class Backbone(NamedTuple):
     means: list[Tensor]
 
 
-def finetune(kind: Kind, directory: Path, name: str) -> Backbone:
+def finetune(kind: training.Kind, directory: Path, name: str) -> Backbone:
     L.seed_everything(1)
     model = WithBackbone()
     frozen: list[Tensor] = []
@@ -220,7 +220,7 @@ class Toggled(Net):
     """
 
     def __init__(
-        self, kind: Kind, is_trained: Callable[[int, int], bool], *, within: bool = False
+        self, kind: training.Kind, is_trained: Callable[[int, int], bool], *, within: bool = False
     ) -> None:
         super().__init__()
         self.is_trained = is_trained
@@ -262,7 +262,7 @@ class Partly(Toggled):
 class Adversarial(Net):
     """Trains two networks in turn, each with the other one frozen."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: training.Kind) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.layers[0].requires_grad_(kind == "stock")
@@ -289,7 +289,7 @@ def by_step(epoch: int, index: int) -> bool:
     return index % 2 == 1
 
 
-TOGGLED: dict[str, tuple[Callable[[Kind], Net], dict[str, Any]]] = {
+TOGGLED: dict[str, tuple[Callable[[training.Kind], Net], dict[str, Any]]] = {
     "by epoch": (lambda kind: Toggled(kind, by_epoch), {}),
     "by step": (lambda kind: Toggled(kind, by_step), {}),
     "within steps": (lambda kind: Toggled(kind, by_step, within=True), {}),
@@ -299,7 +299,7 @@ TOGGLED: dict[str, tuple[Callable[[Kind], Net], dict[str, Any]]] = {
 }
 
 
-def toggle(kind: Kind, directory: Path) -> dict[str, Any]:
+def toggle(kind: training.Kind, directory: Path) -> dict[str, Any]:
     found = {}
     for name, (make, options) in TOGGLED.items():
         L.seed_everything(1)
@@ -355,7 +355,7 @@ class Parts(Net):
             layer.to(devices[index % self.per_rank])
 
 
-def use_several_devices(kind: Kind, directory: Path, per_rank: int) -> dict[str, Any]:
+def use_several_devices(kind: training.Kind, directory: Path, per_rank: int) -> dict[str, Any]:
     L.seed_everything(1)
     files = directory / str(per_rank)
     model = Parts(per_rank)

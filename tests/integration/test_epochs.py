@@ -29,9 +29,7 @@ from torch.utils.data import (
 
 from lightning_ddp_ext import SamplerEpochSeeding
 from tests.harness import training
-from tests.harness.training import Kind
 from tests.integration import continuing
-from tests.integration.continuing import Net
 
 Epochs = dict[int, set[int]]  # what has been read in each
 
@@ -134,7 +132,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-class Reader(Net):
+class Reader(continuing.Net):
     """Records its batches by epoch, also in validation."""
 
     def __init__(self, train: Callable[[], Any], val: Callable[[], Any] = list) -> None:
@@ -159,7 +157,7 @@ class Reader(Net):
 
 
 def train(
-    kind: Kind, directory: Path, net: Reader, *callbacks: L.Callback, **options: Any
+    kind: training.Kind, directory: Path, net: Reader, *callbacks: L.Callback, **options: Any
 ) -> Reader:
     """Train with ours, or with stock and ``SamplerEpochSeeding``."""
     own = [] if kind == "ours" or callbacks else [SamplerEpochSeeding()]
@@ -179,7 +177,7 @@ def train(
     return net
 
 
-def read_epochs(kind: Kind, directory: Path) -> dict[str, Any]:
+def read_epochs(kind: training.Kind, directory: Path) -> dict[str, Any]:
     """Return the epochs that each loader read in each epoch, after a resume, and in
     validation.
     """
@@ -201,7 +199,9 @@ def read_epochs(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
-def test_the_epoch_reaches_whatever_the_batches_are_made_from(kind: Kind, tmp_path: Path) -> None:
+def test_the_epoch_reaches_whatever_the_batches_are_made_from(
+    kind: training.Kind, tmp_path: Path
+) -> None:
     """Each batch has the epoch that it is read in, from the first epoch on, after a
     resume and in validation.
     """
@@ -220,7 +220,7 @@ class Chance(Samples):
         return torch.tensor([[number] for number in drawn])
 
 
-def draw(kind: Kind, directory: Path) -> list[Epochs]:
+def draw(kind: training.Kind, directory: Path) -> list[Epochs]:
     found = []
     for seed in (5, 5, 6):
         torch.manual_seed(len(found))  # another beginning each time
@@ -236,7 +236,9 @@ def draw(kind: Kind, directory: Path) -> list[Epochs]:
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
-def test_random_streams_belong_to_seed_epoch_rank_and_worker(kind: Kind, tmp_path: Path) -> None:
+def test_random_streams_belong_to_seed_epoch_rank_and_worker(
+    kind: training.Kind, tmp_path: Path
+) -> None:
     """Runs with the same seed draw the same numbers; two epochs, ranks, workers or
     seeds never share a number.
     """

@@ -30,7 +30,6 @@ from torchmetrics.retrieval import RetrievalMRR
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
 from tests.harness import training
-from tests.harness.training import Kind
 from tests.integration.continuing import KEPT
 from tests.integration.evaluating import Batch, Ragged, loader
 
@@ -245,7 +244,7 @@ def found_by(trainer: L.Trainer, model: Collects) -> Found:
     return Found(logged | model.of_all_ranks, model.collected, model.written, model.counted)
 
 
-def evaluate(kind: Kind, directory: Path, cases: list[Case]) -> dict[Case, Found]:
+def evaluate(kind: training.Kind, directory: Path, cases: list[Case]) -> dict[Case, Found]:
     found = {}
     for case in cases:
         strategy = training.make_strategy(kind, directory) if case.ranks > 1 else "auto"

@@ -10,19 +10,18 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 
 from tests.harness import training
-from tests.harness.training import Kind
 from tests.integration.continuing import Net, Training, shuffled
 
 HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_batch_start")
 
 
-def save_early(side: Kind, directory: Path, model: type[Net]) -> str:
+def save_early(side: training.Kind, directory: Path, model: type[Net]) -> str:
     """Return the checkpoint of a run after its first step."""
     runs = Training(shuffled(12), directory, options={"max_epochs": 1, "model": model})
     return runs.run("train_batch_end-1").saved["train_batch_end-1"]
 
 
-def load_a_teacher(side: Kind, directory: Path, teacher: Path, plain: Path) -> list[Any]:
+def load_a_teacher(side: training.Kind, directory: Path, teacher: Path, plain: Path) -> list[Any]:
     """Return the runs in which each hook reads a checkpoint on all ranks, and a file of
     weights on rank 0 only.
     """
@@ -58,7 +57,7 @@ class Tuned(Net):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def find_a_rate(side: Kind, directory: Path, path: str) -> list[int]:
+def find_a_rate(side: training.Kind, directory: Path, path: str) -> list[int]:
     """Return the steps of a run that resumes and then looks for a learning rate, which
     needs four more steps.
     """

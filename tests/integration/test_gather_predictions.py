@@ -19,7 +19,6 @@ from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.integration.data.predictions import gather_predictions
 from tests.harness import ranks, training
 from tests.harness.network import Network
-from tests.harness.training import Kind
 
 
 class Pair(NamedTuple):
@@ -82,7 +81,7 @@ def test_every_prediction_is_gathered_once_and_in_order(tmp_path: Path) -> None:
         assert sorted(x for _, read in of_ranks for x in read) == list(range(samples))
 
 
-def structures(kind: Kind, directory: Path) -> list[Any]:
+def structures(kind: training.Kind, directory: Path) -> list[Any]:
     trainer = training.make_trainer(training.make_strategy(kind, directory))
     own_batches = loader(5, batch_sampler=BatchSampler(range(5), 2, True))
     repeating = loader(

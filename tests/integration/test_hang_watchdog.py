@@ -22,7 +22,7 @@ from lightning_ddp_ext import DDPExtStrategy, HangWatchdog
 from lightning_ddp_ext.errors import RankHungError
 from tests.harness import ranks, training
 from tests.harness.outcomes import Outcome, output_of_all
-from tests.harness.training import Kind, Net
+from tests.harness.training import Net
 from tests.supervision import model as supervision
 
 HERE = re.escape(__file__)
@@ -119,7 +119,7 @@ def fit(
     directory: Path,
     model: Stuck,
     *,
-    kind: Kind = "ours",
+    kind: training.Kind = "ours",
     on_hang: str = "abort",
     **options: Any,
 ) -> None:

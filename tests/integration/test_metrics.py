@@ -22,7 +22,7 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from lightning_ddp_ext import DDPExtError, DivergenceError
 from lightning_ddp_ext.errors import RankAbsentError
 from tests.harness import training
-from tests.harness.training import Kind, Net
+from tests.harness.training import Net
 
 
 class AllKinds(Net):
@@ -118,7 +118,7 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def train_all_kinds(kind: Kind, directory: Path) -> dict[str, Any]:
+def train_all_kinds(kind: training.Kind, directory: Path) -> dict[str, Any]:
     L.seed_everything(7)
     model = AllKinds()
     trainer = training.fit(kind, directory, model, Looks(), log_every_n_steps=2)
@@ -154,7 +154,7 @@ class Logs(Net):
         return loss
 
 
-def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
+def collectives(kind: training.Kind, directory: Path) -> dict[str, Counter[str]]:
     """Of an epoch of 4 steps each, by kind; those that a fit needs anyway are taken
     off.
     """
@@ -241,7 +241,7 @@ class Reads(Net):
             self.read += self.values()
 
 
-def read_within(kind: Kind, directory: Path) -> list[Any]:
+def read_within(kind: training.Kind, directory: Path) -> list[Any]:
     seen: list[Any] = []
     for is_automatic in (True, False):
         L.seed_everything(7)
@@ -315,7 +315,7 @@ CASES = {
 }
 
 
-def fail(kind: Kind, directory: Path) -> dict[str, str]:
+def fail(kind: training.Kind, directory: Path) -> dict[str, str]:
     """Return the error of each case, one after another in one process."""
     messages = {}
     for name, case in CASES.items():
@@ -364,7 +364,7 @@ class Monitoring(NamedTuple):
     warnings: list[str]
 
 
-def monitor(kind: Kind, directory: Path, is_on_rank_zero_only: bool) -> Monitoring:
+def monitor(kind: training.Kind, directory: Path, is_on_rank_zero_only: bool) -> Monitoring:
     checkpoint = ModelCheckpoint(directory, "{epoch}-{own:.0f}", monitor="own", save_top_k=2)
     callbacks = [] if is_on_rank_zero_only else [checkpoint, EarlyStopping("same")]
     model = Monitored(is_on_rank_zero_only=is_on_rank_zero_only)

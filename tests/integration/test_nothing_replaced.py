@@ -25,7 +25,7 @@ from lightning_ddp_ext import (
 )
 from tests.harness import training
 from tests.harness.processes import changed_in_process, of_process
-from tests.harness.training import Kind, Net
+from tests.harness.training import Net
 from tests.integration import continuing
 from tests.supervision import model as supervision
 
@@ -115,7 +115,7 @@ def ours_too(directory: Path) -> list[L.Callback]:
     ]
 
 
-def look(kind: Kind, directory: Path, model: Net, *, has_our_callbacks: bool) -> Replaced:
+def look(kind: training.Kind, directory: Path, model: Net, *, has_our_callbacks: bool) -> Replaced:
     warnings.simplefilter("ignore")
     found = Replaced([], {})
     callbacks = [
@@ -135,7 +135,7 @@ def look(kind: Kind, directory: Path, model: Net, *, has_our_callbacks: bool) ->
     return found
 
 
-def look_twice(kind: Kind, directory: Path) -> list[Replaced]:
+def look_twice(kind: training.Kind, directory: Path) -> list[Replaced]:
     return [
         look(kind, directory, TwoLoaders(), has_our_callbacks=False),
         look(kind, directory, Net(), has_our_callbacks=True),
@@ -144,7 +144,7 @@ def look_twice(kind: Kind, directory: Path) -> list[Replaced]:
 
 @pytest.mark.parametrize("kind", training.KINDS)
 def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(
-    kind: Kind, tmp_path: Path
+    kind: training.Kind, tmp_path: Path
 ) -> None:
     """At most four methods are replaced, and none of a loader, fetcher or result.
 
@@ -186,7 +186,7 @@ RUNS = {
 }
 
 
-def changed_by_runs(kind: Kind, directory: Path) -> dict[str, set[str]]:
+def changed_by_runs(kind: training.Kind, directory: Path) -> dict[str, set[str]]:
     """Return the changes after each run in a process that prints stacks on a signal."""
     warnings.simplefilter("ignore")
     faulthandler.register(signal.SIGUSR1)
@@ -227,7 +227,7 @@ def is_ours(changed: str) -> bool:
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.dumps(each))}
 
 
-def copy_fitted(kind: Kind, directory: Path) -> dict[str, Any]:
+def copy_fitted(kind: training.Kind, directory: Path) -> dict[str, Any]:
     """Return types and results of copies of a fitted Trainer and of its parts."""
     warnings.simplefilter("ignore")
     trainer = training.fit(kind, directory, Net())

@@ -18,7 +18,6 @@ from torch.utils.data import (
 )
 
 from tests.harness import training
-from tests.harness.training import Kind
 from tests.integration.continuing import Numbers, Saver
 from tests.integration.reading import Backwards, Batches, loader, read
 
@@ -35,7 +34,7 @@ LOADERS: dict[str, Any] = {
 }
 
 
-def orders(kind: Kind, directory: Path) -> dict[str, Batches]:
+def orders(kind: training.Kind, directory: Path) -> dict[str, Batches]:
     return {name: read(kind, directory, make) for name, make in LOADERS.items()}
 
 
@@ -45,7 +44,7 @@ def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
     assert ours == stock
 
 
-def seeded_orders(kind: Kind, directory: Path) -> list[Batches]:
+def seeded_orders(kind: training.Kind, directory: Path) -> list[Batches]:
     """Return the batches of a run, of one with another seed, and of that one resumed."""
     make = loader(11, shuffle=True)
     first = read(kind, directory, make, max_epochs=3)
@@ -65,7 +64,7 @@ def test_the_order_of_a_seed_is_stock_lightnings(tmp_path: Path) -> None:
     assert resumed.keys() == {1, 2}
 
 
-def unusual_orders(kind: Kind, directory: Path) -> list[Batches]:
+def unusual_orders(kind: training.Kind, directory: Path) -> list[Batches]:
     """Return the batches of a generator, and of the Trainer's option to overfit."""
     generator = (torch.tensor([[float(number)]]) for number in range(9))
     return [
@@ -116,7 +115,9 @@ SAMPLERS = {
 }
 
 
-def read_drawn(kind: Kind, directory: Path, options: dict[str, Any], epochs: int) -> list[Any]:
+def read_drawn(
+    kind: training.Kind, directory: Path, options: dict[str, Any], epochs: int
+) -> list[Any]:
     """Return the samples that this rank reads in each epoch."""
     torch.manual_seed(os.getpid())
     batches = read(kind, directory, loader(40, **options), max_epochs=epochs)

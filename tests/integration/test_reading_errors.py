@@ -24,7 +24,6 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.checkpoint.content import WouldRun, flip, without_checksums
 from tests.harness import training
 from tests.harness.ranks import launch_ranks
-from tests.harness.training import Kind
 from tests.integration import checkpointing
 from tests.integration.checkpointing import Net
 
@@ -115,7 +114,7 @@ FAULTS = [
 ]
 
 
-def refused(kind: Kind, directory: Path, files: list[Path], mode: Any) -> list[str]:
+def refused(kind: training.Kind, directory: Path, files: list[Path], mode: Any) -> list[str]:
     """Return the error of each file, one after another in one process."""
     found = []
     weights_only = True if kind == "stock" else None  # which is torch's own default
@@ -132,7 +131,7 @@ def refused(kind: Kind, directory: Path, files: list[Path], mode: Any) -> list[s
 @pytest.mark.lowest
 @checkpointing.MODES
 def test_every_rank_names_the_fault_of_a_file(
-    kind: Kind, mode: str, path: Path, tmp_path: Path
+    kind: training.Kind, mode: str, path: Path, tmp_path: Path
 ) -> None:
     """Damage is named by record, refusals by class, differences by parameter; nothing
     of a file is run.
@@ -148,7 +147,7 @@ def test_every_rank_names_the_fault_of_a_file(
     assert not (tmp_path / "it-ran").exists()
 
 
-def warned(kind: Kind, directory: Path, path: Path, mode: Any) -> list[str]:
+def warned(kind: training.Kind, directory: Path, path: Path, mode: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode)).test(
@@ -160,7 +159,7 @@ def warned(kind: Kind, directory: Path, path: Path, mode: Any) -> list[str]:
 @checkpointing.MODES
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_file_without_checksums_is_read_with_a_warning(
-    kind: Kind, mode: str, path: Path, tmp_path: Path
+    kind: training.Kind, mode: str, path: Path, tmp_path: Path
 ) -> None:
     """Rank 0 warns, because changes to such a file cannot be detected."""
     with without_checksums():
@@ -217,7 +216,7 @@ def test_a_rank_that_fails_while_others_restore_ends_all(
             assert cause in outcome.story()
 
 
-def use_the_plugin_alone(kind: Kind, directory: Path, path: Path) -> None:
+def use_the_plugin_alone(kind: training.Kind, directory: Path, path: Path) -> None:
     """Have a Trainer with only the plugin test, save to a file, train, and save to
     another store.
     """

@@ -21,7 +21,6 @@ from torch import nn
 from lightning_ddp_ext import CheckpointError, RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.archive import Archive
 from tests.harness import training
-from tests.harness.training import Kind
 from tests.harness.training import Net as TrainedNet
 from tests.integration import checkpointing
 from tests.integration.checkpointing import Keeper, Net
@@ -61,7 +60,7 @@ class TwoOptimizers(Net):
 
 
 def resumed(
-    kind: Kind, directory: Path, path: Path, mode: Any, model: Any
+    kind: training.Kind, directory: Path, path: Path, mode: Any, model: Any
 ) -> tuple[dict[str, Any], int]:
     """Return the state at the start of training and the final step; with `auto`, only
     rank 0 has the file.
@@ -88,7 +87,7 @@ def resumed(
     ],
 )
 def test_a_run_continues_with_all_that_was_saved(
-    kind: Kind, world_size: int, mode: str, model: Any, tmp_path: Path
+    kind: training.Kind, world_size: int, mode: str, model: Any, tmp_path: Path
 ) -> None:
     """Each rank has the same weights, optimisers, schedules, scaler, progress and every
     kind of tensor as before.
@@ -125,7 +124,7 @@ class Lenient(Net):
         self.extra = nn.Linear(2, 2)
 
 
-def evaluated(kind: Kind, directory: Path, path: Any, mode: Any) -> list[Any]:
+def evaluated(kind: training.Kind, directory: Path, path: Any, mode: Any) -> list[Any]:
     """Return the weights of a model with a hook, what the hook has seen, and the
     weights of a lenient model.
     """
@@ -141,7 +140,9 @@ def evaluated(kind: Kind, directory: Path, path: Any, mode: Any) -> list[Any]:
 
 
 @checkpointing.MODES
-def test_hooks_and_models_choose_what_is_loaded(kind: Kind, mode: str, tmp_path: Path) -> None:
+def test_hooks_and_models_choose_what_is_loaded(
+    kind: training.Kind, mode: str, tmp_path: Path
+) -> None:
     """`on_load_checkpoint` reads, changes and keeps the file's content; with
     `strict_loading = False` keys may lack.
     """
@@ -155,7 +156,9 @@ def test_hooks_and_models_choose_what_is_loaded(kind: Kind, mode: str, tmp_path:
         training.assert_same({name: lenient[name] for name in before}, before)
 
 
-def from_state_dict(kind: Kind, directory: Path, path: Path) -> tuple[dict[str, Any], list[str]]:
+def from_state_dict(
+    kind: training.Kind, directory: Path, path: Path
+) -> tuple[dict[str, Any], list[str]]:
     """Return the state at the start of training, and the log lines about this and the
     file's other uses.
     """
@@ -174,7 +177,7 @@ def from_state_dict(kind: Kind, directory: Path, path: Path) -> tuple[dict[str, 
 
 
 @BOTH
-def test_a_plain_state_dict_starts_a_run(kind: Kind, tmp_path: Path) -> None:
+def test_a_plain_state_dict_starts_a_run(kind: training.Kind, tmp_path: Path) -> None:
     """A file of `torch.save(model.state_dict())`, also of a wrapped and compiled model,
     gives a run its weights.
 
@@ -193,7 +196,7 @@ def test_a_plain_state_dict_starts_a_run(kind: Kind, tmp_path: Path) -> None:
     assert [len(told) for _, told in results] == [4, 0]
 
 
-def last_on_rank_zero(kind: Kind, directory: Path) -> dict[str, Any]:
+def last_on_rank_zero(kind: training.Kind, directory: Path) -> dict[str, Any]:
     """Resume from "last" with a directory that on rank 1 is another, empty one."""
     callback = checkpointing.checkpoint_callback(
         kind, dirpath=directory / os.environ["RANK"], save_last=True
@@ -205,7 +208,7 @@ def last_on_rank_zero(kind: Kind, directory: Path) -> dict[str, Any]:
 
 @pytest.mark.lowest
 @BOTH
-def test_last_is_what_rank_zero_finds(kind: Kind, tmp_path: Path) -> None:
+def test_last_is_what_rank_zero_finds(kind: training.Kind, tmp_path: Path) -> None:
     """A rank whose disk has no `last.ckpt` resumes from rank 0's."""
     for rank in "01":
         (tmp_path / kind / rank).mkdir(parents=True)
@@ -221,7 +224,7 @@ class Distilled(L.Callback):
         self.ckpt_path = ckpt_path
 
 
-def last_with_a_teacher(kind: Kind, directory: Path, teacher: Path) -> tuple[int, int]:
+def last_with_a_teacher(kind: training.Kind, directory: Path, teacher: Path) -> tuple[int, int]:
     trainer = checkpointing.trainer_for(kind, directory, None, [Distilled(teacher)], max_epochs=1)
     return fit_from(trainer, "last")["step"], trainer.global_step
 
@@ -241,7 +244,9 @@ class Resumed(NamedTuple):
     skipped: list[str]
 
 
-def run_command(kind: Kind, directory: Path, kept: Path, *callbacks: L.Callback) -> Resumed:
+def run_command(
+    kind: training.Kind, directory: Path, kept: Path, *callbacks: L.Callback
+) -> Resumed:
     """Run one command line, from its newest file on, for ten epochs of four steps."""
     begun: list[int] = []
     begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
@@ -256,7 +261,7 @@ def run_command(kind: Kind, directory: Path, kept: Path, *callbacks: L.Callback)
     return Resumed(begun[0], trainer.global_step, [text for text in texts if "skips" in text])
 
 
-def run_until_stopped(kind: Kind, directory: Path, kept: Path) -> Resumed:
+def run_until_stopped(kind: training.Kind, directory: Path, kept: Path) -> Resumed:
     """Send SIGTERM to rank 1 after some batches."""
     return run_command(kind, directory, kept, signalled("on_train_batch_end", 5, ranks=[1]))
 
@@ -267,7 +272,7 @@ def check_what_was_sent(archive: Archive, *tensors: Any, check: Any = Archive.ch
     check(archive, *tensors)
 
 
-def run_again(kind: Kind, directory: Path, kept: Path) -> Resumed:
+def run_again(kind: training.Kind, directory: Path, kept: Path) -> Resumed:
     """Run where rank 1 cannot read files."""
     if os.environ["RANK"] == "1":
         Archive.check = check_what_was_sent  # type: ignore[method-assign]
@@ -305,7 +310,7 @@ def test_last_is_the_file_before_one_that_is_not_whole(tmp_path: Path) -> None:
     )
 
 
-def resumed_from_a_store(kind: Kind, directory: Path) -> list[int]:
+def resumed_from_a_store(kind: training.Kind, directory: Path) -> list[int]:
     """Return the steps at which two runs begin that save to the same URL."""
     begun: list[int] = []
     for epochs in (1, 2):
@@ -327,7 +332,7 @@ def test_last_is_found_at_a_url(tmp_path: Path) -> None:
     assert training.on_ranks("ours", resumed_from_a_store, tmp_path) == [[0, 4]] * 2
 
 
-def refused_last(kind: Kind, directory: Path, kept: Path) -> str:
+def refused_last(kind: training.Kind, directory: Path, kept: Path) -> str:
     trainer = checkpointing.trainer_for(
         kind, directory, None, [ModelCheckpoint(kept, save_last=True)], max_epochs=1
     )

@@ -32,22 +32,22 @@ from lightning_ddp_ext.errors import ResumeError
 from tests.harness import ranks
 from tests.harness.training import Kind, assert_same, on_both, on_ranks
 from tests.integration import continuing
-from tests.integration.continuing import Numbers, Run, Training
 
 
 def sixteen(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Numbers(16), 2, shuffle=True)
+    return DataLoader(continuing.Numbers(16), 2, shuffle=True)
 
 
 def two(rank: int, world_size: int) -> CombinedLoader:
     return CombinedLoader(
-        [DataLoader(Numbers(number), 2, shuffle=True) for number in (16, 24)], "max_size_cycle"
+        [DataLoader(continuing.Numbers(number), 2, shuffle=True) for number in (16, 24)],
+        "max_size_cycle",
     )
 
 
 def stateful(number: int = 16, **options: Any) -> continuing.Loaders:
     return lambda rank, world_size: StatefulDataLoader(
-        Numbers(number), batch_size=2, shuffle=True, **options
+        continuing.Numbers(number), batch_size=2, shuffle=True, **options
     )
 
 
@@ -57,12 +57,12 @@ def stateful_stream(rank: int, world_size: int) -> StatefulDataLoader[Any]:
 
 def weighted(replacement: bool) -> continuing.Loaders:
     sampler = WeightedRandomSampler([1.0] * 16, 16, replacement)
-    return lambda rank, world_size: DataLoader(Numbers(16), 2, sampler=sampler)
+    return lambda rank, world_size: DataLoader(continuing.Numbers(16), 2, sampler=sampler)
 
 
 def plain(*chosen: Any, **options: Any) -> continuing.Loaders:
     """Of a sampler of torch's that is left to each rank."""
-    return lambda rank, world_size: DataLoader(Numbers(8), *chosen, **options)
+    return lambda rank, world_size: DataLoader(continuing.Numbers(8), *chosen, **options)
 
 
 def batched(size: int) -> continuing.Loaders:
@@ -71,7 +71,8 @@ def batched(size: int) -> continuing.Loaders:
 
 def other_on_rank_one(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(
-        Numbers(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, drop_last=rank == 1)
+        continuing.Numbers(8),
+        batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, drop_last=rank == 1),
     )
 
 
@@ -129,10 +130,12 @@ def training_on(
     *,
     is_divided: bool = True,
     side: Kind = "ours",
-) -> Training:
+) -> continuing.Training:
     options = {"max_epochs": 2, "dropout": False, "use_distributed_sampler": is_divided}
     rank = int(os.environ["RANK"])
-    return Training(lambda: loaders(rank, devices), directory, devices, options, side=side)
+    return continuing.Training(
+        lambda: loaders(rank, devices), directory, devices, options, side=side
+    )
 
 
 def save_in_second_epoch(rank: int, world_size: int, directory: Path, name: str) -> str:
@@ -171,7 +174,7 @@ def test_an_epoch_that_cannot_be_continued_is_refused(name: str, tmp_path: Path)
 
 def begin_anew(
     rank: int, world_size: int, directory: Path, name: str, path: str
-) -> tuple[Run, Run]:
+) -> tuple[continuing.Run, continuing.Run]:
     """Return a run from the beginning, and one that begins the checkpoint's epoch anew."""
     run = training_on(directory, world_size, CHANGES[name].after)
     whole = run.run()
@@ -198,7 +201,7 @@ def save_points(
 
 def resume_points(
     kind: Kind, directory: Path, loaders: continuing.Loaders, paths: list[str]
-) -> tuple[list[Run], list[str]]:
+) -> tuple[list[continuing.Run], list[str]]:
     """Return runs, and the warnings that an epoch starts again."""
     run = training_on(directory, 2, loaders, side=kind)
     run.strategy = {"resume_data": "stock"} if kind == "ours" and loaders is sixteen else {}
@@ -267,14 +270,14 @@ def resume_two_loaders(
             own = torch.Generator().manual_seed(20)
             return CombinedLoader(
                 [
-                    DataLoader(Numbers(8), 2, shuffle=True),
-                    DataLoader(Numbers(20), 2, shuffle=True, generator=own),
+                    DataLoader(continuing.Numbers(8), 2, shuffle=True),
+                    DataLoader(continuing.Numbers(20), 2, shuffle=True, generator=own),
                 ],
                 mode,
             )
 
         options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
-        runs = Training(loaders, directory, world_size, options, name=mode)
+        runs = continuing.Training(loaders, directory, world_size, options, name=mode)
         point = f"train_batch_end-{done}"
         whole = runs.run(point)
         found[mode] = [whole.steps[done - 1 :], runs.run(ckpt_path=whole.saved[point]).steps]
@@ -326,8 +329,8 @@ def resume_exceptions(
     found = []
     for name, is_drawn in {"drawn": True, "listed": False}.items():
         options = {"use_distributed_sampler": False, "max_epochs": 1}
-        runs = Training(
-            lambda d=is_drawn: DataLoader(Numbers(12), 2, shuffle=d),
+        runs = continuing.Training(
+            lambda d=is_drawn: DataLoader(continuing.Numbers(12), 2, shuffle=d),
             directory,
             2,
             options,
@@ -427,7 +430,7 @@ class Mixing(continuing.Net):
 
 
 def own_order(stream: Any, rank: int) -> DataLoader[Any]:
-    return DataLoader(Numbers(24), 2, sampler=Sampled(stream(0)))
+    return DataLoader(continuing.Numbers(24), 2, sampler=Sampled(stream(0)))
 
 
 UNKNOWN: dict[str, Callable[[int], Any]] = {
@@ -439,13 +442,16 @@ UNKNOWN: dict[str, Callable[[int], Any]] = {
     "sampler that counts": partial(own_order, Counting),
     "sampler that draws late": partial(own_order, Buffered),
     "divided sampler that counts": partial(own_order, Counting),
-    "two streams": lambda rank: [DataLoader(Numbers(24), 2), DataLoader(Clocked(rank), 2)],
+    "two streams": lambda rank: [
+        DataLoader(continuing.Numbers(24), 2),
+        DataLoader(Clocked(rank), 2),
+    ],
     "stateful loader, accumulating": lambda rank: StatefulDataLoader(Buffered(rank), 2),
 }
 
 
 def resume_recorded(
-    training: Training, path: str, **options: Any
+    training: continuing.Training, path: str, **options: Any
 ) -> tuple[list[str], list[continuing.Step]]:
     """Return the warnings about the resume, and the steps."""
     with warnings.catch_warnings(record=True) as caught:
@@ -462,7 +468,9 @@ def resume_unknown_orders(rank: int, world_size: int, directory: Path) -> dict[s
     for name, loaders in UNKNOWN.items():
         options = {"max_epochs": 2, "use_distributed_sampler": "divided" in name, "model": Mixing}
         options |= {"accumulate_grad_batches": 2 if "accumulating" in name else 1}
-        runs = Training(lambda make=loaders: make(rank), directory, 2, options, name=name)  # type: ignore[misc]
+        runs = continuing.Training(
+            lambda make=loaders: make(rank), directory, 2, options, name=name
+        )  # type: ignore[misc]
         first = runs.run()
         point = f"train_batch_end-{len(first.steps) // 2 + 5}"
         path = runs.run(point).saved[point]

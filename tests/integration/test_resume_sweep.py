@@ -34,7 +34,6 @@ from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistribute
 from lightning_ddp_ext.errors import RankFailedError, ResumeError
 from tests.harness import sweeps
 from tests.integration import continuing
-from tests.integration.continuing import Net, Run, Training
 from tests.integration.reading import Backwards
 
 # samples, which 1, 2 or 3 ranks split evenly
@@ -328,7 +327,7 @@ def loader_of(
 # What is trained.
 
 
-class Swept(Net):
+class Swept(continuing.Net):
     def training_step(self, batch: Any, index: int) -> Tensor:
         return super().training_step(
             list(batch.values()) if isinstance(batch, dict) else batch, index
@@ -361,7 +360,7 @@ class IteratingManual(Iterating, Manual): ...
 KINDS = {"batch": (Swept, Manual), "dataloader_iter": (Iterating, IteratingManual)}
 
 
-def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
+def training_of(case: Case, rank: int, ranks: int, place: Path) -> continuing.Training:
     options: dict[str, Any] = {
         "max_epochs": case.epochs,
         "limit_train_batches": 1.0 if case.limit == "none" else 4,
@@ -385,7 +384,7 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
     strategy: dict[str, Any] = {"find_unused_parameters": True} if ranks == 3 else {}
     if "option" in case.kinds:
         strategy["sampler"] = "scalable"
-    return Training(
+    return continuing.Training(
         lambda: loaders_of(case, rank, ranks),
         place.parent,
         ranks,
@@ -427,8 +426,8 @@ class After(L.Callback):
 
 
 def run_to(
-    stop: str, epoch: int, case: Case, training: Training, ckpt_path: str | None = None
-) -> tuple[Run, str, int]:
+    stop: str, epoch: int, case: Case, training: continuing.Training, ckpt_path: str | None = None
+) -> tuple[continuing.Run, str, int]:
     """Train to a stop, or past one that only saves; return the run, its checkpoint, and
     its steps until then.
     """
@@ -476,7 +475,7 @@ class Played:
 LATER_THAN_ANY = (99, 0)  # epoch and batch
 
 
-def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
+def resume(case: Case, training: continuing.Training, path: str) -> tuple[continuing.Run, str]:
     """Train from a checkpoint to the end; join the two runs around a second stop into
     one.
     """
@@ -498,7 +497,7 @@ def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
     )
 
 
-def last_epoch(run: Run) -> list[str]:
+def last_epoch(run: continuing.Run) -> list[str]:
     """Return the events of the last epoch, or of the part of it that belongs to this
     run.
     """

@@ -20,7 +20,6 @@ from lightning_ddp_ext import SamplerEpochSeeding
 from tests.harness import training
 from tests.harness.ranks import run_ranks
 from tests.integration import continuing
-from tests.integration.continuing import Step, Training, difference, shuffled
 
 # Two ranks read 16 samples in batches of two.
 BATCHES = 4  # of an epoch
@@ -32,7 +31,9 @@ FAILURES = ((0, 1), (0, BATCHES - 1), (1, 0))
 def fail_again_and_again(rank: int, world_size: int, directory: Path) -> str:
     """Describe how a run that fails three times differs from one that does not."""
     options = {"dropout": False}
-    resuming = Training(shuffled(16, **continuing.KEPT), directory, options=options)
+    resuming = continuing.Training(
+        continuing.shuffled(16, **continuing.KEPT), directory, options=options
+    )
     whole = resuming.run()
     done = 0
     path = None
@@ -42,7 +43,7 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> str:
         assert run.steps == whole.steps[done : done + len(run.steps)]
         path = run.saved[point]
         done += len(run.steps)
-    return difference(resuming, whole, done, resuming.run(ckpt_path=path))
+    return continuing.difference(resuming, whole, done, resuming.run(ckpt_path=path))
 
 
 @pytest.mark.lowest
@@ -57,10 +58,14 @@ def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Pa
 def fail_within_a_step(rank: int, world_size: int, directory: Path) -> str:
     """Describe how a run that fails in the second of a step's two batches differs."""
     options = {"dropout": False, "accumulate_grad_batches": 2}
-    resuming = Training(shuffled(16, **continuing.KEPT), directory, options=options)
+    resuming = continuing.Training(
+        continuing.shuffled(16, **continuing.KEPT), directory, options=options
+    )
     point = f"exception-{2 * BATCHES - 1}"
     path = resuming.run(point, fail_at=(1, BATCHES - 1)).saved[point]
-    return difference(resuming, resuming.run(), 2 * BATCHES - 1, resuming.run(ckpt_path=path))
+    return continuing.difference(
+        resuming, resuming.run(), 2 * BATCHES - 1, resuming.run(ckpt_path=path)
+    )
 
 
 def test_a_run_that_fails_within_an_optimiser_step_repeats_it(tmp_path: Path) -> None:
@@ -75,7 +80,7 @@ def validate_and_resume(
     ``validate``; ``ends`` says where its training ended.
     """
     options = {"max_epochs": 2, "dropout": dropout}
-    resuming = Training(shuffled(20), directory, options=options)
+    resuming = continuing.Training(continuing.shuffled(20), directory, options=options)
     path = str(directory / "validated.ckpt")
     L.seed_everything(7, verbose=False)
     net = continuing.Net(resuming.loaders)
@@ -90,7 +95,9 @@ def validate_and_resume(
     trainer.fit(net)
     trainer.validate(net, verbose=False)
     trainer.save_checkpoint(path)
-    return difference(resuming, resuming.run(), len(net.steps), resuming.run(ckpt_path=path))
+    return continuing.difference(
+        resuming, resuming.run(), len(net.steps), resuming.run(ckpt_path=path)
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +118,7 @@ def test_a_finished_run_continues_where_training_was(
     assert run_ranks(validate_and_resume, 2, tmp_path, ends, dropout) == ["", ""]
 
 
-def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[Step]]:
+def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[continuing.Step]]:
     """Return the steps of an epoch with batches that grow after the third one, and of a
     run resumed after the fifth.
     """
@@ -121,7 +128,7 @@ def change_batch_size(rank: int, world_size: int, directory: Path) -> list[list[
 
     growing = training.At("on_train_batch_end", grow, earlier=2)
     options = {"max_epochs": 1, "callbacks": [growing]}
-    resuming = Training(shuffled(48), directory, options=options)
+    resuming = continuing.Training(continuing.shuffled(48), directory, options=options)
     run = resuming.run("train_batch_end-5")
     resumed = resuming.run(ckpt_path=run.saved["train_batch_end-5"], callbacks=[])
     return [run.steps, resumed.steps]
@@ -160,11 +167,11 @@ def resume_augmented(
     """Return the differences of runs that resume, and of one with fewer workers."""
     two_workers: Any = partial(DataLoader, dataset(24), 2, shuffle=True, **continuing.workers(2))
     seeding = SamplerEpochSeeding(seed=3, each_sample=True)
-    resuming = Training(two_workers, directory, options={"callbacks": [seeding]})
+    resuming = continuing.Training(two_workers, directory, options={"callbacks": [seeding]})
     resumed = continuing.generations(resuming, ["train_batch_end-3"], ["train_batch_end-7"])
     whole = resuming.run()
     resuming.loaders = partial(two_workers, num_workers=1)
-    return resumed, difference(resuming, whole, 0, resuming.run())
+    return resumed, continuing.difference(resuming, whole, 0, resuming.run())
 
 
 @pytest.mark.parametrize("dataset", [Augmented, AugmentedTogether])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from tests.harness import training
-from tests.harness.training import Kind, Net
+from tests.harness.training import Net
 
 # As Lightning's documentation shows them.
 
@@ -217,7 +217,7 @@ CASES = {
 }
 
 
-def train(kind: Kind, directory: Path, name: str) -> dict[str, Any]:
+def train(kind: training.Kind, directory: Path, name: str) -> dict[str, Any]:
     """Return the results of fit and, where the case says so, of evaluations."""
     case = CASES[name]
     L.seed_everything(7)
@@ -239,7 +239,7 @@ def train(kind: Kind, directory: Path, name: str) -> dict[str, Any]:
     return result
 
 
-def train_all(kind: Kind, directory: Path) -> dict[str, Any]:
+def train_all(kind: training.Kind, directory: Path) -> dict[str, Any]:
     return {name: train(kind, directory, name) for name in CASES}
 
 
@@ -268,7 +268,9 @@ ON_OTHER_RANKS = {
 }
 
 
-def train_on_ranks(kind: Kind, directory: Path, ranks: int) -> dict[str, dict[str, Tensor]]:
+def train_on_ranks(
+    kind: training.Kind, directory: Path, ranks: int
+) -> dict[str, dict[str, Tensor]]:
     found = {}
 
     def expect_wrapper(trainer: L.Trainer) -> None:

@@ -26,7 +26,7 @@ from lightning_ddp_ext import (
 from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers
 from tests.harness import ranks, training
-from tests.harness.training import Kind, Net
+from tests.harness.training import Net
 from tests.integration import checkpointing
 from tests.integration.checkpointing import Keeper
 
@@ -73,7 +73,7 @@ class Fitted(NamedTuple):
 
 
 def fit_on_full_disk(
-    kind: Kind, directory: Path, callback: SaveEachEpoch, background: bool, epochs: int
+    kind: training.Kind, directory: Path, callback: SaveEachEpoch, background: bool, epochs: int
 ) -> Fitted:
     io = RankZeroCheckpointIO(background=background)
     trainer = checkpointing.trainer_for(kind, directory, io, [callback], max_epochs=epochs)
@@ -90,7 +90,7 @@ class FullDisk(NamedTuple):
     what follows from both: who gets the error, and after how many epochs ``fit`` ends.
     """
 
-    kind: Kind
+    kind: training.Kind
     background: bool
     catch: bool
     is_met: bool
@@ -137,7 +137,7 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     assert [file.name for file in disk.iterdir()] == ["it.ckpt"]
 
 
-def saved_with_a_function(kind: Kind, directory: Path) -> list[str]:
+def saved_with_a_function(kind: training.Kind, directory: Path) -> list[str]:
     """Return the error of saving a function, in the foreground and in the background."""
 
     class Adds(L.Callback):
@@ -170,7 +170,9 @@ def fail(trainer: L.Trainer) -> None:
         raise ValueError("on purpose")
 
 
-def raises_in_training(kind: Kind, directory: Path, background: bool, callback: Any) -> str:
+def raises_in_training(
+    kind: training.Kind, directory: Path, background: bool, callback: Any
+) -> str:
     io = RankZeroCheckpointIO(background=background)
     trainer = checkpointing.trainer_for(
         kind, directory, io, [training.At("on_train_batch_start", fail, earlier=2), callback]
@@ -204,7 +206,7 @@ class Errors(NamedTuple):
     saving: str
 
 
-def fails_over_nccl(kind: Kind, directory: Path) -> Errors:
+def fails_over_nccl(kind: training.Kind, directory: Path) -> Errors:
 
     def write_earlier(trainer: L.Trainer) -> None:
         for name in ("rest.ckpt", "last.ckpt"):
@@ -240,7 +242,7 @@ def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
 
 
 def files_at_every_step(
-    kind: Kind, directory: Path, place: Path, options: dict[str, Any]
+    kind: training.Kind, directory: Path, place: Path, options: dict[str, Any]
 ) -> list[list[str]]:
     seen: list[list[str]] = []
 
@@ -264,7 +266,9 @@ def files_at_every_step(
 
 @pytest.mark.lowest
 @pytest.mark.parametrize("kind", training.KINDS)
-def test_in_the_background_there_is_always_a_checkpoint(kind: Kind, tmp_path: Path) -> None:
+def test_in_the_background_there_is_always_a_checkpoint(
+    kind: training.Kind, tmp_path: Path
+) -> None:
     """No file is removed before its successor is on the disk, a link always has a
     target, and files are readable.
     """
@@ -279,7 +283,7 @@ def test_in_the_background_there_is_always_a_checkpoint(kind: Kind, tmp_path: Pa
     assert all(torch.load(place / name)["global_step"] == 12 for name in names)
 
 
-def best_by_rank(kind: Kind, directory: Path) -> dict[str, Any]:
+def best_by_rank(kind: training.Kind, directory: Path) -> dict[str, Any]:
     """Return a score that differs between ranks, so that each alone would choose
     another checkpoint.
     """

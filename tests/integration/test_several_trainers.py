@@ -25,7 +25,7 @@ from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness import ranks, training
 from tests.harness.scripts import run_script
-from tests.harness.training import Kind, Net
+from tests.harness.training import Net
 from tests.supervision import model as supervision
 
 
@@ -45,7 +45,7 @@ def refusal(trainer: L.Trainer) -> str:
     return str(refused.value)
 
 
-def trials(kind: Kind, directory: Path) -> list[Any]:
+def trials(kind: training.Kind, directory: Path) -> list[Any]:
     """Return the results of calls after a script caught an exception that all ranks
     raised, in each of these hooks.
     """

@@ -24,7 +24,6 @@ from lightning_ddp_ext.supervision.signals import StopSignals
 from tests.harness import ranks, training
 from tests.harness.environment import by_srun
 from tests.integration import continuing
-from tests.integration.continuing import Training
 from tests.supervision import model as supervision
 
 STEP = "on_train_batch_start"
@@ -47,7 +46,7 @@ def fit(
 ) -> End:
     """Train for two epochs of three steps, or until all stop."""
     place = directory / "run"
-    two_epochs = Training(
+    two_epochs = continuing.Training(
         continuing.shuffled(), directory, strategy=strategy or {}, options={"max_epochs": 2}
     )
     run = two_epochs.run(callbacks=callbacks, default_root_dir=place, **more)
@@ -142,7 +141,7 @@ def resumes_in_a_job(
     """Whether a run resumes, in a directory that all jobs share."""
     send = continuing.signalled("on_train_batch_end", 1, signal.SIGUSR1, ranks=[1])
     callbacks = [send] if is_stopped else []
-    two_epochs = Training(
+    two_epochs = continuing.Training(
         continuing.shuffled(), directory, options={"max_epochs": 2}, strategy=strategy
     )
     run = two_epochs.run(callbacks=callbacks, default_root_dir=directory, ckpt_path=ckpt_path)
@@ -195,7 +194,7 @@ def signalled_in_group(
     os.setpgid(0, 0)
     loaders = continuing.shuffled(120, num_workers=1, multiprocessing_context=context)
     send = training.At(STEP, lambda _: os.killpg(0, signum), earlier=2, ranks=[1])
-    run = Training(loaders, directory).run(callbacks=[send], default_root_dir=directory)
+    run = continuing.Training(loaders, directory).run(callbacks=[send], default_root_dir=directory)
     return End(run.status, [path.name for path in directory.rglob("*.ckpt")], len(run.steps))
 
 

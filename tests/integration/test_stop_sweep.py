@@ -29,7 +29,6 @@ from lightning_ddp_ext.errors import RankFailedError
 from tests.harness import sweeps
 from tests.harness.training import At, make_strategy, make_trainer
 from tests.integration import continuing
-from tests.integration.continuing import Run, Training
 
 
 class Swapping(L.Callback):
@@ -272,9 +271,13 @@ def stop_and_resume(case: Case, rank: int, place: Path) -> str:
         "log_every_n_steps": 1,
     }
     options["enable_progress_bar"] = case.kind in ("tqdm", "rich")
-    training = Training(continuing.shuffled(6 * case.ranks), directory, case.ranks, options)
+    training = continuing.Training(
+        continuing.shuffled(6 * case.ranks), directory, case.ranks, options
+    )
 
-    def run(at: Path, module: Any = Stopped, more: Sequence[L.Callback] = ()) -> tuple[Run, str]:
+    def run(
+        at: Path, module: Any = Stopped, more: Sequence[L.Callback] = ()
+    ) -> tuple[continuing.Run, str]:
         own = made(case, at)
         done = training.run(
             model=module, callbacks=[own, *more], default_root_dir=at, ckpt_path="last"

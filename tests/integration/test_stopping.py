@@ -22,7 +22,6 @@ from lightning.pytorch.loggers import CSVLogger
 
 from tests.harness import ranks
 from tests.integration import continuing
-from tests.integration.continuing import Net, Run, Training
 
 
 class Place(NamedTuple):
@@ -58,12 +57,12 @@ PLACES = {
 STEPS = 6  # of two epochs on two ranks
 
 
-def run_command(place: Place, root: Path, *callbacks: L.Callback, **options: Any) -> Run:
+def run_command(place: Place, root: Path, *callbacks: L.Callback, **options: Any) -> continuing.Run:
     """Run a command for two epochs, from its last checkpoint if there is one."""
     chosen: dict[str, Any] = {"enable_checkpointing": True, **place.options(root), **options}
     stop_checkpoint = chosen.pop("stop_checkpoint", "last-preempted.ckpt")
     chosen["callbacks"] = [*chosen.pop("callbacks", ()), *callbacks]
-    command = Training(
+    command = continuing.Training(
         continuing.shuffled(), root.parent, strategy={"stop_checkpoint": stop_checkpoint}
     )
     run = command.run(max_epochs=2, default_root_dir=root, ckpt_path="last", **chosen)
@@ -74,11 +73,11 @@ def run_command(place: Place, root: Path, *callbacks: L.Callback, **options: Any
 class Commands(NamedTuple):
     """A command that was stopped, the same again, and, without checkpoints, once more."""
 
-    stopped: Run
+    stopped: continuing.Run
     saved: list[Path]
-    resumed: Run
+    resumed: continuing.Run
     left: list[Path]
-    whole: Run
+    whole: continuing.Run
 
 
 def stop_rank_one() -> L.Callback:
@@ -137,11 +136,11 @@ def run_alone(
         "default_root_dir": directory,
     }
     callbacks = [continuing.signalled("on_train_batch_end", 1)] if stops else []
-    command = Training(continuing.shuffled(), directory, 1, options)
+    command = continuing.Training(continuing.shuffled(), directory, 1, options)
     return begin_of(command.run(callbacks=callbacks, ckpt_path=ckpt_path))
 
 
-def begin_of(run: Run) -> str:
+def begin_of(run: continuing.Run) -> str:
     return "from the start" if run.steps[0].moment == (0, 0) else "resumed"
 
 
@@ -175,7 +174,7 @@ def test_a_first_run_with_last_gets_one_hint(tmp_path: Path) -> None:
     assert "no last checkpoint available" not in output
 
 
-class Fold(Net):
+class Fold(continuing.Net):
     """Has hyperparameters, as most models have."""
 
     def __init__(self, *args: Any) -> None:
@@ -277,7 +276,7 @@ def in_relative_directories(rank: int, world_size: int, directory: Path) -> list
         place = Path(f"run{number}")
         for callbacks in ([continuing.signalled("on_train_batch_end", 1)], []):
             options = {"enable_checkpointing": True, "default_root_dir": place, "max_epochs": 1}
-            Training(continuing.shuffled(), directory, 1, options).run(
+            continuing.Training(continuing.shuffled(), directory, 1, options).run(
                 callbacks=callbacks, ckpt_path="last"
             )
         left.append([path.name for path in place.rglob("*.ckpt") if "preempted" in path.name])

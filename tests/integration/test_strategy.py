@@ -25,7 +25,7 @@ from lightning_ddp_ext import DDPExtStrategy, World
 from lightning_ddp_ext.integration.private.replaced_methods import ReplacedMethods
 from tests.harness import ranks, training
 from tests.harness.scripts import run_script
-from tests.harness.training import Kind, Net
+from tests.harness.training import Net
 
 START_METHODS = {
     "ddp_ext": "popen",
@@ -91,7 +91,7 @@ class Used(NamedTuple):
     barrier_waited: bool
 
 
-def use_strategy(kind: Kind, directory: Path) -> Used:
+def use_strategy(kind: training.Kind, directory: Path) -> Used:
     strategy = training.make_strategy("ours", directory, find_unused_parameters=True)
     assert isinstance(strategy, DDPExtStrategy)
     waited: list[bool] = []
@@ -126,7 +126,7 @@ def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
         assert found.barrier_waited
 
 
-def open_by_hand(kind: Kind, directory: Path) -> tuple[Any, ...]:
+def open_by_hand(kind: training.Kind, directory: Path) -> tuple[Any, ...]:
     """Open a group before a run, with a backend that is registered after the strategy
     is made; use it, also with a module without a Trainer; return errors.
     """
@@ -228,7 +228,7 @@ class HouseEnvironment(LightningEnvironment):
         self.settings.append((num_devices, num_nodes))
 
 
-def with_plugins(kind: Kind, directory: Path) -> dict[str, Any]:
+def with_plugins(kind: training.Kind, directory: Path) -> dict[str, Any]:
     L.seed_everything(1)
     io = CountingIO()
     path = directory / "it.ckpt"

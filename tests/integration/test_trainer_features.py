@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader
 
 from tests.harness import training
 from tests.harness.environment import skip_because
-from tests.harness.training import Kind, Net
+from tests.harness.training import Net
 
 Result = dict[str, Any]
 
 
-def trainer_in(kind: Kind, directory: Path, **options: Any) -> L.Trainer:
+def trainer_in(kind: training.Kind, directory: Path, **options: Any) -> L.Trainer:
     """Return a Trainer that writes to the directory; ranks connect in its parent."""
     L.seed_everything(7)
     return training.make_trainer(
@@ -36,7 +36,7 @@ def trainer_in(kind: Kind, directory: Path, **options: Any) -> L.Trainer:
     )
 
 
-def fit(kind: Kind, directory: Path, model: Net | None = None, **options: Any) -> Result:
+def fit(kind: training.Kind, directory: Path, model: Net | None = None, **options: Any) -> Result:
     """Train with these options of the Trainer, and return where that has led."""
     trainer = trainer_in(kind, directory, **options)
     model = Net() if model is None else model
@@ -89,7 +89,7 @@ class Writer(callbacks.BasePredictionWriter):
         self.written.append((predictions, indices))
 
 
-def prediction_writer(kind: Kind, directory: Path) -> Result:
+def prediction_writer(kind: training.Kind, directory: Path) -> Result:
     writer = Writer()
     predictions = trainer_in(kind, directory, callbacks=[writer]).predict(
         Net(), return_predictions=True
@@ -97,7 +97,7 @@ def prediction_writer(kind: Kind, directory: Path) -> Result:
     return {"returned": predictions, "written": writer.written}
 
 
-def loggers(kind: Kind, directory: Path) -> Result:
+def loggers(kind: training.Kind, directory: Path) -> Result:
     board = TensorBoardLogger(directory, name="board", version=0, log_graph=False)
     chosen = [CSVLogger(directory, name="csv", version=0), board]
     result = fit(
@@ -124,7 +124,7 @@ class Profiled(Net):
             return super().training_step(batch, index)
 
 
-def profiler(kind: Kind, directory: Path) -> Result:
+def profiler(kind: training.Kind, directory: Path) -> Result:
     times = SimpleProfiler()
     result = fit(kind, directory, Profiled(), profiler=times)
     return {**result, "calls": len(times.recorded_durations["a part"])}
@@ -160,7 +160,7 @@ class GettingWorse(Net):
         self.log("val_loss", abs(self.current_epoch - 1.0), sync_dist=True)
 
 
-def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
+def checkpoints_and_early_stopping(kind: training.Kind, directory: Path) -> Result:
     checkpoint = callbacks.ModelCheckpoint(
         directory, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True
     )
@@ -201,7 +201,7 @@ class Counting(Net):
         self.batches.append(batch)
 
 
-def steps_in_configure_callbacks(kind: Kind, directory: Path) -> Result:
+def steps_in_configure_callbacks(kind: training.Kind, directory: Path) -> Result:
     model = Counting()
     result = fit(kind, directory, model)
     assert result["step"] == model.estimated
@@ -224,7 +224,7 @@ class Collating(Module):
         return [2 * torch.stack(x), torch.stack(y)]
 
 
-def bound_collate_function(kind: Kind, directory: Path) -> Result:
+def bound_collate_function(kind: training.Kind, directory: Path) -> Result:
     trainer = trainer_in(kind, directory)
     return {
         "validated": trainer.validate(Net(), Collating(), verbose=False),
@@ -233,7 +233,7 @@ def bound_collate_function(kind: Kind, directory: Path) -> Result:
     }
 
 
-FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
+FEATURES: dict[str, Callable[[training.Kind, Path], Result]] = {
     feature.__name__: feature
     for feature in (
         prediction_writer,
@@ -246,7 +246,7 @@ FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
 }
 
 
-def use_all(kind: Kind, directory: Path) -> dict[str, Result]:
+def use_all(kind: training.Kind, directory: Path) -> dict[str, Result]:
     results = {name: fit(kind, directory / name, **options()) for name, options in OPTIONS.items()}
     for name, feature in FEATURES.items():
         (directory / name).mkdir(exist_ok=True)  # the other rank may have made it
@@ -288,7 +288,7 @@ class Compiled(Net):
         self.layers = torch.compile(nn.Linear(4, 1))  # type: ignore[assignment]  # each further kernel takes seconds
 
 
-def compiled(kind: Kind, directory: Path) -> Result:
+def compiled(kind: training.Kind, directory: Path) -> Result:
     return fit(kind, directory / "compiled", Compiled(), max_epochs=1, limit_val_batches=0)
 
 

@@ -12,9 +12,8 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader
 
 from tests.harness import ranks, training
-from tests.harness.training import Kind, Net
+from tests.harness.training import Net
 from tests.integration import continuing
-from tests.integration.continuing import Numbers, Training
 
 SAMPLES = 16
 POINT = "train_batch_end-2"
@@ -42,7 +41,7 @@ class OwnLoader(DataLoader[Any]):
 def own_batches(rank: int, world_size: int) -> DataLoader[Any]:
     own = continuing.Turning(SAMPLES, rank, world_size)
     sampler = InTwos(own, 2, drop_last=False)
-    return DataLoader(Numbers(SAMPLES), batch_sampler=sampler)  # type: ignore[arg-type]
+    return DataLoader(continuing.Numbers(SAMPLES), batch_sampler=sampler)  # type: ignore[arg-type]
 
 
 class LoaderCase(NamedTuple):
@@ -51,7 +50,7 @@ class LoaderCase(NamedTuple):
 
 
 LOADERS = {
-    "shuffled": LoaderCase(lambda *_: OwnLoader(Numbers(SAMPLES), 2, shuffle=True)),
+    "shuffled": LoaderCase(lambda *_: OwnLoader(continuing.Numbers(SAMPLES), 2, shuffle=True)),
     "a sampler, workers that stay": LoaderCase(
         continuing.sampled("distributed", SAMPLES, **continuing.KEPT)
     ),
@@ -98,7 +97,7 @@ def train_and_fail(
         "dropout": False,
         "use_distributed_sampler": not case.divided_by_user,
     }
-    runs = Training(lambda: loader, directory, world_size, options)
+    runs = continuing.Training(lambda: loader, directory, world_size, options)
     found = [snapshots(loader)]
     path = runs.run(POINT).saved[POINT]
     found.append(snapshots(loader))
@@ -130,7 +129,7 @@ def seen(loader: Any) -> Seen:
     return Seen(type(loader).__name__, isinstance(loader, OwnLoader), len(loader), {*vars(loader)})
 
 
-def copy_loaders(kind: Kind, directory: Path, is_injected: bool) -> dict[str, Seen]:
+def copy_loaders(kind: training.Kind, directory: Path, is_injected: bool) -> dict[str, Seen]:
     """Return the loader and copies of it, as a callback sees them."""
     found: dict[str, Seen] = {}
 
