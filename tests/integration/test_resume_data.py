@@ -254,41 +254,38 @@ def test_a_data_position_of_another_release_begins_the_epoch_again(tmp_path: Pat
     ]
 
 
-# By how two loaders are combined, the step after which a run resumes: two batches per
-# optimiser step, and the first loader ends after four batches.
-COMBINED = {"max_size": 7, "max_size_cycle": 5}
+def two_loaders(mode: Any) -> CombinedLoader:
+    """Return two loaders, of which the first one ends after four batches."""
+    own = torch.Generator().manual_seed(20)
+    return CombinedLoader(
+        [
+            DataLoader(continuing.Numbers(8), 2, shuffle=True),
+            DataLoader(continuing.Numbers(20), 2, shuffle=True, generator=own),
+        ],
+        mode,
+    )
 
 
 def resume_two_loaders(
-    rank: int, world_size: int, directory: Path
-) -> dict[str, list[list[continuing.Step]]]:
-    """Return the steps from the last optimiser step on, without a stop and resumed."""
-    found = {}
-    for mode, done in COMBINED.items():
-
-        def loaders(mode: Any = mode) -> CombinedLoader:
-            own = torch.Generator().manual_seed(20)
-            return CombinedLoader(
-                [
-                    DataLoader(continuing.Numbers(8), 2, shuffle=True),
-                    DataLoader(continuing.Numbers(20), 2, shuffle=True, generator=own),
-                ],
-                mode,
-            )
-
-        options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
-        runs = continuing.Training(loaders, directory, world_size, options, name=mode)
-        point = f"train_batch_end-{done}"
-        whole = runs.run(point)
-        found[mode] = [whole.steps[done - 1 :], runs.run(ckpt_path=whole.saved[point]).steps]
-    return found
+    rank: int, world_size: int, directory: Path, mode: str, done: int
+) -> list[list[continuing.Step]]:
+    """Return the steps from the last optimiser step on, which has two batches, without a
+    stop and resumed.
+    """
+    options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
+    runs = continuing.Training(lambda: two_loaders(mode), directory, world_size, options)
+    point = f"train_batch_end-{done}"
+    whole = runs.run(point)
+    return [whole.steps[done - 1 :], runs.run(ckpt_path=whole.saved[point]).steps]
 
 
-def test_a_loader_that_is_longer_than_the_first_one_continues(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "done"), [("max_size", 7), ("max_size_cycle", 5)])
+def test_a_loader_that_is_longer_than_the_first_one_continues(
+    mode: str, done: int, tmp_path: Path
+) -> None:
     """The run resumes at an optimiser step that begins after the first loader's end."""
-    [found] = ranks.run_ranks(resume_two_loaders, 1, tmp_path)
-    for mode, (expected, resumed) in found.items():
-        assert resumed == expected, mode
+    [[expected, resumed]] = ranks.run_ranks(resume_two_loaders, 1, tmp_path, mode, done)
+    assert resumed == expected
 
 
 def resume_twice(rank: int, world_size: int, directory: Path) -> list[int]:
@@ -320,37 +317,50 @@ def test_lightnings_warning_is_hidden_only_where_an_epoch_continues(tmp_path: Pa
     assert ranks.run_ranks(resume_twice, 2, tmp_path) == [[0, 1], [0, 0]]
 
 
-def resume_exceptions(
-    rank: int, world_size: int, directory: Path
-) -> list[tuple[list[str], list[continuing.Step]]]:
-    """Return warnings and steps of runs that resume after an exception, with a drawn
-    order and with a fixed one.
-    """
-    found = []
-    for name, is_drawn in {"drawn": True, "listed": False}.items():
-        options = {"use_distributed_sampler": False, "max_epochs": 1}
-        runs = continuing.Training(
-            lambda d=is_drawn: DataLoader(continuing.Numbers(12), 2, shuffle=d),
-            directory,
-            2,
-            options,
-            name=name,
-        )  # type: ignore[misc]
-        path = runs.run("exception-3", fail_at=(0, 3)).saved["exception-3"]
-        found.append(resume_recorded(runs, path))
-    return found
+class Resumed(NamedTuple):
+    """A resumed run, and the warnings about the resume."""
+
+    run: continuing.Run
+    warned: list[str]
+
+
+def resume_recorded(training: continuing.Training, path: str) -> Resumed:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = training.run(ckpt_path=path)
+    texts = [str(each.message) for each in caught]
+    return Resumed(run, [text for text in texts if "resume" in text])
+
+
+def resume_exception(rank: int, world_size: int, directory: Path, shuffle: bool) -> Resumed:
+    """Resume an epoch of six batches whose fourth one has raised."""
+    options = {"use_distributed_sampler": False, "max_epochs": 1}
+    runs = continuing.Training(
+        lambda: DataLoader(continuing.Numbers(12), 2, shuffle=shuffle), directory, 2, options
+    )
+    path = runs.run("exception-3", fail_at=(0, 3)).saved["exception-3"]
+    return resume_recorded(runs, path)
 
 
 def test_an_order_that_cannot_be_restored_starts_again(tmp_path: Path) -> None:
     """A checkpoint of an exception has no random numbers, so an epoch whose order was
     drawn from them starts again.
     """
-    ((warned, steps), (silent, rest)), others = ranks.run_ranks(resume_exceptions, 2, tmp_path)
-    assert [text.partition(" does not yield")[0] for text in warned] == [
+    first, second = ranks.run_ranks(resume_exception, 2, tmp_path, True)
+    [warning] = first.warned
+    assert warning.startswith(
         "epoch 0 cannot be resumed in the middle: BatchSampler over RandomSampler on ranks 0, 1"
-    ]
-    assert (len(steps), silent, len(rest)) == (6, [], 3)
-    assert [messages for messages, _ in others] == [[], []]
+        " does not yield"
+    )
+    assert len(first.run.steps) == 6
+    assert second.warned == []
+
+
+def test_a_fixed_order_continues_after_an_exception(tmp_path: Path) -> None:
+    """The run reads the three batches that are left."""
+    for resumed in ranks.run_ranks(resume_exception, 2, tmp_path, False):
+        assert resumed.warned == []
+        assert len(resumed.run.steps) == 3
 
 
 # Orders that nothing but the run itself determines.
@@ -433,73 +443,89 @@ def own_order(stream: Any, rank: int) -> DataLoader[Any]:
     return DataLoader(continuing.Numbers(24), 2, sampler=Sampled(stream(0)))
 
 
-UNKNOWN: dict[str, Callable[[int], Any]] = {
-    **{
-        each.__name__: lambda rank, kind=each: DataLoader(kind(rank), 2)
-        for each in (Counting, Clocked, Buffered)
-    },  # type: ignore[misc]
-    "Clocked, unusual": lambda rank: DataLoader(Clocked(rank), 2, collate_fn=unusual_batch),
-    "sampler that counts": partial(own_order, Counting),
-    "sampler that draws late": partial(own_order, Buffered),
-    "divided sampler that counts": partial(own_order, Counting),
-    "two streams": lambda rank: [
-        DataLoader(continuing.Numbers(24), 2),
-        DataLoader(Clocked(rank), 2),
-    ],
-    "stateful loader, accumulating": lambda rank: StatefulDataLoader(Buffered(rank), 2),
+class Unknown(NamedTuple):
+    """Loaders of a rank, whose epoch of 24 samples has twelve batches of two."""
+
+    make: Callable[[int], Any]
+    batches: int = 12
+    accumulation: int = 1
+    is_divided: bool = False  # by the strategy
+
+
+STREAMS: dict[str, type[Counting]] = {
+    "counting": Counting,
+    "clocked": Clocked,
+    "buffered": Buffered,
 }
 
 
-def resume_recorded(
-    training: continuing.Training, path: str, **options: Any
-) -> tuple[list[str], list[continuing.Step]]:
-    """Return the warnings about the resume, and the steps."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = training.run(ckpt_path=path, **options)
-    return [text for each in caught if "resume" in (text := str(each.message))], run.steps
+def streamed(stream: type[Counting], rank: int) -> DataLoader[Any]:
+    return DataLoader(stream(rank), 2)
 
 
-def resume_unknown_orders(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Return what runs do that resume in the middle of their second epoch, and runs
-    that repeat it.
+UNKNOWN = {
+    **{name: Unknown(partial(streamed, stream)) for name, stream in STREAMS.items()},
+    "clocked, unusual": Unknown(
+        lambda rank: DataLoader(Clocked(rank), 2, collate_fn=unusual_batch)
+    ),
+    "sampler that counts": Unknown(partial(own_order, Counting)),
+    "sampler that draws late": Unknown(partial(own_order, Buffered)),
+    "divided sampler that counts": Unknown(
+        partial(own_order, Counting), batches=6, is_divided=True
+    ),
+    "two streams": Unknown(
+        lambda rank: [DataLoader(continuing.Numbers(24), 2), DataLoader(Clocked(rank), 2)]
+    ),
+    "stateful loader": Unknown(lambda rank: StatefulDataLoader(Buffered(rank), 2), accumulation=2),
+}
+
+
+class Restarted(NamedTuple):
+    """A run that resumed in the middle of its second epoch, and one that was told to
+    repeat the epoch.
     """
-    found = {}
-    for name, loaders in UNKNOWN.items():
-        options = {"max_epochs": 2, "use_distributed_sampler": "divided" in name, "model": Mixing}
-        options |= {"accumulate_grad_batches": 2 if "accumulating" in name else 1}
-        runs = continuing.Training(
-            lambda make=loaders: make(rank), directory, 2, options, name=name
-        )  # type: ignore[misc]
-        first = runs.run()
-        point = f"train_batch_end-{len(first.steps) // 2 + 5}"
-        path = runs.run(point).saved[point]
-        warned, steps = resume_recorded(runs, path)
-        resumed = runs.run(ckpt_path=path)
-        runs.strategy = {"resume_data": "epoch"}
-        repeated = runs.run(ckpt_path=path)
-        runs.strategy = {"resume_data": "strict"}
-        with pytest.raises(ResumeError, match="does not yield"):
-            runs.run(ckpt_path=path)
-        found[name] = warned, steps, resumed, repeated
-    return found
+
+    resumed: Resumed
+    repeated: continuing.Run
 
 
-def test_an_epoch_whose_order_cannot_be_drawn_again_starts_again(tmp_path: Path) -> None:
+def resume_unknown_order(rank: int, world_size: int, directory: Path, name: str) -> Restarted:
+    case = UNKNOWN[name]
+    options = {
+        "max_epochs": 2,
+        "use_distributed_sampler": case.is_divided,
+        "accumulate_grad_batches": case.accumulation,
+        "model": Mixing,
+    }
+    runs = continuing.Training(lambda: case.make(rank), directory, 2, options)
+    point = f"train_batch_end-{case.batches + 5}"
+    path = runs.run(point).saved[point]
+    resumed = resume_recorded(runs, path)
+    runs.strategy = {"resume_data": "epoch"}
+    repeated = runs.run(ckpt_path=path)
+    runs.strategy = {"resume_data": "strict"}
+    with pytest.raises(ResumeError, match="does not yield"):
+        runs.run(ckpt_path=path)
+    return Restarted(resumed, repeated)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_epoch_whose_order_cannot_be_drawn_again_starts_again(name: str, tmp_path: Path) -> None:
     """The run reads each sample of that epoch once, as with ``resume_data="epoch"``,
     and rank 0 warns.
     """
-    by_rank = ranks.run_ranks(resume_unknown_orders, 2, tmp_path)
-    for rank, found in enumerate(by_rank):
-        for name, (warned, steps, resumed, repeated) in found.items():
-            # An epoch of 24 samples has twelve batches of two, or six of a rank's part.
-            batches = 6 if "divided" in name else 12
-            assert [step.moment for step in steps] == [(1, batch) for batch in range(batches)], name
-            assert (resumed.counts, resumed.events) == (repeated.counts, repeated.events), name
-            assert [
-                ("does not yield" in text, "so that epoch starts again" in text) for text in warned
-            ] == [(True, True)] * (rank == 0), name
-            if name in ("Counting", "Clocked", "Buffered"):
-                assert sorted(continuing.samples_of(steps)) == [
-                    *range(100 * rank, 100 * rank + 24)
-                ], name
+    by_rank = ranks.run_ranks(resume_unknown_order, 2, tmp_path, name)
+    for rank, (resumed, repeated) in enumerate(by_rank):
+        steps = resumed.run.steps
+        assert [step.moment for step in steps] == [
+            (1, batch) for batch in range(UNKNOWN[name].batches)
+        ]
+        assert resumed.run.counts == repeated.counts
+        assert resumed.run.events == repeated.events
+        if name in STREAMS:
+            own = range(100 * rank, 100 * rank + 24)
+            assert sorted(continuing.samples_of(steps)) == [*own]
+    [warning] = by_rank[0].resumed.warned
+    assert "does not yield" in warning
+    assert "so that epoch starts again" in warning
+    assert by_rank[1].resumed.warned == []
