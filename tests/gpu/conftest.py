@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.placement import GLOO, GPU, IS_GPU, ON_ONE_CARD, ONE_EACH, Placement, why_not
+from tests.gpu import placement as places
+from tests.gpu.placement import GPU, IS_GPU, Placement
 from tests.harness.environment import skip_because
 from tests.harness.ranks import launch_ranks
 
@@ -83,11 +84,11 @@ def nccl(
     nowhere.
     """
     if not IS_GPU:
-        return ONE_EACH, "gloo in the place of NCCL"
-    ways = {"a GPU for each rank": ONE_EACH} if machine.cards > 1 else ON_ONE_CARD
+        return places.ONE_EACH, "gloo in the place of NCCL"
+    ways = {"a GPU for each rank": places.ONE_EACH} if machine.cards > 1 else places.ON_ONE_CARD
     reasons = {}
     for way, placement in ways.items():
-        reasons[way] = why_not(placement, tmp_path_factory.mktemp("nccl"))
+        reasons[way] = places.why_not(placement, tmp_path_factory.mktemp("nccl"))
         if reasons[way] is None:
             return placement, f"two ranks, {way}"
     return None, "two ranks of NCCL do not work here: " + "; ".join(
@@ -109,7 +110,7 @@ def placement(
     several.
     """
     if request.param == "gloo":
-        return GLOO
+        return places.GLOO
     found, description = request.getfixturevalue("nccl")
     record_property(RANKS, description)
     skip_because(description if found is None else None)

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.harness import ranks, training
 from tests.harness.outcomes import Outcome
-from tests.harness.ranks import Environment, by_hand_env, free_port, launch_ranks, run_ranks
-from tests.harness.training import Kind, Net, backend, make_strategy, make_trainer
+from tests.harness.training import Net, backend
 
 IS_GPU = os.environ.get("DDPX_GPU_TESTS_ON") != "cpu"
 GPU = "cuda:0" if IS_GPU else "cpu"
@@ -41,7 +41,7 @@ class Placement:
 
     backend: str
     devices: tuple[str, ...]
-    env: Environment = field(default_factory=dict)
+    env: ranks.Environment = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,29 +50,35 @@ class Placement:
         return {"parallel_devices": devices, "process_group_backend": backend(self.backend)}
 
     @property
-    def variables(self) -> Environment:
+    def variables(self) -> ranks.Environment:
         """The environment of ranks that are started by hand."""
         world_size = len(self.devices)
-        return {**by_hand_env(world_size, free_port()), **self.env}
+        return {**ranks.by_hand_env(world_size, ranks.free_port()), **self.env}
 
-    def trainer(self, directory: Path, kind: Kind = "ours", **options: Any) -> L.Trainer:
+    def trainer(self, directory: Path, kind: training.Kind = "ours", **options: Any) -> L.Trainer:
         """Return a Trainer on these devices, for use on a rank; ``strategy`` in the
         options has the strategy's.
         """
-        strategy = make_strategy(kind, directory, **{**self.options, **options.pop("strategy", {})})
-        return make_trainer(strategy, **{"accelerator": "auto", "devices": "auto", **options})
+        strategy = training.make_strategy(
+            kind, directory, **{**self.options, **options.pop("strategy", {})}
+        )
+        return training.make_trainer(
+            strategy, **{"accelerator": "auto", "devices": "auto", **options}
+        )
 
     def launch(self, function: Any, *args: Any, **options: Any) -> list[Outcome]:
         """Call ``function(rank, world_size, placement, *args)`` on each rank, as
         ``launch_ranks`` does.
         """
-        return launch_ranks(function, len(self.devices), self, *args, env=self.variables, **options)
+        return ranks.launch_ranks(
+            function, len(self.devices), self, *args, env=self.variables, **options
+        )
 
     def run(self, function: Any, *args: Any) -> list[Any]:
         """Call ``function(rank, world_size, placement, *args)`` on each rank, as
         ``run_ranks`` does.
         """
-        return run_ranks(function, len(self.devices), self, *args, env=self.variables)
+        return ranks.run_ranks(function, len(self.devices), self, *args, env=self.variables)
 
 
 GLOO = Placement("gloo", (GPU, GPU))

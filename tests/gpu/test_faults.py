@@ -27,11 +27,13 @@ from lightning_ddp_ext import HangWatchdog
 from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankHungError
 from lightning_ddp_ext.rendezvous.process_context import current, leave
 from lightning_ddp_ext.supervision.flight import Flight, flights, unfinished
-from tests.gpu.placement import ALONE, GPU, IS_GPU, Placement, Wide, hold_device
+from tests.gpu import placement as places
+from tests.gpu.placement import GPU, IS_GPU, Placement
+from tests.harness import training
 from tests.harness.outcomes import stories
-from tests.harness.training import Net, assert_same, limit_collectives, weights
+from tests.harness.training import Net
 from tests.integration.rescuing import NAME
-from tests.supervision.model import boom, die, wait_for_ever
+from tests.supervision import model as supervision
 
 pytestmark = pytest.mark.gpu
 
@@ -60,15 +62,19 @@ class Fault:
 
 
 FAULTS = {
-    "raises": Fault(boom, RankFailedError, "failed, so this rank stops: BoomError: no such layer"),
-    "dies": Fault(die, RankDiedError, "died: its process ended unexpectedly", (-signal.SIGKILL,)),
+    "raises": Fault(
+        supervision.boom, RankFailedError, "failed, so this rank stops: BoomError: no such layer"
+    ),
+    "dies": Fault(
+        supervision.die, RankDiedError, "died: its process ended unexpectedly", (-signal.SIGKILL,)
+    ),
     "hangs": Fault(
-        wait_for_ever,
+        supervision.wait_for_ever,
         RankHungError,
         r"never entered \w+ #\d+ .*; it is in training_step, .*\.py:\d+",
     ),
     "is late": Fault(
-        wait_for_ever,
+        supervision.wait_for_ever,
         RankAbsentError,
         r"in a collective for its timeout of 3 s, but rank 1 .*\.py:\d+",
     ),
@@ -99,7 +105,7 @@ class Faulty(Net):
 
     def training_step(self, batch: Any, index: int) -> Any:
         if index == BEFORE - 1 and self.fault == "is late":
-            limit_collectives(3.0)
+            training.limit_collectives(3.0)
         if index == BEFORE and self.global_rank == 1:
             (self.directory / "struck").write_text(str(time.monotonic()))
             FAULTS[self.fault].strike()
@@ -138,7 +144,7 @@ def test_messages_name_the_rank_that_fails(
     assert (tmp_path / "rest.ckpt").exists() == (placement.backend == "gloo"), story
 
 
-class Interrupted(Wide):
+class Interrupted(places.Wide):
     """Has gradients in several buckets; its last one, of the first layer, never gets a
     sum in the third step.
 
@@ -158,8 +164,8 @@ class Interrupted(Wide):
         if self.rank == 1:
             if IS_GPU:
                 torch.cuda.synchronize()
-            die()
-        hold_device(self.seconds)
+            supervision.die()
+        places.hold_device(self.seconds)
 
 
 def train_wide(
@@ -171,7 +177,7 @@ def train_wide(
 
     def save_weights(trainer: L.Trainer, *_: Any) -> None:
         if rank == 0:
-            torch.save(weights(model), directory / f"{trainer.global_step}.pt")
+            torch.save(training.weights(model), directory / f"{trainer.global_step}.pt")
 
     options = {"rescue_checkpoint": directory / NAME, "bucket_cap_mb": 1}
     callbacks = [LambdaCallback(on_train_batch_end=save_weights)]
@@ -193,7 +199,7 @@ def test_partial_sums_are_not_saved(placement: Placement, seconds: float, tmp_pa
     rescued = torch.load(tmp_path / NAME, weights_only=True, map_location="cpu")
     finished = torch.load(tmp_path / f"{BEFORE}.pt", weights_only=True, map_location="cpu")
     assert rescued["global_step"] == BEFORE
-    assert_same(dict(rescued["state_dict"]), finished)
+    training.assert_same(dict(rescued["state_dict"]), finished)
 
 
 def fit(placement: Placement, directory: Path) -> dict[str, Tensor]:
@@ -201,7 +207,7 @@ def fit(placement: Placement, directory: Path) -> dict[str, Tensor]:
     torch.manual_seed(1)
     model = Net()
     placement.trainer(directory).fit(model)
-    return weights(model)
+    return training.weights(model)
 
 
 def abort_and_train_again(
@@ -215,7 +221,7 @@ def abort_and_train_again(
     assert context is not None
     limit = context.groups.timeout.total_seconds()
     value = torch.ones(3, device=GPU)
-    hold_device(3.0 if IS_GPU else 0.0)
+    places.hold_device(3.0 if IS_GPU else 0.0)
     dist.all_reduce(value)
     waits = unfinished()
     pending = flights()
@@ -229,7 +235,7 @@ def abort_and_train_again(
     leave()
     assert not dist.is_initialized()
     for _ in range(2):  # the second Trainer uses the group of the first
-        assert_same(fit(placement, directory), learned)
+        training.assert_same(fit(placement, directory), learned)
     return waits, pending, limit
 
 
@@ -237,7 +243,7 @@ def test_an_all_reduce_that_waits_is_recorded_and_can_be_aborted(tmp_path: Path)
     """Flight Recorder, abort from a thread, closing, joining again and a second
     Trainer, with one rank.
     """
-    [(waits, found, limit)] = ALONE.run(abort_and_train_again, tmp_path)
+    [(waits, found, limit)] = places.ALONE.run(abort_and_train_again, tmp_path)
     [flight] = [each for each in found if each.label == ""]
     assert flight.describe(flight.entered).startswith(f"all_reduce #{flight.entered} [[3]]")
     assert flight.collective(flight.entered).place.startswith(__file__)
@@ -285,5 +291,5 @@ def test_a_cuda_graph_is_captured_while_the_recorder_is_read(tmp_path: Path) -> 
     """
     if not IS_GPU:
         pytest.skip("a CPU captures no graphs")
-    [found] = ALONE.run(capture_while_polled, tmp_path)
-    assert_same(found, torch.full((3,), 8.0))
+    [found] = places.ALONE.run(capture_while_polled, tmp_path)
+    training.assert_same(found, torch.full((3,), 8.0))

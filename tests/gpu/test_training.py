@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -29,12 +29,13 @@ from lightning_ddp_ext import (
     gather_predictions,
 )
 from tests.batchnorm.test_joined_batch import Way, all_deviations
-from tests.gpu.placement import ALONE, GLOO, GPU, IS_GPU, NCCL, TOLERANCE, Placement, Wide
+from tests.gpu import placement as places
+from tests.gpu.placement import GPU, IS_GPU, Placement
+from tests.harness import training
 from tests.harness.ranks import launch_ranks
-from tests.harness.training import At, Batch, Kind, Net, assert_same, backend, stock_group, weights
-from tests.integration import rescuing
-from tests.integration.continuing import Numbers, Training, generations
-from tests.integration.rescuing import Kill, Plan, survive
+from tests.harness.training import Net
+from tests.integration import continuing, rescuing
+from tests.integration.rescuing import Kill, Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +51,7 @@ class Measured(Net):
         super().__init__()
         self.mean = MeanMetric()
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         loss = self.loss(batch)
         self.mean.update(batch[1])
         self.log("loss", loss, sync_dist=True, on_epoch=True)
@@ -61,51 +62,76 @@ class Measured(Net):
         return loss
 
 
-def train(
-    rank: int, world_size: int, placement: Placement, directory: Path, kind: Kind, *args: Any
+def train_in_group(
+    rank: int,
+    world_size: int,
+    placement: Placement,
+    directory: Path,
+    kind: training.Kind,
+    *args: Any,
 ) -> dict[str, Any]:
+    """Run all stages; on the CPU stock needs a group that is open."""
     is_group_open = kind == "stock" and not IS_GPU
-    with stock_group(rank, world_size, directory) if is_group_open else nullcontext():
-        return learn(rank, placement, directory, kind, *args)
+    with training.stock_group(rank, world_size, directory) if is_group_open else nullcontext():
+        return run_all_stages(rank, placement, directory, kind, *args)
 
 
-def learn(
-    rank: int, placement: Placement, directory: Path, kind: Kind, joined: int | None
+def run_all_stages(
+    rank: int,
+    placement: Placement,
+    directory: Path,
+    kind: training.Kind,
+    ranks_per_batchnorm_group: int | None,
 ) -> dict[str, Any]:
-    """Train, save, resume, test and predict; ``joined`` ranks each share the statistics
-    of BatchNorm.
-    """
+    """Train, save, resume, test, predict and gather; return the results."""
     L.seed_everything(1)
     model = Measured()
     saver = ModelCheckpoint(directory / kind / placement.backend, save_last=True)
     options: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True}
-    if joined and kind == "ours":
-        options["callbacks"].append(SyncBatchNormConversion(process_group=joined))
+    if ranks_per_batchnorm_group and kind == "ours":
+        conversion = SyncBatchNormConversion(process_group=ranks_per_batchnorm_group)
+        options["callbacks"].append(conversion)
         options["strategy"] = {"broadcast_buffers": False}
-    elif joined:
+    elif ranks_per_batchnorm_group:
         options["sync_batchnorm"] = True
-    trainer = placement.trainer(directory, kind, **options)
-    trainer.fit(model)
-    formed = dist.get_backend()
+    placement.trainer(directory, kind, **options).fit(model)
+    assert dist.get_backend() == placement.backend
     resumed = placement.trainer(directory, kind, max_epochs=3, **options)
     resumed.fit(model, ckpt_path=saver.last_model_path)
-    learned = {"step": resumed.global_step, "weights": on_cpu(weights(model))}
-    learned["logged"] = {name: float(value) for name, value in resumed.callback_metrics.items()}
-    learned["tested"] = resumed.test(model, verbose=False)
+    results: dict[str, Any] = {
+        "step": resumed.global_step,
+        "weights": on_cpu(training.weights(model)),
+    }
+    results["logged"] = {name: float(value) for name, value in resumed.callback_metrics.items()}
+    results["tested"] = resumed.test(model, verbose=False)
     resumed.strategy.barrier("between")
     resumed.predict(model)
-    learned["predicted"] = gather_predictions(resumed)
+    results["predicted"] = gather_predictions(resumed)
     own = torch.full((2,), float(rank), device=placement.devices[rank])
-    learned["gathered"] = resumed.strategy.all_gather(own).cpu()
-    return {"learned": learned, "backend": formed}
+    results["gathered"] = resumed.strategy.all_gather(own).cpu()
+    return results
 
 
-SHARED = [("gloo", 2, None), ("gloo", 4, 2), ("NCCL", 2, None), ("NCCL", 2, 2)]
+def reference_for(
+    placement: Placement, ranks_per_batchnorm_group: int | None
+) -> tuple[Placement, training.Kind]:
+    """Return where, and with which strategy, the expected numbers are computed."""
+    on_cpu = Placement("gloo", ("cpu",) * len(placement.devices))
+    if placement.backend == "gloo":
+        return on_cpu, "ours"
+    if IS_GPU:
+        return placement, "stock"
+    # Stock has no SyncBatchNorm for the CPU.
+    return on_cpu, "ours" if ranks_per_batchnorm_group else "stock"
 
 
-@pytest.mark.parametrize(("placement", "ranks", "joined"), SHARED, indirect=["placement"])
+@pytest.mark.parametrize(
+    ("placement", "ranks", "ranks_per_batchnorm_group"),
+    [("gloo", 2, None), ("gloo", 4, 2), ("NCCL", 2, None), ("NCCL", 2, 2)],
+    indirect=["placement"],
+)
 def test_ranks_on_a_gpu_learn_as_elsewhere(
-    placement: Placement, ranks: int, joined: int | None, tmp_path: Path
+    placement: Placement, ranks: int, ranks_per_batchnorm_group: int | None, tmp_path: Path
 ) -> None:
     """Training, batched logging, metrics, SyncBatchNorm, saving, resuming, barrier,
     gathering: as on CPU, or as stock.
@@ -114,18 +140,11 @@ def test_ranks_on_a_gpu_learn_as_elsewhere(
     same GPUs. Groups of two ranks among four share statistics.
     """
     placement = replace(placement, devices=placement.devices * (ranks // 2))
-    # Stock has no SyncBatchNorm for the CPU.
-    kind = "stock" if placement.backend != "gloo" and (IS_GPU or not joined) else "ours"
-    is_same_place = IS_GPU and kind == "stock"
-    other = placement if is_same_place else Placement("gloo", ("cpu",) * ranks)
-    found = placement.run(train, tmp_path, "ours", joined)
-    expected = other.run(train, tmp_path, kind, joined)
-    learned, elsewhere = (
-        [result["learned"] for result in results] for results in (found, expected)
-    )
-    torch.testing.assert_close(learned, elsewhere, **TOLERANCE)
-    assert_same(*(result["weights"]["layers.0.weight"] for result in learned[:2]))
-    assert {result["backend"] for result in found} == {placement.backend}
+    reference, kind = reference_for(placement, ranks_per_batchnorm_group)
+    found = placement.run(train_in_group, tmp_path, "ours", ranks_per_batchnorm_group)
+    expected = reference.run(train_in_group, tmp_path, kind, ranks_per_batchnorm_group)
+    torch.testing.assert_close(found, expected, **places.TOLERANCE)
+    training.assert_same(*(result["weights"]["layers.0.weight"] for result in found[:2]))
 
 
 class AlwaysJoint(SyncBatchNorm):
@@ -142,7 +161,7 @@ def deviations(rank: int, world_size: int, placement: Placement, directory: Path
         torch.cuda.set_device(device)
     kind = SyncBatchNorm if world_size > 1 else AlwaysJoint
     slack = 16.0 if IS_GPU else 1.0
-    way = Way(kind, world_size, device, backend(placement.backend), slack)
+    way = Way(kind, world_size, device, training.backend(placement.backend), slack)
     return all_deviations(rank, world_size, directory, way)
 
 
@@ -181,35 +200,33 @@ def train_on_two_devices(
         "devices_per_rank": 2,
     }
     placement.trainer(directory, strategy=chosen).fit(model)
-    return on_cpu(weights(model))
+    return on_cpu(training.weights(model))
 
 
 def test_a_rank_with_two_devices_learns_as_on_the_cpu(placement: Placement, tmp_path: Path) -> None:
     """`devices_per_rank=2` with two GPUs, or over gloo with a GPU and the CPU."""
-    first = placement.devices
-    second = ["cuda:0" if each == "cuda:1" else "cuda:1" for each in first]
-    if not IS_GPU or torch.cuda.device_count() < 2:
-        if IS_GPU and placement is not GLOO:
-            pytest.skip("needs two GPUs")
-        second = ["cpu"] * len(first)
-    pairs = [device for pair in zip(first, second, strict=True) for device in pair]
+    has_two_gpus = torch.cuda.device_count() > 1
+    if IS_GPU and placement is not places.GLOO and not has_two_gpus:
+        pytest.skip("needs two GPUs")
+    second = {"cuda:0": "cuda:1", "cuda:1": "cuda:0"} if has_two_gpus else {}
+    pairs = [each for first in placement.devices for each in (first, second.get(first, "cpu"))]
     found = placement.run(train_on_two_devices, tmp_path, pairs)
-    expected = GLOO.run(train_on_two_devices, tmp_path, ["cpu"] * len(pairs))
-    torch.testing.assert_close(found, expected, **TOLERANCE)
+    expected = places.GLOO.run(train_on_two_devices, tmp_path, ["cpu"] * len(pairs))
+    torch.testing.assert_close(found, expected, **places.TOLERANCE)
 
 
 def resume_with_dropout(
     rank: int, world_size: int, placement: Placement, directory: Path
 ) -> dict[str, str]:
     def loaders() -> DataLoader[Any]:
-        return DataLoader(Numbers(16), 2, shuffle=True)
+        return DataLoader(continuing.Numbers(16), 2, shuffle=True)
 
     options = {"accelerator": "auto", "devices": "auto"}
-    training = Training(loaders, directory, world_size, options, placement.options)
-    return generations(training, ["train_batch_end-3"])
+    resuming = continuing.Training(loaders, directory, world_size, options, placement.options)
+    return continuing.generations(resuming, ["train_batch_end-3"])
 
 
-@pytest.mark.parametrize("chosen", [GLOO, ALONE], ids=["gloo", "1 rank"])
+@pytest.mark.parametrize("chosen", [places.GLOO, places.ALONE], ids=["gloo", "1 rank"])
 def test_a_resumed_run_draws_the_random_numbers_that_were_next(
     chosen: Placement, tmp_path: Path
 ) -> None:
@@ -226,7 +243,7 @@ class Scaled(rescuing.Net):
         super().__init__()
         self.register_buffer("scale", torch.zeros(()))
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         self.scale.fill_(self.trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
         return super().training_step(batch, index)
 
@@ -274,12 +291,12 @@ def test_a_killed_rank_costs_no_step(
     """Runs resumed after a killed rank, a killed save and SIGTERM end as an undisturbed
     run, to the last bit.
     """
-    results = []
-    for name, chosen in (("undisturbed", ()), ("disturbed", kills)):
+    plan = plan_on(placement, is_scaled)
+    for name in ("undisturbed", "disturbed"):
         (tmp_path / name).mkdir()
-        plan = plan_on(placement, is_scaled)
-        results.append(survive(2, plan, chosen, tmp_path / name, env=placement.variables))
-    assert_same(*results)
+    undisturbed = rescuing.survive(2, plan, (), tmp_path / "undisturbed", env=placement.variables)
+    disturbed = rescuing.survive(2, plan, kills, tmp_path / "disturbed", env=placement.variables)
+    training.assert_same(disturbed, undisturbed)
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
@@ -287,103 +304,104 @@ def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) ->
     """Ranks started by spawn, forkserver and fork learn as ranks that were started by
     hand.
     """
-    results = []
-    for name, plan, world_size, env in (
-        ("by hand", plan_on(GLOO), 2, GLOO.variables),
-        ("started", plan_on(GLOO, start_method=start_method), 1, {}),
-    ):
+    for name in ("by hand", "started"):
         (tmp_path / name).mkdir()
-        results.append(launch_ranks(rescuing.train, world_size, plan, tmp_path / name, env=env)[0])
-    by_hand, started = results
+    env = places.GLOO.variables
+    by_hand, _ = launch_ranks(
+        rescuing.train, 2, plan_on(places.GLOO), tmp_path / "by hand", env=env
+    )
+    plan = plan_on(places.GLOO, start_method=start_method)
+    [started] = launch_ranks(rescuing.train, 1, plan, tmp_path / "started", env={})
     assert started.exit_code == 0, started.story()
-    assert_same(started.result, by_hand.result)
+    training.assert_same(started.result, by_hand.result)
 
 
-def save_and_restore(
-    rank: int, world_size: int, placement: Placement, directory: Path
-) -> list[str]:
-    """Save in the midst of training, in the foreground and in the background; return
-    where momenta are restored.
-    """
-    for is_background in (False, True):
-        L.seed_everything(1)
-        path = directory / f"{is_background}.ckpt"
-        save = At(
-            "on_train_batch_end", partial(L.Trainer.save_checkpoint, filepath=path), earlier=1
-        )
-        io = RankZeroCheckpointIO(background=is_background)
-        placement.trainer(directory, callbacks=[save], plugins=[io]).fit(Wide())
-    if rank == 0:
-        foreground, background = (torch.load(directory / f"{each}.ckpt") for each in (False, True))
-        assert_same(background["state_dict"], foreground["state_dict"])
-        assert_same(*(each["optimizer_states"][0]["state"] for each in (background, foreground)))
-        assert {str(weight.device) for weight in background["state_dict"].values()} == {
-            placement.devices[rank]
-        }
-    restored = []
-    for devices in (placement.devices, ("cpu", "cpu")):
-        look = At("on_train_start", lambda trainer: restored.append(device_of_momenta(trainer)))
-        elsewhere = replace(placement, devices=devices, backend="gloo")
-        elsewhere.trainer(directory, callbacks=[look]).fit(Wide(), ckpt_path=path)
-    return restored
+class Trained(NamedTuple):
+    """What a rank has after a training that saved."""
+
+    weights: dict[str, Tensor]
+    gpus_in_use: list[int]  # on which this process has a context
+    devices_in_file: set[str]
 
 
-def device_of_momenta(trainer: L.Trainer) -> str:
-    [device] = {
-        str(state["momentum_buffer"].device) for state in trainer.optimizers[0].state.values()
-    }
-    return device
-
-
-def test_a_background_save_has_the_content_of_a_foreground_save(tmp_path: Path) -> None:
-    """Checkpoints saved in the background while training continues are whole, and load
-    on the GPU and the CPU.
-    """
-    assert GLOO.run(save_and_restore, tmp_path) == [[GPU, "cpu"]] * 2
-
-
-BACKWARDS = Placement(NCCL, ("cuda:1", "cuda:0") if IS_GPU else ("cpu", "cpu"))
-ON_CPU = Placement("gloo", ("cpu", "cpu"))
-
-
-def train_with_threads(
-    rank: int, world_size: int, placement: Placement, directory: Path
-) -> tuple[dict[str, Tensor], list[int], set[str]]:
-    """Train with what reads the device in threads.
-
-    Return the weights, the GPUs on which this process has a context, and on rank 0 the
-    devices that a file names.
-    """
+def save_in_training(
+    rank: int,
+    world_size: int,
+    placement: Placement,
+    path: Path,
+    model_type: type[Net],
+    is_background: bool,
+) -> Trained:
+    """Save after the second step, and train on; threads read the device meanwhile."""
     L.seed_everything(1)
-    model = Net()
-    path = directory / f"{placement.backend}.ckpt"
-    save = At("on_train_batch_end", partial(L.Trainer.save_checkpoint, filepath=path), earlier=1)
-    callbacks = [save, HangWatchdog(300, directory=directory)]
-    plugins = [RankZeroCheckpointIO(background=True)]
-    options = {"rescue_checkpoint": directory / "last-rescued.ckpt"}
-    placement.trainer(directory, strategy=options, plugins=plugins, callbacks=callbacks).fit(model)
-    used = [
+    model = model_type()
+    save = training.At(
+        "on_train_batch_end", partial(L.Trainer.save_checkpoint, filepath=path), earlier=1
+    )
+    placement.trainer(
+        path.parent,
+        strategy={"rescue_checkpoint": path.parent / "last-rescued.ckpt"},
+        plugins=[RankZeroCheckpointIO(background=is_background)],
+        callbacks=[save, HangWatchdog(300, directory=path.parent)],
+    ).fit(model)
+    in_use = [
         number
         for number in range(torch.cuda.device_count())
         if torch._C._cuda_hasPrimaryContext(number)
     ]
-    saved = (
-        {str(value.device) for value in torch.load(path)["state_dict"].values()}
-        if rank == 0
-        else set()
-    )
-    return {name: value.cpu() for name, value in weights(model).items()}, used, saved
+    saved = torch.load(path)["state_dict"].values() if rank == 0 else ()
+    return Trained(on_cpu(training.weights(model)), in_use, {str(value.device) for value in saved})
 
 
-def test_each_rank_uses_only_its_gpu(tmp_path: Path) -> None:
-    """Two GPUs: peer-to-peer training, background saves with rank 0 on the second GPU,
-    no context on the other GPU.
+def devices_of_momenta(
+    rank: int, world_size: int, placement: Placement, directory: Path, path: Path
+) -> set[str]:
+    """Return where a resumed run has the optimiser's states."""
+    found: set[str] = set()
+
+    def look(trainer: L.Trainer) -> None:
+        states = trainer.optimizers[0].state.values()
+        found.update(str(state["momentum_buffer"].device) for state in states)
+
+    looks = training.At("on_train_start", look)
+    placement.trainer(directory, callbacks=[looks]).fit(places.Wide(), ckpt_path=path)
+    return found
+
+
+GPUS_IN_REVERSE = Placement(places.NCCL, ("cuda:1", "cuda:0") if IS_GPU else ("cpu", "cpu"))
+ON_CPU = Placement("gloo", ("cpu", "cpu"))
+
+
+@pytest.mark.parametrize("chosen", [places.GLOO, GPUS_IN_REVERSE], ids=["one GPU", "two GPUs"])
+def test_a_background_save_has_the_content_of_a_foreground_save(
+    chosen: Placement, tmp_path: Path
+) -> None:
+    """Checkpoints saved in the background while training continues are whole, and load
+    on the GPU and the CPU.
+
+    Of two GPUs each rank uses only its own, also where rank 0 has the second one.
     """
-    if IS_GPU and torch.cuda.device_count() < 2:
+    if IS_GPU and torch.cuda.device_count() < len({*chosen.devices}):
         pytest.skip("needs two GPUs")
-    (first, on_first, saved), (second, on_second, _) = BACKWARDS.run(train_with_threads, tmp_path)
-    expected = ON_CPU.run(train_with_threads, tmp_path)
-    torch.testing.assert_close([first, second], [each for each, *_ in expected], **TOLERANCE)
-    assert_same(first["layers.0.weight"], second["layers.0.weight"])
-    assert (on_first, on_second) == (([1], [0]) if IS_GPU else ([], []))
-    assert saved == {BACKWARDS.devices[0]}
+    paths = [tmp_path / f"{each}.ckpt" for each in ("foreground", "background", "of net")]
+    chosen.run(save_in_training, paths[0], places.Wide, False)
+    trained = chosen.run(save_in_training, paths[1], places.Wide, True)
+    foreground, background = (torch.load(path, map_location="cpu") for path in paths[:2])
+    training.assert_same(background["state_dict"], foreground["state_dict"])
+    training.assert_same(background["optimizer_states"], foreground["optimizer_states"])
+
+    numbers = [[torch.device(each).index] if IS_GPU else [] for each in chosen.devices]
+    assert [each.gpus_in_use for each in trained] == numbers
+    assert trained[0].devices_in_file == {chosen.devices[0]}
+
+    for placement in (chosen, ON_CPU):
+        restored = placement.run(devices_of_momenta, tmp_path, paths[1])
+        assert restored == [{device} for device in placement.devices]
+
+    # Wide is too large to learn; its numbers overflow.
+    here, elsewhere = (
+        [each.weights for each in placement.run(save_in_training, paths[2], Net, True)]
+        for placement in (chosen, ON_CPU)
+    )
+    torch.testing.assert_close(here, elsewhere, **places.TOLERANCE)
+    training.assert_same(here[0]["layers.0.weight"], here[1]["layers.0.weight"])

@@ -5,11 +5,12 @@ results.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import lightning as L
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.harness.ranks import Environment, by_hand_env, run_ranks
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import Environment, by_hand_env, launch_ranks, run_ranks
 
 Batch = list[Tensor]
 Kind = Literal["ours", "stock"]
@@ -99,16 +101,25 @@ class Recorder(L.Callback):
 
 class At(L.Callback):
     """Calls ``do(trainer)`` when a hook runs for the first time, or after a number of
-    ``earlier`` calls.
+    ``earlier`` calls; on ``ranks``, by default on all.
     """
 
-    def __init__(self, hook: str, do: Callable[[L.Trainer], object], *, earlier: int = 0) -> None:
+    def __init__(
+        self,
+        hook: str,
+        do: Callable[[L.Trainer], object],
+        *,
+        earlier: int = 0,
+        ranks: Collection[int] = (),
+    ) -> None:
         self._do = do
         self._left = earlier
+        self._called_on = ranks
         setattr(self, hook, self._call)
 
     def _call(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        if self._left == 0:
+        is_called_here = not self._called_on or trainer.global_rank in self._called_on
+        if self._left == 0 and is_called_here:
             self._do(trainer)
         self._left -= 1
 
@@ -143,6 +154,45 @@ def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
     from lightning_ddp_ext import DDPExtStrategy  # stock is to be judged without it
 
     return DDPExtStrategy(init_method=f"file://{directory}/store", **options)
+
+
+def fit(
+    kind: Kind,
+    directory: Path,
+    model: L.LightningModule,
+    *callbacks: L.Callback,
+    strategy: Mapping[str, Any] = MappingProxyType({}),
+    ckpt_path: Any = None,
+    **options: Any,
+) -> L.Trainer:
+    """Train on this rank, with options of the strategy and of the Trainer; return the
+    Trainer.
+    """
+    made = make_strategy(kind, directory, **strategy)
+    trainer = make_trainer(made, callbacks=[*callbacks], **options)
+    trainer.fit(model, ckpt_path=ckpt_path)
+    return trainer
+
+
+def fit_on(
+    world_size: int,
+    directory: Path,
+    model: L.LightningModule,
+    *callbacks: L.Callback,
+    **options: Any,
+) -> list[Outcome]:
+    """Train with ours on ranks, by ``fit`` with these options; return how each ended,
+    whose result is its weights.
+    """
+    options["devices"] = world_size
+    return launch_ranks(_fit_and_return_weights, world_size, directory, model, callbacks, options)
+
+
+def _fit_and_return_weights(
+    rank: int, world_size: int, directory: Path, model: Any, callbacks: Any, options: Any
+) -> dict[str, Tensor]:
+    fit("ours", directory, model, *callbacks, **options)
+    return weights(model)
 
 
 def limit_collectives(seconds: float) -> None:

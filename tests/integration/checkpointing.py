@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from tests.checkpoint.content import kinds, same
 from tests.harness import training
-from tests.harness.training import Kind, make_strategy, make_trainer
 
 # Lightning copies the state of a callback, which cannot be done with some tensors.
 KEPT = {name: tensor for name, tensor in kinds().items() if name not in ("csr", "bsc")}
@@ -86,7 +85,7 @@ def train_and_save(
     was to be saved.
     """
     torch.manual_seed(1)
-    trainer = make_trainer(
+    trainer = training.make_trainer(
         "auto", devices=1, max_epochs=1, callbacks=[Keeper(KEPT)], plugins=list(plugins)
     )
     trainer.fit(Net() if model is None else model)
@@ -94,7 +93,7 @@ def train_and_save(
     return everything(trainer)
 
 
-def checkpoint_callback(kind: Kind, **options: Any) -> ModelCheckpoint:
+def checkpoint_callback(kind: training.Kind, **options: Any) -> ModelCheckpoint:
     """Lightning's with our strategy, ours with stock."""
     from lightning_ddp_ext import RankZeroCheckpoint  # not before: stock is to be judged without it
 
@@ -102,7 +101,7 @@ def checkpoint_callback(kind: Kind, **options: Any) -> ModelCheckpoint:
 
 
 def trainer_for(
-    kind: Kind,
+    kind: training.Kind,
     directory: Path,
     io: Any = None,
     callbacks: Any = (),
@@ -119,4 +118,6 @@ def trainer_for(
     # Otherwise Lightning adds one.
     enabled = any(isinstance(callback, Checkpoint) for callback in callbacks)
     options = {"enable_checkpointing": enabled, "plugins": plugins, **options}
-    return make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options)
+    return training.make_trainer(
+        training.make_strategy(kind, directory), callbacks=callbacks, **options
+    )

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
@@ -26,9 +26,21 @@ from tests.harness.training import At, Kind, make_strategy, make_trainer
 # "train_batch_end-4"
 Point = str
 Points = Collection[Point]
-Step = tuple[int, ...]  # epoch, batch, and the samples of this rank's batch
 Order = Literal["lightning's", "distributed", "plain"]
 Loaders = Callable[[int, int], Any]  # of a rank in a world of this size
+
+
+class Step(NamedTuple):
+    """A training step of one rank, with the samples of its batch."""
+
+    epoch: int
+    batch: int
+    samples: tuple[int, ...]
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """The epoch and the batch, which are the same on all ranks."""
+        return self.epoch, self.batch
 
 
 class Numbers(Dataset[Tensor]):
@@ -119,9 +131,17 @@ def shuffled(samples: int = 12, **options: Any) -> Callable[[], Any]:
     return lambda: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
 
 
-def signalled(hook: str, earlier: int = 0, signum: int = signal.SIGTERM) -> At:
-    """Return a callback that signals its process at the n-th call of a hook."""
-    return At(hook, lambda trainer: os.kill(os.getpid(), signum), earlier=earlier)
+def signalled(
+    hook: str,
+    earlier: int = 0,
+    signum: int = signal.SIGTERM,
+    *,
+    ranks: Collection[int] = (),
+) -> At:
+    """Return a callback that signals its process at the n-th call of a hook, on these
+    ranks or on all.
+    """
+    return At(hook, lambda trainer: os.kill(os.getpid(), signum), earlier=earlier, ranks=ranks)
 
 
 class Stopped(Exception):
@@ -169,9 +189,8 @@ class Net(L.LightningModule):
         if self.fail_at == (epoch, index):
             raise Stopped
         self.happens("step")
-        self.steps.append(
-            (epoch, index, *(int(number) for part in parts for number in part.flatten()))
-        )
+        samples = tuple(int(number) for part in parts for number in part.flatten())
+        self.steps.append(Step(epoch, index, samples))
         loss: Tensor = torch.cat([self.layers(part / 100) for part in parts]).square().mean()
         return loss
 
@@ -217,6 +236,11 @@ class LongValidated(Net):
 
     def on_validation_end(self) -> None:
         self.happens("result", float(self.trainer.callback_metrics["result"]))
+
+
+def samples_of(steps: Iterable[Step]) -> list[int]:
+    """Return the samples of all batches, in order."""
+    return [sample for step in steps for sample in step.samples]
 
 
 def steps_done(trainer: L.Trainer) -> int:

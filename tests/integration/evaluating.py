@@ -1,19 +1,15 @@
-"""Share data, a model and a Trainer among the tests of evaluation."""
+"""Share data and a model among the tests of evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
-from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
-
-from tests.harness.training import make_strategy, make_trainer
 
 Batch = dict[str, Tensor]
 
@@ -50,22 +46,6 @@ class Ragged(BatchSampler):
         return sum(1 for _ in self)
 
 
-class InPlace(Metric):
-    """Adds to its state in place, as some metrics do."""
-
-    total: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros(()), "sum")
-
-    def update(self, values: Tensor) -> None:
-        self.total += values.sum()
-
-    def compute(self) -> Tensor:
-        return self.total
-
-
 class AtTheEnd(L.LightningModule):
     """Logs at the end of the epoch only, and remembers what its own hooks saw."""
 
@@ -82,14 +62,3 @@ class AtTheEnd(L.LightningModule):
         self.log("mean", x.mean(), sync_dist=True, batch_size=len(x))
         self.log("greatest", x.max(), reduce_fx="max", sync_dist=True, batch_size=len(x))
         self.seen.append(batch["index"].tolist())
-
-
-def make_on(
-    world_size: int, directory: Path, exact_evaluation: bool = True, **options: Any
-) -> L.Trainer:
-    strategy = (
-        make_strategy("ours", directory, exact_evaluation=exact_evaluation)
-        if world_size > 1
-        else "auto"
-    )
-    return make_trainer(strategy, devices=world_size, **options)

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import RankZeroCheckpointIO
+from tests.harness import training
 from tests.harness.outcomes import Outcome, stories
 from tests.harness.ranks import launch_ranks
-from tests.harness.training import At, Batch, backend, data, make_strategy, make_trainer
 
 NAME = "last-rescued.ckpt"
 SLOW = 6.0  # seconds; longer than ranks have after a failure that do not save
@@ -103,7 +103,7 @@ class Net(L.LightningModule):
     def on_fit_start(self) -> None:
         torch.manual_seed(torch.initial_seed() + 10 * self.global_rank)
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         drawn = torch.from_numpy(
             np.random.randn(len(batch[0]), 4) + np.random.randn()
         ).float() + random.gauss(0, 1)
@@ -111,7 +111,7 @@ class Net(L.LightningModule):
         loss: Tensor = (self.layers(batch[0] + 0.01 * noise) - batch[1]).square().mean()
         return loss
 
-    def validation_step(self, batch: Batch, index: int) -> None:
+    def validation_step(self, batch: training.Batch, index: int) -> None:
         self.log(
             "result",
             (self.layers(batch[0]) - batch[1]).square().mean() + torch.rand(()),
@@ -123,10 +123,12 @@ class Net(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)]
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(data(2 * BATCHES * self.trainer.world_size), batch_size=2, shuffle=True)
+        return DataLoader(
+            training.data(2 * BATCHES * self.trainer.world_size), batch_size=2, shuffle=True
+        )
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(data(2 * VALIDATED * self.trainer.world_size), batch_size=2)
+        return DataLoader(training.data(2 * VALIDATED * self.trainer.world_size), batch_size=2)
 
 
 class StruckIO(RankZeroCheckpointIO):
@@ -190,14 +192,15 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     kill = plan.kill
     callbacks: list[L.Callback] = [Steps(directory)]
     if kill is not None and hasattr(L.Callback, kill.moment):
-        callbacks.append(At(kill.moment, kill.strike, earlier=kill.earlier))
-    by_hand = {} if "start_method" in plan.strategy else {"rank": rank, "world_size": world_size}
-    chosen = {"rescue_checkpoint": directory / NAME, "timeout": 60, **by_hand, **plan.strategy}
-    backend(chosen.get("process_group_backend", "gloo"))
-    strategy = make_strategy("ours", directory, checkpoint_io=StruckIO(plan, directory), **chosen)
+        callbacks.append(training.At(kill.moment, kill.strike, earlier=kill.earlier))
+    chosen = {"rescue_checkpoint": directory / NAME, "timeout": 60, **plan.strategy}
+    training.backend(chosen.get("process_group_backend", "gloo"))
+    strategy = training.make_strategy(
+        "ours", directory, checkpoint_io=StruckIO(plan, directory), **chosen
+    )
     saver = ModelCheckpoint(directory, "{epoch}-{step}", monitor="result", save_top_k=1)
     options: dict[str, Any] = {
-        "devices": world_size if by_hand else 2,
+        "devices": 2 if "start_method" in plan.strategy else world_size,
         "max_epochs": EPOCHS,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": True,
@@ -206,7 +209,7 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     }
     if options["enable_checkpointing"]:
         options["callbacks"].append(saver)
-    trainer = make_trainer(strategy, **options)
+    trainer = training.make_trainer(strategy, **options)
     trainer.fit(net, ckpt_path=plan.resumed)
     held = net.state_dict() if rank == 0 else dict(net.named_parameters())
     return {name: value.detach().cpu().clone() for name, value in held.items()}

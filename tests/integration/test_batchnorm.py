@@ -19,7 +19,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import callbacks as pl_callbacks
-from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -27,20 +26,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext import SyncBatchNorm
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
+from tests.harness import ranks, training
 from tests.harness.network import Network
-from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.harness.training import (
-    At,
-    Batch,
-    Kind,
-    Net,
-    assert_same,
-    data,
-    make_strategy,
-    make_trainer,
-    on_ranks,
-    weights,
-)
+from tests.harness.training import Net
 
 By = Literal["callback", "flag", "both"]  # what converts: our callback, or the Trainer's flag
 
@@ -81,12 +69,12 @@ class Joint(Net):
 
     def train_dataloader(self) -> DataLoader[Any]:
         world_size = self.trainer.world_size
-        sampler = DistributedSampler(data(), world_size, self.trainer.global_rank, seed=3)
-        return DataLoader(data(), 6 // world_size, sampler=sampler)
+        sampler = DistributedSampler(training.data(), world_size, self.trainer.global_rank, seed=3)
+        return DataLoader(training.data(), 6 // world_size, sampler=sampler)
 
 
 def trainer_with(
-    kind: Kind,
+    kind: training.Kind,
     directory: Path,
     *,
     by: By = "callback",
@@ -102,15 +90,17 @@ def trainer_with(
     converting = [SyncBatchNormConversion(**conversion or {})] if by != "flag" else []
     options = {"num_sanity_val_steps": 0, "sync_batchnorm": by != "callback", **options}
     strategy = strategy or {}
-    return make_trainer(
-        make_strategy(kind, directory, **strategy), callbacks=[*callbacks, *converting], **options
+    return training.make_trainer(
+        training.make_strategy(kind, directory, **strategy),
+        callbacks=[*callbacks, *converting],
+        **options,
     )
 
 
 def trainer_alone(**options: Any) -> L.Trainer:
     """Return a Trainer in one process."""
     warnings.simplefilter("ignore", UserWarning)
-    return make_trainer("auto", **{"devices": 1, "num_sanity_val_steps": 0, **options})
+    return training.make_trainer("auto", **{"devices": 1, "num_sanity_val_steps": 0, **options})
 
 
 class Manual(Joint):
@@ -258,7 +248,7 @@ def learn(feature: Feature, trainer: L.Trainer) -> dict[str, Any]:
     trainer.fit(model)
     assert nn.BatchNorm1d in map(type, model.modules())
     return {
-        "weights": weights(model),
+        "weights": training.weights(model),
         "metrics": dict(trainer.callback_metrics),
         "steps": trainer.global_step,
     }
@@ -282,7 +272,7 @@ def features_alone(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
+def features_on_all(kind: training.Kind, directory: Path) -> dict[str, Any]:
     found = {}
     for name in FEATURES if kind == "ours" else ["nothing"]:
         feature = FEATURES[name]
@@ -301,11 +291,11 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     running statistics included, is the same to the last bit; the callback also serves
     stock DDP.
     """
-    (alone,) = run_ranks(features_alone, 1)
-    first, second = on_ranks("ours", features_on_all, tmp_path)
-    stock, _ = on_ranks("stock", features_on_all, tmp_path)
+    (alone,) = ranks.run_ranks(features_alone, 1)
+    first, second = training.on_ranks("ours", features_on_all, tmp_path)
+    stock, _ = training.on_ranks("stock", features_on_all, tmp_path)
     for name, feature in FEATURES.items():
-        assert_same(first[name], second[name])
+        training.assert_same(first[name], second[name])
         close = {"rtol": feature.tolerance, "atol": feature.tolerance}
         torch.testing.assert_close(
             first[name], alone[name], **close, msg=lambda text, name=name: f"{name}: {text}"
@@ -318,7 +308,7 @@ WAYS = pytest.mark.parametrize(
 )
 
 
-def fit_and_log(kind: Kind, directory: Path, by: By) -> list[str]:
+def fit_and_log(kind: training.Kind, directory: Path, by: By) -> list[str]:
     """Return the messages about BatchNorm of a run that converts layers."""
     lines = BufferingHandler(10_000)
     for logger in (logging.getLogger("lightning_ddp_ext"), logging.getLogger("lightning.pytorch")):
@@ -340,9 +330,9 @@ def fit_and_log(kind: Kind, directory: Path, by: By) -> list[str]:
 
 
 @WAYS
-def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path) -> None:
+def test_converted_and_other_layers_are_named(kind: training.Kind, by: By, tmp_path: Path) -> None:
     """Rank 0 logs a line about converted layers, and names the others in a warning."""
-    (summary, warning), second = on_ranks(kind, fit_and_log, tmp_path, by)
+    (summary, warning), second = training.on_ranks(kind, fit_and_log, tmp_path, by)
     assert (
         summary == "SyncBatchNorm: 6 of 10 layers, statistics over 2 ranks; "
         "not converted: 3 overrides forward, 1 synchronises already"
@@ -355,7 +345,7 @@ def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path
 
 
 def fit_to_an_end(
-    kind: Kind, directory: Path, by: By, error: BaseException | None, limit: int | None
+    kind: training.Kind, directory: Path, by: By, error: BaseException | None, limit: int | None
 ) -> None:
     model = Odd(error)
     before = facts(model)
@@ -378,31 +368,13 @@ def fit_to_an_end(
     ],
 )
 def test_whatever_ends_fit_the_model_is_what_it_was(
-    kind: Kind, by: By, error: BaseException | None, limit: int | None, tmp_path: Path
+    kind: training.Kind, by: By, error: BaseException | None, limit: int | None, tmp_path: Path
 ) -> None:
     """Types, modes, keys and sharing of layers are unchanged."""
-    on_ranks(kind, fit_to_an_end, tmp_path, by, error, limit)
+    training.on_ranks(kind, fit_to_an_end, tmp_path, by, error, limit)
 
 
-def tune(kind: Kind, directory: Path, by: By) -> None:
-    model = Odd()
-    before = facts(model)
-    trainer = trainer_with(kind, directory, by=by, default_root_dir=directory)
-    found = Tuner(trainer).lr_find(
-        model, num_training=6, early_stop_threshold=None, attr_name="end", update_attr=False
-    )
-    assert found is not None
-    assert len(found.results["loss"]) == 6
-    assert facts(model) == before
-
-
-@WAYS
-def test_lightnings_tuner_leaves_the_model_as_it_was(kind: Kind, by: By, tmp_path: Path) -> None:
-    """The Tuner finds a rate in six steps; layers are unchanged then."""
-    on_ranks(kind, tune, tmp_path, by)
-
-
-def choose_twice(kind: Kind, directory: Path) -> str:
+def choose_twice(kind: training.Kind, directory: Path) -> str:
     model = Joint()
     before = facts(model)
     trainer = trainer_with(kind, directory, by="both", conversion={"process_group": 1})
@@ -414,17 +386,17 @@ def choose_twice(kind: Kind, directory: Path) -> str:
 
 def test_the_trainers_flag_allows_no_choice_of_ranks(tmp_path: Path) -> None:
     """All ranks raise an error that names the flag."""
-    for error in on_ranks("ours", choose_twice, tmp_path):
+    for error in training.on_ranks("ours", choose_twice, tmp_path):
         assert "sync_batchnorm=True synchronises all layers" in error
 
 
-def resume(kind: Kind, directory: Path) -> None:
+def resume(kind: training.Kind, directory: Path) -> None:
     """Run with a checkpoint in the middle of an epoch, and resume it."""
     for by in ("callback", "flag"):
         torch.manual_seed(1)
         whole = Joint()
         path = directory / f"{by}.ckpt"
-        save = At(
+        save = training.At(
             "on_train_batch_end",
             lambda trainer, path=path: trainer.save_checkpoint(path),
             earlier=4,
@@ -434,7 +406,7 @@ def resume(kind: Kind, directory: Path) -> None:
         model = Joint()
         trainer_with(kind, directory, by=by).fit(model, ckpt_path=path)
         assert model.trainer.global_step == 8
-        assert_same(weights(model), weights(whole))
+        training.assert_same(training.weights(model), training.weights(whole))
 
 
 def test_checkpoints_are_those_of_plain_layers_and_resuming_changes_nothing(tmp_path: Path) -> None:
@@ -442,19 +414,19 @@ def test_checkpoints_are_those_of_plain_layers_and_resuming_changes_nothing(tmp_
 
     A resumed run equals an unbroken one, bit by bit.
     """
-    on_ranks("ours", resume, tmp_path)
+    training.on_ranks("ours", resume, tmp_path)
 
 
 def in_groups(rank: int, world_size: int, init_method: str) -> list[Tensor]:
     from lightning_ddp_ext import DDPExtStrategy, SyncBatchNormConversion
 
     means = []
-    for ranks in (2, "node"):
+    for group in (2, "node"):
         model = Joint()
         strategy = DDPExtStrategy(init_method, broadcast_buffers=False)
         options = {"num_nodes": 2, "max_epochs": 1, "num_sanity_val_steps": 0}
-        make_trainer(
-            strategy, callbacks=[SyncBatchNormConversion(process_group=ranks)], **options
+        training.make_trainer(
+            strategy, callbacks=[SyncBatchNormConversion(process_group=group)], **options
         ).fit(model)
         means.append(model.layers[1].running_mean)
     return means
@@ -467,15 +439,15 @@ def test_groups_have_separate_statistics(two_hosts: Network) -> None:
     With `process_group=2` a group has two ranks, with "node" those of one machine.
     """
     env = {
-        **by_hand_env(4),
+        **ranks.by_hand_env(4),
         "LOCAL_RANK": lambda rank: str(rank % 2),
         "NODE_RANK": lambda rank: str(rank // 2),
     }
     init_method = f"tcp://{two_hosts[0].address}:29873"
     places = [two_hosts[rank // 2] for rank in range(4)]
-    results = run_ranks(in_groups, 4, init_method, env=env, namespaces=places)
+    results = ranks.run_ranks(in_groups, 4, init_method, env=env, namespaces=places)
     for means in zip(*results, strict=True):
-        assert_same((means[0], means[2]), (means[1], means[3]))
+        training.assert_same((means[0], means[2]), (means[1], means[3]))
         assert not torch.equal(means[0], means[2])
 
 
@@ -497,7 +469,7 @@ class Normalised(Net):
         self.leaves_out = leaves_out
         self.extra = extra
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         is_second = index == 1
         if is_second and self.global_rank == self.extra:
             self.run_layers(batch[0], is_second)
@@ -545,6 +517,6 @@ def test_ranks_that_run_other_layers_raise(
         f"ranks are in different BatchNorm layers or passes: rank 0 is in the {first}, rank 1 is in"
         f" the {second}"
     )
-    outcomes = launch_ranks(normalise, 2, tmp_path, by, Normalised(**options))
+    outcomes = ranks.launch_ranks(normalise, 2, tmp_path, by, Normalised(**options))
     assert "BatchNormError" in [outcome.failure.type_name for outcome in outcomes]
     assert all(told in outcome.failure.message for outcome in outcomes)

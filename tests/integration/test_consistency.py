@@ -17,25 +17,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_ddp_ext import ConfigurationError, DivergenceError, RankConsistency
-from tests.harness.training import Batch, Kind, Net, make_strategy, make_trainer, on_ranks
+from tests.harness.training import At, Batch, Kind, Net, fit, on_ranks
 
 
-class Nudge(L.Callback):
-    """Changes the model of a rank after a batch, or before the first one."""
+def changing(batch: int, change: Callable[[Any], object], rank: int) -> At:
+    """Change the model of a rank after a batch, or with 0 before the first one."""
 
-    def __init__(self, rank: int, batch: int, change: Callable[[Any], object]) -> None:
-        self.rank = rank
-        self.batch = batch
-        self.change = change
+    def change_model(trainer: L.Trainer) -> None:
+        change(trainer.lightning_module)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if (trainer.global_rank, trainer.fit_loop.epoch_loop.total_batch_idx + 1) == (
-            self.rank,
-            self.batch,
-        ):
-            self.change(pl_module)
-
-    on_train_start = on_train_batch_end
+    if batch == 0:
+        return At("on_train_start", change_model, ranks=[rank])
+    return At("on_train_batch_end", change_model, earlier=batch - 1, ranks=[rank])
 
 
 @torch.no_grad()
@@ -112,11 +105,10 @@ def train(
     kind: Kind, directory: Path, case: Case, rank: int = 1, world_size: int = 2
 ) -> DivergenceError | None:
     L.seed_everything(3)
-    callbacks = [Nudge(rank, case.batch, case.change), RankConsistency(case.every)]
+    change = changing(case.batch, case.change, rank)
     options = {"max_epochs": 1, "limit_val_batches": 0, "devices": world_size, **case.trainer}
-    trainer = make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options)
     try:
-        trainer.fit(case.model())
+        fit(kind, directory, case.model(), change, RankConsistency(case.every), **options)
     except DivergenceError as error:
         return error
     return None
@@ -181,10 +173,9 @@ def resume_sharded(kind: Kind, directory: Path) -> None:
     """
     path = directory / "sharded.ckpt"
     for epochs in (1, 2):
-        trainer = make_trainer(
-            make_strategy(kind, directory), callbacks=[RankConsistency(1)], max_epochs=epochs
-        )
-        trainer.fit(Sharded(), ckpt_path=path if epochs == 2 else None)
+        start = path if epochs == 2 else None
+        consistency = RankConsistency(1)
+        trainer = fit(kind, directory, Sharded(), consistency, ckpt_path=start, max_epochs=epochs)
         trainer.save_checkpoint(path)
 
 
@@ -194,10 +185,12 @@ def test_a_sharded_optimiser_is_left_out(tmp_path: Path) -> None:
 
 
 def average(kind: Kind, directory: Path) -> str:
-    state = PostLocalSGDState(None, None, 2)
-    strategy = make_strategy(kind, directory, ddp_comm_state=state, model_averaging_period=2)
+    averaging = {
+        "ddp_comm_state": PostLocalSGDState(None, None, 2),
+        "model_averaging_period": 2,
+    }
     with pytest.raises(ConfigurationError) as refused:
-        make_trainer(strategy, callbacks=[RankConsistency()]).fit(Net())
+        fit(kind, directory, Net(), RankConsistency(), strategy=averaging)
     return str(refused.value)
 
 

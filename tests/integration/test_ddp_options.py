@@ -5,9 +5,8 @@ parameters, several devices a rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import lightning as L
@@ -24,19 +23,8 @@ from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.data.positions import training_generators
 from lightning_ddp_ext.reductions.gradients import average_gradients
 from lightning_ddp_ext.rendezvous.process_context import current
-from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
-from tests.harness.training import (
-    At,
-    Kind,
-    Net,
-    assert_same,
-    backend,
-    make_strategy,
-    make_trainer,
-    on_both,
-    on_ranks,
-    weights,
-)
+from tests.harness import ranks, training
+from tests.harness.training import Net
 
 
 def mean_over_ranks(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -57,15 +45,19 @@ HOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_with_hooks(kind: Kind, directory: Path) -> dict[str, dict[str, Tensor]]:
+# As fp16 allows.
+LOOSE = {"rtol": 2e-2, "atol": 2e-2}
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def train_with_hooks(kind: training.Kind, directory: Path) -> dict[str, dict[str, Tensor]]:
+    """Return the parameters that a rank learns with each hook."""
     found = {}
     for name, options in HOOKS.items():
         L.seed_everything(1)
         model = Net()
-        make_trainer(make_strategy(kind, directory, **options), devices=3, precision="64-true").fit(
-            model
-        )
-        found[name] = {key: value for key, value in weights(model).items() if "running" not in key}
+        training.fit(kind, directory, model, strategy=options, devices=3, precision="64-true")
+        found[name] = {key: value.detach() for key, value in model.named_parameters()}
     return found
 
 
@@ -73,17 +65,14 @@ def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
     """The averages are as exact as its number format allows, and the same on every
     rank.
     """
-    first, *others = on_ranks("ours", train_with_hooks, tmp_path, world_size=3)
+    first, *others = training.on_ranks("ours", train_with_hooks, tmp_path, world_size=3)
     for other in others:
-        assert_same(other, first)
-    for name, found in first.items():
-        loose = name in ("wrapped", "fp16_compress")
-        close = {"rtol": 2e-2, "atol": 2e-2} if loose else {"rtol": 1e-9, "atol": 1e-9}
-        torch.testing.assert_close(found, first["none"], **close)
-        is_exact = torch.allclose(
-            found["layers.0.weight"], first["none"]["layers.0.weight"], rtol=1e-9, atol=1e-9
-        )
-        assert is_exact != loose
+        training.assert_same(other, first)
+    torch.testing.assert_close(first["power_sgd"], first["none"], **EXACT)
+    for name in ("wrapped", "fp16_compress"):
+        torch.testing.assert_close(first[name], first["none"], **LOOSE)
+        weight = "layers.0.weight"
+        assert not torch.allclose(first[name][weight], first["none"][weight], **EXACT)
 
 
 SPARE = tuple(f"spare.{number}" for number in range(6))
@@ -103,20 +92,26 @@ class Forgetful(Net):
         return loss
 
 
-def forget(rank: int, world_size: int, directory: Path, freezes: bool) -> None:
-    model = Forgetful()
-    freeze = At("on_train_start", lambda _: model.layers[0].requires_grad_(not freezes))
-    make_trainer(make_strategy("ours", directory), callbacks=[freeze]).fit(model)
+def freeze_first_layer(trainer: L.Trainer) -> None:
+    model: Any = trainer.lightning_module
+    model.layers[0].requires_grad_(False)
 
 
+FREEZE = training.At("on_train_start", freeze_first_layer)
 NAMES = [f"{layer}.{name}" for layer in ("layers.0", *SPARE) for name in ("weight", "bias")]
 
 
 @pytest.mark.parametrize(
-    ("freezes", "names", "more"), [(False, NAMES[2:12], 2), (True, NAMES[:10], 4)]
+    ("callbacks", "named", "more"),
+    [
+        # Ten of the twelve parameters of spare layers.
+        pytest.param([], NAMES[2:12], 2, id="unused"),
+        # Ten of these and of the two that are frozen.
+        pytest.param([FREEZE], NAMES[:10], 4, id="unused and frozen"),
+    ],
 )
 def test_unused_parameters_are_named(
-    freezes: bool, names: list[str], more: int, tmp_path: Path
+    callbacks: list[L.Callback], named: list[str], more: int, tmp_path: Path
 ) -> None:
     """The error names the first ten, their number and the option that allows it; the
     other rank also exits.
@@ -124,11 +119,11 @@ def test_unused_parameters_are_named(
     DDP counts the parameters that were trainable when it was built, and also waits for
     those that were frozen since.
     """
-    first, second = launch_ranks(forget, 2, tmp_path, freezes)
+    first, second = training.fit_on(2, tmp_path, Forgetful(), *callbacks)
     assert (first.exit_code, second.exit_code) == (1, 1)
     assert second.failure.message.startswith(
         "rank 1 did not use these parameters to compute the loss that training_step returned:"
-        f" {', '.join(names)} and {more} more; DDP waits for their gradients. If this is intended,"
+        f" {', '.join(named)} and {more} more; DDP waits for their gradients. If this is intended,"
         " choose strategy='ddp_ext_find_unused_parameters_true', or"
         " DDPExtStrategy(find_unused_parameters=True)\n"
     ), second.failure.message
@@ -155,47 +150,65 @@ class WithBackbone(Net):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
-# Options of the strategy, and batches that are accumulated; torch has no static graphs
-# with accumulation.
-FINETUNED: tuple[tuple[dict[str, Any], int], ...] = (
-    ({}, 2),
-    ({"static_graph": True, "gradient_as_bucket_view": True}, 1),
-    ({"forward_sync_buffers": False}, 1),
-)
+class Finetuning(NamedTuple):
+    """Options of the strategy, and the batches of an optimiser step."""
+
+    strategy: dict[str, Any]
+    accumulation: int = 1
 
 
-def finetune(kind: Kind, directory: Path) -> list[tuple[Tensor, Tensor]]:
-    """Return the backbone's weights after the first epoch, in which they are frozen,
-    and at the end.
-    """
-    found = []
-    for options, accumulation in FINETUNED:
-        L.seed_everything(1)
-        model = WithBackbone()
-        frozen = list[Tensor]()
-        keep = partial(
-            lambda model, frozen, _: frozen.append(model.backbone.weight.clone()), model, frozen
-        )
-        finetuning = BackboneFinetuning(
-            unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=0.01
-        )
-        callbacks = [finetuning, At("on_train_epoch_end", keep)]
-        strategy = make_strategy(kind, directory, **options)
-        make_trainer(
-            strategy, callbacks=callbacks, max_epochs=3, accumulate_grad_batches=accumulation
-        ).fit(model)
-        found.append((frozen[0].detach(), model.backbone.weight.detach()))
-        ends = model.means[1:-1:2]
-        begins = model.means[2::2]
-        assert all(map(torch.equal, ends, begins)) or options.get("forward_sync_buffers", True)
-    return found
+FINETUNED = {
+    "accumulated": Finetuning({}, 2),
+    # torch has no static graphs with accumulation.
+    "static graph": Finetuning({"static_graph": True, "gradient_as_bucket_view": True}),
+    "own buffers": Finetuning({"forward_sync_buffers": False}),
+}
 
 
-def test_unfrozen_parameters_are_the_same_on_all_ranks(tmp_path: Path) -> None:
+class Backbone(NamedTuple):
+    """Weights of the backbone, and the running means that the model has recorded."""
+
+    frozen: Tensor  # after the first epoch
+    trained: Tensor
+    means: list[Tensor]
+
+
+def finetune(kind: training.Kind, directory: Path, name: str) -> Backbone:
+    L.seed_everything(1)
+    model = WithBackbone()
+    frozen: list[Tensor] = []
+    keep = training.At(
+        "on_train_epoch_end", lambda _: frozen.append(model.backbone.weight.detach().clone())
+    )
+    finetuning = BackboneFinetuning(
+        unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=0.01
+    )
+    strategy, accumulation = FINETUNED[name]
+    training.fit(
+        kind,
+        directory,
+        model,
+        finetuning,
+        keep,
+        strategy=strategy,
+        max_epochs=3,
+        accumulate_grad_batches=accumulation,
+    )
+    return Backbone(frozen[0], model.backbone.weight.detach(), model.means)
+
+
+@pytest.mark.parametrize("name", FINETUNED)
+def test_unfrozen_parameters_are_the_same_on_all_ranks(name: str, tmp_path: Path) -> None:
     """This holds with `BackboneFinetuning` and any options of DDP."""
-    for (frozen, first), (_, second) in zip(*on_ranks("ours", finetune, tmp_path), strict=True):
-        assert torch.equal(first, second)
-        assert not torch.equal(first, frozen)
+    first, second = training.on_ranks("ours", finetune, tmp_path, name)
+    assert torch.equal(first.trained, second.trained)
+    for rank in (first, second):
+        assert not torch.equal(rank.trained, rank.frozen)
+    if name == "own buffers":
+        # A step begins with the running means with which the step before ended.
+        ends = second.means[1:-1:2]
+        begins = second.means[2::2]
+        assert all(map(torch.equal, ends, begins))
 
 
 class Toggled(Net):
@@ -207,7 +220,7 @@ class Toggled(Net):
     """
 
     def __init__(
-        self, kind: Kind, is_trained: Callable[[int, int], bool], *, within: bool = False
+        self, kind: training.Kind, is_trained: Callable[[int, int], bool], *, within: bool = False
     ) -> None:
         super().__init__()
         self.is_trained = is_trained
@@ -249,7 +262,7 @@ class Partly(Toggled):
 class Adversarial(Net):
     """Trains two networks in turn, each with the other one frozen."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: training.Kind) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.layers[0].requires_grad_(kind == "stock")
@@ -276,7 +289,7 @@ def by_step(epoch: int, index: int) -> bool:
     return index % 2 == 1
 
 
-TOGGLED: dict[str, tuple[Callable[[Kind], Net], dict[str, Any]]] = {
+TOGGLED: dict[str, tuple[Callable[[training.Kind], Net], dict[str, Any]]] = {
     "by epoch": (lambda kind: Toggled(kind, by_epoch), {}),
     "by step": (lambda kind: Toggled(kind, by_step), {}),
     "within steps": (lambda kind: Toggled(kind, by_step, within=True), {}),
@@ -286,15 +299,14 @@ TOGGLED: dict[str, tuple[Callable[[Kind], Net], dict[str, Any]]] = {
 }
 
 
-def toggle(kind: Kind, directory: Path) -> dict[str, Any]:
+def toggle(kind: training.Kind, directory: Path) -> dict[str, Any]:
     found = {}
     for name, (make, options) in TOGGLED.items():
         L.seed_everything(1)
         model = make(kind)
         is_needed = kind == "stock" or name == "adversarial"
-        strategy = make_strategy(kind, directory, find_unused_parameters=is_needed)
-        trainer = make_trainer(strategy, max_epochs=4, **options)
-        trainer.fit(model)
+        strategy = {"find_unused_parameters": is_needed}
+        trainer = training.fit(kind, directory, model, strategy=strategy, max_epochs=4, **options)
         states = [each.state_dict()["state"] for each in trainer.optimizers]
         found[name] = {"weights": dict(model.named_parameters()), "states": states}
     return found
@@ -304,61 +316,51 @@ def test_gradients_are_averaged_however_layers_are_frozen_and_unfrozen(tmp_path:
     """Weights and optimiser states are those of a DDP that averages all gradients, on
     each rank, to the last bit.
     """
-    ours, stock = on_both(toggle, tmp_path)
+    ours, stock = training.on_both(toggle, tmp_path)
     for mine, theirs in zip(ours, stock, strict=True):
-        assert_same(mine, theirs)
-        assert_same(mine, ours[0])
+        training.assert_same(mine, theirs)
+        training.assert_same(mine, ours[0])
 
 
-def average(rank: int, world_size: int) -> list[Tensor | None]:
-    shapes = ((2, 3), (1 << 23,), (1 << 23,), (3,), (4, 2), (5,))
-    every, large, other, exact, table, unused = (
-        nn.Parameter(torch.zeros(shape)) for shape in shapes
-    )
-    exact.data = exact.data.double()
-    for parameter in (every, large, exact, other)[: 3 + rank]:
-        parameter.grad = torch.full_like(parameter, 1.0 + rank)
-    table.grad = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1, 2), (4, 2))
+def average_sparse(rank: int, world_size: int) -> Tensor:
+    """Average a gradient of which each rank has the row of its number."""
+    table = nn.Parameter(torch.zeros(3, 2))
+    table.grad = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1, 2), (3, 2))
     dist.init_process_group("gloo")
-    average_gradients([every, large, other, exact, table, unused])
+    average_gradients([table])
     dist.destroy_process_group()
-    gradients = [each.grad for each in (every, exact, table, unused)]
-    return [
-        *gradients,
-        *(None if each.grad is None else each.grad.unique() for each in (large, other)),
-    ]
+    return table.grad
 
 
-def test_gradients_are_averaged_in_any_form() -> None:
-    """Dense and sparse ones of any type and size are, also if only one rank has them."""
-    env = {**by_hand_env(2), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for every, exact, table, unused, large, other in run_ranks(average, 2, env=env):
-        assert torch.equal(every, torch.full((2, 3), 1.5))
-        assert torch.equal(exact, torch.full((3,), 1.5, dtype=torch.float64))
-        assert table.is_sparse
-        assert torch.equal(
-            table.to_dense(), torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]])
-        )
-        assert unused is None
-        assert (large.tolist(), other.tolist()) == ([1.5], [1.0])
+def test_sparse_gradients_are_averaged() -> None:
+    """A row that one of two ranks has counts by half."""
+    for gradient in ranks.run_ranks(average_sparse, 2, env=ranks.by_hand_env(2, ranks.free_port())):
+        assert gradient.is_sparse
+        assert gradient.to_dense().tolist() == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
 
 
-def train_alone(kind: Kind, directory: Path) -> tuple[int, dict[str, Tensor]]:
-    """Return the calls of the module's forward hook, and the weights that it learns."""
+class Alone(NamedTuple):
+    """The calls of the module's forward hook, and the weights that it learns."""
+
+    calls: int
+    weights: dict[str, Tensor]
+
+
+def train_alone(kind: training.Kind, directory: Path) -> Alone:
     L.seed_everything(1)
     model = Net()
     calls: list[str] = []
     model.register_forward_hook(lambda *_: calls.append("forward"))
-    make_trainer(make_strategy(kind, directory), devices=1).fit(model)
-    return len(calls), weights(model)
+    training.fit(kind, directory, model, devices=1)
+    return Alone(len(calls), training.weights(model))
 
 
 def test_a_single_rank_trains_as_with_stock(tmp_path: Path) -> None:
     """Its training step also takes DDP's forward pass, which calls hooks."""
-    (ours,) = on_ranks("ours", train_alone, tmp_path, world_size=1)
-    (stock,) = on_ranks("stock", train_alone, tmp_path, world_size=1)
-    assert ours[0] == stock[0] > 0
-    assert_same(ours[1], stock[1])
+    (ours,) = training.on_ranks("ours", train_alone, tmp_path, world_size=1)
+    (stock,) = training.on_ranks("stock", train_alone, tmp_path, world_size=1)
+    assert ours.calls == stock.calls > 0
+    training.assert_same(ours.weights, stock.weights)
 
 
 class Parts(Net):
@@ -377,7 +379,7 @@ class Parts(Net):
             layer.to(devices[index % self.per_rank])
 
 
-def use_several_devices(kind: Kind, directory: Path, per_rank: int) -> dict[str, Any]:
+def use_several_devices(kind: training.Kind, directory: Path, per_rank: int) -> dict[str, Any]:
     L.seed_everything(1)
     files = directory / str(per_rank)
     model = Parts(per_rank)
@@ -385,8 +387,8 @@ def use_several_devices(kind: Kind, directory: Path, per_rank: int) -> dict[str,
     options = {"devices": 2 * per_rank, "enable_checkpointing": True, "callbacks": [checkpoint]}
 
     def trainer(**more: Any) -> L.Trainer:
-        strategy = make_strategy(kind, directory, devices_per_rank=per_rank)
-        return make_trainer(strategy, sync_batchnorm=True, **options, **more)
+        strategy = training.make_strategy(kind, directory, devices_per_rank=per_rank)
+        return training.make_trainer(strategy, sync_batchnorm=True, **options, **more)
 
     trainer().fit(model)
     again = trainer(max_epochs=3)
@@ -396,15 +398,17 @@ def use_several_devices(kind: Kind, directory: Path, per_rank: int) -> dict[str,
     context = current()
     assert context is not None
     assert context.groups.request.has_one_device is (per_rank == 1)
-    return {"weights": weights(model), "step": again.global_step, "tested": tested}
+    return {"weights": training.weights(model), "step": again.global_step, "tested": tested}
 
 
 def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
     """Four devices are two ranks: sampling, SyncBatchNorm, checkpoints and metrics are
     those of two ranks.
     """
-    two, one = (on_ranks("ours", use_several_devices, tmp_path, per_rank) for per_rank in (2, 1))
-    assert_same(two, one)
+    two, one = (
+        training.on_ranks("ours", use_several_devices, tmp_path, per_rank) for per_rank in (2, 1)
+    )
+    training.assert_same(two, one)
 
 
 def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
@@ -434,44 +438,3 @@ def test_random_states_of_all_devices_of_a_rank_are_recorded() -> None:
     with patch.object(torch.cuda, "default_generators", generators):
         found = training_generators(with_gpus(4, local_rank=1), with_loaders=False)
     assert [generators.index(each) for each in found] == [2, 3]
-
-
-def wait_for_two_gpus(rank: int, world_size: int, directory: Path) -> list[int]:
-    """Return the devices that a backward pass and a save wait for."""
-    waits: list[int] = []
-
-    class Stream:
-        def __init__(self, device: torch.device) -> None:
-            self.synchronize = lambda: waits.append(device.index)
-
-    def look(trainer: L.Trainer) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, DDPExtStrategy)
-        first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-        with patch.object(torch.cuda, "current_stream", Stream):
-            with (
-                patch.object(DDPExtStrategy, "rank_devices", [first, second]),
-                strategy.recorder.backward(),
-            ):
-                assert waits == []
-            # The save itself sends from the first device, which must exist.
-            with patch.object(DDPExtStrategy, "rank_devices", [torch.device("cpu"), second]):
-                strategy.save_checkpoint({}, directory / "saved.ckpt")
-
-    strategy = make_strategy(
-        "ours",
-        directory,
-        process_group_backend=backend("nccl_stand_in"),
-        rescue_checkpoint=directory / "rescue.ckpt",
-    )
-    callbacks = [At("on_train_batch_end", look)]
-    make_trainer(strategy, callbacks=callbacks, max_epochs=1).fit(Net())
-    return waits
-
-
-def test_all_devices_of_a_rank_finish_before_its_results_are_used(tmp_path: Path) -> None:
-    """An optimiser step on the second GPU would use partial sums after an abort of NCCL,
-    and a save would contain them.
-    """
-    for waits in run_ranks(wait_for_two_gpus, 2, tmp_path, env=by_hand_env(2)):
-        assert waits == [0, 1, 1]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -28,8 +28,8 @@ from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import RankAbsentError
-from tests.harness.ranks import RankProcesses, announce, hold, launch_ranks
-from tests.harness.training import At, Batch, Net, make_trainer
+from tests.harness import ranks, training
+from tests.harness.training import Net
 
 PLACE = r"\S+/test_deadlocks\.py:\d+"
 
@@ -43,21 +43,8 @@ class Plain(Net):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 1))
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         return self.loss(batch)
-
-
-class Lone(At):
-    """Calls a function of the Trainer on one rank only."""
-
-    def __init__(
-        self, hook: str, do: Callable[[L.Trainer], object], *, rank: int = 0, earlier: int = 0
-    ) -> None:
-        super().__init__(
-            hook,
-            lambda trainer: do(trainer) if trainer.global_rank == rank else None,
-            earlier=earlier,
-        )
 
 
 class WithoutTargets(Plain):
@@ -68,7 +55,7 @@ class WithoutTargets(Plain):
         self.layers = layers or self.layers
         self.steps = steps
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         loss = super().training_step(batch, index)
         if self.global_rank == 1 and index in self.steps:
             return torch.zeros((), requires_grad=True)
@@ -92,7 +79,7 @@ class Validating(Plain):
         self.on_step = on_step
         self.mean = MeanMetric()
 
-    def validation_step(self, batch: Batch, index: int) -> None:
+    def validation_step(self, batch: training.Batch, index: int) -> None:
         loss = self.loss(batch)
         if self.on_step:
             self.log("val", loss, on_step=True, on_epoch=True, sync_dist=True)
@@ -110,8 +97,14 @@ class Validating(Plain):
 Setting = tuple[L.LightningModule, dict[str, Any]]
 
 
-def with_callback(hook: str, do: Callable[[L.Trainer], object], *, earlier: int = 0) -> Setting:
-    return Plain(), {"callbacks": [Lone(hook, do, earlier=earlier)]}
+def alone(
+    hook: str, do: Callable[[L.Trainer], object], *, earlier: int = 0, rank: int = 0
+) -> Callable[[int], Setting]:
+    """Return the setting of ranks of which one makes a call in a hook."""
+    return lambda _: (
+        Plain(),
+        {"callbacks": [training.At(hook, do, earlier=earlier, ranks=[rank])]},
+    )
 
 
 def read_log_dir(trainer: L.Trainer) -> object:
@@ -132,8 +125,8 @@ def form_own_group(trainer: L.Trainer) -> None:
 
 def in_own_group(rank: int) -> Setting:
     callbacks = [
-        At("on_fit_start", form_own_group),
-        Lone("on_train_batch_end", reduce_in_own_group, earlier=1),
+        training.At("on_fit_start", form_own_group),
+        training.At("on_train_batch_end", reduce_in_own_group, earlier=1, ranks=[0]),
     ]
     return Plain(), {"callbacks": callbacks}
 
@@ -143,57 +136,67 @@ def validating(samples: list[int], *, on_step: bool) -> Setting:
 
 
 BACKWARD = "return a loss that depends on the model.*same callbacks and accumulate_grad_batches"
-# The settings of each rank; the calls of ranks 0 and 1; and the remedy.
-CASES: dict[str, tuple[Callable[[int], Setting], str, str, str]] = {
-    "log_dir at the start": (
-        lambda rank: with_callback("on_fit_start", read_log_dir),
+
+
+class Deadlock(NamedTuple):
+    """The settings of each rank, the calls in which ranks 0 and 1 wait, and the remedy."""
+
+    setting: Callable[[int], Setting]
+    first: str
+    second: str
+    remedy: str
+
+
+CASES = {
+    "log_dir at the start": Deadlock(
+        alone("on_fit_start", read_log_dir),
         r"broadcast #\d+ \[\[1\]\]",
         "barrier '.*'",
         r"such as trainer\.log_dir, on every rank",
     ),
-    "log_dir in a step": (
-        lambda rank: with_callback("on_train_batch_end", read_log_dir, earlier=1),
+    "log_dir in a step": Deadlock(
+        alone("on_train_batch_end", read_log_dir, earlier=1),
         r"broadcast #\d+ \[\[1\]\]",
         r"all_reduce #\d+ \[\[5\]\]",
         r"such as trainer\.log_dir, on every rank",
     ),
-    "log_dir at the end": (
-        lambda rank: with_callback("on_train_end", read_log_dir),
+    "log_dir at the end": Deadlock(
+        alone("on_train_end", read_log_dir),
         r"broadcast #\d+ \[\[1\]\]",
         "the final stop check",
         r"such as trainer\.log_dir, on every rank",
     ),
-    "no targets in a step": (
+    "no targets in a step": Deadlock(
         lambda rank: (WithoutTargets([1], Net().layers), {}),
         r"all_reduce #\d+ \[\[65\]\]",
         r"broadcast #\d+ \[\[16\]\]",
         BACKWARD,
     ),
-    "no targets in the last step": (
+    "no targets in the last step": Deadlock(
         lambda rank: (WithoutTargets([3]), {}),
         r"all_reduce #\d+ \[\[5\]\]",
         r"the reduction of validation_step\.val_loss \(mean\)",
         BACKWARD,
     ),
-    "accumulate_grad_batches": (
+    "accumulate_grad_batches": Deadlock(
         lambda rank: (Plain(), {"accumulate_grad_batches": 1 + rank}),
         r"all_reduce #\d+ \[\[5\]\]",
         r"the reduction of validation_step\.val_loss \(mean\)",
         BACKWARD,
     ),
-    "callbacks": (
-        lambda rank: with_callback("on_train_batch_end", gather, earlier=1),
+    "callbacks": Deadlock(
+        alone("on_train_batch_end", gather, earlier=1),
         r"all_gather #\d+ \[\[2\]\]",
         r"all_reduce #\d+ \[\[5\]\]",
         BACKWARD,
     ),
-    "two groups": (
+    "two groups": Deadlock(
         in_own_group,
         r"all_reduce #1 \[\[1\]\] of group \d+",
         r"all_reduce #\d+ \[\[5\]\]",
         BACKWARD,
     ),
-    "no batch for a metric": (
+    "no batch for a metric": Deadlock(
         lambda rank: validating([3, 0], on_step=False),
         r"barrier #\d+",
         "the final stop check",
@@ -215,7 +218,7 @@ def fit(rank: int, world_size: int, directory: Path, name: str) -> None:
         threading.Thread(target=announce_surveys, daemon=True).start()
     model, options = SETTINGS[name](rank)
     chosen = {"max_epochs": 1, "num_sanity_val_steps": 0, "default_root_dir": directory, **options}
-    make_trainer(make_strategy(directory, 0.2 if is_busy else 0.5), **chosen).fit(model)
+    training.make_trainer(make_strategy(directory, 0.2 if is_busy else 0.5), **chosen).fit(model)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -223,12 +226,13 @@ def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
     """Both ranks raise an error with both calls, their lines and a remedy, long before
     the timeout.
     """
-    _, first, second, remedy = CASES[name]
-    outcomes = launch_ranks(fit, 2, tmp_path, name)
-    by_rank = [rf"rank {rank} \(host \S+, pid {outcomes[rank].pid}\) is in" for rank in range(2)]
+    deadlock = CASES[name]
+    outcomes = ranks.launch_ranks(fit, 2, tmp_path, name)
+    rank_0, rank_1 = (rf"rank {each.rank} \(host \S+, pid {each.pid}\) is in" for each in outcomes)
     sentence = (
-        rf"ranks are waiting for each other in different calls: {by_rank[0]} {first}, {PLACE}; "
-        rf"{by_rank[1]} {second}, {PLACE}; .*{remedy}"
+        "ranks are waiting for each other in different calls:"
+        rf" {rank_0} {deadlock.first}, {PLACE}; {rank_1} {deadlock.second}, {PLACE};"
+        rf" .*{deadlock.remedy}"
     )
     for outcome in outcomes:
         assert outcome.failure.type_name == "RankAbsentError", outcome.story()
@@ -237,28 +241,28 @@ def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
 
 def test_values_logged_in_other_numbers_of_steps_are_named(tmp_path: Path) -> None:
     """Both ranks raise an error with the values, without waiting."""
-    for outcome in launch_ranks(fit, 2, tmp_path, "uneven validation"):
+    for outcome in ranks.launch_ranks(fit, 2, tmp_path, "uneven validation"):
         assert outcome.failure.type_name == "DivergenceError", outcome.story()
         assert "ranks logged different values with sync_dist=True" in outcome.failure.message
 
 
 def leave_early(rank: int, world_size: int, directory: Path) -> None:
     """Rank 0 waits in a hook after the last barrier of ``fit``, which rank 1 leaves."""
-    hook = Lone("on_fit_end", lambda trainer: dist.all_reduce(torch.ones(1)))
-    trainer = make_trainer(make_strategy(directory), max_epochs=1, callbacks=[hook])
+    hook = training.At("on_fit_end", lambda trainer: dist.all_reduce(torch.ones(1)), ranks=[0])
+    trainer = training.make_trainer(make_strategy(directory), max_epochs=1, callbacks=[hook])
     trainer.fit(Plain())
-    hold("after fit")
+    ranks.hold("after fit")
 
 
 def test_a_rank_that_has_left_fit_is_named(tmp_path: Path) -> None:
     """The message has its line after `fit`, and the call in which the other rank waits
     for it.
     """
-    with RankProcesses(leave_early, 2, tmp_path) as ranks:
-        ranks.wait_for("after fit", 1)
-        (waiting,) = ranks.wait(0)
-        ranks.release(1)
-        ranks.wait(1)
+    with ranks.RankProcesses(leave_early, 2, tmp_path) as processes:
+        processes.wait_for("after fit", 1)
+        (waiting,) = processes.wait(0)
+        processes.release(1)
+        processes.wait(1)
     assert type(waiting.failure.exception) is RankAbsentError, waiting.story()
     left = (
         r"rank 1 \(host \S+, pid \d+\) is in code after the Trainer's run, \S+/rank_process\.py:\d+"
@@ -272,7 +276,7 @@ def test_a_rank_that_has_left_fit_is_named(tmp_path: Path) -> None:
 
 
 def stay(*_: Any) -> None:
-    hold("busy")
+    ranks.hold("busy")
 
 
 class Slow(Dataset[Any]):
@@ -305,29 +309,6 @@ def save(trainer: L.Trainer) -> None:
     trainer.save_checkpoint(f"{trainer.default_root_dir}/it.ckpt")
 
 
-class Computing(torch.autograd.Function):
-    """On rank 0, the backward pass computes until the test releases the rank."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Any:
-        if dist.get_rank() == 0:
-            released = threading.Thread(target=stay, daemon=True)
-            released.start()
-            while released.is_alive():
-                torch.ones(200, 200) @ torch.ones(200, 200)
-        return gradients
-
-
-class ComputesLong(Plain):
-    def training_step(self, batch: Batch, index: int) -> Tensor:
-        loss = super().training_step(batch, index)
-        return Computing.apply(loss) if index == 1 else loss
-
-
 class Terminal(io.StringIO):
     """A user at a debugger, who continues once the test releases the rank."""
 
@@ -341,23 +322,22 @@ def debug(trainer: L.Trainer) -> None:
 
 
 BUSY: dict[str, Callable[[int], Setting]] = {
-    "its own validation": lambda rank: with_callback("on_train_batch_end", stay, earlier=1),
+    "its own validation": alone("on_train_batch_end", stay, earlier=1),
     "a slow loader": lambda rank: (ReadsSlowly(), {}),
-    "a debugger": lambda rank: with_callback("on_train_batch_end", debug, earlier=1),
+    "a debugger": alone("on_train_batch_end", debug, earlier=1),
     "a long save": lambda rank: (
         Plain(),
-        {"callbacks": [At("on_train_batch_end", save, earlier=1)], "plugins": [SavesSlowly()]},
+        {
+            "callbacks": [training.At("on_train_batch_end", save, earlier=1)],
+            "plugins": [SavesSlowly()],
+        },
     ),
-    "a long backward pass": lambda rank: (ComputesLong(), {}),
-    "work before a barrier": lambda rank: with_callback("on_train_end", stay),
-    "work at the start": lambda rank: with_callback("setup", stay),
-    "stopped": lambda rank: (
-        Plain(),
-        {"callbacks": [Lone("on_train_batch_end", stay, rank=1, earlier=1)]},
-    ),
+    "work before a barrier": alone("on_train_end", stay),
+    "work at the start": alone("setup", stay),
+    "stopped": alone("on_train_batch_end", stay, rank=1, earlier=1),
 }
 SETTINGS: dict[str, Callable[[int], Setting]] = {
-    **{name: setting for name, (setting, *_) in CASES.items()},
+    **{name: deadlock.setting for name, deadlock in CASES.items()},
     **BUSY,
     "uneven validation": lambda rank: validating([3, 2], on_step=True),
 }
@@ -370,19 +350,19 @@ def announce_surveys() -> None:
             if thread.name == "ddpx-survey":
                 with suppress(RuntimeError):  # not started yet
                     thread.join()
-                    announce("survey")
+                    ranks.announce("survey")
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize("name", [name for name in BUSY if name != "stopped"])
 def test_a_rank_that_works_can_continue(name: str, tmp_path: Path) -> None:
     """The others wait for it, however often rank 0 compares the ranks."""
-    with RankProcesses(fit, 2, tmp_path, name) as ranks:
-        ranks.wait_for("busy", 0)
+    with ranks.RankProcesses(fit, 2, tmp_path, name) as processes:
+        processes.wait_for("busy", 0)
         for _ in range(4):
-            ranks.wait_for("survey", 0)
-        ranks.release(0)
-        outcomes = ranks.wait()
+            processes.wait_for("survey", 0)
+        processes.release(0)
+        outcomes = processes.wait()
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes[0].story()
 
 
@@ -390,12 +370,12 @@ def test_a_stopped_process_can_continue(tmp_path: Path) -> None:
     """A process that SIGSTOP stopped and SIGCONT continued finishes, and so do the
     ranks that waited for it.
     """
-    with RankProcesses(fit, 2, tmp_path, "stopped") as ranks:
-        ranks.wait_for("busy", 1)
-        ranks.kill(1, signal.SIGSTOP)
-        ranks.release(1)
+    with ranks.RankProcesses(fit, 2, tmp_path, "stopped") as processes:
+        processes.wait_for("busy", 1)
+        processes.kill(1, signal.SIGSTOP)
+        processes.release(1)
         for _ in range(2):
-            ranks.wait_for("survey", 0)
-        ranks.kill(1, signal.SIGCONT)
-        outcomes = ranks.wait()
+            processes.wait_for("survey", 0)
+        processes.kill(1, signal.SIGCONT)
+        outcomes = processes.wait()
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes[0].story()

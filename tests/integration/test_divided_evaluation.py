@@ -1,91 +1,23 @@
-"""Evaluation of data that users limit or divide among ranks: each rank evaluates its
-part, and values are those of all samples.
+"""Evaluation of data that the user divides among ranks: each rank evaluates its part,
+and values are those of all samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
-from torchmetrics import CatMetric
 
 from lightning_ddp_ext.errors import RankAbsentError, RankFailedError
 from tests.harness.ranks import run_ranks
-from tests.integration.evaluating import AtTheEnd, Batch, Ragged, loader, make_on, scores
-
-
-class Gathers(AtTheEnd):
-    """Gathers the indices that all ranks evaluated."""
-
-    def __init__(self, loaders: int) -> None:
-        super().__init__(loaders)
-        self.indices = nn.ModuleList(CatMetric() for _ in range(loaders))
-
-    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
-        super().validation_step(batch, index, dataloader_idx)
-        indices: Any = self.indices[dataloader_idx]
-        indices.update(batch["index"])
-
-
-@dataclass
-class Chosen:
-    """What an evaluation read by the user's choice, and the mean that it logged."""
-
-    sizes: list[int]  # of this rank's batches
-    seen: list[list[int]]  # the indices on all ranks, by loader
-    mean: float | None  # of one loader
-
-
-def validate(trainer: L.Trainer, *loaders: Any) -> Chosen:
-    model = Gathers(len(loaders))
-    trainer.validate(model, list(loaders), verbose=False)
-    mean = trainer.callback_metrics.get("mean")
-    return Chosen(
-        sizes=[len(indices) for indices in model.seen],
-        seen=[each.compute().int().sort().values.tolist() for each in model.indices],  # type: ignore[operator]
-        mean=None if mean is None else float(mean),
-    )
-
-
-def choose(rank: int, world_size: int, directory: Path) -> dict[str, Chosen]:
-    """Evaluate otherwise than each sample once, by the user's choice."""
-
-    def trainer(**options: Any) -> L.Trainer:
-        return make_on(world_size, directory, **options)
-
-    own = DistributedSampler(range(4), world_size, rank, shuffle=False)  # type: ignore[arg-type]
-    return {
-        "two batches": validate(trainer(limit_val_batches=2), loader(19, 3), loader(7)),
-        "three quarters": validate(trainer(limit_val_batches=0.75), loader(19, 3), loader(7)),
-        "drop_last": validate(trainer(), loader(16, 3, drop_last=True)),
-        "own sampler": validate(trainer(), loader(4, sampler=own)),
-        "stock's sampler": validate(trainer(exact_evaluation=False), loader(4, 2)),
-    }
-
-
-def test_limits_and_samplers_that_repeat_can_be_chosen(tmp_path: Path) -> None:
-    """A limit leaves each rank that many batches.
-
-    ``drop_last``, the user's own sampler or stock's repeat samples.
-    """
-    padded = [0, 0, 1, 1, 2, 3]
-    mean = sum(float(scores(4)[index]["x"]) for index in padded) / len(padded)
-    for found in run_ranks(choose, 3, tmp_path):
-        for limit in ("two batches", "three quarters"):
-            assert found[limit].sizes == [3, 3, 1, 1]
-            assert found[limit].seen == [list(range(18)), list(range(6))]
-        assert found["drop_last"].sizes == [3, 3]
-        assert found["drop_last"].seen == [sorted([0, 1, *range(16)])]
-        assert found["own sampler"].seen == [padded]
-        assert found["stock's sampler"].seen == [padded]
-        assert found["stock's sampler"].mean == pytest.approx(mean, rel=1e-6)
+from tests.harness.training import make_strategy, make_trainer
+from tests.integration import evaluating
 
 
 class Dealt(DistributedSampler[Any]):
@@ -108,88 +40,123 @@ class Part(IterableDataset[Any]):
         self.part = slice(rank, None, world_size)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(scores(self.samples)[self.part])
+        return iter(evaluating.scores(self.samples)[self.part])
 
 
-class Unsized(Ragged):
-    """Has no length."""
+class Unsized(evaluating.Ragged):
+    """Yields batches of one, two, three and more samples, and has no length."""
 
     __len__ = None  # type: ignore[assignment]
 
 
-@dataclass
-class Divided:
-    """What an evaluation logged, and the sizes of this rank's batches."""
+def sampled(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
+    sampler = Dealt(evaluating.scores(samples), world_size, rank)
+    return evaluating.loader(samples, 1, sampler=sampler)
+
+
+def streamed(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Part(samples, rank, world_size), 2)
+
+
+def unsized(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
+    batches = Unsized(range(rank, samples, world_size), 2, False)
+    return DataLoader(evaluating.scores(samples), batch_sampler=batches)
+
+
+class Case(NamedTuple):
+    """How data are divided, and for each loader its number of samples and the sizes of
+    the batches that each of three ranks evaluates.
+    """
+
+    make: Callable[[int, int, int], DataLoader[Any]]
+    loaders: list[tuple[int, list[list[int]]]]
+
+
+CASES = {
+    # Five samples in batches of one are two, two and one.
+    "sampler": Case(sampled, [(5, [[1, 1], [1, 1], [1]]), (4, [[1, 1], [1], [1]])]),
+    # Seven samples in batches of two are three, two and two.
+    "stream": Case(streamed, [(7, [[2, 1], [2], [2]]), (9, [[2, 1], [2, 1], [2, 1]])]),
+    "without length": Case(unsized, [(9, [[1, 2], [1, 2], [1, 2]])]),
+}
+
+
+class Sizes(evaluating.AtTheEnd):
+    """Records the sizes of batches, by loader."""
+
+    def __init__(self, loaders: int) -> None:
+        super().__init__(loaders)
+        self.sizes: dict[int, list[int]] = defaultdict(list)
+
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, index, dataloader_idx)
+        self.sizes[dataloader_idx].append(len(batch["index"]))
+
+
+class Divided(NamedTuple):
+    """What an evaluation logged, and the sizes of this rank's batches by loader."""
 
     logged: dict[str, float]
-    sizes: list[int]
+    sizes: dict[int, list[int]]
 
 
-def divide(rank: int, world_size: int, directory: Path) -> dict[str, Divided]:
-    """Evaluate data that the user divides, so that ranks have other numbers of batches."""
-    trainer = make_on(world_size, directory, use_distributed_sampler=False)
-    own = trainer.global_rank
-    loaders: dict[str, list[DataLoader[Any]]] = {
-        "sampler": [loader(n, 1, sampler=Dealt(scores(n), world_size, own)) for n in (5, 4)],
-        "stream": [DataLoader(Part(n, own, world_size), 2) for n in (7, 9)],
-        "without length": [
-            DataLoader(scores(9), batch_sampler=Unsized(range(own, 9, world_size), 2, False))
-        ],
-    }
-    found = {}
-    for name, each in loaders.items():
-        model = AtTheEnd(len(each))
-        logged = {
-            key: value
-            for values in trainer.validate(model, each, verbose=False)
-            for key, value in values.items()
-        }
-        found[name] = Divided(logged, [len(indices) for indices in model.seen])
-    return found
+def make_on(world_size: int, directory: Path) -> L.Trainer:
+    strategy: Any = make_strategy("ours", directory) if world_size > 1 else "auto"
+    return make_trainer(strategy, devices=world_size, use_distributed_sampler=False)
 
 
-def test_ranks_that_have_other_numbers_of_batches(tmp_path: Path) -> None:
+def divide(rank: int, world_size: int, directory: Path, name: str) -> Divided:
+    case = CASES[name]
+    loaders = [case.make(samples, rank, world_size) for samples, _ in case.loaders]
+    model = Sizes(len(loaders))
+    logged: dict[str, float] = {}
+    for values in make_on(world_size, directory).validate(model, loaders, verbose=False):
+        logged.update(values)
+    return Divided(logged, dict(model.sizes))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_that_have_other_numbers_of_batches(name: str, tmp_path: Path) -> None:
     """Each rank evaluates its own batches, and values are those of all samples."""
-    (one,) = run_ranks(divide, 1, tmp_path)
-    ranks = run_ranks(divide, 3, tmp_path)
-    for found in ranks:
-        for name, alone in one.items():
-            assert found[name].logged == pytest.approx(alone.logged, rel=1e-6), name
-    assert {name: [found[name].sizes for found in ranks] for name in one} == {
-        "sampler": [[1, 1, 1, 1], [1, 1, 1], [1, 1]],
-        "stream": [[2, 1, 2, 1], [2, 2, 1], [2, 2, 1]],
-        "without length": [[1, 2]] * 3,
-    }
+    (alone,) = run_ranks(divide, 1, tmp_path, name)
+    by_rank = run_ranks(divide, 3, tmp_path, name)
+    for found in by_rank:
+        assert found.logged == pytest.approx(alone.logged, rel=1e-6)
+    for number, (_, sizes) in enumerate(CASES[name].loaders):
+        assert [found.sizes[number] for found in by_rank] == sizes
+
+
+class Failure(NamedTuple):
+    """The error of an evaluation."""
+
+    type: type[BaseException]
+    message: str
 
 
 def evaluate_one_sample(
-    rank: int, world_size: int, directory: Path, data: str
-) -> tuple[type[BaseException], str]:
-    """Return the error of an evaluation in which only rank 0 has a sample."""
-    trainer = make_on(world_size, directory, use_distributed_sampler=False)
-    if data == "sampler":
-        only_on_rank_0 = loader(1, sampler=Dealt(scores(1), world_size, trainer.global_rank))
-    else:
-        only_on_rank_0 = DataLoader(Part(1, trainer.global_rank, world_size))
+    rank: int, world_size: int, directory: Path, make: Callable[[int, int, int], DataLoader[Any]]
+) -> Failure:
+    """Evaluate data of which only rank 0 has a sample."""
+    only_on_rank_0 = make(1, rank, world_size)
     with pytest.raises((RankFailedError, RuntimeError)) as caught:
-        trainer.validate(AtTheEnd(), only_on_rank_0, verbose=False)
-    return caught.type, str(caught.value)
+        make_on(world_size, directory).validate(
+            evaluating.AtTheEnd(), only_on_rank_0, verbose=False
+        )
+    return Failure(caught.type, str(caught.value))
 
 
-@pytest.mark.parametrize("data", ["sampler", "stream"])
-def test_a_rank_without_a_batch_ends_the_evaluation(data: str, tmp_path: Path) -> None:
-    """Every rank raises.
+def test_a_rank_whose_loader_has_no_batch_ends_the_evaluation(tmp_path: Path) -> None:
+    """This rank raises stock's error; the other one names it with this cause."""
+    first, second = run_ranks(evaluate_one_sample, 2, tmp_path, sampled)
+    assert first.type is RankFailedError
+    assert first.message.startswith("rank 1 (host ")
+    assert "Please make sure that it returns at least 1 batch" in first.message
+    assert second.type is RuntimeError
 
-    If the loaders have lengths, this is stock's error on the rank without a batch;
-    otherwise, an error that names the ranks and the remedy.
-    """
-    first, second = run_ranks(evaluate_one_sample, 2, tmp_path, data)
-    if data == "sampler":
-        assert first[0] is RankFailedError
-        assert first[1].startswith("rank 1 (host ")
-        assert "Please make sure that it returns at least 1 batch" in first[1]
-        assert second[0] is RuntimeError
-        return
+
+def test_a_rank_whose_stream_yields_no_batch_ends_the_evaluation(tmp_path: Path) -> None:
+    """Every rank's error names the ranks and the remedy."""
+    first, second = run_ranks(evaluate_one_sample, 2, tmp_path, streamed)
     assert first == second
-    assert first[0] is RankAbsentError
-    assert "let every rank run the same number of evaluation steps" in first[1]
+    assert first.type is RankAbsentError
+    assert "let every rank run the same number of evaluation steps" in first.message

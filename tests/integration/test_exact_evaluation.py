@@ -29,9 +29,9 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecal
 from torchmetrics.retrieval import RetrievalMRR
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
-from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_ranks
+from tests.harness import training
 from tests.integration.continuing import KEPT
-from tests.integration.evaluating import Batch, InPlace, Ragged, loader
+from tests.integration.evaluating import Batch, Ragged, loader
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,22 @@ CASES = [
 ]
 
 
+class InPlace(Metric):
+    """Adds to its state in place, as some metrics do."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), "sum")
+
+    def update(self, values: Tensor) -> None:
+        self.total += values.sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
 class Items(Metric):
     """Keeps each batch in a list that torchmetrics gathers item by item, next to a
     number that it reduces.
@@ -141,6 +157,7 @@ class Collects(L.LightningModule):
         self.metrics = nn.ModuleList(measures() for _ in range(loaders))
         self.outputs: list[Tensor] = []
         self.written: list[tuple[int, int, int]] = []
+        self.counted = 0
         self.of_all_ranks: dict[str, Any] = {}
         self.collected: dict[str, Any] = {}
 
@@ -166,6 +183,8 @@ class Collects(L.LightningModule):
         self.log("mean metric", own["mean"], on_step=True, on_epoch=True)
         self.log_dict({"sum metric": own["sum"], "auroc": own["auroc"], **own["shared"]})
         self.outputs.append(x)
+        if not getattr(self.trainer.strategy, "is_idle", False):
+            self.counted += len(x)
         everywhere: Any = self.all_gather(x)  # has the same shape on all ranks
         assert everywhere.numel() == len(x) * self.trainer.world_size
         return x
@@ -202,13 +221,14 @@ class Collects(L.LightningModule):
 
 @dataclass
 class Found:
-    """A rank's record: values of all ranks, what else it collected, and number and
-    sizes of its batches.
+    """A rank's record: values of all ranks, what else it collected, number and sizes of
+    its batches, and the samples of steps in which it was not idle.
     """
 
     of_all_ranks: dict[str, Any]
     collected: dict[str, Any]
     written: list[tuple[int, int, int]]
+    counted: int
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -221,15 +241,15 @@ def found_by(trainer: L.Trainer, model: Collects) -> Found:
     }
     own = [logged.pop(name) for name in list(logged) if name.startswith("own")]
     assert all(map(math.isfinite, own)), "what no rank reduces is some number even on an idle rank"
-    return Found(logged | model.of_all_ranks, model.collected, model.written)
+    return Found(logged | model.of_all_ranks, model.collected, model.written, model.counted)
 
 
-def evaluate(kind: Kind, directory: Path, cases: list[Case]) -> dict[Case, Found]:
+def evaluate(kind: training.Kind, directory: Path, cases: list[Case]) -> dict[Case, Found]:
     found = {}
     for case in cases:
-        strategy = make_strategy(kind, directory) if case.ranks > 1 else "auto"
+        strategy = training.make_strategy(kind, directory) if case.ranks > 1 else "auto"
         limits: Any = {"limit_val_batches": 1} if case.reader == "limited" else {}
-        trainer = make_trainer(strategy, devices=case.ranks, **limits)
+        trainer = training.make_trainer(strategy, devices=case.ranks, **limits)
         loaders = case.loaders()
         before = [each.batch_sampler for each in loaders]
         # As it may be: users' samplers draw differently on each rank.
@@ -255,9 +275,19 @@ def assert_as_one_process(case: Case, mine: Found, one: Found) -> None:
     torch.testing.assert_close({case: mine.of_all_ranks}, {case: expected})
 
 
+# At most one batch, half of the samples, and all of them in each of three evaluations.
+READ_OTHERWISE_THAN_ONCE = ("limited", "subset", "fit")
+
+
+def assert_each_sample_counts_once(case: Case, of_ranks: list[Found]) -> None:
+    """``strategy.is_idle`` is true where a rank repeats a sample."""
+    samples = sum(len(each.dataset) for each in case.loaders())  # type: ignore[arg-type]
+    assert sum(found.counted for found in of_ranks) == samples, case
+
+
 def assert_as_stock(case: Case, mine: Found, stocks: Found) -> None:
     """A rank collects stock's samples in stock's order."""
-    assert_same({case: mine.collected}, {case: stocks.collected})
+    training.assert_same({case: mine.collected}, {case: stocks.collected})
 
 
 def assert_at_most_one_step_more(case: Case, mine: Found, stocks: Found) -> None:
@@ -276,9 +306,12 @@ def test_values_are_those_of_one_process_and_all_else_is_stocks(ranks: int, tmp_
     cases = [Case(*case, ranks) for case in CASES]
     alone = [Case(*case, 1) for case in CASES]
     even = [case for case in cases if not case.has_unrepeating_sampler]
-    ours = on_ranks("ours", evaluate, tmp_path, cases, world_size=ranks)
-    stock = on_ranks("stock", evaluate, tmp_path, even, world_size=ranks)
-    (one,) = on_ranks("stock", evaluate, tmp_path / "stock", alone, world_size=1)
+    ours = training.on_ranks("ours", evaluate, tmp_path, cases, world_size=ranks)
+    stock = training.on_ranks("stock", evaluate, tmp_path, even, world_size=ranks)
+    (one,) = training.on_ranks("stock", evaluate, tmp_path / "stock", alone, world_size=1)
+    for case in cases:
+        if case.reader not in READ_OTHERWISE_THAN_ONCE:
+            assert_each_sample_counts_once(case, [rank[case] for rank in ours])
     for mine, stocks in zip(ours, stock, strict=True):
         for case, single in zip(cases, alone, strict=True):
             assert mine[case].sizes == ours[0][case].sizes, case

@@ -17,16 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_ddp_ext import DDPExtStrategy, ExactDistributedSampler
 from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.integration.data.predictions import gather_predictions
+from tests.harness import ranks, training
 from tests.harness.network import Network
-from tests.harness.ranks import by_hand_env, run_ranks
-from tests.harness.training import (
-    Kind,
-    assert_same,
-    backend,
-    make_strategy,
-    make_trainer,
-    on_both,
-)
 
 
 class Pair(NamedTuple):
@@ -71,40 +63,26 @@ def predict(
     return gather_predictions(trainer), model.read
 
 
-class Scaled(DataLoader[Any]):
-    """Keeps its argument under another name, so that it cannot be made again."""
-
-    def __init__(self, dataset: Any, factor: float, **options: Any) -> None:
-        super().__init__(dataset, **options)
-        self._by = factor
-
-    def __iter__(self) -> Any:
-        return (batch * self._by for batch in super().__iter__())
-
-
 def several(rank: int, world_size: int, directory: Path) -> list[Any]:
-    trainer = make_trainer(make_strategy("ours", directory), devices=world_size)
+    trainer = training.make_trainer(training.make_strategy("ours", directory), devices=world_size)
     own = loader(7, sampler=ExactDistributedSampler(range(7)))  # type: ignore[arg-type]
-    halved = Scaled(torch.arange(7.0) * 2, 0.5, batch_size=2, drop_last=True)
-    return [predict(trainer, each) for each in (loader(1), loader(7), own, halved)]
+    return [predict(trainer, each) for each in (loader(1), loader(7), own)]
 
 
 def test_every_prediction_is_gathered_once_and_in_order(tmp_path: Path) -> None:
     """Rank 0 has all predictions in the dataset's order, also of fewer samples than
     ranks, the others have None.
-
-    A loader keeps its arguments, also if its class cannot make it again.
     """
-    ranks = run_ranks(several, 3, tmp_path)
-    for samples, of_ranks in zip((1, 7, 7, 7), zip(*ranks, strict=True), strict=True):
+    by_rank = ranks.run_ranks(several, 3, tmp_path)
+    for samples, of_ranks in zip((1, 7, 7), zip(*by_rank, strict=True), strict=True):
         first, *others = (gathered for gathered, _ in of_ranks)
         assert (first.tolist(), others) == (list(range(samples)), [None, None])
         # Nothing was predicted that is not among them.
         assert sorted(x for _, read in of_ranks for x in read) == list(range(samples))
 
 
-def structures(kind: Kind, directory: Path) -> list[Any]:
-    trainer = make_trainer(make_strategy(kind, directory))
+def structures(kind: training.Kind, directory: Path) -> list[Any]:
+    trainer = training.make_trainer(training.make_strategy(kind, directory))
     own_batches = loader(5, batch_sampler=BatchSampler(range(5), 2, True))
     repeating = loader(
         5, sampler=DistributedSampler(range(5), 2, trainer.global_rank, shuffle=False)
@@ -117,9 +95,10 @@ def structures(kind: Kind, directory: Path) -> list[Any]:
     ]
     return [
         *gathered,
-        predict(make_trainer(make_strategy(kind, directory), limit_predict_batches=1), loader(7))[
-            0
-        ],
+        predict(
+            training.make_trainer(training.make_strategy(kind, directory), limit_predict_batches=1),
+            loader(7),
+        )[0],
     ]
 
 
@@ -128,9 +107,9 @@ def test_structures_loaders_and_limits(tmp_path: Path) -> None:
     """Ours and stock return structures as of one batch, loaders in a list, and limited
     ones as far as read.
     """
-    for by_rank in on_both(structures, tmp_path):
+    for by_rank in training.on_both(structures, tmp_path):
         (structure, loaders, own_batches, repeating, limited), others = by_rank
-        assert_same(structure, structured(torch.arange(5.0)))
+        training.assert_same(structure, structured(torch.arange(5.0)))
         assert isinstance(structure["pair"], Pair)
         assert isinstance(structure["array"], np.ndarray)
         assert [each.tolist() for each in loaders[::2]] == [[0, 1, 2, 3, 4], [0, 1]]
@@ -139,12 +118,6 @@ def test_structures_loaders_and_limits(tmp_path: Path) -> None:
         assert repeating.tolist() == [0, 11, 20, 31, 40]  # rank 1 predicts sample 0 again
         assert limited.tolist() == [0, 1, 2, 3]
         assert others == [None] * 5
-
-
-def test_one_process_needs_no_ranks() -> None:
-    """On one process it puts a shuffled loader's predictions into the dataset's order."""
-    gathered, _ = predict(make_trainer("auto", devices=1), loader(7, shuffle=True))
-    assert gathered.tolist() == list(range(7))
 
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
@@ -161,7 +134,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 
 def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
     """Return every rank's error on predictions that cannot be joined."""
-    trainer = make_trainer(make_strategy("ours", directory))
+    trainer = training.make_trainer(training.make_strategy("ours", directory))
 
     def gather(
         loaders: Any = None, function: Callable[[Tensor], Any] = torch.clone, **options: Any
@@ -179,7 +152,7 @@ def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
 
 def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
     """Every rank raises the same error, with the value that was found and the remedy."""
-    first, second = run_ranks(refuse, 2, tmp_path)
+    first, second = ranks.run_ranks(refuse, 2, tmp_path)
     assert first == second
     starts = [
         "trainer has no predictions; first call trainer.predict with data on every rank",
@@ -191,8 +164,8 @@ def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
 
 
 def predict_on_two_hosts(rank: int, world_size: int, init_method: str) -> Any:
-    strategy = DDPExtStrategy(init_method, process_group_backend=backend("nccl_stand_in"))
-    gathered, _ = predict(make_trainer(strategy, devices=1, num_nodes=2), loader(5))
+    strategy = DDPExtStrategy(init_method, process_group_backend=training.backend("nccl_stand_in"))
+    gathered, _ = predict(training.make_trainer(strategy, devices=1, num_nodes=2), loader(5))
     return gathered
 
 
@@ -206,9 +179,9 @@ def test_predictions_of_hosts_whose_names_are_loopback_addresses(two_hosts: Netw
         own = f"{host.address} {host.name}"
         assert own in known
         host.hosts_file.write_text(known.replace(own, f"127.0.1.1 {host.name}"))
-    env = {**by_hand_env(2), "LOCAL_RANK": "0", "NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
+    env = {**ranks.by_hand_env(2), "LOCAL_RANK": "0", "NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
     init_method = f"tcp://{two_hosts[0].address}:29874"
-    gathered, nothing = run_ranks(
+    gathered, nothing = ranks.run_ranks(
         predict_on_two_hosts, 2, init_method, env=env, namespaces=list(two_hosts)
     )
     assert (gathered.tolist(), nothing) == ([0, 1, 2, 3, 4], None)

@@ -4,24 +4,16 @@ ranks had the right settings.
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import multiprocessing.forkserver
-import os
 import re
-import signal
 import sys
 from typing import Any
-from unittest.mock import patch
 
-import lightning as L
 import pytest
-import torch
 
 from lightning_ddp_ext import DDPExtStrategy
 from tests.harness.outcomes import Outcome
-from tests.harness.processes import changed_in_process, of_process
-from tests.harness.ranks import free_port, launch_ranks, run_ranks
+from tests.harness.ranks import free_port, run_ranks
 from tests.harness.scripts import run_script
 from tests.harness.training import Net, make_trainer
 
@@ -120,67 +112,6 @@ def test_a_script_and_its_trainers() -> None:
     assert variables == ["0", None], "a stray RANK is neither followed nor taken away"
     looks = re.findall(r'"other definitions": (.*?), "rank"', done.output)
     assert looks == ["[]"] * 2 * (1 + 2 * len(trained)), looks
-
-
-class Variables(L.Callback):
-    """Reports the settings of the launching process that a started rank has."""
-
-    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        flag = torch.are_deterministic_algorithms_enabled()
-        settings = [
-            trainer.global_rank,
-            os.environ["PL_GLOBAL_SEED"],
-            os.environ["SET_BEFORE_FIT"],
-            flag,
-        ]
-        # Whole, beside another rank.
-        sys.stdout.write(" ".join(map(str, ["variables", *settings])) + "\n")
-        sys.stdout.flush()
-
-
-def start_processes(rank: int, world_size: int) -> None:
-    torch.use_deterministic_algorithms(True)
-    faulthandler.register(signal.SIGUSR1)
-    for method in ("fork", "forkserver"):
-        trainer = make_trainer(DDPExtStrategy(start_method=method), callbacks=[Variables()])
-        L.seed_everything(5)
-        os.environ["SET_BEFORE_FIT"] = method  # the fork server has been started before
-        before = of_process()
-        trainer.fit(Net())
-        assert changed_in_process(before) == {}, "in the launching process itself"
-    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would end some time after this
-
-
-@pytest.mark.nightly
-def test_ranks_by_fork_and_by_forkserver() -> None:
-    """Started processes have the environment, the seed and torch's flags of that
-    moment.
-
-    The launching process's environment stays what it was, also with a stray RANK, and
-    so do its handlers.
-    """
-    (outcome,) = launch_ranks(start_processes, 1, env={"OMP_NUM_THREADS": "1", "RANK": "0"})
-    assert outcome.exit_code == 0, outcome.story()
-    seen = re.findall(r"^variables (\d) 5 (\w+) True$", outcome.output, re.MULTILINE)
-    assert sorted(seen) == [(rank, method) for rank in "01" for method in ("fork", "forkserver")]
-
-
-def initialise_cuda() -> Any:
-    raise AssertionError("this would initialise CUDA")
-
-
-def fit_by_forkserver(rank: int, world_size: int) -> None:
-    model = Net()
-    trainer = make_trainer(DDPExtStrategy(start_method="forkserver"), fast_dev_run=1)
-    with patch.multiple(torch.cuda, is_available=lambda: True, get_rng_state_all=initialise_cuda):
-        trainer.fit(model)
-    assert "loss_step" in trainer.callback_metrics
-    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would end some time after this
-
-
-def test_forkserver_does_not_initialise_cuda_in_the_launching_process() -> None:
-    """It would occupy memory of the GPU, and Lightning 2.5 would not start ranks again."""
-    run_ranks(fit_by_forkserver, 1)
 
 
 class Talkative(Net):

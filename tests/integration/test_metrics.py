@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
@@ -18,17 +20,8 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_ddp_ext import DDPExtError, DivergenceError
 from lightning_ddp_ext.errors import RankAbsentError
-from tests.harness.training import (
-    Batch,
-    Kind,
-    Net,
-    assert_same,
-    data,
-    make_strategy,
-    make_trainer,
-    on_both,
-    on_ranks,
-)
+from tests.harness import training
+from tests.harness.training import Net
 
 
 class AllKinds(Net):
@@ -47,7 +40,7 @@ class AllKinds(Net):
             metrics = getattr(self.trainer, which)
             self.seen += [(f"{which} {name}", _copied(value)) for name, value in metrics.items()]
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         self.look()
         loss = self.loss(batch)
         self.log("mean", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
@@ -96,7 +89,7 @@ class AllKinds(Net):
             self.look()
         self.log("after the epoch", 2.0 + self.global_rank, sync_dist=True)
 
-    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: training.Batch, index: int, dataloader_idx: int = 0) -> None:
         loss = self.loss(batch)
         self.log("val_mean", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("val_max", loss, on_step=True, reduce_fx="max", sync_dist=True)
@@ -105,7 +98,10 @@ class AllKinds(Net):
     test_step = validation_step
 
     def val_dataloader(self) -> list[DataLoader[Any]]:  # type: ignore[override]
-        return [DataLoader(data(8), batch_size=2), DataLoader(data(4), batch_size=1)]
+        return [
+            DataLoader(training.data(8), batch_size=2),
+            DataLoader(training.data(4), batch_size=1),
+        ]
 
     test_dataloader = val_dataloader  # type: ignore[assignment]
 
@@ -121,11 +117,10 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def train_all_kinds(kind: Kind, directory: Path) -> dict[str, Any]:
+def train_all_kinds(kind: training.Kind, directory: Path) -> dict[str, Any]:
     L.seed_everything(7)
     model = AllKinds()
-    trainer = make_trainer(make_strategy(kind, directory), callbacks=[Looks()], log_every_n_steps=2)
-    trainer.fit(model)
+    trainer = training.fit(kind, directory, model, Looks(), log_every_n_steps=2)
     return {"tested": trainer.test(model, verbose=False), "seen": model.seen}
 
 
@@ -134,11 +129,13 @@ def test_everything_that_reads_metrics_sees_what_it_sees_with_stock_ddp(tmp_path
     """Values, types and order, at a step's beginning, after each step and after each
     epoch, on each rank.
     """
-    for ours, stock in zip(*on_both(train_all_kinds, tmp_path), strict=True):
+    for ours, stock in zip(*training.on_both(train_all_kinds, tmp_path), strict=True):
         assert [name for name, _ in ours["seen"]] == [name for name, _ in stock["seen"]]
         assert len(ours["seen"]) > 500
-        assert_same([value for _, value in ours["seen"]], [value for _, value in stock["seen"]])
-        assert_same(ours["tested"], stock["tested"])
+        training.assert_same(
+            [value for _, value in ours["seen"]], [value for _, value in stock["seen"]]
+        )
+        training.assert_same(ours["tested"], stock["tested"])
 
 
 class Logs(Net):
@@ -149,21 +146,21 @@ class Logs(Net):
         self.number = number
         self.options = {"sync_dist": True, **options}
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         loss = self.loss(batch)
         for number in range(self.number):
             self.log(f"{number}", loss, reduce_fx=("mean", "max")[number % 2], **self.options)
         return loss
 
 
-def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
+def collectives(kind: training.Kind, directory: Path) -> dict[str, Counter[str]]:
     """Of an epoch of 4 steps each, by kind; those that a fit needs anyway are taken
     off.
     """
 
     def counted(model: Net, **options: Any) -> Counter[str]:
-        trainer = make_trainer(
-            make_strategy(kind, directory), max_epochs=1, limit_val_batches=0, **options
+        trainer = training.make_trainer(
+            training.make_strategy(kind, directory), max_epochs=1, limit_val_batches=0, **options
         )
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             trainer.fit(model)
@@ -189,7 +186,7 @@ def test_a_step_makes_one_collective(tmp_path: Path) -> None:
     A step without values makes stock's exchanges, but for the broadcast of whether
     there was a signal.
     """
-    ours, stock = (by_rank[0] for by_rank in on_both(collectives, tmp_path))
+    ours, stock = (by_rank[0] for by_rank in training.on_both(collectives, tmp_path))
     assert stock["two steps"] - ours["two steps"] == {"broadcast": 2}
     assert stock["step"] == {"barrier": 40, "all_reduce": 40}
     assert ours["step"] == ours["more"] == {"all_gather": 4}
@@ -219,7 +216,7 @@ class Reads(Net):
         properties = self.trainer.callback_metrics, self.trainer.logged_metrics
         return [float(value) for metrics in properties for _, value in sorted(metrics.items())]
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         loss = self.loss(batch)
         self.log_and_read("before")
         if not self.automatic_optimization:
@@ -243,12 +240,12 @@ class Reads(Net):
             self.read += self.values()
 
 
-def read_within(kind: Kind, directory: Path) -> list[Any]:
+def read_within(kind: training.Kind, directory: Path) -> list[Any]:
     seen: list[Any] = []
     for is_automatic in (True, False):
         L.seed_everything(7)
         model = Reads(is_automatic)
-        make_trainer(make_strategy(kind, directory), limit_val_batches=0).fit(model)
+        training.fit(kind, directory, model, limit_val_batches=0)
         seen.append(model.read)
     return seen
 
@@ -258,8 +255,8 @@ def test_no_read_sees_a_value_that_is_not_reduced(tmp_path: Path) -> None:
     """A read on all ranks or on one, anywhere in a step, returns stock's value, also
     between backward passes.
     """
-    ours, stock = on_both(read_within, tmp_path)
-    assert_same(ours, stock)
+    ours, stock = training.on_both(read_within, tmp_path)
+    training.assert_same(ours, stock)
     for automatic, manual in ours:
         assert set(automatic) == set(manual) == {0.5}
 
@@ -276,63 +273,55 @@ class Differs(Net):
         self.common = common
         self.options = options
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         for name in self.others if self.global_rank and index >= self.step else self.common:
             self.log(name, 1.0, sync_dist=True, **self.options)
         return self.loss(batch)
 
 
-NOT_LOGGED = "rank 1 did not log training_step.a (mean)"
+class Case(NamedTuple):
+    """What rank 1 logs from a step on, and the error of all ranks."""
+
+    others: list[str]
+    step: int
+    error: type[DDPExtError]
+    message: str
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+A = "training_step.a (mean)"
+B = "training_step.b (mean)"
 EPOCH = {"on_step": False, "on_epoch": True}
-CASES: list[tuple[list[str], int, dict[str, Any], type[DDPExtError], str]] = [
-    (
-        ["a", "b"],
-        2,
-        {},
-        DivergenceError,
-        "rank 1 logged training_step.b (mean) (compared with rank 0); every rank",
+MANY = [f"{number}" for number in range(70)]
+CASES = {
+    "one more": Case(
+        ["a", "b"], 2, DivergenceError, f"rank 1 logged {B} (compared with rank 0); every rank"
     ),
-    (
-        ["b"],
-        2,
-        {},
-        DivergenceError,
-        "rank 1 logged training_step.b (mean) and did not log training_step.a (mean)",
+    "another": Case(["b"], 2, DivergenceError, f"rank 1 logged {B} and did not log {A}"),
+    "nothing": Case([], 0, RankAbsentError, f"rank 0 began the reduction of {A}"),
+    "something": Case(
+        ["a"], 2, RankAbsentError, f"rank 1 began the reduction of {A}", {"common": ""}
     ),
-    ([], 0, {}, RankAbsentError, "rank 0 began the reduction of training_step.a (mean)"),
-    (
-        ["a"],
-        2,
-        {"common": ""},
-        RankAbsentError,
-        "rank 1 began the reduction of training_step.a (mean)",
+    # The first eight of the 70 names are listed.
+    "many": Case(MANY, 0, DivergenceError, "training_step.7 (mean) and 62 more and did not log"),
+    "nothing in the last step": Case([], 3, DivergenceError, f"rank 1 did not log {A}"),
+    "another after the epoch": Case(
+        ["b"], 0, DivergenceError, f"rank 1 logged {B} and did not log {A}", EPOCH
     ),
-    (
-        [f"{n}" for n in range(70)],
-        0,
-        {},
-        DivergenceError,
-        "training_step.7 (mean) and 62 more and did not log",
+    "one more after the epoch": Case(
+        ["a", "b"], 0, DDPExtError, f"began the reduction of {B}", EPOCH
     ),
-    ([], 3, {}, DivergenceError, NOT_LOGGED),
-    (
-        ["b"],
-        0,
-        EPOCH,
-        DivergenceError,
-        "rank 1 logged training_step.b (mean) and did not log training_step.a",
-    ),
-    (["a", "b"], 0, EPOCH, DDPExtError, "began the reduction of training_step.b (mean)"),
-]
+}
 
 
-def fail(kind: Kind, directory: Path) -> list[str]:
-    messages = []
-    for others, step, options, expected, _ in CASES:
-        trainer = make_trainer(make_strategy(kind, directory), limit_val_batches=0)
-        with pytest.raises(expected) as error:
-            trainer.fit(Differs(others, step, **options))
-        messages.append(str(error.value))
+def fail(kind: training.Kind, directory: Path) -> dict[str, str]:
+    """Return the error of each case, one after another in one process."""
+    messages = {}
+    for name, case in CASES.items():
+        model = Differs(case.others, case.step, **case.options)
+        with pytest.raises(case.error) as error:
+            training.fit(kind, directory, model, limit_val_batches=0)
+        messages[name] = str(error.value)
     return messages
 
 
@@ -340,88 +329,43 @@ def test_ranks_that_log_different_values_all_raise(tmp_path: Path) -> None:
     """The error names each rank's values, instead of waiting: in a step, or at the end
     of an epoch.
     """
-    for messages in on_ranks("ours", fail, tmp_path):
-        for message, (*_, sentence) in zip(messages, CASES, strict=True):
-            assert sentence in message
-
-
-class EndsEarly(Net):
-    """Logs ``a``; in its third step the ranks raise, rank 1 without having logged."""
-
-    def __init__(self, ends: bool) -> None:
-        super().__init__()
-        self.ends = ends
-
-    def training_step(self, batch: Batch, index: int) -> Tensor:
-        for name in "ab" if self.global_rank == 0 or not self.ends or index < 2 else "":
-            self.log(name, float(self.global_rank), sync_dist=True)
-        if self.ends and index == 2:
-            raise ValueError("raised by the user")
-        return self.loss(batch)
-
-
-def log_after_an_exception(kind: Kind, directory: Path) -> list[float]:
-    with pytest.raises(ValueError, match="raised by the user"):
-        make_trainer(make_strategy(kind, directory), limit_val_batches=0).fit(EndsEarly(ends=True))
-    trainer = make_trainer(make_strategy(kind, directory), limit_val_batches=0)
-    trainer.fit(EndsEarly(ends=False))
-    return [trainer.callback_metrics[name].item() for name in "ab"]
-
-
-def test_a_run_logs_after_an_earlier_one_that_ranks_left_at_different_points(
-    tmp_path: Path,
-) -> None:
-    """A value that only some ranks logged before they raised is not mixed with those of
-    the next Trainer.
-    """
-    assert on_ranks("ours", log_after_an_exception, tmp_path) == [[0.5, 0.5], [0.5, 0.5]]
+    for messages in training.on_ranks("ours", fail, tmp_path):
+        for name, case in CASES.items():
+            assert case.message in messages[name], name
 
 
 class Monitored(Net):
-    """Logs a value that falls on rank 0 and rises on rank 1, or that only rank 0 has."""
+    """Logs a value that falls on rank 0 and rises on rank 1."""
 
-    def __init__(self, *, is_on_rank_zero_only: bool = False) -> None:
-        super().__init__()
-        self.is_on_rank_zero_only = is_on_rank_zero_only
-
-    def validation_step(self, batch: Batch, index: int) -> None:
-        if self.global_rank == 0 or not self.is_on_rank_zero_only:
-            self.log("own", self.current_epoch * (2.0 * self.global_rank - 1))
+    def validation_step(self, batch: training.Batch, index: int) -> None:
+        self.log("own", self.current_epoch * (2.0 * self.global_rank - 1))
 
 
-def monitor(kind: Kind, directory: Path) -> dict[str, Any]:
+class BestCheckpoints(NamedTuple):
+    """What a rank records of the best checkpoints, by file name."""
+
+    scores: dict[str, float]
+    best: tuple[str, float]
+    worst_kept: tuple[str, float]
+
+
+def monitor(kind: training.Kind, directory: Path) -> BestCheckpoints:
     checkpoint = ModelCheckpoint(directory, "{epoch}-{own:.0f}", monitor="own", save_top_k=2)
-    options = {"callbacks": [checkpoint], "enable_checkpointing": True, "max_epochs": 3}
-    trainer = make_trainer(make_strategy(kind, directory), **options)
-    trainer.fit(Monitored())
-    return {
-        "best_k_models": {
-            Path(path).name: float(score) for path, score in checkpoint.best_k_models.items()
-        },
-        "best_model": Path(checkpoint.best_model_path).name,
-        "best_score": float(checkpoint.best_model_score),
-        "worst_kept": Path(checkpoint.kth_best_model_path).name,
-        "worst_score": float(checkpoint.kth_value),
-    }
+    training.fit(kind, directory, Monitored(), checkpoint, enable_checkpointing=True, max_epochs=3)
+    scores = {Path(path).name: float(score) for path, score in checkpoint.best_k_models.items()}
+    best = Path(checkpoint.best_model_path).name
+    worst_kept = Path(checkpoint.kth_best_model_path).name
+    return BestCheckpoints(
+        scores,
+        (best, float(checkpoint.best_model_score)),
+        (worst_kept, float(checkpoint.kth_value)),
+    )
 
 
 def test_all_ranks_record_the_best_checkpoints_of_rank_zero(tmp_path: Path) -> None:
     """With a monitored value that differs between ranks, stock records other files."""
-    ours, stock = on_both(monitor, tmp_path)
+    ours, stock = training.on_both(monitor, tmp_path)
     assert stock[0] != stock[1]
     assert ours[1] == ours[0]
-    assert ours[0]["best_model"] == "epoch=1-own=-1.ckpt"
-
-
-def stop_on_rank_zero_only(kind: Kind, directory: Path) -> str:
-    stopping = EarlyStopping("own", strict=False)
-    trainer = make_trainer(make_strategy(kind, directory), callbacks=[stopping])
-    with pytest.raises(RankAbsentError) as error:
-        trainer.fit(Monitored(is_on_rank_zero_only=True))
-    return str(error.value)
-
-
-def test_a_stop_that_only_rank_zero_can_decide_raises_on_all_ranks(tmp_path: Path) -> None:
-    """Stock hangs if a monitored value is missing on some ranks and ``strict=False``."""
-    for message in on_ranks("ours", stop_on_rank_zero_only, tmp_path):
-        assert "began a decision of all ranks" in message
+    best_name, _ = ours[0].best
+    assert best_name == "epoch=1-own=-1.ckpt"

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from debugpy.common.messaging import JsonIOStream, JsonMessageChannel
 
 from lightning_ddp_ext import ConfigurationError, HangWatchdog, RankDebugger
+from tests.harness import ranks, training
 from tests.harness.outcomes import Outcome
-from tests.harness.ranks import RankProcesses, free_port, launch_ranks, run_ranks
-from tests.harness.training import Batch, Net, assert_same, make_strategy, make_trainer, weights
+from tests.harness.training import Net
 
 
 class Secretive(Net):
@@ -33,7 +33,7 @@ class Secretive(Net):
         super().__init__()
         self.has_breakpoint = has_breakpoint
 
-    def training_step(self, batch: Batch, index: int) -> Any:
+    def training_step(self, batch: training.Batch, index: int) -> Any:
         loss = super().training_step(batch, index)
         secret = 1000 + 10 * self.global_rank + index
         self.log("secret", float(secret))  # an editor stops here
@@ -50,16 +50,16 @@ def train(rank: int, world_size: int, directory: Path, port: int | None) -> Any:
     debuggers = [RankDebugger(1, port), HangWatchdog(timeout=4)] if port else []
     if not port:
         os.dup2(os.open(directory / "typed", os.O_RDONLY), 0)
-    strategy = make_strategy("ours", directory, timeout=4 if port else 60)
+    strategy = training.make_strategy("ours", directory, timeout=4 if port else 60)
     model = Secretive(has_breakpoint=not port)
-    make_trainer(strategy, max_epochs=1, callbacks=debuggers).fit(model)
-    return weights(model)
+    training.make_trainer(strategy, max_epochs=1, callbacks=debuggers).fit(model)
+    return training.weights(model)
 
 
 def train_at_prompt(directory: Path) -> list[Outcome]:
     directory.mkdir()
     (directory / "typed").write_text("up\np f'secret is {secret}'\nnext\ncontinue\n")
-    return launch_ranks(train, 2, directory, None)
+    return ranks.launch_ranks(train, 2, directory, None)
 
 
 class Editor:
@@ -125,24 +125,24 @@ def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> No
     """The editor reads that rank's variable, and training ends with the weights that it
     has at torch's prompt.
     """
-    port = free_port()
-    with RankProcesses(train, 2, tmp_path, port) as ranks:
-        ranks.wait_for_output(f"[rank 1] waiting for a debugger at 127.0.0.1:{port},", 1)
+    port = ranks.free_port()
+    with ranks.RankProcesses(train, 2, tmp_path, port) as processes:
+        processes.wait_for_output(f"[rank 1] waiting for a debugger at 127.0.0.1:{port},", 1)
         with attached(port) as editor:
             assert read_secret(editor) == "1010"
-        debugged = ranks.wait()
+        debugged = processes.wait()
     assert "HangWatchdog is off while a rank is being debugged" in debugged[0].output
     at_prompt = train_at_prompt(tmp_path / "prompt")
-    assert_same([each.result for each in debugged], [each.result for each in at_prompt])
+    training.assert_same([each.result for each in debugged], [each.result for each in at_prompt])
     assert "(Pdb) 'secret is 1010'" in at_prompt[1].output
 
 
 def debug_rank_3(rank: int, world_size: int) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        make_trainer("ddp_ext", devices=1, callbacks=[RankDebugger(3)]).fit(Net())
+        training.make_trainer("ddp_ext", devices=1, callbacks=[RankDebugger(3)]).fit(Net())
     return str(caught.value)
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
     """The error is raised before the ranks wait for each other."""
-    assert run_ranks(debug_rank_3, 1) == ["RankDebugger needs a rank from 0 to 0 (got 3)"]
+    assert ranks.run_ranks(debug_rank_3, 1) == ["RankDebugger needs a rank from 0 to 0 (got 3)"]

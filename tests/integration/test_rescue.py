@@ -26,12 +26,11 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_ddp_ext.checkpoint import rank_records
-from lightning_ddp_ext.integration.checkpoints.paths import modification_time
+from tests.harness import ranks, training
 from tests.harness.outcomes import stories
-from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script
-from tests.harness.training import At, Batch, make_strategy, make_trainer
-from tests.integration.rescuing import MOMENTS, NAME, SLOW, Kill, Net, Plan, saved, survive, train
+from tests.integration import rescuing
+from tests.integration.rescuing import Kill, Net, Plan
 
 FIRST = int(os.environ.get("SOAK_SEED", 0))
 # A chain has three kills, so that a third as many chains have as many faults.
@@ -113,13 +112,11 @@ def drawn(seed: int) -> Chain:
     options = chance.choice(({}, {"val_check_interval": 5}, {"accumulate_grad_batches": 5}))
     kills = []
     for _ in range(3):
-        moment = chance.choice(list(MOMENTS))
-        ranks = (
-            [0]
-            if moment == "writing"
-            else chance.sample(range(world_size), chance.randrange(1, world_size))
-        )
-        kills.append(Kill(moment, chance.randrange(MOMENTS[moment]), ranks))
+        moment = chance.choice(list(rescuing.MOMENTS))
+        killed = [0]  # which writes
+        if moment != "writing":
+            killed = chance.sample(range(world_size), chance.randrange(1, world_size))
+        kills.append(Kill(moment, chance.randrange(rescuing.MOMENTS[moment]), killed))
     return Chain(kills, world_size, options)
 
 
@@ -130,7 +127,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Weights]
     @functools.cache
     def run(world_size: int, **options: Any) -> Weights:
         plan = Plan(strategy=OPTIONS[world_size], trainer=options)
-        return run_ranks(train, world_size, plan, tmp_path_factory.mktemp("unbroken"))
+        return ranks.run_ranks(
+            rescuing.train, world_size, plan, tmp_path_factory.mktemp("unbroken")
+        )
 
     return run
 
@@ -153,7 +152,7 @@ class Momentum(Net):
         self.since = since
         self.target = nn.Linear(4, 8).requires_grad_(False)
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         if self.global_step >= self.since:
             with torch.no_grad():
                 for each, trained in zip(
@@ -179,7 +178,7 @@ def assign_inside(parameter: Tensor, value: Tensor) -> None:
 class Normalising(Net):
     """Scales trained weights before each forward pass."""
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         with torch.no_grad():
             self.layers[0].weight.mul_(0.9)
         return super().training_step(batch, index)
@@ -200,13 +199,20 @@ class OtherGenerator(Net):
         np.random.set_bit_generator(np.random.PCG64(7))
 
 
+class Skipping(Net):
+    """Ends the first epoch in its fifth batch, which is not trained on."""
+
+    def on_train_batch_start(self, batch: training.Batch, index: int) -> int | None:
+        return -1 if self.current_epoch == 0 and index == 4 else None
+
+
 class Slow(Net):
     """Takes long for the backward pass of the sixth step on a rank that survives."""
 
     def on_before_backward(self, loss: Tensor) -> None:
         is_resumed = self.trainer.ckpt_path is not None
         if self.global_step == 5 and self.global_rank == 0 and not is_resumed:
-            threading.Event().wait(SLOW)
+            threading.Event().wait(rescuing.SLOW)
 
 
 TWO: dict[str, Any] = {"accumulate_grad_batches": 2}
@@ -217,6 +223,7 @@ CHANGED = [
     (Normalising, {}),
     (Clipping, {}),
     (OtherGenerator, {}),
+    (Skipping, {}),
 ]
 
 
@@ -234,9 +241,9 @@ def test_a_model_that_changes_outside_of_the_optimiser_continues_exactly(
         Kill("on_validation_batch_start", earlier=1),
         Kill("on_before_backward", earlier=3),
     ]
-    ended = survive(2, plan, kills, tmp_path)
+    ended = rescuing.survive(2, plan, kills, tmp_path)
     (tmp_path / "unbroken").mkdir()
-    unbroken = run_ranks(train, 2, plan, tmp_path / "unbroken")
+    unbroken = ranks.run_ranks(rescuing.train, 2, plan, tmp_path / "unbroken")
     torch.testing.assert_close(ended, unbroken, rtol=0, atol=0)
 
 
@@ -249,7 +256,7 @@ def test_a_chain_of_kills_is_survived(
     The final state is that of a run without a fault.
     """
     plan = Plan(strategy=OPTIONS[chain.world_size], trainer=chain.trainer)
-    ended = survive(chain.world_size, plan, chain.kills, tmp_path)
+    ended = rescuing.survive(chain.world_size, plan, chain.kills, tmp_path)
     whole = unbroken(chain.world_size, **chain.trainer)
     torch.testing.assert_close(ended, whole, rtol=0, atol=0)
 
@@ -259,55 +266,55 @@ def train_with_loggers(rank: int, world_size: int, directory: Path) -> None:
     has.
     """
     logger = CSVLogger(directory, version=f"of_rank_{rank}")
-    kill = At("on_after_backward", Kill("on_after_backward", ranks=[0]).strike, earlier=2)
-    strategy = make_strategy(
-        "ours", directory, rank=rank, world_size=world_size, rescue_checkpoint=NAME
-    )
+    kill = training.At("on_after_backward", Kill("on_after_backward", ranks=[0]).strike, earlier=2)
+    strategy = training.make_strategy("ours", directory, rescue_checkpoint=rescuing.NAME)
     options: dict[str, Any] = {"callbacks": [kill], "logger": logger, "enable_checkpointing": True}
-    make_trainer(strategy, **options, default_root_dir=directory, num_sanity_val_steps=0).fit(Net())
+    training.make_trainer(
+        strategy, **options, default_root_dir=directory, num_sanity_val_steps=0
+    ).fit(Net())
 
 
 def test_any_survivor_saves_where_rank_zero_would_look(tmp_path: Path) -> None:
     """Loggers may give the run's directory to rank 0 alone."""
-    _, survivor = launch_ranks(train_with_loggers, 2, tmp_path)
-    [saved_to] = tmp_path.rglob(NAME)
+    _, survivor = ranks.launch_ranks(train_with_loggers, 2, tmp_path)
+    [saved_to] = tmp_path.rglob(rescuing.NAME)
     assert saved_to.parent.parent == tmp_path / "checkpoints", survivor.story()
 
 
 def test_a_run_that_resumes_from_an_older_file_keeps_it(tmp_path: Path) -> None:
     """The older file may be the last one of another run."""
-    run_ranks(train, 2, Plan(trainer={"max_epochs": 1}), tmp_path)
+    ranks.run_ranks(rescuing.train, 2, Plan(trainer={"max_epochs": 1}), tmp_path)
     [older] = tmp_path.glob("*.ckpt")
-    launch_ranks(train, 2, Plan(Kill("on_after_backward", earlier=5)), tmp_path)
-    run_ranks(train, 2, Plan(trainer={"max_epochs": 2}, resumed=older), tmp_path)
-    assert (tmp_path / NAME).exists()
+    ranks.launch_ranks(rescuing.train, 2, Plan(Kill("on_after_backward", earlier=5)), tmp_path)
+    ranks.run_ranks(rescuing.train, 2, Plan(trainer={"max_epochs": 2}, resumed=older), tmp_path)
+    assert (tmp_path / rescuing.NAME).exists()
 
 
 def train_twice(rank: int, world_size: int, kill: Kill | None, directory: Path) -> None:
     """Train in two fits of one script, of which a kill hits the second one."""
     for plan in (Plan(), Plan(kill)):
-        train(rank, world_size, plan, directory)
+        rescuing.train(rank, world_size, plan, directory)
 
 
 def test_the_fits_of_a_script_do_not_resume_from_each_others_rescue(tmp_path: Path) -> None:
     """The first one starts from the beginning, and the second one continues."""
-    launch_ranks(train_twice, 2, Kill("on_after_backward", earlier=5), tmp_path)
-    first, _ = launch_ranks(train_twice, 2, None, tmp_path)
+    ranks.launch_ranks(train_twice, 2, Kill("on_after_backward", earlier=5), tmp_path)
+    first, _ = ranks.launch_ranks(train_twice, 2, None, tmp_path)
     assert first.exit_code == 0, first.story()
-    before, found, _ = first.output.partition(f"ckpt_path='last' is {tmp_path / NAME}")
+    before, found, _ = first.output.partition(f"ckpt_path='last' is {tmp_path / rescuing.NAME}")
     assert found
     assert (
-        f"{tmp_path / NAME} belongs to a fit with another number in its script; pass its path"
+        f"{tmp_path / rescuing.NAME} belongs to a fit with another number in its script; pass its path"
         in before
     )
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / rescuing.NAME).exists()
 
 
 def test_a_rank_without_space_for_its_states_trains_on(
     unbroken: Callable[..., Weights], tmp_path: Path
 ) -> None:
     """Full shared memory does not end training."""
-    ended = run_ranks(train_until_space_ends, 2, Plan(), tmp_path, writes=0)
+    ended = ranks.run_ranks(train_until_space_ends, 2, Plan(), tmp_path, writes=0)
     torch.testing.assert_close(ended, unbroken(2), rtol=0, atol=0)
 
 
@@ -326,12 +333,12 @@ def train_until_space_ends(
         return pwrite(*args)
 
     with patch.object(os, "pwrite", pwrite if rank and writes else write_first):
-        return train(rank, world_size, plan, directory)
+        return rescuing.train(rank, world_size, plan, directory)
 
 
 def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
     """The rank that recorded them trained on without space for newer ones."""
-    _, survivor = launch_ranks(
+    _, survivor = ranks.launch_ranks(
         train_until_space_ends,
         2,
         Plan(Kill("on_after_backward", earlier=8, ranks=[0])),
@@ -341,7 +348,7 @@ def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
     assert (
         "did not save the last step: the buffers of this step are not recorded" in survivor.output
     ), survivor.story()
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / rescuing.NAME).exists()
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
@@ -354,10 +361,10 @@ def test_the_process_that_starts_ranks_lets_a_survivor_save(
     """
     options = {"start_method": start_method}
     killed = Plan(Kill("on_before_backward", earlier=5), rescue="slow", strategy=options, kind=Slow)
-    (outcome,) = launch_ranks(train, 1, killed, tmp_path)
+    (outcome,) = ranks.launch_ranks(rescuing.train, 1, killed, tmp_path)
     assert "RankDiedError: local rank 1 " in outcome.output, outcome.story()
-    assert saved(tmp_path) >= 5
-    (again,) = launch_ranks(train, 1, Plan(strategy=options, kind=Slow), tmp_path)
+    assert rescuing.saved(tmp_path) >= 5
+    (again,) = ranks.launch_ranks(rescuing.train, 1, Plan(strategy=options, kind=Slow), tmp_path)
     torch.testing.assert_close(again.result, unbroken(2)[0], rtol=0, atol=0)
 
 
@@ -380,27 +387,30 @@ def test_a_rank_whose_launcher_was_killed_names_the_cause(tmp_path: Path) -> Non
     shell = ("sh", "-c", '(python "$0") 2>&1 | cat')
     script = run_script(ORPHANED, launcher=shell, cwd=tmp_path)
     assert "RankDiedError: rank 0 " in script.output, script.output
-    assert saved(tmp_path) >= 5
+    assert rescuing.saved(tmp_path) >= 5
 
 
 def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path) -> None:
     """The lock ends with its holder."""
-    outcomes = launch_ranks(
-        train, 3, Plan(Kill("on_after_backward", earlier=5, ranks=[0]), rescue="killed"), tmp_path
+    outcomes = ranks.launch_ranks(
+        rescuing.train,
+        3,
+        Plan(Kill("on_after_backward", earlier=5, ranks=[0]), rescue="killed"),
+        tmp_path,
     )
     assert sorted(outcome.exit_code for outcome in outcomes) == [-9, -9, 1], stories(outcomes)
-    assert saved(tmp_path) >= 5
+    assert rescuing.saved(tmp_path) >= 5
 
 
 def train_on_two_hosts(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
     """Each rank sees only its own records, as where the others are on other hosts."""
     rank_records._open = lambda path: None
-    return train(rank, world_size, plan, directory)
+    return rescuing.train(rank, world_size, plan, directory)
 
 
 def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_path: Path) -> None:
     """The survivor reports it, and no step is lost."""
-    survivor, _ = launch_ranks(
+    survivor, _ = ranks.launch_ranks(
         train_on_two_hosts, 2, Plan(Kill("on_after_backward", earlier=5)), tmp_path
     )
     said = (
@@ -408,10 +418,10 @@ def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_p
         " the seed"
     )
     assert said in survivor.output
-    assert saved(tmp_path) >= 5
-    states = torch.load(tmp_path / NAME, weights_only=True)["lightning_ddp_ext"]["ranks"]
+    assert rescuing.saved(tmp_path) >= 5
+    states = torch.load(tmp_path / rescuing.NAME, weights_only=True)["lightning_ddp_ext"]["ranks"]
     assert str(states[0]["random"]) != str(states[1]["random"])
-    outcomes = launch_ranks(train_on_two_hosts, 2, Plan(), tmp_path)
+    outcomes = ranks.launch_ranks(train_on_two_hosts, 2, Plan(), tmp_path)
     assert not any(outcome.exit_code for outcome in outcomes), stories(outcomes)
 
 
@@ -424,11 +434,11 @@ def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(
 ) -> None:
     """Each survivor names the rank that died, within ``save_deadline``."""
     plan = Plan(Kill("on_after_backward", earlier=5), rescue, {"save_deadline": 1})
-    survivor, _ = launch_ranks(train, 2, plan, tmp_path)
+    survivor, _ = ranks.launch_ranks(rescuing.train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
     assert said in survivor.output, survivor.story()
     assert "RankDiedError: rank 1 " in survivor.output
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / rescuing.NAME).exists()
 
 
 # What is not saved.
@@ -442,15 +452,27 @@ class Counting(Net):
         self.seen = MeanMetric()
         self.seen.persistent(True)
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
         self.seen.update(batch[0])
+        return super().training_step(batch, index)
+
+
+class Queue(Net):
+    """Changes a buffer that is too large to be recorded, as MoCo's queue is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(1 << 19))  # 2 MiB
+
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
+        self.queue[index] = batch[0][0, 0]
         return super().training_step(batch, index)
 
 
 class Shaking(Net):
     """Changes a trained weight before the sixth step's forward pass."""
 
-    def on_train_batch_start(self, batch: Batch, index: int) -> None:
+    def on_train_batch_start(self, batch: training.Batch, index: int) -> None:
         if self.global_step == 5:
             self.layers[4].bias.data = self.layers[4].bias.data + 1
 
@@ -467,7 +489,7 @@ class Manual(Net):
 
     automatic_optimization = False
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         optimizer = self.optimizers()
         for _ in range(2):
             optimizer.zero_grad()
@@ -496,13 +518,6 @@ class Averaging(L.Callback):
     on_validation_epoch_start = on_validation_epoch_end = _swap
 
 
-class Skipping(Net):
-    """Ends the first epoch in its fifth batch, which is not trained on."""
-
-    def on_train_batch_start(self, batch: Batch, index: int) -> int | None:
-        return -1 if self.current_epoch == 0 and index == 4 else None
-
-
 THIRD = Kill("on_after_backward", earlier=2)
 SIXTH = Kill("on_before_backward", earlier=5)
 NO_STEP = "no step has finished since the start"
@@ -516,6 +531,7 @@ REFUSED = [
         Plan(Kill("on_validation_batch_start", earlier=1), trainer={"callbacks": [Averaging()]}),
     ),
     ("seen.mean_value has changed", Plan(SIXTH, kind=Counting)),
+    ("queue has changed", Plan(SIXTH, kind=Queue)),
     ("target.weight may have changed", Plan(SIXTH, kind=partial(Momentum, assign_inside, since=5))),
     ("layers.4.bias may have changed", Plan(SIXTH, kind=Shaking)),
     (NO_STEP, Plan(Kill("on_before_backward"))),
@@ -530,7 +546,7 @@ def test_what_could_be_a_wrong_checkpoint_is_refused(
     reason: str, plan: Plan, tmp_path: Path
 ) -> None:
     """A line next to the error gives the reason."""
-    survivor, _ = launch_ranks(train, 2, plan, tmp_path)
+    survivor, _ = ranks.launch_ranks(rescuing.train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
     [line] = [
         line
@@ -539,22 +555,15 @@ def test_what_could_be_a_wrong_checkpoint_is_refused(
     ]
     assert reason in line
     assert "RankDiedError: rank 1 " in survivor.output
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / rescuing.NAME).exists()
 
 
 def test_a_place_without_locks_is_refused_at_the_start(tmp_path: Path) -> None:
     """Every rank raises, before it trains, if a path is in an object store."""
     plan = Plan(strategy={"rescue_checkpoint": "memory://run/it.ckpt"})
-    for outcome in launch_ranks(train, 2, plan, tmp_path):
+    for outcome in ranks.launch_ranks(rescuing.train, 2, plan, tmp_path):
         assert outcome.failure.type_name == "ConfigurationError"
         assert "(got memory://run/it.ckpt); pass a local path" in outcome.failure.message
-
-
-def test_a_batch_that_is_not_trained_on_costs_no_step(tmp_path: Path) -> None:
-    """The buffers are also recorded with such a batch."""
-    plan = Plan(Kill("on_before_backward", earlier=4), kind=Skipping)
-    survivor, _ = launch_ranks(train, 2, plan, tmp_path)
-    assert "saved step 4 to" in survivor.output, survivor.story()
 
 
 def test_an_earlier_save_error_does_not_prevent_the_rescue(tmp_path: Path) -> None:
@@ -562,16 +571,11 @@ def test_an_earlier_save_error_does_not_prevent_the_rescue(tmp_path: Path) -> No
 
     That error was not raised before the other rank died.
     """
-    survivor, _ = launch_ranks(
-        train, 2, Plan(Kill("on_before_backward", earlier=15), rescue="only"), tmp_path
+    survivor, _ = ranks.launch_ranks(
+        rescuing.train, 2, Plan(Kill("on_before_backward", earlier=15), rescue="only"), tmp_path
     )
     assert "saved step 15 to" in survivor.output, survivor.story()
     assert "cannot save checkpoint /dev/null/" in survivor.output
-
-
-def test_the_time_of_a_file_in_a_store_without_times_is_the_future() -> None:
-    """A run may resume from there, also with a rescue."""
-    assert modification_time("http://127.0.0.1:9/it.ckpt") == float("inf")
 
 
 SCRIPT = """

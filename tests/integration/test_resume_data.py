@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,178 +29,181 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.errors import ResumeError
-from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness import ranks
 from tests.harness.training import Kind, assert_same, on_both, on_ranks
-from tests.integration.continuing import (
-    Loaders,
-    Net,
-    Numbers,
-    Point,
-    Run,
-    Step,
-    Stream,
-    Training,
-    sampled,
-    stream,
-    workers,
-)
+from tests.integration import continuing
 
 
 def sixteen(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Numbers(16), 2, shuffle=True)
+    return DataLoader(continuing.Numbers(16), 2, shuffle=True)
 
 
 def two(rank: int, world_size: int) -> CombinedLoader:
     return CombinedLoader(
-        [DataLoader(Numbers(number), 2, shuffle=True) for number in (16, 24)], "max_size_cycle"
+        [DataLoader(continuing.Numbers(number), 2, shuffle=True) for number in (16, 24)],
+        "max_size_cycle",
     )
 
 
-def stateful(number: int = 16, **options: Any) -> Loaders:
+def stateful(number: int = 16, **options: Any) -> continuing.Loaders:
     return lambda rank, world_size: StatefulDataLoader(
-        Numbers(number), batch_size=2, shuffle=True, **options
+        continuing.Numbers(number), batch_size=2, shuffle=True, **options
     )
 
 
 def stateful_stream(rank: int, world_size: int) -> StatefulDataLoader[Any]:
-    return StatefulDataLoader(Stream(9, rank), batch_size=2)
+    return StatefulDataLoader(continuing.Stream(9, rank), batch_size=2)
 
 
-def weighted(replacement: bool) -> Loaders:
+def weighted(replacement: bool) -> continuing.Loaders:
     sampler = WeightedRandomSampler([1.0] * 16, 16, replacement)
-    return lambda rank, world_size: DataLoader(Numbers(16), 2, sampler=sampler)
+    return lambda rank, world_size: DataLoader(continuing.Numbers(16), 2, sampler=sampler)
 
 
-def plain(*chosen: Any, **options: Any) -> Loaders:
+def plain(*chosen: Any, **options: Any) -> continuing.Loaders:
     """Of a sampler of torch's that is left to each rank."""
-    return lambda rank, world_size: DataLoader(Numbers(8), *chosen, **options)
+    return lambda rank, world_size: DataLoader(continuing.Numbers(8), *chosen, **options)
 
 
-def batched(size: int) -> Loaders:
+def batched(size: int) -> continuing.Loaders:
     return plain(batch_sampler=BatchSampler(SequentialSampler(range(8)), size, drop_last=False))
 
 
 def other_on_rank_one(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(
-        Numbers(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, drop_last=rank == 1)
+        continuing.Numbers(8),
+        batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, drop_last=rank == 1),
     )
 
 
-STREAM = stream()
-# By the number of ranks that resume what two ranks have saved: the data before, and
-# those after.
-CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
-    2: {
-        "more samples": (sixteen, sampled("lightning's", 28)),
-        "more samples that each rank deals out to itself": (
-            sampled("plain", 16),
-            sampled("plain", 28),
-        ),
-        "more samples of a loader with a state": (stateful(), stateful(28)),
-        "a shorter stream": (STREAM, stream(2)),
-        "more workers of a stream": (stream(8, **workers(1)), stream(8, **workers(2))),
-        "workers of a loader with a state": (stateful(), stateful(**workers())),
-        "another order on each rank": (plain(2, shuffle=True), plain(2)),
-        "other batches on each rank": (batched(2), batched(3)),
-        "another sampler on rank 1, each rank has its own": (batched(2), other_on_rank_one),
-        "another draw by weight": (weighted(True), weighted(False)),
-        "two loaders for one": (sixteen, two),
-    },
-    1: {"a loader with a state": (stateful(), stateful())},
+class Change(NamedTuple):
+    """The data of two ranks that save in their second epoch, and those of the ranks that
+    resume.
+    """
+
+    before: continuing.Loaders
+    after: continuing.Loaders
+    message: str = 'resume_data="epoch"'  # in the error
+    ranks: int = 2  # that resume
+    batches: int = 4  # of an epoch before
+    is_divided: bool = True  # by the strategy
+
+
+CHANGES = {
+    "more samples": Change(sixteen, continuing.sampled("lightning's", 28)),
+    "more samples that each rank deals out to itself": Change(
+        continuing.sampled("plain", 16), continuing.sampled("plain", 28), is_divided=False
+    ),
+    "more samples of a loader with a state": Change(stateful(), stateful(28)),
+    "a shorter stream": Change(continuing.stream(9), continuing.stream(2), batches=5),
+    "more workers of a stream": Change(
+        continuing.stream(8, **continuing.workers(1)),
+        continuing.stream(8, **continuing.workers(2)),
+        "had num_workers=1 when the checkpoint was saved, and now has 2; resume with",
+    ),
+    "workers of a loader with a state": Change(stateful(), stateful(**continuing.workers())),
+    "another order on each rank": Change(plain(2, shuffle=True), plain(2), is_divided=False),
+    "other batches on each rank": Change(batched(2), batched(3), is_divided=False),
+    "another sampler on rank 1": Change(batched(2), other_on_rank_one, is_divided=False),
+    "another draw by weight": Change(weighted(True), weighted(False)),
+    "two loaders for one": Change(sixteen, two),
+    "another number of ranks": Change(
+        stateful(),
+        stateful(),
+        "had ranks=2 when the checkpoint was saved, and now has 1; resume with",
+        ranks=1,
+    ),
 }
 BEGUN = (
     "more samples",
     "a shorter stream",
     "workers of a loader with a state",
     "two loaders for one",
-    *CHANGES[1],
+    "another number of ranks",
 )
 
 
-def training(
-    directory: Path, devices: int, loaders: Loaders, name: str = "run", side: Kind = "ours"
-) -> Training:
-    options = {
-        "max_epochs": 2,
-        "dropout": False,
-        "use_distributed_sampler": "each rank" not in name,
-    }
-    return Training(
-        lambda: loaders(int(os.environ["RANK"]), devices),
-        directory,
-        devices,
-        options,
-        name=name,
-        side=side,
+def training_on(
+    directory: Path,
+    devices: int,
+    loaders: continuing.Loaders,
+    *,
+    is_divided: bool = True,
+    side: Kind = "ours",
+) -> continuing.Training:
+    options = {"max_epochs": 2, "dropout": False, "use_distributed_sampler": is_divided}
+    rank = int(os.environ["RANK"])
+    return continuing.Training(
+        lambda: loaders(rank, devices), directory, devices, options, side=side
     )
 
 
-def save_all(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    """Return a checkpoint from the middle of epoch 1 of each way to read, two steps of
-    which were done.
-    """
-    paths = {}
-    for name, (before, _) in {**CHANGES[1], **CHANGES[2]}.items():
-        point = f"train_batch_end-{7 if before is STREAM else 6}"
-        paths[name] = training(directory, 2, before, name).run(point).saved[point]
-    return paths
+def save_in_second_epoch(rank: int, world_size: int, directory: Path, name: str) -> str:
+    """Return the checkpoint after two steps of epoch 1."""
+    change = CHANGES[name]
+    point = f"train_batch_end-{change.batches + 2}"
+    run = training_on(directory, 2, change.before, is_divided=change.is_divided)
+    return run.run(point).saved[point]
 
 
-def refuse_and_begin(
-    rank: int, world_size: int, directory: Path, paths: dict[str, str]
-) -> dict[str, str]:
-    """Return the errors; runs that resume from the start of the checkpoint's epoch,
-    some of them, read all of it.
-    """
-    found = {}
-    for name, (_, after) in CHANGES[world_size].items():
-        run = training(directory, world_size, after, name)
-        with pytest.raises(ResumeError) as refused:
-            run.run(ckpt_path=paths[name])
-        found[name] = str(refused.value)
-        if name not in BEGUN:
-            continue
-        expected = [step for step in run.run().steps if step[0] >= 1]
-        run.strategy = {"resume_data": "epoch"}
-        resumed = run.run(ckpt_path=paths[name])
-        saved = torch.load(paths[name], weights_only=False)
-        assert (name, resumed.steps) == (name, expected)
-        assert resumed.counts[0] == saved["global_step"] + len(expected)
-    return found
+def resume_changed(rank: int, world_size: int, directory: Path, name: str, path: str) -> str:
+    """Return the error."""
+    change = CHANGES[name]
+    run = training_on(directory, world_size, change.after, is_divided=change.is_divided)
+    with pytest.raises(ResumeError) as refused:
+        run.run(ckpt_path=path)
+    return str(refused.value)
 
 
-def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_path: Path) -> None:
-    """Every rank's error names ``resume_data="epoch"``, with which a run trains on the
-    whole epoch again.
-    """
-    paths = run_ranks(save_all, 2, tmp_path)[0]
-    for world_size in (2, 1):
-        place = tmp_path / str(world_size)
-        place.mkdir()
-        by_rank = run_ranks(refuse_and_begin, world_size, place, paths, env=by_hand_env(world_size))
-        assert all(
-            'resume_data="epoch"' in message for found in by_rank for message in found.values()
-        )
-        if world_size == 2:
-            message = by_rank[0]["more workers of a stream"]
-            assert (
-                "had num_workers=1 when the checkpoint was saved, and now has 2; resume with"
-                in message
-            )
-    message = by_rank[0]["a loader with a state"]
-    assert "epoch 1 cannot be resumed in the middle" in message
-    assert "had ranks=2 when the checkpoint was saved, and now has 1; resume with" in message
+def on_changed_ranks(function: Callable[..., Any], directory: Path, name: str) -> list[Any]:
+    """Save on two ranks, and call the function on those that resume."""
+    path, _ = ranks.run_ranks(save_in_second_epoch, 2, directory, name)
+    resumed = CHANGES[name].ranks
+    (directory / "resumed").mkdir()
+    env = ranks.by_hand_env(resumed)
+    return ranks.run_ranks(function, resumed, directory / "resumed", name, path, env=env)
 
 
-def save_points(kind: Kind, directory: Path, loaders: Loaders, *points: Point) -> list[str]:
-    return list(training(directory, 2, loaders, side=kind).run(*points).saved.values())
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_epoch_that_cannot_be_continued_is_refused(name: str, tmp_path: Path) -> None:
+    """Every rank's error names ``resume_data="epoch"``, and what has changed."""
+    for message in on_changed_ranks(resume_changed, tmp_path, name):
+        assert 'resume_data="epoch"' in message
+        assert CHANGES[name].message in message
+
+
+def begin_anew(
+    rank: int, world_size: int, directory: Path, name: str, path: str
+) -> tuple[continuing.Run, continuing.Run]:
+    """Return a run from the beginning, and one that begins the checkpoint's epoch anew."""
+    run = training_on(directory, world_size, CHANGES[name].after)
+    whole = run.run()
+    run.strategy = {"resume_data": "epoch"}
+    return whole, run.run(ckpt_path=path)
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_an_epoch_that_cannot_be_continued_can_be_begun_anew(name: str, tmp_path: Path) -> None:
+    """With ``resume_data="epoch"`` a run trains on the whole epoch again."""
+    done = CHANGES[name].batches + 2
+    for whole, begun in on_changed_ranks(begin_anew, tmp_path, name):
+        second_epoch = [step for step in whole.steps if step.epoch == 1]
+        assert begun.steps == second_epoch
+        optimiser_steps, *_ = begun.counts
+        assert optimiser_steps == done + len(second_epoch)
+
+
+def save_points(
+    kind: Kind, directory: Path, loaders: continuing.Loaders, *points: continuing.Point
+) -> list[str]:
+    return list(training_on(directory, 2, loaders, side=kind).run(*points).saved.values())
 
 
 def resume_points(
-    kind: Kind, directory: Path, loaders: Loaders, paths: list[str]
-) -> tuple[list[Run], list[str]]:
+    kind: Kind, directory: Path, loaders: continuing.Loaders, paths: list[str]
+) -> tuple[list[continuing.Run], list[str]]:
     """Return runs, and the warnings that an epoch starts again."""
-    run = training(directory, 2, loaders, side=kind)
+    run = training_on(directory, 2, loaders, side=kind)
     run.strategy = {"resume_data": "stock"} if kind == "ours" and loaders is sixteen else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -234,9 +237,8 @@ def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) 
     assert warned == ["the checkpoint has no data position in epoch 0, so that epoch starts again"]
     assert silent == []
     for (run,), numbers in ((first, range(9)), (second, range(1000, 1009))):
-        assert [sample for epoch, _, *samples in run.steps if epoch == 0 for sample in samples] == [
-            *numbers
-        ]
+        first_epoch = [step for step in run.steps if step.epoch == 0]
+        assert continuing.samples_of(first_epoch) == [*numbers]
 
 
 def test_a_data_position_of_another_release_begins_the_epoch_again(tmp_path: Path) -> None:
@@ -252,46 +254,45 @@ def test_a_data_position_of_another_release_begins_the_epoch_again(tmp_path: Pat
     ]
 
 
-# By how two loaders are combined, the step after which a run resumes: two batches per
-# optimiser step, and the first loader ends after four batches.
-COMBINED = {"max_size": 7, "max_size_cycle": 5}
+def two_loaders(mode: Any) -> CombinedLoader:
+    """Return two loaders, of which the first one ends after four batches."""
+    own = torch.Generator().manual_seed(20)
+    return CombinedLoader(
+        [
+            DataLoader(continuing.Numbers(8), 2, shuffle=True),
+            DataLoader(continuing.Numbers(20), 2, shuffle=True, generator=own),
+        ],
+        mode,
+    )
 
 
-def resume_two_loaders(rank: int, world_size: int, directory: Path) -> dict[str, list[list[Step]]]:
-    """Return the steps from the last optimiser step on, without a stop and resumed."""
-    found = {}
-    for mode, done in COMBINED.items():
-
-        def loaders(mode: Any = mode) -> CombinedLoader:
-            own = torch.Generator().manual_seed(20)
-            return CombinedLoader(
-                [
-                    DataLoader(Numbers(8), 2, shuffle=True),
-                    DataLoader(Numbers(20), 2, shuffle=True, generator=own),
-                ],
-                mode,
-            )
-
-        options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
-        training = Training(loaders, directory, world_size, options, name=mode)
-        point = f"train_batch_end-{done}"
-        whole = training.run(point)
-        found[mode] = [whole.steps[done - 1 :], training.run(ckpt_path=whole.saved[point]).steps]
-    return found
+def resume_two_loaders(
+    rank: int, world_size: int, directory: Path, mode: str, done: int
+) -> list[list[continuing.Step]]:
+    """Return the steps from the last optimiser step on, which has two batches, without a
+    stop and resumed.
+    """
+    options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
+    runs = continuing.Training(lambda: two_loaders(mode), directory, world_size, options)
+    point = f"train_batch_end-{done}"
+    whole = runs.run(point)
+    return [whole.steps[done - 1 :], runs.run(ckpt_path=whole.saved[point]).steps]
 
 
-def test_a_loader_that_is_longer_than_the_first_one_continues(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "done"), [("max_size", 7), ("max_size_cycle", 5)])
+def test_a_loader_that_is_longer_than_the_first_one_continues(
+    mode: str, done: int, tmp_path: Path
+) -> None:
     """The run resumes at an optimiser step that begins after the first loader's end."""
-    [found] = run_ranks(resume_two_loaders, 1, tmp_path)
-    for mode, (expected, resumed) in found.items():
-        assert resumed == expected, mode
+    [[expected, resumed]] = ranks.run_ranks(resume_two_loaders, 1, tmp_path, mode, done)
+    assert resumed == expected
 
 
 def resume_twice(rank: int, world_size: int, directory: Path) -> list[int]:
     """Return how often Lightning warns of a resume within an epoch that continues, and
     of one that does not.
     """
-    run = training(directory, 2, sixteen)
+    run = training_on(directory, 2, sixteen)
     path = run.run("train_batch_end-2").saved["train_batch_end-2"]
     found = []
     before = list(warnings.filters)
@@ -313,40 +314,53 @@ def test_lightnings_warning_is_hidden_only_where_an_epoch_continues(tmp_path: Pa
     """No filter remains after a run, so a later run without our resume shows
     Lightning's warning.
     """
-    assert run_ranks(resume_twice, 2, tmp_path) == [[0, 1], [0, 0]]
+    assert ranks.run_ranks(resume_twice, 2, tmp_path) == [[0, 1], [0, 0]]
 
 
-def resume_exceptions(
-    rank: int, world_size: int, directory: Path
-) -> list[tuple[list[str], list[Step]]]:
-    """Return warnings and steps of runs that resume after an exception, with a drawn
-    order and with a fixed one.
-    """
-    found = []
-    for name, is_drawn in {"drawn": True, "listed": False}.items():
-        options = {"use_distributed_sampler": False, "max_epochs": 1}
-        training = Training(
-            lambda d=is_drawn: DataLoader(Numbers(12), 2, shuffle=d),
-            directory,
-            2,
-            options,
-            name=name,
-        )  # type: ignore[misc]
-        path = training.run("exception-3", fail_at=(0, 3)).saved["exception-3"]
-        found.append(resume_recorded(training, path))
-    return found
+class Resumed(NamedTuple):
+    """A resumed run, and the warnings about the resume."""
+
+    run: continuing.Run
+    warned: list[str]
+
+
+def resume_recorded(training: continuing.Training, path: str) -> Resumed:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = training.run(ckpt_path=path)
+    texts = [str(each.message) for each in caught]
+    return Resumed(run, [text for text in texts if "resume" in text])
+
+
+def resume_exception(rank: int, world_size: int, directory: Path, shuffle: bool) -> Resumed:
+    """Resume an epoch of six batches whose fourth one has raised."""
+    options = {"use_distributed_sampler": False, "max_epochs": 1}
+    runs = continuing.Training(
+        lambda: DataLoader(continuing.Numbers(12), 2, shuffle=shuffle), directory, 2, options
+    )
+    path = runs.run("exception-3", fail_at=(0, 3)).saved["exception-3"]
+    return resume_recorded(runs, path)
 
 
 def test_an_order_that_cannot_be_restored_starts_again(tmp_path: Path) -> None:
     """A checkpoint of an exception has no random numbers, so an epoch whose order was
     drawn from them starts again.
     """
-    ((warned, steps), (silent, rest)), others = run_ranks(resume_exceptions, 2, tmp_path)
-    assert [text.partition(" does not yield")[0] for text in warned] == [
+    first, second = ranks.run_ranks(resume_exception, 2, tmp_path, True)
+    [warning] = first.warned
+    assert warning.startswith(
         "epoch 0 cannot be resumed in the middle: BatchSampler over RandomSampler on ranks 0, 1"
-    ]
-    assert (len(steps), silent, len(rest)) == (6, [], 3)
-    assert [messages for messages, _ in others] == [[], []]
+        " does not yield"
+    )
+    assert len(first.run.steps) == 6
+    assert second.warned == []
+
+
+def test_a_fixed_order_continues_after_an_exception(tmp_path: Path) -> None:
+    """The run reads the three batches that are left."""
+    for resumed in ranks.run_ranks(resume_exception, 2, tmp_path, False):
+        assert resumed.warned == []
+        assert len(resumed.run.steps) == 3
 
 
 # Orders that nothing but the run itself determines.
@@ -415,7 +429,7 @@ def unusual_batch(rows: list[Tensor]) -> dict[str, Any]:
     }
 
 
-class Mixing(Net):
+class Mixing(continuing.Net):
     """Draws from Python's global generator in each step, as mixup does."""
 
     def training_step(self, batch: Any, index: int) -> Tensor:
@@ -426,70 +440,92 @@ class Mixing(Net):
 
 
 def own_order(stream: Any, rank: int) -> DataLoader[Any]:
-    return DataLoader(Numbers(24), 2, sampler=Sampled(stream(0)))
+    return DataLoader(continuing.Numbers(24), 2, sampler=Sampled(stream(0)))
 
 
-UNKNOWN: dict[str, Callable[[int], Any]] = {
-    **{
-        each.__name__: lambda rank, kind=each: DataLoader(kind(rank), 2)
-        for each in (Counting, Clocked, Buffered)
-    },  # type: ignore[misc]
-    "Clocked, unusual": lambda rank: DataLoader(Clocked(rank), 2, collate_fn=unusual_batch),
-    "sampler that counts": partial(own_order, Counting),
-    "sampler that draws late": partial(own_order, Buffered),
-    "divided sampler that counts": partial(own_order, Counting),
-    "two streams": lambda rank: [DataLoader(Numbers(24), 2), DataLoader(Clocked(rank), 2)],
-    "stateful loader, accumulating": lambda rank: StatefulDataLoader(Buffered(rank), 2),
+class Unknown(NamedTuple):
+    """Loaders of a rank, whose epoch of 24 samples has twelve batches of two."""
+
+    make: Callable[[int], Any]
+    batches: int = 12
+    accumulation: int = 1
+    is_divided: bool = False  # by the strategy
+
+
+STREAMS: dict[str, type[Counting]] = {
+    "counting": Counting,
+    "clocked": Clocked,
+    "buffered": Buffered,
 }
 
 
-def resume_recorded(training: Training, path: str, **options: Any) -> tuple[list[str], list[Step]]:
-    """Return the warnings about the resume, and the steps."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = training.run(ckpt_path=path, **options)
-    return [text for each in caught if "resume" in (text := str(each.message))], run.steps
+def streamed(stream: type[Counting], rank: int) -> DataLoader[Any]:
+    return DataLoader(stream(rank), 2)
 
 
-def resume_unknown_orders(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Return what runs do that resume in the middle of their second epoch, and runs
-    that repeat it.
+UNKNOWN = {
+    **{name: Unknown(partial(streamed, stream)) for name, stream in STREAMS.items()},
+    "clocked, unusual": Unknown(
+        lambda rank: DataLoader(Clocked(rank), 2, collate_fn=unusual_batch)
+    ),
+    "sampler that counts": Unknown(partial(own_order, Counting)),
+    "sampler that draws late": Unknown(partial(own_order, Buffered)),
+    "divided sampler that counts": Unknown(
+        partial(own_order, Counting), batches=6, is_divided=True
+    ),
+    "two streams": Unknown(
+        lambda rank: [DataLoader(continuing.Numbers(24), 2), DataLoader(Clocked(rank), 2)]
+    ),
+    "stateful loader": Unknown(lambda rank: StatefulDataLoader(Buffered(rank), 2), accumulation=2),
+}
+
+
+class Restarted(NamedTuple):
+    """A run that resumed in the middle of its second epoch, and one that was told to
+    repeat the epoch.
     """
-    found = {}
-    for name, loaders in UNKNOWN.items():
-        options = {"max_epochs": 2, "use_distributed_sampler": "divided" in name, "model": Mixing}
-        options |= {"accumulate_grad_batches": 2 if "accumulating" in name else 1}
-        training = Training(lambda make=loaders: make(rank), directory, 2, options, name=name)  # type: ignore[misc]
-        first = training.run()
-        point = f"train_batch_end-{len(first.steps) // 2 + 5}"
-        path = training.run(point).saved[point]
-        warned, steps = resume_recorded(training, path)
-        resumed = training.run(ckpt_path=path)
-        training.strategy = {"resume_data": "epoch"}
-        repeated = training.run(ckpt_path=path)
-        training.strategy = {"resume_data": "strict"}
-        with pytest.raises(ResumeError, match="does not yield"):
-            training.run(ckpt_path=path)
-        found[name] = warned, steps, resumed, repeated
-    return found
+
+    resumed: Resumed
+    repeated: continuing.Run
 
 
-def test_an_epoch_whose_order_cannot_be_drawn_again_starts_again(tmp_path: Path) -> None:
+def resume_unknown_order(rank: int, world_size: int, directory: Path, name: str) -> Restarted:
+    case = UNKNOWN[name]
+    options = {
+        "max_epochs": 2,
+        "use_distributed_sampler": case.is_divided,
+        "accumulate_grad_batches": case.accumulation,
+        "model": Mixing,
+    }
+    runs = continuing.Training(lambda: case.make(rank), directory, 2, options)
+    point = f"train_batch_end-{case.batches + 5}"
+    path = runs.run(point).saved[point]
+    resumed = resume_recorded(runs, path)
+    runs.strategy = {"resume_data": "epoch"}
+    repeated = runs.run(ckpt_path=path)
+    runs.strategy = {"resume_data": "strict"}
+    with pytest.raises(ResumeError, match="does not yield"):
+        runs.run(ckpt_path=path)
+    return Restarted(resumed, repeated)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_epoch_whose_order_cannot_be_drawn_again_starts_again(name: str, tmp_path: Path) -> None:
     """The run reads each sample of that epoch once, as with ``resume_data="epoch"``,
     and rank 0 warns.
     """
-    by_rank = run_ranks(resume_unknown_orders, 2, tmp_path)
-    for rank, found in enumerate(by_rank):
-        for name, (warned, steps, resumed, repeated) in found.items():
-            assert [len(steps), *{epoch for epoch, *_ in steps}] == [
-                6 if "divided" in name else 12,
-                1,
-            ], name
-            assert [batch for _, batch, *_ in steps] == [*range(len(steps))], name
-            assert (resumed.counts, resumed.events) == (repeated.counts, repeated.events), name
-            assert [
-                ("does not yield" in text, "so that epoch starts again" in text) for text in warned
-            ] == [(True, True)] * (rank == 0), name
-            if name in ("Counting", "Clocked", "Buffered"):
-                numbers = [number for step in steps for number in step[2:]]
-                assert sorted(numbers) == [*range(100 * rank, 100 * rank + 24)], name
+    by_rank = ranks.run_ranks(resume_unknown_order, 2, tmp_path, name)
+    for rank, (resumed, repeated) in enumerate(by_rank):
+        steps = resumed.run.steps
+        assert [step.moment for step in steps] == [
+            (1, batch) for batch in range(UNKNOWN[name].batches)
+        ]
+        assert resumed.run.counts == repeated.counts
+        assert resumed.run.events == repeated.events
+        if name in STREAMS:
+            own = range(100 * rank, 100 * rank + 24)
+            assert sorted(continuing.samples_of(steps)) == [*own]
+    [warning] = by_rank[0].resumed.warned
+    assert "does not yield" in warning
+    assert "so that epoch starts again" in warning
+    assert by_rank[1].resumed.warned == []

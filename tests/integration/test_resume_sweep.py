@@ -32,14 +32,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
 from lightning_ddp_ext.errors import RankFailedError, ResumeError
-from tests.harness.sweeps import (
-    chosen_cases,
-    expect_nothing_wrong,
-    greedy_cover,
-    new_seed,
-    play_cases,
-)
-from tests.integration.continuing import KEPT, Net, Run, Step, Training, difference
+from tests.harness import sweeps
+from tests.integration import continuing
+from tests.integration.reading import Backwards
 
 # samples, which 1, 2 or 3 ranks split evenly
 LONG = 18
@@ -53,6 +48,7 @@ INJECTED = (
     "own",
     "weighted",
     "replacement",
+    "option",  # of the strategy: sampler="scalable"
 )
 HOOKS = {
     **dict.fromkeys(("middle", "last", "sigterm", "first"), "on_train_batch_end"),
@@ -131,6 +127,8 @@ class Case:
         if self.made == "each" and {"stream", "stateful"} & {*self.kinds}:
             # Lightning begins to read new streams twice, and makes new loaders before
             # it restores numbers
+            return False
+        if "option" in self.kinds and self.injected == "no":
             return False
         if self.workers == "kept" and self.injected == "no" and "stateful" in self.kinds:
             return False  # torchdata also draws an order where workers start
@@ -241,11 +239,6 @@ class Own(torch_data.Sampler[int]):
         return iter(self.numpy.permutation(self.samples).tolist())
 
 
-class Backwards(BatchSampler):
-    def __iter__(self) -> Iterator[list[int]]:
-        return (batch[::-1] for batch in super().__iter__())
-
-
 class Sized(torch_data.IterableDataset[Tensor]):
     """Numbers that the workers of a rank split; each worker draws an order for its
     part.
@@ -334,7 +327,7 @@ def loader_of(
 # What is trained.
 
 
-class Swept(Net):
+class Swept(continuing.Net):
     def training_step(self, batch: Any, index: int) -> Tensor:
         return super().training_step(
             list(batch.values()) if isinstance(batch, dict) else batch, index
@@ -367,7 +360,7 @@ class IteratingManual(Iterating, Manual): ...
 KINDS = {"batch": (Swept, Manual), "dataloader_iter": (Iterating, IteratingManual)}
 
 
-def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
+def training_of(case: Case, rank: int, ranks: int, place: Path) -> continuing.Training:
     options: dict[str, Any] = {
         "max_epochs": case.epochs,
         "limit_train_batches": 1.0 if case.limit == "none" else 4,
@@ -378,7 +371,7 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
         "use_distributed_sampler": case.injected == "yes",
         "reload_dataloaders_every_n_epochs": int(case.made == "each"),
         "callbacks": [Looks()] if case.looks == "yes" else [],
-        "validation": KEPT if case.workers == "kept" else {},
+        "validation": continuing.KEPT if case.workers == "kept" else {},
         "model": KINDS[case.step][case.optimizing == "manual"],
         **(
             {}
@@ -388,8 +381,10 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
     }
     # DDP rebuilds its buckets after the first step otherwise, and three ranks then add
     # up in another order.
-    strategy = {"find_unused_parameters": True} if ranks == 3 else {}
-    return Training(
+    strategy: dict[str, Any] = {"find_unused_parameters": True} if ranks == 3 else {}
+    if "option" in case.kinds:
+        strategy["sampler"] = "scalable"
+    return continuing.Training(
         lambda: loaders_of(case, rank, ranks),
         place.parent,
         ranks,
@@ -425,14 +420,14 @@ class After(L.Callback):
 
     def call(self, trainer: Any, *_: Any, **__: Any) -> None:
         steps = trainer.lightning_module.steps
-        if steps and steps[-1][:2] == self.batch and not self.is_done:
+        if steps and steps[-1].moment == self.batch and not self.is_done:
             self.is_done = True
             self.do(trainer)
 
 
 def run_to(
-    stop: str, epoch: int, case: Case, training: Training, ckpt_path: str | None = None
-) -> tuple[Run, str, int]:
+    stop: str, epoch: int, case: Case, training: continuing.Training, ckpt_path: str | None = None
+) -> tuple[continuing.Run, str, int]:
     """Train to a stop, or past one that only saves; return the run, its checkpoint, and
     its steps until then.
     """
@@ -453,7 +448,7 @@ def run_to(
     return (
         run,
         path,
-        len(run.steps) if stop in ENDING else sum(step[:2] <= batch for step in run.steps),
+        len(run.steps) if stop in ENDING else sum(step.moment <= batch for step in run.steps),
     )
 
 
@@ -472,37 +467,37 @@ class Played:
     wrong: str = ""
     refused: str = ""
     path: str = ""
-    whole: list[Step] = field(default_factory=list)  # without a stop
-    before: list[Step] = field(default_factory=list)
-    after: list[Step] = field(default_factory=list)
+    whole: list[continuing.Step] = field(default_factory=list)  # without a stop
+    before: list[continuing.Step] = field(default_factory=list)
+    after: list[continuing.Step] = field(default_factory=list)
 
 
-def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
+LATER_THAN_ANY = (99, 0)  # epoch and batch
+
+
+def resume(case: Case, training: continuing.Training, path: str) -> tuple[continuing.Run, str]:
     """Train from a checkpoint to the end; join the two runs around a second stop into
     one.
     """
     if case.again == "no":
         return training.run(ckpt_path=path), ""
     second, path, done = run_to(case.again, int(case.epoch) + 1, case, training, path)
-    if case.stop in SIGNALS and second.steps[:1] > [
-        (int(case.epoch) + 1, case.index(case.again, training.devices) + 1)
-    ]:
+    due = (int(case.epoch) + 1, case.index(case.again, training.devices))
+    if case.stop in SIGNALS and second.steps and second.steps[0].moment > due:
         return second, ""  # on a busy machine the ranks had agreed on a first stop after this one
     third = training.run(ckpt_path=path)
     if case.again not in ENDING:
-        text = difference(training, second, done, third)
+        text = continuing.difference(training, second, done, third)
         return second, text and f"resumed again {text}"
-    steps = [
-        *(step for step in second.steps if step[:2] < (third.steps or [(99,)])[0][:2]),
-        *third.steps,
-    ]
+    begin = third.steps[0].moment if third.steps else LATER_THAN_ANY
+    steps = [*(step for step in second.steps if step.moment < begin), *third.steps]
     is_same = steps[: len(second.steps)] == second.steps
     return replace(third, steps=steps), (
         "" if is_same else f"resumed again reads {third.steps} after {second.steps}"
     )
 
 
-def last_epoch(run: Run) -> list[str]:
+def last_epoch(run: continuing.Run) -> list[str]:
     """Return the events of the last epoch, or of the part of it that belongs to this
     run.
     """
@@ -539,7 +534,7 @@ def play_half(half: Half, rank: int, ranks: int, place: Path) -> Played:
             )
         if case.stays:
             resumed, text = resume(case, training, path)
-            texts += [difference(training, whole, done, resumed), text]
+            texts += [continuing.difference(training, whole, done, resumed), text]
         before = whole.steps[: done - done % length % case.accumulated]  # until an optimiser step
         return Played("; ".join(filter(None, texts)), "", path, whole.steps, before)
     except (
@@ -620,14 +615,14 @@ def pairwise_cover(seed: int = 0) -> list[Case]:
         if case.workers == "none" or (case in with_workers and case.step == "batch")
     ]
     tried = {case: pairs_of(case) for case in pool}
-    return greedy_cover(
+    return sweeps.greedy_cover(
         tried, lambda case: (case.epochs + (case.stop in ENDING) + 4) * (sum(case.sizes) + 2)
     )
 
 
 def played(halves: Sequence[Half], number: int, directory: Path) -> dict[Case, list[Played]]:
     """Return each rank's record of the first or second halves of cases."""
-    found = play_cases(play_half, halves, lambda half: half[0].sizes[number], directory)
+    found = sweeps.play_cases(play_half, halves, lambda half: half[0].sizes[number], directory)
     return {
         case: [Played(each)] if isinstance(each, str) else each for (case, _), each in found.items()
     }
@@ -668,13 +663,13 @@ def judge(case: Case, befores: list[Played], afters: list[Played]) -> str:
         return "is not refused, although the rest is unknown to other ranks"
     for played in afters:
         later, whole = (
-            [step for step in steps if step[0] >= epoch + bool(done)]
+            [step for step in steps if step.epoch >= epoch + bool(done)]
             for steps in (played.after, played.whole)
         )
         is_same = (
             later == whole
             if can_share
-            else [step[:2] for step in later] == [step[:2] for step in whole]
+            else [step.moment for step in later] == [step.moment for step in whole]
         )
         if not is_same:
             return f"reads {later} in later epochs instead of {whole}"
@@ -687,12 +682,12 @@ def judge_rest(case: Case, epoch: int, befores: list[Played], afters: list[Playe
     """
     number = int(case.loaders == "min_size")
 
-    def count(steps: Iterable[Step]) -> Counter[int]:
+    def count(steps: Iterable[continuing.Step]) -> Counter[int]:
         return Counter(
             sample
             for step in steps
-            if step[0] == epoch
-            for sample in step[2:]
+            if step.epoch == epoch
+            for sample in step.samples
             if sample // 100 == number
         )
 
@@ -718,8 +713,8 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(ranks: str, tmp_path: Path
     """For each pair of ways to read, to stop and to resume, batches and weights are the
     same, to the last bit.
     """
-    cases = chosen_cases(Case.parse, [*map(Case.parse, FOUND), *pairwise_cover()])
-    expect_nothing_wrong(
+    cases = sweeps.chosen_cases(Case.parse, [*map(Case.parse, FOUND), *pairwise_cover()])
+    sweeps.expect_nothing_wrong(
         play(
             [case for case in cases if ("2" if ranks_of(case) == "3" else ranks_of(case)) == ranks],
             tmp_path,
@@ -732,9 +727,9 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(ranks: str, tmp_path: Path
 @pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
 def test_runs_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The cases are drawn from all levels of all factors."""
-    seed, count = new_seed(capsys, 60)
+    seed, count = sweeps.new_seed(capsys, 60)
     chance = random.Random(seed)
-    expect_nothing_wrong(
+    sweeps.expect_nothing_wrong(
         play(
             itertools.islice(filter(None, (drawn(chance) for _ in itertools.count())), count),
             tmp_path,

@@ -4,9 +4,10 @@ and Trainer options.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -14,64 +15,11 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.utils.data import DataLoader
-from torchmetrics import MeanSquaredError, MetricCollection, R2Score
 
-from tests.harness.training import (
-    KINDS,
-    At,
-    Batch,
-    Kind,
-    Net,
-    Recorder,
-    assert_same,
-    data,
-    make_strategy,
-    make_trainer,
-    on_both,
-    on_ranks,
-    weights,
-)
+from tests.harness import training
+from tests.harness.training import Net
 
 # As Lightning's documentation shows them.
-
-
-class CollectsOutputs(Net):
-    """Keeps the outputs of the steps and gathers them at the end of the epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.validation_outputs: list[Tensor] = []
-        self.seen: dict[str, Any] = {}
-
-    def validation_step(self, batch: Batch, index: int) -> Tensor:  # type: ignore[override]
-        predicted = self(batch[0])
-        self.validation_outputs.append(predicted)
-        return predicted
-
-    def on_validation_epoch_end(self) -> None:
-        everything = self.all_gather(torch.cat(self.validation_outputs))
-        self.seen["gathered"] = everything.clone()  # type: ignore[union-attr]
-        self.log("spread", everything.std(), rank_zero_only=True)  # type: ignore[union-attr]
-        self.validation_outputs.clear()
-
-
-class SeveralLoaders(Net):
-    """Evaluates several loaders, each with its own metrics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        both = MetricCollection({"mse": MeanSquaredError(), "r2": R2Score()})
-        self.measures = nn.ModuleList([both.clone(prefix="first/"), both.clone(prefix="second/")])
-
-    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
-        measures: Any = self.measures[dataloader_idx]
-        measures.update(self(batch[0]), batch[1])
-        self.log_dict(measures, add_dataloader_idx=False)
-        self.log("loss", self.loss(batch), sync_dist=True)
-
-    def val_dataloader(self) -> Any:
-        return [DataLoader(data(8), 2), DataLoader(data(12), 3)]
 
 
 class ByHand(Net):
@@ -81,7 +29,7 @@ class ByHand(Net):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         loss = self.loss(batch)
@@ -94,7 +42,7 @@ class ByHand(Net):
 class Accumulates(ByHand):
     """Steps after every second batch, and the scheduler at the end of the epoch."""
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         optimizer: Any = self.optimizers()
         self.manual_backward(self.loss(batch) / 2)
         if (index + 1) % 2 == 0:
@@ -109,7 +57,7 @@ class FollowsTheLoss(ByHand):
     the epoch.
     """
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         super().training_step(batch, index)
         self.log("own", float(index if self.global_rank else -3 * index), sync_dist=True)
         scheduler: Any = self.lr_schedulers()
@@ -133,7 +81,7 @@ class TwoPlayers(Net):
         self.automatic_optimization = False
         self.judge = nn.Linear(1, 1)
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         first, second = self.optimizers()  # type: ignore[misc]
         self.toggle_optimizer(first)
         loss = self.judge(self(batch[0])).square().mean()
@@ -159,7 +107,7 @@ class TwoPlayers(Net):
 class WithClosure(ByHand):
     """Passes a closure to an optimiser that calls it several times."""
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         optimizer: Any = self.optimizers()
 
         def closure() -> Tensor:
@@ -177,40 +125,12 @@ class WithClosure(ByHand):
 class SchedulesEveryFew(ByHand):
     """Steps the scheduler after every third batch, and logs within inference mode."""
 
-    def training_step(self, batch: Batch, index: int) -> None:
+    def training_step(self, batch: training.Batch, index: int) -> None:
         super().training_step(batch, index)
         if (index + 1) % 3 == 0:
             self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         with torch.inference_mode():
             self.log("spread", self(batch[0]).std(), sync_dist=True)
-
-
-class CollectsDictionaries(Net):
-    """Collects dictionaries in the test and gathers them together, as older versions'
-    ``test_epoch_end`` did.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.test_outputs: list[dict[str, Tensor]] = []
-        self.seen: dict[str, Any] = {}
-
-    def test_step(self, batch: Batch, index: int) -> None:
-        super().test_step(batch, index)
-        self.test_outputs.append({"predicted": self(batch[0]), "target": batch[1]})
-
-    def on_test_epoch_end(self) -> None:
-        joined = {
-            name: torch.cat([each[name] for each in self.test_outputs])
-            for name in self.test_outputs[0]
-        }
-        everywhere: Any = self.all_gather(joined)
-        self.seen |= everywhere
-        self.log(
-            "worst",
-            (everywhere["predicted"] - everywhere["target"]).abs().max(),
-            rank_zero_only=True,
-        )
 
 
 # Other models that DDP treats differently.
@@ -223,7 +143,7 @@ class HalfUsed(Net):
         super().__init__()
         self.branches = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: training.Batch) -> Tensor:
         return super().loss(batch) + self.branches[self.global_rank](batch[1]).square().mean()
 
 
@@ -235,7 +155,7 @@ class Sparse(Net):
         self.table = nn.Embedding(3, 1, sparse=True)
         self.layers.sparse = torch.ones(2)  # not a setting, but a name of the user's
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: training.Batch) -> Tensor:
         rows = batch[0].mul(7).long().abs() % 3
         return super().loss(batch) + self.table(rows).sub(batch[0].unsqueeze(2)).square().mean()
 
@@ -251,76 +171,75 @@ FLAGS = {
     "reload_dataloaders_every_n_epochs": 1,
     "log_every_n_steps": 1,
 }
-Options = Callable[[], dict[str, Any]]  # made in the rank
-# The model, and options of the Trainer and of the strategy.
-SHORT = {"max_epochs": 1}
-CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
-    "plain": (Net, {}, dict),
-    "accumulation": (Net, {"accumulate_grad_batches": 3}, dict),
-    "clipping by value": (
-        Net,
-        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value", **SHORT},
-        dict,
-    ),
-    "bf16-mixed": (Net, {"precision": "bf16-mixed", **SHORT}, dict),
-    "64-true": (Net, {"precision": "64-true", **SHORT}, dict),
-    "early stopping": (Net, {"callbacks": [EarlyStopping("val_loss", patience=1)]}, dict),
-    "outputs of an epoch": (CollectsOutputs, {}, dict),
-    "dictionaries of a test": (CollectsDictionaries, {}, dict),
-    "several loaders": (SeveralLoaders, {}, dict),
-    "manual optimisation": (ByHand, {}, dict),
-    "manual accumulation": (Accumulates, {}, dict),
-    "a scheduler that follows a logged value": (FollowsTheLoss, {}, dict),
-    "a scheduler of every third batch": (SchedulesEveryFew, {}, dict),
-    "several optimisers": (TwoPlayers, {}, lambda: {"find_unused_parameters": True}),
-    "a closure": (WithClosure, {}, lambda: {"find_unused_parameters": True}),
-    "unused parameters": (HalfUsed, SHORT, lambda: {"find_unused_parameters": True}),
-    "static graph": (Accumulates, {}, lambda: {"static_graph": True}),
-    "bucket views": (Net, SHORT, lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
-    "own buffers": (Net, SHORT, lambda: {"broadcast_buffers": False, "init_sync": False}),
-    "model averaging": (
-        Net,
-        {},
-        lambda: {"ddp_comm_state": PostLocalSGDState(None, None, 2), "model_averaging_period": 2},
-    ),
-    "own sampling": (Net, {"use_distributed_sampler": False}, dict),
-    "flags": (Net, FLAGS, dict),
-}
-EVALUATED = (
-    "plain",
-    "dictionaries of a test",
-    "bf16-mixed",
-    "64-true",
-    "several optimisers",
-    "own sampling",
-    "flags",
-)
 
 
-def train(kind: Kind, directory: Path, name: str) -> dict[str, Any]:
-    """Return the results of fit and, where the case makes a difference to them, of
-    validate, test and predict.
+class Case(NamedTuple):
+    """A model, options of the Trainer, those of the strategy, which are made in the
+    rank, and whether the case makes a difference to validate, test and predict.
     """
-    make_model, options, strategy_options = CASES[name]
+
+    model: type[Net] = Net
+    trainer: Mapping[str, Any] = MappingProxyType({})
+    strategy: Callable[[], dict[str, Any]] = dict
+    is_evaluated: bool = False
+
+
+def find_unused() -> dict[str, Any]:
+    return {"find_unused_parameters": True}
+
+
+def average_models() -> dict[str, Any]:
+    return {"ddp_comm_state": PostLocalSGDState(None, None, 2), "model_averaging_period": 2}
+
+
+CLIPPING = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
+SHORT = {"max_epochs": 1}
+CASES = {
+    "plain": Case(is_evaluated=True),
+    "accumulation": Case(Net, {"accumulate_grad_batches": 3}),
+    "clipping by value": Case(Net, {**CLIPPING, **SHORT}),
+    "bf16-mixed": Case(Net, {"precision": "bf16-mixed", **SHORT}, is_evaluated=True),
+    "64-true": Case(Net, {"precision": "64-true", **SHORT}, is_evaluated=True),
+    "early stopping": Case(Net, {"callbacks": [EarlyStopping("val_loss", patience=1)]}),
+    "manual optimisation": Case(ByHand),
+    "manual accumulation": Case(Accumulates),
+    "a scheduler that follows a logged value": Case(FollowsTheLoss),
+    "a scheduler of every third batch": Case(SchedulesEveryFew),
+    "several optimisers": Case(TwoPlayers, {}, find_unused, is_evaluated=True),
+    "a closure": Case(WithClosure, {}, find_unused),
+    "unused parameters": Case(HalfUsed, SHORT, find_unused),
+    "static graph": Case(Accumulates, {}, lambda: {"static_graph": True}),
+    "bucket views": Case(Net, SHORT, lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
+    "own buffers": Case(Net, SHORT, lambda: {"broadcast_buffers": False, "init_sync": False}),
+    "model averaging": Case(Net, {}, average_models),
+    "own sampling": Case(Net, {"use_distributed_sampler": False}, is_evaluated=True),
+    "flags": Case(Net, FLAGS, is_evaluated=True),
+}
+
+
+def train(kind: training.Kind, directory: Path, name: str) -> dict[str, Any]:
+    """Return the results of fit and, where the case says so, of evaluations."""
+    case = CASES[name]
     L.seed_everything(7)
-    recorder = Recorder()
-    model = make_model()
-    options = {**options, "callbacks": [recorder, *options.get("callbacks", ())]}
-    trainer = make_trainer(make_strategy(kind, directory, **strategy_options()), **options)
-    trainer.fit(model)
+    recorder = training.Recorder()
+    model = case.model()
+    options = {**case.trainer}
+    callbacks = [recorder, *options.pop("callbacks", ())]
+    trainer = training.fit(kind, directory, model, *callbacks, strategy=case.strategy(), **options)
     result = {
-        "weights": weights(model),
+        "weights": training.weights(model),
         "trained": [*model.parameters()],
         "step": trainer.global_step,
+        "metrics": recorder.metrics,
     }
-    if name in EVALUATED:
+    if case.is_evaluated:
         result["validate"] = trainer.validate(model, verbose=False)
         result["test"] = trainer.test(model, verbose=False)
         result["predict"] = trainer.predict(model)
-    return {**result, "metrics": recorder.metrics, **getattr(model, "seen", {})}
+    return result
 
 
-def train_all(kind: Kind, directory: Path) -> dict[str, Any]:
+def train_all(kind: training.Kind, directory: Path) -> dict[str, Any]:
     return {name: train(kind, directory, name) for name in CASES}
 
 
@@ -331,40 +250,38 @@ def test_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:
 
     One Trainer follows another in the same two processes.
     """
-    ours, stock = on_both(train_all, tmp_path)
+    ours, stock = training.on_both(train_all, tmp_path)
     for name in CASES:
         first = ours[0][name]
         second = ours[1][name]
-        assert_same([first, second], [by_case[name] for by_case in stock])
-        assert_same(first["trained"], second["trained"])
+        training.assert_same([first, second], [by_case[name] for by_case in stock])
+        training.assert_same(first["trained"], second["trained"])
         assert first["step"] > 2, name
         assert len(first["metrics"]) > 4, name
 
 
-ON_OTHER_RANKS: dict[str, tuple[type[Net], dict[str, Any]]] = {
+ON_OTHER_RANKS = {
     **{
-        name: CASES[name][:2]
-        for name in ("plain", "accumulation", "manual accumulation", "bf16-mixed")
+        name: CASES[name] for name in ("plain", "accumulation", "manual accumulation", "bf16-mixed")
     },
-    "sparse": (Sparse, {}),
+    "sparse": Case(Sparse),
 }
 
 
-def train_on_ranks(kind: Kind, directory: Path, ranks: int) -> dict[str, dict[str, Tensor]]:
+def train_on_ranks(
+    kind: training.Kind, directory: Path, ranks: int
+) -> dict[str, dict[str, Tensor]]:
     found = {}
-    for name, (make_model, options) in ON_OTHER_RANKS.items():
+
+    def expect_wrapper(trainer: L.Trainer) -> None:
+        assert isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
+
+    for name, case in ON_OTHER_RANKS.items():
         L.seed_everything(7)
-        model = make_model()
-        wrapper: list[Any] = []
-        keep = At(
-            "on_train_batch_end",
-            lambda trainer, wrapper=wrapper: wrapper.append(trainer.strategy.model),
-        )
-        make_trainer(
-            make_strategy(kind, directory), devices=ranks, callbacks=[keep], **options
-        ).fit(model)
-        found[name] = weights(model)
-        assert isinstance(wrapper[0], nn.parallel.DistributedDataParallel)
+        model = case.model()
+        looks = training.At("on_train_batch_end", expect_wrapper)
+        training.fit(kind, directory, model, looks, devices=ranks, **case.trainer)
+        found[name] = training.weights(model)
     return found
 
 
@@ -376,6 +293,7 @@ def test_other_numbers_of_ranks_learn_what_they_learn_with_stock_ddp(
     their number is not exact.
     """
     ours, stock = (
-        on_ranks(kind, train_on_ranks, tmp_path, ranks, world_size=ranks) for kind in KINDS
+        training.on_ranks(kind, train_on_ranks, tmp_path, ranks, world_size=ranks)
+        for kind in training.KINDS
     )
-    assert_same(ours, stock)
+    training.assert_same(ours, stock)

@@ -7,8 +7,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -19,24 +20,14 @@ from lightning_ddp_ext import (
     CheckpointSaveError,
     ConfigurationError,
     DDPExtError,
-    DDPExtStrategy,
     RankZeroCheckpoint,
     RankZeroCheckpointIO,
 )
 from lightning_ddp_ext.checkpoint.archive import Archive
-from tests.harness.ranks import RankProcesses, hold, run_ranks
-from tests.harness.training import (
-    KINDS,
-    At,
-    Kind,
-    Net,
-    backend,
-    make_strategy,
-    make_trainer,
-    on_ranks,
-    weights,
-)
-from tests.integration.checkpointing import Keeper, checkpoint_callback, trainer_for
+from tests.harness import ranks, training
+from tests.harness.training import Net
+from tests.integration import checkpointing
+from tests.integration.checkpointing import Keeper
 
 
 class Ballast(L.Callback):
@@ -72,25 +63,55 @@ class SaveEachEpoch(Ballast):
                 raise
 
 
-def fitted(
-    kind: Kind, directory: Path, callback: SaveEachEpoch, checkpoint_io: Any, epochs: int
-) -> dict[str, Any]:
-    raised = ""
-    trainer = trainer_for(kind, directory, checkpoint_io, [callback], max_epochs=epochs)
+class Fitted(NamedTuple):
+    """The errors that the callback met, the one that ended ``fit``, and the epoch."""
+
+    met: list[str]
+    raised: str | None
+    epoch: int
+
+
+def fit_on_full_disk(
+    kind: training.Kind, directory: Path, callback: SaveEachEpoch, background: bool, epochs: int
+) -> Fitted:
+    io = RankZeroCheckpointIO(background=background)
+    trainer = checkpointing.trainer_for(kind, directory, io, [callback], max_epochs=epochs)
+    raised = None
     try:
         trainer.fit(Net())
     except DDPExtError as error:
         raised = f"{type(error).__name__}: {error}"
-    return {"errors": callback.errors, "raised": raised, "epoch": trainer.current_epoch}
+    return Fitted(callback.errors, raised, trainer.current_epoch)
+
+
+class FullDisk(NamedTuple):
+    """Whether saves are in the background, whether the callback catches an error, and
+    what follows from both: who gets the error, and after how many epochs ``fit`` ends.
+    """
+
+    kind: training.Kind
+    background: bool
+    catch: bool
+    is_met: bool
+    is_raised: bool
+    ends_after: int
+    epochs: int = 4
+
+
+FULL_DISKS = [
+    FullDisk("ours", False, catch=True, is_met=True, is_raised=False, ends_after=2, epochs=2),
+    FullDisk("stock", False, catch=False, is_met=True, is_raised=True, ends_after=1),
+    # The save of the second epoch fails; that of the third one raises its error, or the
+    # end of fit does.
+    FullDisk("ours", True, catch=False, is_met=True, is_raised=True, ends_after=2),
+    FullDisk("stock", True, catch=True, is_met=False, is_raised=True, ends_after=2, epochs=2),
+]
 
 
 @pytest.mark.lowest
-@pytest.mark.parametrize(
-    ("kind", "background", "catch"),
-    [("ours", False, True), ("stock", False, False), ("ours", True, False), ("stock", True, True)],
-)
+@pytest.mark.parametrize("case", FULL_DISKS)
 def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
-    kind: Kind, background: bool, catch: bool, disk: Path, tmp_path: Path
+    case: FullDisk, disk: Path, tmp_path: Path
 ) -> None:
     """The error has the system's reason, the earlier checkpoint stays whole, and training
     ends or continues.
@@ -99,21 +120,23 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     end.
     """
     path = disk / "it.ckpt"
-    callback = SaveEachEpoch(path, catch=catch)
-    io = RankZeroCheckpointIO(background=background)
-    one, other = on_ranks(kind, fitted, tmp_path, callback, io, 2 if catch else 4)
-    assert one == other
-    told = one["errors"][0] if not background or not catch else one["raised"]
+    callback = SaveEachEpoch(path, catch=case.catch)
+    found, others = training.on_ranks(
+        case.kind, fit_on_full_disk, tmp_path, callback, case.background, case.epochs
+    )
+    assert found == others
+    assert bool(found.met) is case.is_met
+    assert (found.raised is not None) is case.is_raised
+    assert found.epoch == case.ends_after
+    told = [*found.met, found.raised][0]
     assert told.startswith(
         f"CheckpointSaveError: cannot save checkpoint {path}: No space left on device; check its"
     )
-    assert bool(one["raised"]) == (background or not catch)
-    assert one["epoch"] == (2 if catch or background else 1)
     assert torch.load(path)["epoch"] == 0
     assert [file.name for file in disk.iterdir()] == ["it.ckpt"]
 
 
-def saved_with_a_function(kind: Kind, directory: Path) -> list[str]:
+def saved_with_a_function(kind: training.Kind, directory: Path) -> list[str]:
     """Return the error of saving a function, in the foreground and in the background."""
 
     class Adds(L.Callback):
@@ -124,7 +147,7 @@ def saved_with_a_function(kind: Kind, directory: Path) -> list[str]:
 
     io = RankZeroCheckpointIO()
     errors = []
-    trainer = trainer_for(kind, directory, io, [Adds()], max_epochs=1)
+    trainer = checkpointing.trainer_for(kind, directory, io, [Adds()], max_epochs=1)
     trainer.fit(Net())
     for io.background in (False, True):
         with pytest.raises(DDPExtError) as caught:
@@ -135,7 +158,7 @@ def saved_with_a_function(kind: Kind, directory: Path) -> list[str]:
 
 def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     """The error names the object on every rank, and nothing is left."""
-    one, other = on_ranks("ours", saved_with_a_function, tmp_path)
+    one, other = training.on_ranks("ours", saved_with_a_function, tmp_path)
     assert one == other
     assert all("saved_with_a_function.<locals>.Adds" in text for text in one)
     assert not list((tmp_path / "ours").glob("*.ckpt"))
@@ -146,70 +169,79 @@ def fail(trainer: L.Trainer) -> None:
         raise ValueError("on purpose")
 
 
-def raises_in_training(kind: Kind, directory: Path, background: bool, callback: Any) -> str:
+def raises_in_training(
+    kind: training.Kind, directory: Path, background: bool, callback: Any
+) -> str:
     io = RankZeroCheckpointIO(background=background)
-    trainer = trainer_for(
-        kind, directory, io, [At("on_train_batch_start", fail, earlier=2), callback]
+    trainer = checkpointing.trainer_for(
+        kind, directory, io, [training.At("on_train_batch_start", fail, earlier=2), callback]
     )
     with pytest.raises((ValueError, DDPExtError)) as caught:
         trainer.fit(Net())
     return f"{caught.type.__name__}: {caught.value}"
 
 
+OURS_ON_EXCEPTION = partial(RankZeroCheckpoint, save_on_exception=True, save_last=True)
+
+
 @pytest.mark.parametrize(
-    ("kind", "background"), [(OnExceptionCheckpoint, False), (RankZeroCheckpoint, True)]
+    ("make", "background"), [(OnExceptionCheckpoint, False), (OURS_ON_EXCEPTION, True)]
 )
-def test_an_exception_leaves_its_checkpoint(kind: Any, background: bool, tmp_path: Path) -> None:
+def test_an_exception_leaves_its_checkpoint(make: Any, background: bool, tmp_path: Path) -> None:
     """After a failure on one rank, callbacks that save on an exception have their file,
     and the cause is raised.
     """
-    options = (
-        {} if kind is OnExceptionCheckpoint else {"save_on_exception": True, "save_last": True}
-    )
-    callback = kind(dirpath=tmp_path, filename="rest", **options)
-    results = on_ranks("ours", raises_in_training, tmp_path, background, callback)
-    assert results[1] == "ValueError: on purpose"
-    assert "rank 1" in results[0]
+    callback = make(dirpath=tmp_path, filename="rest")
+    told, failed = training.on_ranks("ours", raises_in_training, tmp_path, background, callback)
+    assert failed == "ValueError: on purpose"
+    assert "rank 1" in told
     assert torch.load(tmp_path / "rest.ckpt")["global_step"] == 2
 
 
-def fails_over_nccl(kind: Kind, directory: Path) -> tuple[str, str]:
-    """Return the errors of `fit`, and of a save after it."""
+class Errors(NamedTuple):
+    """The errors of ``fit``, and of a save after it."""
+
+    fitting: str
+    saving: str
+
+
+def fails_over_nccl(kind: training.Kind, directory: Path) -> Errors:
 
     def write_earlier(trainer: L.Trainer) -> None:
         for name in ("rest.ckpt", "last.ckpt"):
             (directory / name).write_text("earlier")
 
     callbacks = [
-        At("on_train_start", write_earlier),
-        At("on_train_batch_start", fail, earlier=2),
+        training.At("on_train_start", write_earlier),
+        training.At("on_train_batch_start", fail, earlier=2),
         OnExceptionCheckpoint(directory, "rest"),
         RankZeroCheckpoint(directory, save_on_exception=True, save_last=True),
     ]
-    strategy = make_strategy("ours", directory, process_group_backend=backend("nccl_stand_in"))
-    trainer = make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True)
+    strategy = training.make_strategy(
+        "ours", directory, process_group_backend=training.backend("nccl_stand_in")
+    )
+    trainer = training.make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True)
     with pytest.raises((ValueError, DDPExtError)) as fitting:
         trainer.fit(Net())
     with pytest.raises(CheckpointSaveError) as saving:
         trainer.save_checkpoint(directory / "rest.ckpt")
-    return f"{fitting.type.__name__}: {fitting.value}", str(saving.value)
+    return Errors(f"{fitting.type.__name__}: {fitting.value}", str(saving.value))
 
 
 def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
     """Waiting kernels then return, and a queued step uses partial sums; the error is
     still the cause.
     """
-    results = on_ranks("ours", fails_over_nccl, tmp_path)
-    assert [results[0][0].partition(":")[0], results[1][0]] == [
-        "RankFailedError",
-        "ValueError: on purpose",
-    ]
-    assert all("NCCL was aborted after rank 1 (host " in saving for _, saving in results)
+    told, failed = training.on_ranks("ours", fails_over_nccl, tmp_path)
+    assert told.fitting.startswith("RankFailedError: ")
+    assert failed.fitting == "ValueError: on purpose"
+    for errors in (told, failed):
+        assert "NCCL was aborted after rank 1 (host " in errors.saving
     assert {path.read_text() for path in (tmp_path / "ours").glob("*.ckpt")} == {"earlier"}
 
 
 def files_at_every_step(
-    kind: Kind, directory: Path, place: Path, options: dict[str, Any]
+    kind: training.Kind, directory: Path, place: Path, options: dict[str, Any]
 ) -> list[list[str]]:
     seen: list[list[str]] = []
 
@@ -219,10 +251,12 @@ def files_at_every_step(
             seen.append([name for name in names if (place / name).exists()])
 
     io = RankZeroCheckpointIO(background=True)
-    callback = checkpoint_callback(
+    callback = checkpointing.checkpoint_callback(
         kind, dirpath=place, filename="{step}", every_n_train_steps=1, **options
     )
-    trainer = trainer_for(kind, directory, io, [callback, Looks(), Ballast((3,))], max_epochs=3)
+    trainer = checkpointing.trainer_for(
+        kind, directory, io, [callback, Looks(), Ballast((3,))], max_epochs=3
+    )
     trainer.fit(Net())
     trainer.save_checkpoint(directory / "large.ckpt")
     trainer.test(Net(), ckpt_path=directory / "large.ckpt", verbose=False)
@@ -230,22 +264,25 @@ def files_at_every_step(
 
 
 @pytest.mark.lowest
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_the_background_there_is_always_a_checkpoint(kind: Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_in_the_background_there_is_always_a_checkpoint(
+    kind: training.Kind, tmp_path: Path
+) -> None:
     """No file is removed before its successor is on the disk, a link always has a
     target, and files are readable.
     """
     place = tmp_path / "kept"
     options = {"save_last": "link"} if kind == "stock" else {}
-    seen = on_ranks(kind, files_at_every_step, tmp_path, place, options)[0]
+    seen = training.on_ranks(kind, files_at_every_step, tmp_path, place, options)[0]
     first = next(index for index, names in enumerate(seen) if names)
     assert all(names for names in seen[first:])
-    names = sorted(path.name for path in place.iterdir())
-    assert names == (["last.ckpt", "step=12.ckpt"] if kind == "stock" else ["step=12.ckpt"])
+    # Three epochs have four steps each.
+    names = {path.name for path in place.iterdir()}
+    assert names == {"step=12.ckpt"} | ({"last.ckpt"} if kind == "stock" else set())
     assert all(torch.load(place / name)["global_step"] == 12 for name in names)
 
 
-def best_by_rank(kind: Kind, directory: Path) -> dict[str, Any]:
+def best_by_rank(kind: training.Kind, directory: Path) -> dict[str, Any]:
     """Return a score that differs between ranks, so that each alone would choose
     another checkpoint.
     """
@@ -260,14 +297,16 @@ def best_by_rank(kind: Kind, directory: Path) -> dict[str, Any]:
         directory / "best", "{epoch}-{score:.1f}", monitor="score", **options
     )
     other = RankZeroCheckpoint(directory / "other", "{epoch}", every_n_epochs=3)
-    trainer_for(kind, directory, None, [Scores(), callback, other], max_epochs=4).fit(Net())
+    checkpointing.trainer_for(kind, directory, None, [Scores(), callback, other], max_epochs=4).fit(
+        Net()
+    )
     return {name: value for name, value in callback.state_dict().items() if name != "dirpath"}
 
 
 @pytest.mark.lowest
 def test_the_best_scores_are_rank_zeros_on_every_rank(tmp_path: Path) -> None:
     """All ranks name the same best checkpoint; another callback also saves."""
-    one, other = on_ranks("stock", best_by_rank, tmp_path)
+    one, other = training.on_ranks("stock", best_by_rank, tmp_path)
     assert one == other
     assert Path(one["best_model_path"]).name == "epoch=0-score=0.0.ckpt"
     names = ["epoch=0-score=0.0.ckpt", "epoch=1-score=1.0.ckpt"]
@@ -284,7 +323,7 @@ def test_the_callback_brings_its_io_to_a_single_device(tmp_path: Path) -> None:
     callback = RankZeroCheckpoint(tmp_path, checkpoint_io=RankZeroCheckpointIO(background=True))
     options = {"devices": 1, "callbacks": [callback], "enable_checkpointing": True, "max_epochs": 1}
     trainer, other = (
-        make_trainer("auto", plugins=plugins, **options)
+        training.make_trainer("auto", plugins=plugins, **options)
         for plugins in ([], [RankZeroCheckpointIO()])
     )
     trainer.fit(Net())
@@ -314,43 +353,11 @@ def test_the_callbacks_state_is_that_of_model_checkpoint() -> None:
         RankZeroCheckpoint(save_topk=2)
 
 
-def forked(rank: int, world_size: int, directory: Path) -> list[bool]:
-    """Fork ranks from a process that keeps the model; return whether it has the old
-    weights, and the saved ones.
-    """
-    io = RankZeroCheckpointIO(background=True)
-    model = Net()
-    # Its thread is not there after a fork.
-    io.save_checkpoint({"used": "before"}, directory / "before.ckpt")
-    before = weights(model)
-    callback = ModelCheckpoint(directory, "it")
-    options: dict[str, Any] = {
-        "plugins": [io],
-        "callbacks": [callback],
-        "enable_checkpointing": True,
-        "max_epochs": 1,
-    }
-    make_trainer(DDPExtStrategy(start_method="fork"), **options).fit(model)
-    saved = torch.load(callback.best_model_path)["state_dict"]
-    after = weights(model)
-    return [
-        all(torch.equal(other[name], value) for name, value in after.items())
-        for other in (before, saved)
-    ]
-
-
-def test_forked_ranks_give_their_weights_to_the_process_that_forked_them(tmp_path: Path) -> None:
-    """After `fit` the script's model is the trained one, and its checkpoint exists,
-    also with background saves.
-    """
-    assert run_ranks(forked, 1, tmp_path) == [[False, True]]
-
-
 class Waits:
     """Blocks its pickling until the test allows it."""
 
     def __reduce__(self) -> Any:
-        hold("saving")
+        ranks.hold("saving")
         return Waits, ()
 
 
@@ -370,9 +377,13 @@ def saves_slowly(
     io: type[RankZeroCheckpointIO],
     save_deadline: float,
 ) -> None:
-    save = At("on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt"))
-    strategy = make_strategy("ours", directory, checkpoint_io=io(), save_deadline=save_deadline)
-    make_trainer(strategy, callbacks=[Keeper(Waits()), save], max_epochs=1).fit(Net())
+    save = training.At(
+        "on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt")
+    )
+    strategy = training.make_strategy(
+        "ours", directory, checkpoint_io=io(), save_deadline=save_deadline
+    )
+    training.make_trainer(strategy, callbacks=[Keeper(Waits()), save], max_epochs=1).fit(Net())
 
 
 @pytest.mark.parametrize(
@@ -385,15 +396,15 @@ def test_a_save_is_finished_when_another_rank_dies(
     """A save does not need the other ranks, so rank 0 finishes it before it exits, or
     exits at the deadline.
     """
-    with RankProcesses(saves_slowly, 2, tmp_path, io, save_deadline) as ranks:
-        ranks.wait_for("saving", rank=0)
-        ranks.kill(1)
-        ranks.wait_for_output(
+    with ranks.RankProcesses(saves_slowly, 2, tmp_path, io, save_deadline) as processes:
+        processes.wait_for("saving", rank=0)
+        processes.kill(1)
+        processes.wait_for_output(
             "This rank will finish writing its checkpoint before it exits", rank=0
         )
         if is_finished:
-            ranks.release(0)
-        outcome, _ = ranks.wait()
+            processes.release(0)
+        outcome, _ = processes.wait()
     assert outcome.exit_code != 0
     assert (tmp_path / "it.ckpt").exists() == is_finished
     if is_finished:
@@ -411,7 +422,7 @@ def test_a_killed_save_leaves_a_whole_checkpoint(background: bool, tmp_path: Pat
     """Many kills at random moments each leave a whole file and at most one leftover,
     which the next start removes.
     """
-    [hits] = run_ranks(kill_writers, 1, tmp_path / "it.ckpt", background, time_limit=170)
+    [hits] = ranks.run_ranks(kill_writers, 1, tmp_path / "it.ckpt", background, time_limit=170)
     assert hits > KILLS / 10, "kills that came in the midst of writing"
 
 

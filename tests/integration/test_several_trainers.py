@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -23,22 +23,10 @@ import torch.distributed as dist
 
 from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import GroupInUseError
-from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness import ranks, training
 from tests.harness.scripts import run_script
-from tests.harness.training import (
-    At,
-    Kind,
-    Net,
-    assert_same,
-    make_strategy,
-    make_trainer,
-    on_both,
-    stock_group,
-    weights,
-)
-from tests.supervision.model import BoomError, Fault, boom
-
-BY_HAND = by_hand_env(2)
+from tests.harness.training import Net
+from tests.supervision import model as supervision
 
 
 def stop() -> None:
@@ -57,18 +45,21 @@ def refusal(trainer: L.Trainer) -> str:
     return str(refused.value)
 
 
-def trials(kind: Kind, directory: Path) -> list[Any]:
+def trials(kind: training.Kind, directory: Path) -> list[Any]:
     """Return the results of calls after a script caught an exception that all ranks
     raised, in each of these hooks.
     """
     found: list[Any] = []
     for hook in ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end"):
-        trainer = make_trainer(make_strategy(kind, directory), callbacks=[Fault(hook, boom)])
+        trainer = training.make_trainer(
+            training.make_strategy(kind, directory),
+            callbacks=[supervision.Fault(hook, supervision.boom)],
+        )
         path = directory / hook
         group = dist.group.WORLD
         try:
             trainer.fit(Net())
-        except BoomError:
+        except supervision.BoomError:
             if hook != "setup":
                 trainer.save_checkpoint(path)
                 found.append(path.exists())
@@ -76,8 +67,7 @@ def trials(kind: Kind, directory: Path) -> list[Any]:
         total = torch.ones(1)
         dist.all_reduce(total)
         found += [float(total), dist.group.WORLD is group or hook == "setup"]
-    trainer = make_trainer(make_strategy(kind, directory))
-    trainer.fit(Net())
+    trainer = training.fit(kind, directory, Net())
     return [*found, trainer.global_step]
 
 
@@ -85,27 +75,55 @@ def test_an_exception_that_all_ranks_raise_and_catch_parts_none_of_them(tmp_path
     """As with stock, after a pruned trial the group is the same, a save waits for its
     file, the next Trainer works.
     """
-    ours, stock = on_both(trials, tmp_path)
+    ours, stock = training.on_both(trials, tmp_path)
     assert ours == stock
 
 
-def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[Any]:
-    named = [
-        make_strategy("ours", directory, timeout=timeout)
-        for timeout in (timedelta(seconds=600), 77.5, None)
-    ]
-    other_backend = make_strategy("ours", directory, process_group_backend="cpu:gloo")
-    groups = []
-    timeouts = []
-    for strategy in ("ddp_ext", *named, "ddp_ext", other_backend, "destroy", "ddp_ext"):
-        if strategy == "destroy":
+class Formed(NamedTuple):
+    """A Trainer's strategy, by options or by name, and what it gets."""
+
+    timeout: float  # of collectives, in seconds
+    group: int  # by the order in which groups are formed
+    options: dict[str, Any] | None = None
+    after_destroy: bool = False
+
+
+TRAINERS = [
+    Formed(1800, 0),
+    Formed(600, 0, {"timeout": timedelta(seconds=600)}),
+    Formed(77.5, 0, {"timeout": 77.5}),
+    Formed(1800, 0, {"timeout": None}),
+    Formed(1800, 0),
+    Formed(1800, 1, {"process_group_backend": "cpu:gloo"}),
+    Formed(1800, 2, after_destroy=True),
+]
+
+
+def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[tuple[float, int]]:
+    """Return the timeout and the group of each Trainer."""
+    groups: list[Any] = []
+    found = []
+    for each in TRAINERS:
+        if each.after_destroy:
             dist.barrier()
             dist.destroy_process_group()
-            continue
-        make_trainer(strategy).fit(Net())
-        groups.append(dist.group.WORLD)
-        timeouts.append(timeout_of_collectives())
-    return [timeouts, [groups.index(group) for group in groups]]
+        strategy: Any = "ddp_ext"
+        if each.options is not None:
+            strategy = training.make_strategy("ours", directory, **each.options)
+        training.make_trainer(strategy).fit(Net())
+        if dist.group.WORLD not in groups:
+            groups.append(dist.group.WORLD)
+        found.append((timeout_of_collectives(), groups.index(dist.group.WORLD)))
+    return found
+
+
+def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path) -> None:
+    """It may leave the init method out; another backend, or a group that was destroyed,
+    means a new group.
+    """
+    env = {**ranks.by_hand_env(2), "DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
+    for found in ranks.run_ranks(groups_of_trainers, 2, tmp_path, env=env):
+        assert found == [(each.timeout, each.group) for each in TRAINERS]
 
 
 def resources_of_trainers(
@@ -117,7 +135,7 @@ def resources_of_trainers(
     found = []
     for number in range(5):
         interface = None if is_destroyed or number % 2 else "lo"
-        make_trainer(
+        training.make_trainer(
             DDPExtStrategy(f"file://{directory}/store", interface=interface), max_steps=1
         ).fit(Net())
         if is_destroyed:
@@ -134,9 +152,7 @@ def test_groups_formed_one_after_another_free_their_sockets_and_threads(
     """A script may destroy the group after each fit, or alternate between network
     interfaces.
     """
-    for found in run_ranks(
-        resources_of_trainers, 2, tmp_path, env=BY_HAND, is_destroyed=is_destroyed
-    ):
+    for found in ranks.run_ranks(resources_of_trainers, 2, tmp_path, is_destroyed=is_destroyed):
         # A thread that looks for deadlocks may be reading at that moment; a leak adds
         # some for each group.
         assert all(last <= first + 1 for first, last in zip(found[1], found[4], strict=True)), found
@@ -146,12 +162,14 @@ def objects_of_run(directory: Path, end: Callable[[], object]) -> dict[str, weak
     """Return references to what a run used, which ends in its second step as ``end``
     does.
     """
-    strategy = make_strategy("ours", directory, checkpoint_io=RankZeroCheckpointIO(background=True))
-    callbacks = [At("on_train_batch_start", lambda _: end(), earlier=1), HangWatchdog(600)]
+    strategy = training.make_strategy(
+        "ours", directory, checkpoint_io=RankZeroCheckpointIO(background=True)
+    )
+    callbacks = [training.At("on_train_batch_start", lambda _: end(), earlier=1), HangWatchdog(600)]
     options = {"enable_checkpointing": True, "default_root_dir": directory}
-    trainer = make_trainer(strategy, callbacks=callbacks, **options)
+    trainer = training.make_trainer(strategy, callbacks=callbacks, **options)
     model = Net()
-    with suppress(BoomError, SystemExit):
+    with suppress(supervision.BoomError, SystemExit):
         trainer.fit(model)
     used = {
         "Trainer": trainer,
@@ -173,30 +191,22 @@ def left_after_run(
     return [name for name, reference in used.items() if reference() is not None]
 
 
-@pytest.mark.parametrize("end", [int, boom, stop], ids=["finished", "failed", "stopped"])
+@pytest.mark.parametrize(
+    "end", [int, supervision.boom, stop], ids=["finished", "failed", "stopped"]
+)
 def test_a_run_that_ended_holds_no_memory(end: Callable[[], object], tmp_path: Path) -> None:
     """What a run used is freed with the script's last reference to it, before the next
     run.
     """
-    assert run_ranks(left_after_run, 2, tmp_path, end, env=BY_HAND) == [[], []]
-
-
-def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path) -> None:
-    """It may leave the init method out; another backend, or a group that was destroyed,
-    means a new group.
-    """
-    env = {**BY_HAND, "DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
-    for timeouts, groups in run_ranks(groups_of_trainers, 2, tmp_path, env=env):
-        assert timeouts == [1800, 600, 77.5, 1800, 1800, 1800, 1800]
-        assert groups == [0, 0, 0, 0, 0, 5, 6]
+    assert ranks.run_ranks(left_after_run, 2, tmp_path, end) == [[], []]
 
 
 def fit_then_fit(rank: int, world_size: int, directory: Path) -> list[str]:
-    make_trainer(make_strategy("ours", directory)).fit(Net())
-    ours = make_strategy("ours", directory)
+    training.fit("ours", directory, Net())
+    ours = training.make_strategy("ours", directory)
     further = [
-        make_trainer(ours, devices=3),
-        make_trainer(make_strategy("ours", Path("/elsewhere"))),
+        training.make_trainer(ours, devices=3),
+        training.make_trainer(training.make_strategy("ours", Path("/elsewhere"))),
     ]
     return [refusal(trainer) for trainer in further]
 
@@ -204,7 +214,7 @@ def fit_then_fit(rank: int, world_size: int, directory: Path) -> list[str]:
 def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
     """A Trainer whose world differs from that of its process raises on every rank."""
     # Without RANK the contradiction only shows when the second Trainer starts.
-    found = run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
+    found = ranks.run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
     for rank, (devices, place) in enumerate(found):
         wants = (
             f"this process is already rank {rank} of 2, but this Trainer needs it to be rank {rank}"
@@ -222,20 +232,20 @@ def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
 def ours_between_stock(rank: int, world_size: int, directory: Path) -> list[Any]:
     L.seed_everything(1)
     model = Net()
-    with stock_group(rank, world_size, directory):
+    with training.stock_group(rank, world_size, directory):
         for name in ("ddp", "ddp_ext", "ddp"):
-            make_trainer(name).fit(model)
-        refused = refusal(make_trainer(make_strategy("ours", directory)))
+            training.make_trainer(name).fit(model)
+        refused = refusal(training.make_trainer(training.make_strategy("ours", directory)))
         dist.barrier()  # the group that it leaves alone still works
-        return [weights(model), refused]
+        return [training.weights(model), refused]
 
 
 def ours_then_stock(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     L.seed_everything(1)
     model = Net()
-    for strategy in (make_strategy("ours", directory), "ddp", "ddp_ext"):
-        make_trainer(strategy).fit(model)
-    return weights(model)
+    for strategy in (training.make_strategy("ours", directory), "ddp", "ddp_ext"):
+        training.make_trainer(strategy).fit(model)
+    return training.weights(model)
 
 
 def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
@@ -248,8 +258,8 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
     second = tmp_path / "ours first"
     first.mkdir()
     second.mkdir()
-    adopted = launch_ranks(ours_between_stock, 2, first, env=BY_HAND)
-    lent = run_ranks(ours_then_stock, 2, second, env=BY_HAND)
+    adopted = ranks.launch_ranks(ours_between_stock, 2, first)
+    lent = ranks.run_ranks(ours_then_stock, 2, second)
     for rank, outcome in enumerate(adopted):
         assert outcome.exit_code == 0, outcome
         said = outcome.output.count(
@@ -257,7 +267,7 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
         )
         assert said == (rank == 0), "only one rank logs a line that is the same on all"
         found, refused = outcome.result
-        assert_same(found, lent[rank])
+        training.assert_same(found, lent[rank])
         assert (
             f"needs rank {rank} of 2 with init_method file://{first}/store; call torch.distributed."
             in refused
@@ -301,17 +311,14 @@ def test_rank_zero_tests_alone_between_fits() -> None:
     ), done.output
 
 
-class Measure(L.Callback):
-    """Reports what a rank sees of its group by the metrics that the launching process
+def measure(trainer: L.Trainer) -> None:
+    """Report what a rank sees of its group by the metrics that the launching process
     gets.
     """
-
-    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        module.log("ranks", float(dist.get_world_size()))
-        module.log("timeout", timeout_of_collectives())
-        module.log(
-            "channel", float(any(thread.name == "ddpx-channel" for thread in threading.enumerate()))
-        )
+    names = [thread.name for thread in threading.enumerate()]
+    trainer.lightning_module.log("ranks", float(dist.get_world_size()))
+    trainer.lightning_module.log("timeout", timeout_of_collectives())
+    trainer.lightning_module.log("channel", float("ddpx-channel" in names))
 
 
 def fit_in_turn(rank: int, world_size: int, worlds: list[tuple[Any, int]]) -> list[list[float]]:
@@ -322,7 +329,12 @@ def fit_in_turn(rank: int, world_size: int, worlds: list[tuple[Any, int]]) -> li
     for number, (start_method, devices) in enumerate(worlds):
         model = Net()
         strategy = DDPExtStrategy(start_method=start_method, timeout=60 + number)
-        trainer = make_trainer(strategy, devices=devices, max_epochs=1, callbacks=[Measure()])
+        trainer = training.make_trainer(
+            strategy,
+            devices=devices,
+            max_epochs=1,
+            callbacks=[training.At("on_train_epoch_end", measure)],
+        )
         trainer.fit(model)
         found.append(
             [trainer.callback_metrics[name].item() for name in ("ranks", "timeout", "channel")]
@@ -339,4 +351,4 @@ def test_worlds_of_other_sizes_in_turn() -> None:
     # A forked process cannot use OpenMP threads that its parent has started.
     env = {"OMP_NUM_THREADS": "1"}
     expected = [[devices, 60 + number, devices > 1] for number, (_, devices) in enumerate(worlds)]
-    assert run_ranks(fit_in_turn, 1, worlds, env=env) == [expected]
+    assert ranks.run_ranks(fit_in_turn, 1, worlds, env=env) == [expected]

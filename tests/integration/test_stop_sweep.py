@@ -26,15 +26,9 @@ from lightning.pytorch.core import hooks
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_ddp_ext.errors import RankFailedError
-from tests.harness.sweeps import (
-    chosen_cases,
-    expect_nothing_wrong,
-    greedy_cover,
-    new_seed,
-    play_cases,
-)
+from tests.harness import sweeps
 from tests.harness.training import At, make_strategy, make_trainer
-from tests.integration.continuing import LongValidated, Run, Training, difference, shuffled
+from tests.integration import continuing
 
 
 class Swapping(L.Callback):
@@ -177,7 +171,7 @@ class Case:
         return not any(word in self.hook for word in others[self.function])
 
 
-class Stopped(LongValidated):
+class Stopped(continuing.LongValidated):
     """A model with the parts that callbacks need: a backbone, and one scheduler."""
 
     samples = 10
@@ -277,9 +271,13 @@ def stop_and_resume(case: Case, rank: int, place: Path) -> str:
         "log_every_n_steps": 1,
     }
     options["enable_progress_bar"] = case.kind in ("tqdm", "rich")
-    training = Training(shuffled(6 * case.ranks), directory, case.ranks, options)
+    training = continuing.Training(
+        continuing.shuffled(6 * case.ranks), directory, case.ranks, options
+    )
 
-    def run(at: Path, module: Any = Stopped, more: Sequence[L.Callback] = ()) -> tuple[Run, str]:
+    def run(
+        at: Path, module: Any = Stopped, more: Sequence[L.Callback] = ()
+    ) -> tuple[continuing.Run, str]:
         own = made(case, at)
         done = training.run(
             model=module, callbacks=[own, *more], default_root_dir=at, ckpt_path="last"
@@ -296,11 +294,13 @@ def stop_and_resume(case: Case, rank: int, place: Path) -> str:
         wholes[case.kind] = run(directory / f"whole {case.kind}")
     (whole, state), (stopped, _) = wholes[case.kind], run(place, module, signalling)
     if stopped.status is None and case not in sent:
-        return difference(training, whole, 0, stopped)  # the hook was not called that often
+        return continuing.difference(
+            training, whole, 0, stopped
+        )  # the hook was not called that often
     if stopped.status != status or stopped.steps != whole.steps[: len(stopped.steps)]:
         return f"ends with {stopped.status}, after {stopped.steps} instead of {whole.steps}"
     resumed, resumed_state = run(place)
-    wrong = difference(training, whole, len(stopped.steps), resumed)
+    wrong = continuing.difference(training, whole, len(stopped.steps), resumed)
     # Without a step no callback's training begins.
     is_same = resumed_state == state or not resumed.steps
     return wrong or ("" if is_same else f"its callback has {resumed_state} instead of {state}")
@@ -326,7 +326,8 @@ def evaluate(
     ended = None
     try:
         getattr(trainer, case.function)(
-            module(shuffled()), **({} if case.function == "predict" else {"verbose": False})
+            module(continuing.shuffled()),
+            **({} if case.function == "predict" else {"verbose": False}),
         )
     except SystemExit as end:
         ended = end.code
@@ -400,12 +401,12 @@ def cover(seed: int = 0) -> list[Case]:
 
     cases = [case for _ in range(4000) if (case := drawn(chance)).kind not in NIGHTLY]
     tried = {case: tried_by(case) for case in cases}
-    return greedy_cover(tried, lambda case: case.ranks)
+    return sweeps.greedy_cover(tried, lambda case: case.ranks)
 
 
 def play_all(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
     """Play cases; by case, what is wrong."""
-    played = play_cases(play, cases, lambda case: case.ranks, directory)
+    played = sweeps.play_cases(play, cases, lambda case: case.ranks, directory)
     found = {
         case: texts if isinstance(texts, str) else max(texts, key=len)
         for case, texts in played.items()
@@ -418,14 +419,14 @@ def test_a_stopped_run_continues_as_if_uninterrupted(ranks: int, tmp_path: Path)
     """Steps, validations and weights are the same, and no rank waits for another one in
     vain.
     """
-    cases = [case for case in chosen_cases(Case.parse, cover()) if case.ranks == ranks]
-    expect_nothing_wrong(play_all(cases, tmp_path), REPEAT)
+    cases = [case for case in sweeps.chosen_cases(Case.parse, cover()) if case.ranks == ranks]
+    sweeps.expect_nothing_wrong(play_all(cases, tmp_path), REPEAT)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
 def test_cases_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The cases are drawn from all hooks, callbacks and signals."""
-    seed, count = new_seed(capsys, 300)
+    seed, count = sweeps.new_seed(capsys, 300)
     chance = random.Random(seed)
-    expect_nothing_wrong(play_all([drawn(chance) for _ in range(count)], tmp_path), REPEAT)
+    sweeps.expect_nothing_wrong(play_all([drawn(chance) for _ in range(count)], tmp_path), REPEAT)

@@ -11,190 +11,165 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.integration.continuing import Net, Run, Training, shuffled, signalled
-
-Moment = tuple[str, int]  # a hook of a callback, and how often it has been called before
-
-# The moment of the signal, and the fewest steps after which the ranks stop; a run has 2
-# epochs, each with 3 training and 2 validation steps. The ranks agree on the step by
-# messages, so on a busy machine they stop some steps later.
-MOMENTS: dict[Moment, int] = {
-    ("on_train_batch_start", 0): 1,
-    ("on_train_batch_start", 1): 2,
-    ("on_train_batch_end", 2): 3,
-    ("on_validation_batch_start", 1): 3,
-    ("on_train_epoch_end", 0): 3,
-    ("on_train_end", 0): 6,
-}
+from tests.harness import ranks
+from tests.integration import continuing
 
 
-def stop_at_moments(rank: int, world_size: int, directory: Path) -> list[tuple[Any, ...]]:
-    """Return how runs end after a signal to one of the ranks: status, files, and steps
-    made after it.
+class Place(NamedTuple):
+    """Where a run saves when it is stopped, and the options that choose this, made on a
+    rank from its root directory.
     """
-    found = []
-    for number, (moment, steps) in enumerate(MOMENTS.items()):
-        place = directory / str(moment)
-        training = Training(
-            shuffled(), directory, options={"max_epochs": 2, "limit_val_batches": 1.0}
-        )
-        callbacks = [signalled(*moment)] if rank == number % world_size else []
-        stopped = training.run(callbacks=callbacks, default_root_dir=place)
-        found.append(
-            (
-                stopped.status,
-                [path.name for path in place.glob("*.ckpt")],
-                len(stopped.steps) - steps,
-            )
-        )
-    return found
+
+    pattern: str
+    options: Callable[[Path], dict[str, Any]]
 
 
-@pytest.mark.lowest
-def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
-    """At every moment, and on either rank: the ranks stop after the same step, save,
-    and exit with status 143.
-    """
-    first, second = run_ranks(stop_at_moments, 2, tmp_path, env=by_hand_env(2))
-    assert first == second
-    assert all(
-        end in [(143, ["last-preempted.ckpt"], later) for later in range(4)] for end in first
-    ), first
-
-
-# Trainer options that choose the checkpoint directory, made on a rank; each with a
-# pattern for the stop checkpoint.
 OF_COMMAND = "checkpoints/*-*/last-preempted.ckpt"
-PLACES: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
-    "as Lightning chooses": (OF_COMMAND, lambda place: {"logger": True}),
-    "save_last": (
+PLACES = {
+    "as Lightning chooses": Place(OF_COMMAND, lambda root: {"logger": True}),
+    "save_last": Place(
         OF_COMMAND,
-        lambda place: {"logger": True, "callbacks": [ModelCheckpoint(save_last=True)]},
+        lambda root: {"logger": True, "callbacks": [ModelCheckpoint(save_last=True)]},
     ),
-    "fixed version": (OF_COMMAND, lambda place: {"logger": CSVLogger(place, version="fixed")}),
-    "no logger": ("checkpoints/last-preempted.ckpt", lambda place: {}),
-    "no callback": (
-        "last-preempted.ckpt",
-        lambda place: {"logger": True, "enable_checkpointing": False},
+    "fixed version": Place(OF_COMMAND, lambda root: {"logger": CSVLogger(root, version="fixed")}),
+    "no logger": Place("checkpoints/last-preempted.ckpt", lambda root: {}),
+    "no callback": Place(
+        "last-preempted.ckpt", lambda root: {"logger": True, "enable_checkpointing": False}
     ),
-    "dirpath": (
+    "dirpath": Place(
         "own/last-preempted.ckpt",
-        lambda place: {"callbacks": [ModelCheckpoint(place / "own")]},
+        lambda root: {"callbacks": [ModelCheckpoint(root / "own")]},
     ),
-    "path": (
+    "path": Place(
         "given/stop.ckpt",
-        lambda place: {"logger": True, "stop_checkpoint": f"{place}/given/stop.ckpt"},
+        lambda root: {"logger": True, "stop_checkpoint": f"{root}/given/stop.ckpt"},
     ),
 }
+STEPS = 6  # of two epochs on two ranks
 
 
-def commands(rank: int, world_size: int, directory: Path) -> list[str]:
-    """List faults of a command that runs until a signal, again to its end, and once
-    more; by its save path.
-    """
-    wrong = []
-    for name, (pattern, make) in PLACES.items():
-        place = directory / name
-
-        def run(*callbacks: Any, place: Path = place, make: Any = make) -> Run:
-            options = make(place)
-            strategy = {each: options.pop(each) for each in ("stop_checkpoint",) if each in options}
-            own = [*options.pop("callbacks", ()), *callbacks]
-            training = Training(shuffled(), directory, strategy=strategy)
-            chosen = {
-                "max_epochs": 2,
-                "enable_checkpointing": True,
-                "default_root_dir": place,
-                **options,
-            }
-            return training.run(callbacks=own, ckpt_path="last", **chosen)
-
-        stopped = run(*([signalled("on_train_batch_end", 1)] if rank == 1 else []))
-        dist.barrier()  # loggers of the next run look for directories of this one
-        saved = list(place.glob(pattern))
-        dist.barrier()
-        resumed = run()
-        dist.barrier()
-        left = list(place.rglob(Path(pattern).name))
-        whole = run() if name != "save_last" else None  # whose last.ckpt may be found
-        done = len(stopped.steps)
-        seen = {
-            "status": stopped.status == 143,
-            "saved": len(saved) == 1,
-            "left": not left,
-            "continues": whole is None or stopped.steps + resumed.steps == whole.steps,
-            "steps": (len(resumed.steps), resumed.status) == (6 - done, None),
-        }
-        wrong += [
-            f"{name}: {what}, {stopped} {resumed}"
-            for what, is_right in seen.items()
-            if not is_right
-        ]
-    return wrong
+def run_command(place: Place, root: Path, *callbacks: L.Callback, **options: Any) -> continuing.Run:
+    """Run a command for two epochs, from its last checkpoint if there is one."""
+    chosen: dict[str, Any] = {"enable_checkpointing": True, **place.options(root), **options}
+    stop_checkpoint = chosen.pop("stop_checkpoint", "last-preempted.ckpt")
+    chosen["callbacks"] = [*chosen.pop("callbacks", ()), *callbacks]
+    command = continuing.Training(
+        continuing.shuffled(), root.parent, strategy={"stop_checkpoint": stop_checkpoint}
+    )
+    run = command.run(max_epochs=2, default_root_dir=root, ckpt_path="last", **chosen)
+    dist.barrier()  # loggers of the next run look for directories of this one
+    return run
 
 
-def test_the_same_command_continues_wherever_it_saves(tmp_path: Path) -> None:
+class Commands(NamedTuple):
+    """A command that was stopped, the same again, and, without checkpoints, once more."""
+
+    stopped: continuing.Run
+    saved: list[Path]
+    resumed: continuing.Run
+    left: list[Path]
+    whole: continuing.Run
+
+
+def stop_rank_one() -> L.Callback:
+    """Return a callback that sends SIGTERM to rank 1 in the second step."""
+    return continuing.signalled("on_train_batch_end", 1, ranks=[1])
+
+
+def run_three_times(rank: int, world_size: int, directory: Path, name: str) -> Commands:
+    place = PLACES[name]
+    root = directory / name
+    stopped = run_command(place, root, stop_rank_one())
+    saved = list(root.glob(place.pattern))
+    dist.barrier()
+    resumed = run_command(place, root)
+    left = list(root.rglob(Path(place.pattern).name))
+    whole = run_command(place, directory / "whole")
+    return Commands(stopped, saved, resumed, left, whole)
+
+
+# One of them is enough for `make fast`.
+NAMES = [name for name in PLACES if name != "no logger"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, pytest.param("no logger", marks=pytest.mark.lowest)])
+def test_the_same_command_continues_wherever_it_saves(name: str, tmp_path: Path) -> None:
     """It also resumes if Lightning's directory is new in each run.
 
     A finished run leaves no stop checkpoint.
     """
-    assert run_ranks(commands, 2, tmp_path, env=by_hand_env(2)) == [[], []]
+    by_rank = ranks.run_ranks(run_three_times, 2, tmp_path, name)
+    for found in by_rank:
+        assert found.stopped.status == 143
+        assert len(found.saved) == 1
+        assert found.resumed.status is None
+        assert found.stopped.steps + found.resumed.steps == found.whole.steps
+        assert len(found.whole.steps) == STEPS
+        assert found.left == []
 
 
-def commands_in_turn(
-    rank: int, world_size: int, directory: Path, words: list[str], stops: bool
-) -> tuple[int, ...]:
-    """Return the first step of a command, which is stopped in its second one or runs to
-    its end.
+def run_alone(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    *words: str,
+    stops: bool,
+    ckpt_path: str | None = "last",
+) -> str:
+    """Run a command with these words on one rank, and say where it begins; it is stopped
+    in its second step, or runs to its end.
     """
     sys.argv = ["train.py", *words]
     options = {
         "logger": True,
         "enable_checkpointing": True,
-        "max_epochs": 1,
+        "max_epochs": 2,
         "default_root_dir": directory,
     }
-    callbacks = [signalled("on_train_batch_end", 1)] if stops else []
-    return (
-        Training(shuffled(), directory, 1, options)
-        .run(callbacks=callbacks, ckpt_path="last")
-        .steps[0][:2]
-    )
+    callbacks = [continuing.signalled("on_train_batch_end", 1)] if stops else []
+    command = continuing.Training(continuing.shuffled(), directory, 1, options)
+    return begin_of(command.run(callbacks=callbacks, ckpt_path=ckpt_path))
+
+
+def begin_of(run: continuing.Run) -> str:
+    return "from the start" if run.steps[0].moment == (0, 0) else "resumed"
+
+
+def launch_alone(directory: Path, *words: str, **options: Any) -> tuple[str, str]:
+    """Return where a command begins, and its output."""
+    [outcome] = ranks.launch_ranks(run_alone, 1, directory, *words, **options)
+    assert outcome.exit_code == 0, outcome.story()
+    return outcome.result, outcome.output
 
 
 def test_another_command_leaves_a_stop_checkpoint(tmp_path: Path) -> None:
     """Two experiments may share a directory."""
-    begun = []
-    output = ""
-    for words, stops in (
-        (["--lr", "1"], True),
-        (["--lr", "2"], False),
-        (["--lr", "1", "--ckpt_path", "last"], False),
-    ):
-        [outcome] = launch_ranks(commands_in_turn, 1, tmp_path, words, stops)
-        begun.append(outcome.result)
-        output += outcome.output
-    assert begun == [(0, 0), (0, 0), (0, 2)], output
+    begun, _ = launch_alone(tmp_path, "--lr", "1", stops=True)
+    assert begun == "from the start"
+    begun, _ = launch_alone(tmp_path, "--lr", "2", stops=False)
+    assert begun == "from the start"
+    begun, _ = launch_alone(tmp_path, "--lr", "1", "--ckpt_path", "last", stops=False)
+    assert begun == "resumed"
 
 
 def test_a_first_run_with_last_names_the_file_of_a_later_one(tmp_path: Path) -> None:
     """It starts from the beginning."""
-    [outcome] = launch_ranks(commands_in_turn, 1, tmp_path, [], False)
-    assert outcome.result == (0, 0)
+    begun, output = launch_alone(tmp_path, stops=False)
+    assert begun == "from the start"
     line = "ckpt_path='last': no checkpoint yet; if the ranks are stopped, they save "
-    assert outcome.output.count(line) == 1
+    assert output.count(line) == 1
 
 
-class Fold(Net):
+class Fold(continuing.Net):
     """Has hyperparameters, as most models have."""
 
     def __init__(self, *args: Any) -> None:
@@ -204,36 +179,22 @@ class Fold(Net):
 
 WIDTH = 1
 FOLDS = 3
-# The number of a fold, and the hook in whose second call rank 1 gets a signal.
-Stop = tuple[int, str] | None
 
 
 def cross_validate(
-    rank: int, world_size: int, directory: Path, name: str, stop: Stop, **model: int
-) -> list[Any]:
-    """Return the first batch of each fold, and the files that its end leaves."""
+    rank: int, world_size: int, directory: Path, name: str, stopped_fold: int | None, width: int
+) -> list[str]:
+    """Return where each fold begins, until one is stopped."""
     global WIDTH
-    WIDTH = model.get("width", 1)
-    place = directory / name
+    WIDTH = width
     begun = []
     for fold in range(FOLDS):
-        options = PLACES[name][1](place)
-        strategy = {"stop_checkpoint": options.pop("stop_checkpoint", "last-preempted.ckpt")}
-        training = Training(shuffled(), directory, strategy=strategy)
-        own = options.pop("callbacks", [])
-        if stop is not None and stop[0] == fold and rank == 1:
-            own.append(signalled(stop[1], 1))
-        defaults = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": place}
-        run = training.run(model=Fold, callbacks=own, ckpt_path="last", **{**defaults, **options})
-        begun.append(run.steps[0][:2])
-        dist.barrier()  # the next fold's loggers look for directories of this one
+        callbacks = [stop_rank_one()] if fold == stopped_fold else []
+        run = run_command(PLACES[name], directory / name, *callbacks, model=Fold)
+        begun.append(begin_of(run))
         if run.status is not None:
             break
     return begun
-
-
-def in_words(begun: list[tuple[int, int]]) -> list[str]:
-    return ["from the start" if first == (0, 0) else "resumed" for first in begun]
 
 
 OF_FOLDS = ("as Lightning chooses", "no logger", "path")
@@ -245,42 +206,18 @@ def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(name: str, tmp_path:
     another fold's file.
     """
 
-    def again(stop: Stop, **model: int) -> list[str]:
-        first, second = run_ranks(
-            cross_validate, 2, tmp_path, name, stop, env=by_hand_env(2), **model
-        )
+    def again(stopped_fold: int | None, *, width: int = 1) -> list[str]:
+        first, second = ranks.run_ranks(cross_validate, 2, tmp_path, name, stopped_fold, width)
         assert first == second
-        return in_words(first)
+        return list(first)
 
-    assert again((1, "on_train_batch_end")) == ["from the start"] * 2
-    assert again((0, "on_train_batch_end")) == ["from the start"]
+    assert again(1) == ["from the start"] * 2
+    assert again(0) == ["from the start"]
     assert len(list(tmp_path.rglob("*.ckpt"))) >= 2
-    assert again((0, "on_train_batch_end"), width=2) == ["from the start"], (
-        "another model is in the same fold"
-    )
+    assert again(0, width=2) == ["from the start"], "another model is in the same fold"
     assert again(None) == ["resumed", "resumed", "from the start"]
     assert again(None, width=2) == ["resumed", "from the start", "from the start"]
     assert not [path for path in tmp_path.rglob("*.ckpt") if "epoch" not in path.name]
-
-
-def in_an_environment(
-    rank: int, world_size: int, directory: Path, stops: bool, last: str | None
-) -> tuple[Any, ...]:
-    """Return the first batch of a run whose environment selects its data, with a
-    directory that all such runs share.
-    """
-    options = {
-        "enable_checkpointing": True,
-        "logger": True,
-        "default_root_dir": directory,
-        "max_epochs": 2,
-    }
-    callbacks = [signalled("on_train_batch_end", 1)] if stops else []
-    return (
-        Training(shuffled(), directory, 1, options)
-        .run(callbacks=callbacks, ckpt_path=last)
-        .steps[0][:2]
-    )
 
 
 def test_runs_that_differ_by_environment_keep_their_stop_checkpoints(tmp_path: Path) -> None:
@@ -288,16 +225,14 @@ def test_runs_that_differ_by_environment_keep_their_stop_checkpoints(tmp_path: P
     from the run that saved it.
     """
 
-    def launch(part: str, stops: bool, last: str | None = "last") -> tuple[str, str]:
-        [outcome] = launch_ranks(in_an_environment, 1, tmp_path, stops, last, env={"PART": part})
-        assert outcome.exit_code == 0, outcome.story()
-        return in_words([outcome.result])[0], outcome.output
+    def launch(part: str, **options: Any) -> tuple[str, str]:
+        return launch_alone(tmp_path, env={"PART": part}, **options)
 
     assert launch("a", stops=True)[0] == "from the start"
     begun, output = launch("z", stops=False)  # may be the same run, in another shell
     assert begun == "resumed"
     assert "if that was another run, move the file away" in output
-    assert launch("b", stops=True, last=None)[0] == "from the start"
+    assert launch("b", stops=True, ckpt_path=None)[0] == "from the start"
     begun, output = launch("c", stops=True)
     assert begun == "resumed"
     assert ".ckpt, saved by a run with other values of PART" in output
@@ -311,23 +246,19 @@ def saved_by_a_callback(rank: int, world_size: int, directory: Path, stops: bool
     """Return the first step of a run whose ``ModelCheckpoint`` saves to the path of the
     stop checkpoint.
     """
-    callbacks: list[Any] = [ModelCheckpoint(directory, save_last=True)]
-    if stops and rank == 1:
-        callbacks.append(signalled("on_train_batch_end", 1))
-    training = Training(
-        shuffled(), directory, strategy={"stop_checkpoint": "last.ckpt"}, options={"max_epochs": 2}
-    )
-    run = training.run(callbacks=callbacks, enable_checkpointing=True, ckpt_path="last")
-    return 6 - len(run.steps)
+    saver = ModelCheckpoint(directory, save_last=True)
+    place = Place("last.ckpt", lambda root: {"stop_checkpoint": "last.ckpt"})
+    callbacks = [saver, stop_rank_one()] if stops else [saver]
+    return STEPS - len(run_command(place, directory / "run", *callbacks).steps)
 
 
 def test_a_finished_run_keeps_a_file_that_it_has_written_again(tmp_path: Path) -> None:
     """Only the file that it resumed from is removed, and only if it is unchanged since."""
-    run_ranks(saved_by_a_callback, 2, tmp_path, True, env=by_hand_env(2))
-    first, second = run_ranks(saved_by_a_callback, 2, tmp_path, False, env=by_hand_env(2))
+    ranks.run_ranks(saved_by_a_callback, 2, tmp_path, True)
+    first, second = ranks.run_ranks(saved_by_a_callback, 2, tmp_path, False)
     assert first == second > 0
     [last] = tmp_path.glob("last*.ckpt")
-    assert torch.load(last, weights_only=True)["global_step"] == 6
+    assert torch.load(last, weights_only=True)["global_step"] == STEPS
 
 
 def in_relative_directories(rank: int, world_size: int, directory: Path) -> list[list[str]]:
@@ -338,9 +269,11 @@ def in_relative_directories(rank: int, world_size: int, directory: Path) -> list
     left = []
     for number in range(6):
         place = Path(f"run{number}")
-        for callbacks in ([signalled("on_train_batch_end", 1)], []):
+        for callbacks in ([continuing.signalled("on_train_batch_end", 1)], []):
             options = {"enable_checkpointing": True, "default_root_dir": place, "max_epochs": 1}
-            Training(shuffled(), directory, 1, options).run(callbacks=callbacks, ckpt_path="last")
+            continuing.Training(continuing.shuffled(), directory, 1, options).run(
+                callbacks=callbacks, ckpt_path="last"
+            )
         left.append([path.name for path in place.rglob("*.ckpt") if "preempted" in path.name])
     return left
 
@@ -349,4 +282,4 @@ def test_a_file_has_one_name_though_the_root_directory_is_relative(tmp_path: Pat
     """A run removes the stop checkpoint that it resumed from, by whichever name it
     found it.
     """
-    assert run_ranks(in_relative_directories, 1, tmp_path) == [[[]] * 6]
+    assert ranks.run_ranks(in_relative_directories, 1, tmp_path) == [[[]] * 6]

@@ -11,7 +11,7 @@ import pickle
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -22,21 +22,10 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtStrategy, World
-from lightning_ddp_ext.integration.private import compat
 from lightning_ddp_ext.integration.private.replaced_methods import ReplacedMethods
-from tests.harness.ranks import free_port, launch_ranks, run_ranks
+from tests.harness import ranks, training
 from tests.harness.scripts import run_script
-from tests.harness.training import (
-    At,
-    Kind,
-    Net,
-    assert_same,
-    make_strategy,
-    make_trainer,
-    on_both,
-    on_ranks,
-    weights,
-)
+from tests.harness.training import Net
 
 START_METHODS = {
     "ddp_ext": "popen",
@@ -70,8 +59,8 @@ def test_a_name_stands_for_its_start_method_and_option() -> None:
         if _is_ours(entry["strategy"])
     }
     assert ours == expected
-    assert isinstance(make_trainer("DDP_EXT_Fork").strategy, DDPExtStrategy)
-    assert not isinstance(make_trainer("ddp").strategy, DDPExtStrategy)
+    assert isinstance(training.make_trainer("DDP_EXT_Fork").strategy, DDPExtStrategy)
+    assert not isinstance(training.make_trainer("ddp").strategy, DDPExtStrategy)
 
 
 def _is_ours(strategy: object) -> bool:
@@ -88,29 +77,38 @@ def test_a_notebook_may_fork_ranks_and_do_nothing_else() -> None:
         "ddp_ext_spawn": False,
     }
     for name, expected in is_compatible.items():
-        launcher: Any = make_trainer(name).strategy.launcher
+        launcher: Any = training.make_trainer(name).strategy.launcher
         assert launcher.is_interactive_compatible is expected, name
 
 
-def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
-    """Return the strategy's values before, in and after a run."""
-    strategy = make_strategy("ours", directory, find_unused_parameters=True)
+class Used(NamedTuple):
+    """A strategy's values before and after a run, and whether rank 1 was at the barrier
+    before.
+    """
+
+    worlds: list[World]
+    copies: list[str]  # their init methods
+    barrier_waited: bool
+
+
+def use_strategy(kind: training.Kind, directory: Path) -> Used:
+    strategy = training.make_strategy("ours", directory, find_unused_parameters=True)
     assert isinstance(strategy, DDPExtStrategy)
-    found: dict[str, Any] = {}
+    waited: list[bool] = []
 
     def work(trainer: L.Trainer) -> None:
         if trainer.global_rank == 1:
             (directory / "rank 1 was here").touch()
         strategy.barrier("a name")
-        found["seen after barrier"] = (directory / "rank 1 was here").exists()
+        waited.append((directory / "rank 1 was here").exists())
 
-    trainer = make_trainer(strategy, callbacks=[At("on_train_start", work)])
-    found["worlds"], copies = [strategy.world], [pickle.loads(pickle.dumps(strategy))]
+    trainer = training.make_trainer(strategy, callbacks=[training.At("on_train_start", work)])
+    worlds = [strategy.world]
+    copies = [pickle.loads(pickle.dumps(strategy))]
     trainer.fit(Net())
-    found["worlds"].append(strategy.world)
+    worlds.append(strategy.world)
     copies.append(pickle.loads(pickle.dumps(strategy)))
-    found["copies"] = [str(copy.rendezvous.init_method) for copy in copies]
-    return found
+    return Used(worlds, [str(copy.rendezvous.init_method) for copy in copies], waited[0])
 
 
 def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
@@ -118,27 +116,25 @@ def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
 
     The strategy can be pickled.
     """
-    for rank, found in enumerate(on_ranks("ours", use_strategy, tmp_path)):
+    for rank, found in enumerate(training.on_ranks("ours", use_strategy, tmp_path)):
         counts = {"world_size": 2, "local_world_size": 2, "node_rank": 0}
         world = World(
             rank=rank, local_rank=rank, source="RANK, WORLD_SIZE and LOCAL_RANK", **counts
         )
-        assert found == {
-            "worlds": [world, world],
-            "copies": [f"file://{tmp_path}/ours/store"] * 2,
-            "seen after barrier": True,
-        }
+        assert found.worlds == [world, world]
+        assert found.copies == [f"file://{tmp_path}/ours/store"] * 2
+        assert found.barrier_waited
 
 
-def open_by_hand(kind: Kind, directory: Path) -> tuple[Any, ...]:
+def open_by_hand(kind: training.Kind, directory: Path) -> tuple[Any, ...]:
     """Open a group before a run, with a backend that is registered after the strategy
     is made; use it, also with a module without a Trainer; return errors.
     """
-    strategy = make_strategy(kind, directory, process_group_backend="later")
+    strategy = training.make_strategy(kind, directory, process_group_backend="later")
     dist.Backend.register_backend(
         "later", lambda *options: dist.ProcessGroupGloo(*options), devices=["cpu"]
     )
-    trainer = make_trainer(strategy)
+    trainer = training.make_trainer(strategy)
     strategy.setup_environment()
     backend = dist.get_backend()
     strategy.connect(Net())
@@ -160,7 +156,7 @@ def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
 
     Lightning's hints appear.
     """
-    ours, stock = on_both(open_by_hand, tmp_path)
+    ours, stock = training.on_both(open_by_hand, tmp_path)
     assert [facts[0] for facts in ours] == ["later", "later"]
     assert [facts[1:] for facts in ours] == [facts[1:] for facts in stock]
 
@@ -180,16 +176,6 @@ def test_a_private_name_that_lightning_removed_is_named() -> None:
     with pytest.raises(ImportError, match=needs.format("forget")):
         ReplacedMethods().replace(owner, "forget", lambda: None)
     assert not hasattr(owner, "forget")
-    with pytest.raises(ImportError, match=needs.format("_active_loop")):
-        compat.active_loop_of(owner)
-
-
-@pytest.mark.lowest
-def test_a_lightning_without_a_validation_clock_is_accepted() -> None:
-    """Nothing is scheduled, and nothing raises."""
-    owner: Any = Owner()
-    compat.schedule_timed_validation(owner, 0.0)
-    assert vars(owner) == {}
 
 
 class CountingIO(TorchCheckpointIO):
@@ -242,20 +228,17 @@ class HouseEnvironment(LightningEnvironment):
         self.settings.append((num_devices, num_nodes))
 
 
-def with_plugins(kind: Kind, directory: Path) -> dict[str, Any]:
+def with_plugins(kind: training.Kind, directory: Path) -> dict[str, Any]:
     L.seed_everything(1)
     io = CountingIO()
     path = directory / "it.ckpt"
     plugins = [AsyncCheckpointIO(io)]
-    save = At("on_train_end", lambda trainer: trainer.save_checkpoint(path))
-    trainer = make_trainer(make_strategy(kind, directory), plugins=plugins, callbacks=[save])
-    trainer.fit(Net())
+    save = training.At("on_train_end", lambda trainer: trainer.save_checkpoint(path))
+    trainer = training.fit(kind, directory, Net(), save, plugins=plugins)
     trainer.strategy.barrier()  # rank 0 has written its file
     model = Net()
-    make_trainer(make_strategy(kind, directory), plugins=plugins, max_epochs=3).fit(
-        model, ckpt_path=path
-    )
-    return {"io": io.calls, "weights": weights(model)}
+    training.fit(kind, directory, model, ckpt_path=path, plugins=plugins, max_epochs=3)
+    return {"io": io.calls, "weights": training.weights(model)}
 
 
 def test_a_users_own_checkpoint_io_does_what_it_does_with_stock(tmp_path: Path) -> None:
@@ -263,8 +246,8 @@ def test_a_users_own_checkpoint_io_does_what_it_does_with_stock(tmp_path: Path) 
 
     It does so also in Lightning's AsyncCheckpointIO.
     """
-    ours, stock = on_both(with_plugins, tmp_path)
-    assert_same(
+    ours, stock = training.on_both(with_plugins, tmp_path)
+    training.assert_same(
         [result.pop("weights") for result in ours], [result.pop("weights") for result in stock]
     )
     assert ours == stock
@@ -275,20 +258,24 @@ def in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> dic
     L.seed_everything(1)
     model = Net()
     environment = HouseEnvironment()
-    trainer = make_trainer(strategy(), plugins=[environment])
+    trainer = training.make_trainer(strategy(), plugins=[environment])
     trainer.fit(model)
-    return {"rank": trainer.global_rank, "asked": environment.settings, "weights": weights(model)}
+    return {
+        "rank": trainer.global_rank,
+        "asked": environment.settings,
+        "weights": training.weights(model),
+    }
 
 
 def test_a_users_cluster_environment_sets_ranks_and_address() -> None:
     """Rank, address and port are its own, and it validates devices and nodes."""
     ours, stock = (
-        run_ranks(
-            in_the_house, 2, strategy, env={"HOUSE_RANK": str, "HOUSE_PORT": str(free_port())}
+        ranks.run_ranks(
+            in_the_house, 2, strategy, env={"HOUSE_RANK": str, "HOUSE_PORT": str(ranks.free_port())}
         )
         for strategy in (DDPExtStrategy, DDPStrategy)
     )
-    assert_same(ours, stock)
+    training.assert_same(ours, stock)
     assert [result["rank"] for result in ours] == [0, 1]
     assert ours[0]["asked"] == [(2, 1)]
 
@@ -381,7 +368,7 @@ def give_other_callback(rank: int, world_size: int) -> str:
 
 def test_a_callback_of_the_other_tree_is_refused() -> None:
     """The error names its tree, and the right import."""
-    assert run_ranks(give_other_callback, 1) == [
+    assert ranks.run_ranks(give_other_callback, 1) == [
         "HangWatchdog is made for pytorch_lightning, but this Trainer is from lightning; "
         "write 'from lightning_ddp_ext.lightning import HangWatchdog'"
     ]
@@ -389,12 +376,12 @@ def test_a_callback_of_the_other_tree_is_refused() -> None:
 
 def train_with_all_warnings(rank: int, world_size: int, directory: Path) -> None:
     warnings.simplefilter("always")
-    make_trainer(make_strategy("ours", directory), max_epochs=1).fit(Net())
+    training.fit("ours", directory, Net(), max_epochs=1)
 
 
 def test_a_run_uses_nothing_deprecated(tmp_path: Path) -> None:
     """No library warns of a call in this package, in any tested version of torch."""
-    for outcome in launch_ranks(train_with_all_warnings, 2, tmp_path):
+    for outcome in ranks.launch_ranks(train_with_all_warnings, 2, tmp_path):
         assert outcome.exit_code == 0, outcome.story()
         warned = re.findall(r"lightning_ddp_ext/\S+\.py:\d+: .*", outcome.output)
         assert warned == [], outcome.story()

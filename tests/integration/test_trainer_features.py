@@ -17,42 +17,36 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.profilers import SimpleProfiler
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.harness import training
 from tests.harness.environment import skip_because
-from tests.harness.training import (
-    KINDS,
-    Batch,
-    Kind,
-    Net,
-    assert_same,
-    data,
-    make_strategy,
-    make_trainer,
-    on_both,
-    on_ranks,
-    weights,
-)
+from tests.harness.training import Net
 
 Result = dict[str, Any]
 
 
-def trainer_in(kind: Kind, directory: Path, **options: Any) -> L.Trainer:
+def trainer_in(kind: training.Kind, directory: Path, **options: Any) -> L.Trainer:
     """Return a Trainer that writes to the directory; ranks connect in its parent."""
     L.seed_everything(7)
-    return make_trainer(
-        make_strategy(kind, directory.parent), default_root_dir=directory, **options
+    return training.make_trainer(
+        training.make_strategy(kind, directory.parent), default_root_dir=directory, **options
     )
 
 
-def fit(kind: Kind, directory: Path, model: Net | None = None, **options: Any) -> Result:
+def fit(kind: training.Kind, directory: Path, model: Net | None = None, **options: Any) -> Result:
     """Train with these options of the Trainer, and return where that has led."""
     trainer = trainer_in(kind, directory, **options)
     model = Net() if model is None else model
     trainer.fit(model)
     torch.distributed.barrier()  # rank 0 has written its files
-    return {"weights": weights(model), "step": trainer.global_step, "epoch": trainer.current_epoch}
+    return {
+        "weights": training.weights(model),
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+    }
 
 
 # Options of the Trainer, made in the rank.
@@ -95,7 +89,7 @@ class Writer(callbacks.BasePredictionWriter):
         self.written.append((predictions, indices))
 
 
-def prediction_writer(kind: Kind, directory: Path) -> Result:
+def prediction_writer(kind: training.Kind, directory: Path) -> Result:
     writer = Writer()
     predictions = trainer_in(kind, directory, callbacks=[writer]).predict(
         Net(), return_predictions=True
@@ -103,7 +97,7 @@ def prediction_writer(kind: Kind, directory: Path) -> Result:
     return {"returned": predictions, "written": writer.written}
 
 
-def loggers(kind: Kind, directory: Path) -> Result:
+def loggers(kind: training.Kind, directory: Path) -> Result:
     board = TensorBoardLogger(directory, name="board", version=0, log_graph=False)
     chosen = [CSVLogger(directory, name="csv", version=0), board]
     result = fit(
@@ -120,6 +114,20 @@ def loggers(kind: Kind, directory: Path) -> Result:
         ]
     events = list((directory / "board" / "version_0").glob("events.out.tfevents.*"))
     return {**result, "csv": rows, "event files": len(events)}
+
+
+class Profiled(Net):
+    """Profiles a part of its step, as users do."""
+
+    def training_step(self, batch: training.Batch, index: int) -> Any:
+        with self.trainer.profiler.profile("a part"):  # type: ignore[attr-defined]
+            return super().training_step(batch, index)
+
+
+def profiler(kind: training.Kind, directory: Path) -> Result:
+    times = SimpleProfiler()
+    result = fit(kind, directory, Profiled(), profiler=times)
+    return {**result, "calls": len(times.recorded_durations["a part"])}
 
 
 class Module(L.LightningDataModule):
@@ -139,20 +147,20 @@ class Module(L.LightningDataModule):
         self.calls.append("teardown")
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(data(16), batch_size=2, shuffle=True)
+        return DataLoader(training.data(16), batch_size=2, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(data(8), batch_size=2)
+        return DataLoader(training.data(8), batch_size=2)
 
 
 class GettingWorse(Net):
     """Its validation loss falls for two epochs, then rises."""
 
-    def validation_step(self, batch: Batch, index: int) -> None:
+    def validation_step(self, batch: training.Batch, index: int) -> None:
         self.log("val_loss", abs(self.current_epoch - 1.0), sync_dist=True)
 
 
-def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
+def checkpoints_and_early_stopping(kind: training.Kind, directory: Path) -> Result:
     checkpoint = callbacks.ModelCheckpoint(
         directory, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True
     )
@@ -189,11 +197,11 @@ class Counting(Net):
         self.estimated = self.trainer.estimated_stepping_batches
         return []
 
-    def on_train_batch_start(self, batch: Batch, index: int) -> None:
+    def on_train_batch_start(self, batch: training.Batch, index: int) -> None:
         self.batches.append(batch)
 
 
-def steps_in_configure_callbacks(kind: Kind, directory: Path) -> Result:
+def steps_in_configure_callbacks(kind: training.Kind, directory: Path) -> Result:
     model = Counting()
     result = fit(kind, directory, model)
     assert result["step"] == model.estimated
@@ -207,16 +215,16 @@ class Collating(Module):
 
     def val_dataloader(self) -> DataLoader[Any]:
         workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
-        return DataLoader(data(8), batch_size=4, collate_fn=self.collate, **workers)
+        return DataLoader(training.data(8), batch_size=4, collate_fn=self.collate, **workers)
 
     test_dataloader = predict_dataloader = val_dataloader
 
-    def collate(self, samples: list[Any]) -> Batch:
+    def collate(self, samples: list[Any]) -> training.Batch:
         x, y = zip(*samples, strict=True)
         return [2 * torch.stack(x), torch.stack(y)]
 
 
-def bound_collate_function(kind: Kind, directory: Path) -> Result:
+def bound_collate_function(kind: training.Kind, directory: Path) -> Result:
     trainer = trainer_in(kind, directory)
     return {
         "validated": trainer.validate(Net(), Collating(), verbose=False),
@@ -225,11 +233,12 @@ def bound_collate_function(kind: Kind, directory: Path) -> Result:
     }
 
 
-FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
+FEATURES: dict[str, Callable[[training.Kind, Path], Result]] = {
     feature.__name__: feature
     for feature in (
         prediction_writer,
         loggers,
+        profiler,
         checkpoints_and_early_stopping,
         steps_in_configure_callbacks,
         bound_collate_function,
@@ -237,7 +246,7 @@ FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
 }
 
 
-def use_all(kind: Kind, directory: Path) -> dict[str, Result]:
+def use_all(kind: training.Kind, directory: Path) -> dict[str, Result]:
     results = {name: fit(kind, directory / name, **options()) for name, options in OPTIONS.items()}
     for name, feature in FEATURES.items():
         (directory / name).mkdir(exist_ok=True)  # the other rank may have made it
@@ -250,7 +259,7 @@ def test_features_do_what_they_do_with_stock(tmp_path: Path) -> None:
     """Weights, metrics, files and the numbers of calls are equal on each rank, to the
     last bit.
     """
-    ours, stock = on_both(use_all, tmp_path)
+    ours, stock = training.on_both(use_all, tmp_path)
     for mine, theirs in zip(ours, stock, strict=True):
         for name in (*OPTIONS, *FEATURES):
             assert_same_result(mine[name], theirs[name])
@@ -268,7 +277,7 @@ def assert_same_result(ours: Result, stock: Result) -> None:
         if isinstance(value, str) or key in ("kept", "hooks", "files")
     }
     assert {key: ours[key] for key in names} == {key: stock[key] for key in names}
-    assert_same(
+    training.assert_same(
         {key: ours[key] for key in ours.keys() - names},
         {key: stock[key] for key in stock.keys() - names},
     )
@@ -279,7 +288,7 @@ class Compiled(Net):
         self.layers = torch.compile(nn.Linear(4, 1))  # type: ignore[assignment]  # each further kernel takes seconds
 
 
-def compiled(kind: Kind, directory: Path) -> Result:
+def compiled(kind: training.Kind, directory: Path) -> Result:
     return fit(kind, directory / "compiled", Compiled(), max_epochs=1, limit_val_batches=0)
 
 
@@ -290,5 +299,5 @@ def test_a_compiled_network_learns_what_it_learns_with_stock(tmp_path: Path) -> 
         None if shutil.which(os.environ.get("CXX", "g++")) else "inductor needs a C++ compiler"
     )
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    ours, stock = (on_ranks(kind, compiled, tmp_path, env=env) for kind in KINDS)
-    assert_same(ours, stock)
+    ours, stock = (training.on_ranks(kind, compiled, tmp_path, env=env) for kind in training.KINDS)
+    training.assert_same(ours, stock)

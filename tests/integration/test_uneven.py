@@ -200,39 +200,58 @@ def fit(
     return len(training.run(**{"max_epochs": 2, "use_distributed_sampler": False, **options}).steps)
 
 
-def refused(rank: int, world_size: int, directory: Path) -> tuple[list[str], list[int]]:
-    """Return the errors for different lengths, and the steps of runs whose limits make
-    the lengths irrelevant.
-    """
+def other_lengths(rank: int) -> DataLoader[Any]:
+    return indexed(rank, [3 + rank])
+
+
+def no_length_on_rank_zero(rank: int) -> DataLoader[Any]:
+    return (stream, indexed)[rank](rank, [3])
+
+
+def refused(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    make: Callable[[int], DataLoader[Any]],
+    strategy: dict[str, Any],
+) -> str:
+    """Return the error."""
     warnings.simplefilter("ignore")
-    found = []
-    for loaders, strategy in (
-        (indexed(rank, [3 + rank]), {}),
-        ((stream, indexed)[rank](rank, [3]), STOP),
-    ):
-        with pytest.raises(SamplingError) as caught:
-            fit(directory, loaders, strategy)
-        found.append(str(caught.value))
-    limits: list[dict[str, Any]] = [{"limit_train_batches": 3}, {"max_steps": 3, "max_epochs": -1}]
-    return found, [fit(directory, indexed(rank, [3 + rank]), **limit) for limit in limits]
+    with pytest.raises(SamplingError) as caught:
+        fit(directory, make(rank), strategy)
+    return str(caught.value)
 
 
-def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: Path) -> None:
-    """Every rank raises with all numbers and a remedy, unless a limit in batches or
-    steps makes them even.
-    """
-    (first, steps), (second, others) = run_ranks(refused, 2, tmp_path)
-    assert steps == others == [6, 3]
-    assert (
-        first[0]
-        == second[0]
-        == "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), so"
-        " some ranks would wait forever after 3 batches; pass"
-        " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True"
-        " so that every rank gets the same number of batches"
-    )
-    for message in (first[1], second[1]):  # each names the rank's own loader
+def test_lengths_that_differ_are_refused(tmp_path: Path) -> None:
+    """Every rank raises with all numbers and a remedy, instead of waiting."""
+    for message in run_ranks(refused, 2, tmp_path, other_lengths, {}):
+        assert (
+            message
+            == "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), so"
+            " some ranks would wait forever after 3 batches; pass"
+            " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True"
+            " so that every rank gets the same number of batches"
+        )
+
+
+def test_a_stream_beside_a_loader_with_a_length_is_refused(tmp_path: Path) -> None:
+    """With "stop_at_shortest" each rank's error names its own loader."""
+    for message in run_ranks(refused, 2, tmp_path, no_length_on_rank_zero, STOP):
         assert "or training would hang (lengths by rank: (inf, 3); inf means no length)" in message
+
+
+def limited(rank: int, world_size: int, directory: Path, limit: dict[str, int]) -> int:
+    """Return the steps of two epochs of three or four batches."""
+    warnings.simplefilter("ignore")
+    return fit(directory, other_lengths(rank), **limit)
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps"), [({"limit_train_batches": 3}, 6), ({"max_steps": 3, "max_epochs": -1}, 3)]
+)
+def test_a_limit_makes_lengths_even(limit: dict[str, int], steps: int, tmp_path: Path) -> None:
+    """Ranks with other lengths train if each stops at the limit."""
+    assert run_ranks(limited, 2, tmp_path, limit) == [steps, steps]
 
 
 class Counting(Net):
@@ -303,26 +322,32 @@ def part(rank: int, samples: int) -> DataLoader[Any]:
     return DataLoader(Subset(Numbers(samples), own), 1)
 
 
-def share_out(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Return the errors about data whose lengths differ, and of a loader that only one
-    rank lets the strategy divide.
-    """
+def refuse_lengths(rank: int, world_size: int, directory: Path) -> str:
+    with pytest.raises(SamplingError) as refused:
+        fit(directory, part(rank, 9), use_distributed_sampler=True)
+    return str(refused.value)
+
+
+def test_samples_that_differ_in_number_are_refused(tmp_path: Path) -> None:
+    """Every rank's error names the dataset, the numbers and the remedies."""
+    first, second = run_ranks(refuse_lengths, 2, tmp_path)
+    assert second == first
+    assert first == (
+        "the ranks cannot share out the samples of Subset, because the length differs (5 on"
+        " rank 0, 4 on rank 1); create the same dataset and sampler on every rank, or pass"
+        " Trainer(use_distributed_sampler=False) if each rank has different data"
+    )
+
+
+def divide_on_one(rank: int, world_size: int, directory: Path) -> str:
     divided = DataLoader(Numbers(8), 1, sampler=ScalableDistributedSampler(range(8)))
-    stream = DataLoader(Sized(rank, [4]), 1)
-    found = []
-    for loader in (part(rank, 9), divided if rank else stream):
-        with pytest.raises(SamplingError) as refused:
-            fit(directory, loader, use_distributed_sampler=True)
-        found.append(str(refused.value))
-    return found
+    loader = divided if rank == 1 else DataLoader(Sized(rank, [4]), 1)
+    with pytest.raises(SamplingError) as refused:
+        fit(directory, loader, use_distributed_sampler=True)
+    return str(refused.value)
 
 
-def test_data_that_the_ranks_cannot_share_out_are_named(tmp_path: Path) -> None:
-    """Lengths that differ, or a sampler on some ranks only, are an error on every rank."""
-    for lengths, samplers in run_ranks(share_out, 2, tmp_path):
-        assert lengths == (
-            "the ranks cannot share out the samples of Subset, because the length differs (5 on"
-            " rank 0, 4 on rank 1); create the same dataset and sampler on every rank, or pass"
-            " Trainer(use_distributed_sampler=False) if each rank has different data"
-        )
-        assert "because the kind differs (None on rank 0, scalable on rank 1)" in samplers
+def test_a_sampler_on_some_ranks_only_is_refused(tmp_path: Path) -> None:
+    """Every rank's error names the kinds."""
+    for message in run_ranks(divide_on_one, 2, tmp_path):
+        assert "because the kind differs (None on rank 0, scalable on rank 1)" in message
