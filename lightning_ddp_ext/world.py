@@ -10,7 +10,7 @@ from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_ddp_ext.errors import ConfigurationError
 
