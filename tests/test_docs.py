@@ -5,10 +5,12 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import json
 import os
 import pickle
 import pkgutil
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -181,7 +183,7 @@ def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -
 NOT_RUN = {
     r"^pip install .*$": "needs the network; `make test-wheel` installs",
     r"^make .*$": "takes the machine; `make demo` is examples/digits.py, which test_examples runs",
-    r"^srun .*$": "needs SLURM; test_examples has a stand-in",
+    r"^srun .*$": "needs SLURM; tests/field has jobs",
     r"^export .*\nmpirun .*$": "needs MPI; tests/launchers has its variables",
     r"^(export .*\n)?torchrun --nnodes .*\\\n.*$": "needs two machines; tests/field has two agents",
     r"^export .*  # in both terminals\n(.*\n)*.*pdb train.py$": "needs two terminals",
@@ -274,13 +276,6 @@ def subclasses(cls: type[Exception]) -> Iterator[str]:
         yield from subclasses(child)
 
 
-def test_errors_in_readme_exist() -> None:
-    """Every error that the README shows is one of the package's."""
-    shown = set(re.findall(r"^(?:\[rank \d\] )?(\w+Error): ", README, re.MULTILINE))
-    assert shown
-    assert shown <= set(subclasses(DDPExtError))
-
-
 def test_pages_can_be_read_on_a_code_host() -> None:
     """Links lead to files, and no markup is only shown by a build, which checks linked
     headings.
@@ -310,6 +305,20 @@ def test_pictures_are_as_their_scripts_draw_them(monkeypatch: pytest.MonkeyPatch
     drawn = {name: charts.draw(name) for name in charts.CHARTS} | {"ring": ring.draw(4)}
     assert {path.stem: path.read_text() for path in (DOCS / "images").iterdir()} == drawn
     assert drawn["ring"].count(">rank ") == 8
+
+
+def test_the_page_of_benchmarks_shows_the_recorded_results() -> None:
+    """`python benchmarks/tables.py` would change nothing, and every recorded table is on
+    the page.
+    """
+    page = TEXTS["../benchmarks/README.md"]
+    assert runpy.run_path(str(ROOT / "benchmarks/tables.py"))["renew"](page) == page
+    recorded = {
+        f"<!-- table: {path.stem} {table} -->"
+        for path in (ROOT / "benchmarks/results").glob("*.json")
+        for table in json.loads(path.read_text())["tables"]
+    }
+    assert {mark for mark in recorded if mark not in page} == set()
 
 
 def test_every_error_has_a_cause_and_a_fix_under_its_heading() -> None:
@@ -366,11 +375,3 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
     shown = re.findall(r"^\| \[`(\w+)`\]", page_of("reference/api.md"), re.MULTILINE)
     names = {name for name in lightning_ddp_ext.__all__ if not name.endswith("Error")}
     assert sorted(shown) == sorted(names | {"DDPExtError"})
-
-
-def test_citation_names_the_newest_release() -> None:
-    """``CITATION.cff`` has the version of the changelog's newest release."""
-    (version, *_) = re.findall(
-        r"^## \[(\d\S*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()

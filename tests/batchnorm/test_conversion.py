@@ -4,10 +4,7 @@ is undone exactly.
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +14,6 @@ from torch.nn.utils import parametrize
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError
-
-IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 
 
 class Scaled(nn.BatchNorm2d):
@@ -168,26 +163,6 @@ def test_restoring_leaves_nothing_behind() -> None:
     assert facts(restore_batchnorm(model)) == before
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
-)
-def test_copies_are_converted_and_can_be_restored(copied: Callable[[Any], Any]) -> None:
-    """A copy computes what the layer does, and becomes plain again."""
-    layer = convert_sync_batchnorm(Scaled(3), include="*")
-    other = copied(layer)
-    assert (type(other), other is layer) == (type(layer), False)
-    assert other(IMAGES).equal(layer(IMAGES))
-    assert type(restore_batchnorm(other)) is Scaled
-    assert isinstance(layer, SyncBatchNorm)
-
-
-class Conditional(nn.BatchNorm2d):
-    """Takes a second input."""
-
-    def forward(self, input: Tensor, shift: Tensor) -> Tensor:
-        return super().forward(input) + shift
-
-
 def replaced() -> nn.Module:
     layer: Any = nn.BatchNorm2d(3)
     layer.forward = lambda input: input
@@ -238,19 +213,3 @@ def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
     assert [type(layer) for layer in restore_batchnorm(model)] == types
     assert warnings_of(nn.Sequential(Scaled(3)), exclude="0") == []
     assert "the module (Scaled) overrides forward" in warnings_of(Scaled(3))[0]
-
-
-@pytest.mark.parametrize("choice", [{"include": "*"}, {"include": nn.BatchNorm2d}])
-def test_a_chosen_layer_runs_its_own_forward(choice: dict[str, Any]) -> None:
-    """Its further inputs and a mixin's forward work; it is converted without a warning."""
-    plain = nn.BatchNorm2d(3)
-    for layer, inputs, expected in (
-        (Scaled(3), (IMAGES,), 2 * plain(IMAGES)),
-        (Mixed(3), (IMAGES,), plain(IMAGES.square())),
-        (Conditional(3), (IMAGES, torch.ones(3, 1, 1)), plain(IMAGES) + 1),
-    ):
-        before = list(vars(layer))
-        assert warnings_of(layer, **choice) == []
-        assert isinstance(layer, SyncBatchNorm)
-        torch.testing.assert_close(layer(*inputs), expected, rtol=0, atol=0)
-        assert list(vars(restore_batchnorm(layer))) == before

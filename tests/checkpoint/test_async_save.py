@@ -4,9 +4,7 @@ report their errors once.
 
 from __future__ import annotations
 
-import copy
 import io
-import itertools
 import multiprocessing
 import threading
 from collections.abc import Callable
@@ -16,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from lightning_ddp_ext.checkpoint.async_save import Saver
 from lightning_ddp_ext.checkpoint.snapshot import Buffer, aligned
@@ -117,27 +114,6 @@ def test_a_checkpoint_that_outlived_a_failed_save_is_not_removed_once_it_is_save
     assert it.events == ["failed next", "wrote last"]
 
 
-def test_training_continues_with_one_snapshot_at_a_time() -> None:
-    """A save returns before the write finishes; the next one waits for that, and then
-    takes its copy.
-    """
-    x = numbers(5)
-    with Disk(held="first") as it:
-        it.save("first", x)
-        assert it.reached.wait(60)
-        x.fill_(-1)
-        other = threading.Thread(target=it.save, args=("second", x))
-        other.start()
-        other.join(0.05)
-        assert other.is_alive()
-        x.fill_(7)
-        it.let_go.set()
-        other.join(60)
-        it.saver.wait()
-    assert it.events == ["wrote first", "wrote second"]
-    assert it.contents == {"first": [0, 1, 2, 3, 4], "second": [7] * 5}
-
-
 def fail(content: Any) -> None:
     raise OSError("no room")
 
@@ -160,74 +136,6 @@ def test_an_error_that_is_not_raised_is_logged(work: Callable[[int, int], None])
     multiprocessing forked it.
     """
     assert output_of_all(launch_ranks(work, 1)).count("no room") == 1
-
-
-def inside(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=2), inner)
-        | st.tuples(inner, inner)
-    )
-
-
-@st.composite
-def checkpoints(draw: st.DrawFn) -> Any:
-    """Nested content with tensors, some of which are the same object, and some views of
-    the same memory.
-    """
-    bases = [numbers(length) for length in draw(st.lists(st.integers(0, 20), max_size=4))]
-    views = [base[draw(st.integers(0, len(base))) :] for base in bases]
-    leaves = st.none() | st.integers() | st.text(max_size=3)
-    if bases:
-        leaves = leaves | st.sampled_from(bases) | st.sampled_from(views)
-    return draw(st.recursive(leaves, inside, max_leaves=12))
-
-
-def tensors_of(content: Any) -> list[Tensor]:
-    if isinstance(content, Tensor):
-        return [content]
-    parts = (
-        content.values()
-        if isinstance(content, dict)
-        else content
-        if isinstance(content, (list, tuple))
-        else ()
-    )
-    return [tensor for part in parts for tensor in tensors_of(part)]
-
-
-def sharing(content: Any) -> list[tuple[bool, int | None]]:
-    """For each pair of tensors: whether they are one object, and how far apart they are
-    in one memory, if they are.
-    """
-    return [
-        (one is other, distance(one, other))
-        for one, other in itertools.combinations(tensors_of(content), 2)
-    ]
-
-
-def distance(one: Tensor, other: Tensor) -> int | None:
-    share = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    return one.data_ptr() - other.data_ptr() if share and one.numel() * other.numel() > 0 else None
-
-
-@settings(max_examples=20, deadline=None)
-@given(checkpoints(), checkpoints())
-def test_a_snapshot_is_a_copy_of_its_moment(first: Any, second: Any) -> None:
-    """The copy is equal for any checkpoint and any earlier buffer, and tensors that
-    shared memory still do.
-    """
-    buffer = Buffer()
-    for content in (first, second):
-        expected = copy.deepcopy(content)
-        taken = buffer.snapshot(content)
-        for tensor in tensors_of(content):
-            tensor.fill_(-1)
-        if isinstance(content, (list, dict)):
-            content.clear()
-        result = taken()
-        assert same(result, expected)
-        assert sharing(result) == sharing(expected)
 
 
 def test_every_kind_of_tensor_is_taken() -> None:

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_ddp_ext.cli import main
-from tests.checkpoint.content import flip
-from tests.harness.scripts import run_on_ranks, run_script
+from tests.harness.scripts import run_on_ranks
 
 COMMAND = "from lightning_ddp_ext.cli import main\n\nif __name__ == '__main__':\n    main()\n"
-
-
-@pytest.mark.nightly
-def test_as_a_module(tmp_path: Path) -> None:
-    """`python -m lightning_ddp_ext` does what the installed command does, with its
-    status.
-    """
-    [point] = metadata.entry_points(group="console_scripts", name="lightning-ddp-ext")
-    assert point.load() is main
-    torch.save({"x": torch.ones(9)}, tmp_path / "it.ckpt")
-    path = flip(tmp_path / "it.ckpt", "data/0")
-    completed = run_script(
-        path, "--json", launcher=("python", "-m", "lightning_ddp_ext", "checkpoint", "verify")
-    )
-    assert completed.exit_code == 1
-    assert json.loads(completed.output)["damaged"] == ["data/0"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2], ids=["alone", "as ranks"])

@@ -8,9 +8,6 @@ seed can see.
 from __future__ import annotations
 
 import hashlib
-import io
-import itertools
-import pickle
 import random
 import tracemalloc
 from collections import Counter, deque
@@ -25,9 +22,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
-from lightning_ddp_ext.data.loader import identity_of
 from lightning_ddp_ext.data.permutation import Permutation
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from lightning_ddp_ext.data.seeding import mix
@@ -61,21 +57,6 @@ def p_of(counts: Any, expected: Any = None) -> float:
     statistic = ((observed - means) ** 2 / means).sum()
     freedom = len(observed) - 1
     return float(torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(statistic / 2)))
-
-
-class Lazy(list[int]):
-    """A dataset that opens its file when the first sample is read."""
-
-    file: Any = None
-
-
-def test_a_sampler_is_the_same_whatever_its_dataset_holds() -> None:
-    """The identity does not depend on samples that the process has read."""
-    data = Lazy(range(5))
-    sampler = RandomSampler(data, replacement=True)
-    before = identity_of(BatchSampler(sampler, 2, drop_last=False))
-    data.file = io.BytesIO()
-    assert identity_of(BatchSampler(sampler, 2, drop_last=False)) == before
 
 
 def scalable(length: int, **options: Any) -> Make:
@@ -281,15 +262,6 @@ def test_huge_orders_need_no_memory_and_end_where_they_should() -> None:
         ]
 
 
-@pytest.mark.parametrize("taken", [1, 256, 257, 33_000])
-def test_an_order_continues_at_any_position(taken: int) -> None:
-    """It continues with the exact sample, at any place in a block of computed indices."""
-    whole = list(scalable(100_000, seed=4)(3, 1))
-    resumed = scalable(100_000, seed=4)(3, 1)
-    resumed.resume_at(0, 3 * taken)
-    assert list(resumed) == whole[taken:]
-
-
 def test_a_position_belongs_to_its_epoch() -> None:
     """Setting the same epoch keeps the position; another epoch starts at its beginning,
     even an earlier one.
@@ -304,26 +276,6 @@ def test_a_position_belongs_to_its_epoch() -> None:
     assert sampler.position == 0
     sampler.set_epoch(5)
     assert list(sampler) == whole
-
-
-def test_an_iterator_keeps_the_epoch_that_its_first_index_was_drawn_in() -> None:
-    """An iterator follows the epoch that is set before its first item; a later epoch
-    does not affect it.
-    """
-    sampler = scalable(2000)(1, 0)
-    iterator = iter(sampler)
-    sampler.set_epoch(3)
-    begun = list(islice(iterator, 10))
-    sampler.set_epoch(4)
-    assert [begun + list(iterator)] == dealt(scalable(2000), 1, 3)
-
-
-def test_a_sampler_can_be_pickled_while_it_is_read() -> None:
-    """Spawned processes get a copy that yields the same indices."""
-    sampler = scalable(100)(2, 1)
-    sampler.resume_at(3, 10)
-    next(iter(sampler))
-    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
 
 
 def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:
@@ -362,20 +314,6 @@ def test_bad_arguments_are_refused(make: Any, says: str) -> None:
     """The error, a ValueError, names the field, the rule and the value."""
     with pytest.raises(ConfigurationError, match=says):
         make()
-
-
-def test_drawing_leaves_generators_alone() -> None:
-    """Global generators, and the sampler's own, keep their states."""
-
-    def draw(sampler: Epochs) -> tuple[float, ...]:
-        return sampler.draw(), torch.rand(()).item(), random.random(), float(np.random.random())
-
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    unread = Epochs(41)
-    read = Epochs(41)
-    expected = [draw(unread) for _ in range(21)]
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    assert [draw(read) for _ in SharedSampler(read, 2, 0)] == expected
 
 
 def test_batches_reach_the_loader_unchanged() -> None:
@@ -426,20 +364,6 @@ def test_lengths_around_the_table_and_beyond_are_bijections(length: int) -> None
     )
 
 
-@pytest.mark.parametrize("length", [1000, JUST_ABOVE_THE_TABLE, 10**7, 10**12, 3 * 2**59, 2**62])
-def test_a_position_has_every_image_over_the_epochs(length: int) -> None:
-    """The images of the first, a middle and the last position, over epochs, fill the
-    order evenly.
-    """
-    positions = np.array([0, length // 2, length - 1])
-    values = np.array(
-        [Permutation(length, mix(5, epoch)).apply(positions) for epoch in range(2000)]
-    )
-    for each in values.T:
-        assert p_of(counts(each, length, 50)) > SMALLEST_P
-        assert p_of(np.bincount(each % 16, minlength=16)) > SMALLEST_P
-
-
 @pytest.mark.parametrize("length", [JUST_ABOVE_THE_TABLE, 10**7, 10**12, 3 * 2**59])
 def test_pairs_of_one_epoch_are_independent(length: int) -> None:
     """Positions side by side, one row apart or far apart have independent images."""
@@ -453,18 +377,3 @@ def test_pairs_of_one_epoch_are_independent(length: int) -> None:
         )
         assert p_of(np.bincount(of_value * 16 + of_other, minlength=256)) > SMALLEST_P
         assert p_of(counts((others - values) % length, length, 200)) > SMALLEST_P
-
-
-def test_mix_has_no_collisions_by_addition_order_or_length() -> None:
-    """All pairs, their swapped forms, single words and padded ones have different
-    seeds.
-    """
-    words = [
-        *itertools.product(range(200), repeat=2),
-        *((word,) for word in range(200)),
-        (),
-        (0, 0, 0),
-        (2**32,),
-    ]
-    words += [(2**64 + 5,), (5, 2**64), (2**64, 5), (1, 2**200)]
-    assert len({mix(*each) for each in words}) == len(words)

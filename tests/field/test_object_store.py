@@ -296,16 +296,6 @@ def test_last_is_not_missing_in_a_store_that(
     assert store.objects(name) == before
 
 
-def test_a_store_that_never_replies_ends_the_save(store: ObjectStore, tmp_path: Path) -> None:
-    """The limit is the client's; every rank raises the error."""
-    url = "s3://bucket/stalls"
-    with store.gateway("stalls", "PUT", "partNumber=2"):
-        for text in errors(run(store, tmp_path, url, 1, client=IMPATIENT)):
-            assert f"cannot save checkpoint {url}/epoch=0-step=4.ckpt: " in text
-    assert store.uploads("stalls") == []
-    assert store.objects("stalls") == {}
-
-
 @pytest.mark.parametrize(("method", "text"), [("PUT", "partNumber"), ("POST", "uploadId=")])
 def test_a_refused_upload_is_aborted(
     store: ObjectStore, tmp_path: Path, method: str, text: str

@@ -214,14 +214,6 @@ def test_the_tasks_of_an_array_share_a_directory(slurm: Slurm, tmp_path: Path) -
     assert weights_of(alone) < weights_of(array), array.output
 
 
-@pytest.mark.nightly
-def test_weights_are_stocks(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
-    """Stock ``ddp`` learns the same in a job."""
-    job = submit(slurm, tmp_path, "kind=stock", "resume=")
-    assert job.wait() == [("COMPLETED", 0)], job.output
-    assert weights_of(job) == undisturbed
-
-
 DIED = r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died"
 FAULTS = [
     pytest.param(
@@ -288,17 +280,6 @@ def test_init_methods_on_two_nodes(
     assert job.wait() == [("COMPLETED", 0)], job.output
     assert weights_of(job) == undisturbed
     assert f"process group: gloo, 2 ranks, {where}" in job.output
-
-
-def test_two_jobs_on_a_node(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
-    """They train at the same time, and do not disturb each other."""
-    directories = [tmp_path / "a", tmp_path / "b"]
-    for directory in directories:
-        directory.mkdir()
-    jobs = [submit(slurm, each, options=f"{ONE_NODE} --nodelist=n1") for each in directories]
-    for job in jobs:
-        assert job.wait() == [("COMPLETED", 0)], job.output
-        assert weights_of(job) == undisturbed
 
 
 FORMED = "process group: gloo, 2 ranks"

@@ -254,21 +254,6 @@ def nodes(two_hosts: Network) -> Network:
     return two_hosts
 
 
-@pytest.mark.nightly
-@pytest.mark.netns
-def test_torchrun_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
-    """An agent on each node starts its ranks, and restarts them after a kill; the other
-    ranks name the killed one.
-    """
-    runs = Runs(shared_dir, "file", "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
-    words = ["--nnodes=2", "--nproc-per-node=2", "--node-rank={node}", "--max-restarts=1"]
-    words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=host-a:{PORT + 1}", "--rdzv-id=run42"]
-    words += [SCRIPT, runs.argument(deaths=[(3, 0, 0)])]
-    output = run_launcher("torch.distributed.run", *words, nodes=2, namespaces=list(nodes))
-    runs.expect_trained(output, launches=[2, 1])
-    assert ranks_that_name(3, output) == [0, 1, 2], output
-
-
 @pytest.mark.netns
 def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
     """Each rank is a process that a user starts on its node; the network may use IPv6."""

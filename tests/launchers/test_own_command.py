@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -43,65 +44,61 @@ TRAINS = """
     start["world_size"] = trainer.world_size
     sys.stdout.write(f"started: {json.dumps(start)}\\n")
 """
-# ``run_script`` appends the script's path. Where the launcher's words name the script
-# already, this harmless path becomes its last argument.
-NO_SCRIPT = "/dev/null"
 OPTIONS = ("-X", "utf8", "-O", "-Wignore::DeprecationWarning")
-# The words before the arguments, and the file with the script.
+# ``run_script`` appends a script's path to the command. The commands below already name
+# their script, which takes this harmless path as its last argument.
+LAST_ARGUMENT = "/dev/null"
+
+
+class Start(NamedTuple):
+    """The file with the script, and the command that runs it in the file's directory."""
+
+    file: str
+    command: tuple[str, ...]
+
+
 STARTS = {
-    "a relative path": ((*OPTIONS, "train.py"), "train.py"),
-    "a module": ((*OPTIONS, "-m", "pkg.train"), "pkg/train.py"),
-    "a folder": ((*OPTIONS, "pkg"), "pkg/__main__.py"),
+    "a relative path": Start("train.py", ("python", *OPTIONS, "train.py")),
+    "a module": Start("pkg/train.py", ("python", *OPTIONS, "-m", "pkg.train")),
+    "a folder": Start("pkg/__main__.py", ("python", *OPTIONS, "pkg")),
+    "a console script": Start("train-it", ("./train-it",)),
 }
 
 
-def write(directory: Path, file: str, source: str = TRAINS) -> None:
-    path = directory / file
+def write(path: Path, source: str = TRAINS) -> None:
+    """Write a script that can also be run as a command."""
     path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(line.removeprefix("    ") for line in source.splitlines()))
+    options = " ".join(OPTIONS)
+    path.write_text(f"#!/usr/bin/env -S {sys.executable} {options}\n{textwrap.dedent(source)}")
+    path.chmod(0o755)
 
 
-def starts(output: str) -> list[dict[str, Any]]:
-    """Return how the ranks of a script were started."""
+def starts_in(output: str) -> list[dict[str, Any]]:
+    """Return how each rank of a script was started."""
     return [json.loads(line) for line in re.findall(r"^started: (.*)$", output, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_ranks_start_as_their_script_did(start: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_ranks_start_as_their_script_did(start: Start, tmp_path: Path) -> None:
     """They get the interpreter's options, the arguments and the directory of the start."""
-    words, file = STARTS[start]
-    write(tmp_path, file)
-    launcher = ("env", "-C", str(tmp_path), "python", *words, "--lr", "0.1")
-    done = run_script(NO_SCRIPT, launcher=launcher)
+    write(tmp_path / start.file)
+    launcher = ("env", "-C", str(tmp_path), *start.command, "--lr", "0.1")
+    done = run_script(LAST_ARGUMENT, launcher=launcher)
     assert done.exit_code == 0, done.output
-    found = starts(done.output)
-    assert sorted(each.pop("rank") for each in found) == [0, 1]
-    expected = {
-        "arguments": ["--lr", "0.1", NO_SCRIPT],
+    starts = starts_in(done.output)
+    assert sorted(each.pop("rank") for each in starts) == [0, 1]
+    of_each_rank = {
+        "arguments": ["--lr", "0.1", LAST_ARGUMENT],
         "directory": str(tmp_path),
         "optimize": 1,
         "utf8_mode": 1,
         "warnoptions": ["ignore::DeprecationWarning"],
         "world_size": 2,
     }
-    assert found == [expected] * 2
+    assert starts == [of_each_rank] * 2
 
 
-def test_a_command_on_the_path_starts_its_ranks(tmp_path: Path) -> None:
-    """A console script, such as pip installs, changes the directory before it trains."""
-    write(tmp_path, "train-it")
-    command = tmp_path / "train-it"
-    command.write_text(f"#!{sys.executable}\n{command.read_text()}")
-    command.chmod(0o755)
-    done = run_script(NO_SCRIPT, launcher=("env", f"--chdir={tmp_path}", str(command)))
-    assert done.exit_code == 0, done.output
-    found = starts(done.output)
-    assert sorted(each["rank"] for each in found) == [0, 1], done.output
-    for each in found:
-        assert each["directory"] == str(tmp_path)
-        assert each["world_size"] == 2
-
-
+# Rank ``RANK_THAT_STARTS_IT`` runs the script again, with an argument.
 EVALUATES = f"""{TRAINS}
     import subprocess
 
@@ -115,10 +112,10 @@ EVALUATES = f"""{TRAINS}
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_program_that_a_rank_starts_has_ranks_of_both_numbers(rank: int, tmp_path: Path) -> None:
     """It inherits the rank's variables, and still trains on two ranks."""
-    write(tmp_path, "train.py", EVALUATES)
+    write(tmp_path / "train.py", EVALUATES)
     launcher = ("env", "-C", str(tmp_path), f"RANK_THAT_STARTS_IT={rank}", "python")
     done = run_script(tmp_path / "train.py", launcher=launcher)
     assert done.exit_code == 0, done.output
-    again = [each for each in starts(done.output) if each["arguments"] == ["again"]]
+    again = [each for each in starts_in(done.output) if each["arguments"] == ["again"]]
     assert sorted(each["rank"] for each in again) == [0, 1], done.output
     assert [each["world_size"] for each in again] == [2, 2]

@@ -1,12 +1,14 @@
 """The handshake between rank 0 and others: accepted ranks, and the error that all raise
-otherwise.
+otherwise; and sending over the channel that remains of it.
 """
 
 from __future__ import annotations
 
+import json
+import queue
 import re
 import socket
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,20 @@ import pytest
 
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous import coordinator
-from lightning_ddp_ext.rendezvous.deadline import Deadline
+from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Timeouts
-from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, Connection, Message, encode
+from lightning_ddp_ext.rendezvous.sockets import listen
+from lightning_ddp_ext.rendezvous.wire import (
+    MAX_HELLO,
+    MAX_MESSAGE,
+    NOT_READING,
+    Connection,
+    Message,
+    encode,
+)
 from tests.harness.ranks import RankProcesses, announce, free_port, hold
 from tests.rendezvous.servers import (
     HOST,
@@ -37,7 +47,6 @@ from tests.rendezvous.servers import (
     sentence,
     server,
     silent,
-    started,
     url,
     web,
 )
@@ -74,18 +83,6 @@ def test_a_start_that_cannot_be(
         expected,
         same_sentence(endings(place(kind, tmp_path), settings, init_timeout=LONG), RendezvousError),
     )
-
-
-def test_late_ranks_raise_why_the_start_failed(tmp_path: Path) -> None:
-    """Rank 0 keeps listening for a moment."""
-    common = {"init_timeout": LONG, "world_size": 3, "timeouts": Timeouts(after_refusal=LONG)}
-    settings = [{"rank": rank, **common} for rank in (0, 1, 1, 2)]
-    with RankProcesses(connect, 4, place("file", tmp_path), settings) as ranks:
-        for seat in range(3):
-            ranks.release(seat)
-        ranks.wait(1, 2)
-        ranks.release(3)
-        same_sentence(ranks.wait(), RendezvousError)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
@@ -183,26 +180,6 @@ def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
         assert [outcome.result for outcome in ranks.wait()] == [2.0] * 4
 
 
-def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> None:
-    """Meanwhile another run's rank 0 may listen at the port of a killed run."""
-    ours, other = (FileEndpoint(str(tmp_path / name)) for name in ("ours", "other"))
-    with started(str(other.path), [{"init_timeout": LONG, "stop": "all_reduce"}] * 2) as ranks:
-        for seat in range(2):
-            ranks.wait_for("in front", seat)
-        address = other.look_up(Deadline(LONG))
-        assert address is not None
-        ours.publish(replace(address, nonce="of a killed run"))
-        (lost,) = endings(
-            str(ours.path), [{"rank": 1, "world_size": 2, "timeouts": SOON}], init_timeout=2.0
-        )
-    # The last attempt may have had no time for an answer.
-    found = (
-        r"\((another run is answering there|it accepted the connection, but did not reply); "
-        r"pid {} on host {} published its address"
-    )
-    assert re.search(found.format(ranks.pids[0], HOST), sentence(lost, RendezvousError))
-
-
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     """Rank 0 names the rank, the reason and a remedy."""
     path = tmp_path / "removed" / "run"
@@ -258,6 +235,7 @@ def test_a_stale_address_is_replaced(answer: Answer, tmp_path: Path) -> None:
     program now listens there.
     """
     path = tmp_path / "run"
+    path.touch()  # as ``tempfile.mkstemp`` makes it
     with server(answer) as where:
         FileEndpoint(str(path)).publish(
             Address((where.host,), where.port, "of a killed run", "network")
@@ -265,3 +243,26 @@ def test_a_stale_address_is_replaced(answer: Answer, tmp_path: Path) -> None:
         outcomes = endings(str(path), [{"timeouts": SOON}] * 2, init_timeout=LONG)
     assert [outcome.result for outcome in outcomes] == [2.0, 2.0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sending_never_waits() -> None:
+    """Data that the kernel does not accept are sent later, up to a limit: beyond it the
+    peer is dropped.
+    """
+    text = "x" * (MAX_MESSAGE // 2)
+    with listen("127.0.0.1", 0) as listener:
+        peer = socket.create_connection(listener.getsockname()[:2])
+        of_rank_zero = listener.accept()[0]
+    peer.settimeout(10.0)
+    rank_zero = Channel(heartbeat=30.0)
+    closed = queue.SimpleQueue[tuple[int, str]]()
+    rank_zero.connect(1, of_rank_zero)
+    rank_zero.on_closed(lambda rank, reason: closed.put((rank, reason)))
+    with peer, peer.makefile("rb") as received:
+        for number in range(12):  # 6 times the longest message, beyond a socket's buffer
+            rank_zero.send("a", {"text": text, "number": number})
+        assert [json.loads(received.readline())[1]["number"] for _ in range(12)] == [*range(12)]
+        while closed.empty():
+            rank_zero.send("a", {"text": text})
+        assert closed.get() == (1, NOT_READING)
+    rank_zero.close()

@@ -20,8 +20,6 @@ from lightning_ddp_ext.errors import (
     RankFailedError,
     RendezvousError,
 )
-from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import connect_store
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
@@ -109,31 +107,6 @@ def test_a_rank_that_never_starts(init_method: str | None, tmp_path: Path) -> No
         f" {present}; check that every rank is running and can reach rank 0, or raise"
         " init_timeout"
     )
-
-
-@pytest.mark.nightly
-@pytest.mark.netns
-def test_a_link_cut_while_the_group_forms(two_hosts: Network) -> None:
-    """Both sides name a rank beyond the cut, also on a rank whose main thread is
-    blocked.
-    """
-    where = Tcp(two_hosts[0].address, free_port())
-    hosts = [two_hosts[0], two_hosts[1], two_hosts[0]]
-    settings: list[dict[str, Any]] = [
-        {"init_timeout": LONG, "timeouts": Timeouts(heartbeat=3.0)} for _ in hosts
-    ]
-    settings[2]["stop"] = "all_reduce"
-    with started(where, settings, namespaces=hosts) as ranks:
-        ranks.wait_for("in front", 2)
-        two_hosts.cut()
-        here, there, blocked = ranks.wait()
-    assert f"rank 1 (host host-b, pid {there.pid}) died: no sign of life" in sentence(
-        here, RankDiedError
-    )
-    assert f"rank 0 (host host-a, pid {here.pid}) died: no sign of life" in sentence(
-        there, RankDiedError
-    )
-    assert f"[rank 2] RankDiedError: rank 1 (host host-b, pid {there.pid}) died" in blocked.output
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
@@ -331,18 +304,6 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
     )
 
 
-@pytest.mark.parametrize("answer", [silent, web])
-def test_a_server_that_is_not_a_store_raises(answer: Answer) -> None:
-    """The error follows soon after the deadline, even if torch's client would wait for
-    ever.
-    """
-    with (
-        server(answer) as where,
-        pytest.raises(RendezvousError, match=f"the store at 127.0.0.1:{where.port} cannot be used"),
-    ):
-        connect_store(where.host, where.port, Deadline(0.5))
-
-
 def test_a_host_name_that_does_not_resolve() -> None:
     """Every rank raises that the name does not resolve, with a remedy."""
     outcomes = endings(Tcp("no-such-host.invalid", 29500), [{}, {}], init_timeout=1.0)
@@ -353,26 +314,6 @@ def test_a_host_name_that_does_not_resolve() -> None:
     assert message.endswith(
         "use the address of rank 0's host, or a name that every host can resolve"
     )
-
-
-def test_a_file_that_is_empty_or_left_by_a_killed_run_will_do(tmp_path: Path) -> None:
-    """The next run starts there, and removes the file at its end; ``tempfile.mkstemp``
-    makes such files.
-    """
-    path = tmp_path / "store"
-    path.touch()
-    with started(str(path), [{"init_timeout": LONG, "stop": "all_reduce"}] * 2) as ranks:
-        for seat in range(2):
-            ranks.wait_for("in front", seat)
-        for seat in range(2):
-            ranks.kill(seat)
-        ranks.wait()
-    assert path.stat().st_size > 0
-    assert path.stat().st_mode & 0o777 == 0o600, "for this user's eyes only"
-    assert [outcome.result for outcome in endings(str(path), [{}, {}], init_timeout=LONG)] == [
-        2.0
-    ] * 2
-    assert not path.exists()
 
 
 def test_a_file_with_something_else_is_left_alone(tmp_path: Path) -> None:

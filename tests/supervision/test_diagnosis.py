@@ -12,9 +12,9 @@ import pytest
 from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision import flight as flight_module
-from lightning_ddp_ext.supervision.diagnosis import Findings, deadlock_in
+from lightning_ddp_ext.supervision.diagnosis import deadlock_in
 from lightning_ddp_ext.supervision.flight import Collective, Flight, flights_in
-from lightning_ddp_ext.supervision.report import Report, Silence
+from lightning_ddp_ext.supervision.report import Report
 
 
 def who(rank: int) -> RankInfo:
@@ -37,50 +37,6 @@ def flight(
 ) -> Flight:
     recent = {str(number): Collective("all_reduce") for number in range(1, entered)}
     return Flight(label or "0", label, entered, pending, {**recent, str(entered): Collective(name)})
-
-
-MOVING = {"is_still": False, "idle": 0.5}
-CASES: dict[str, tuple[Findings, str | None]] = {
-    "several never came": (
-        Findings([report(0, [flight(5, 5)]), report(1, [flight(4)]), report(2)]),
-        (
-            "rank 1 (host host1, pid 101) never entered all_reduce #5 (nor did rank 2); it is in "
-            "train_dataloader_next, dataset.py:41; rank 0 has waited for it for 61 s"
-        ),
-    ),
-    "all are in it": (
-        Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),
-        (
-            "rank 1 (host host1, pid 101) has made no progress for 62 s; it is in all_reduce #5,"
-            " train_dataloader_next, dataset.py:41; rank 0 has been in all_reduce #5,"
-            " train_dataloader_next, dataset.py:41 for 61 s"
-        ),
-    ),
-    "one does not answer while others move": (
-        Findings(
-            [report(0, [flight(5, 5)]), report(2, [flight(5)], **MOVING)], [Silence(who(1), 5.0)]
-        ),
-        None,
-    ),
-    "waiting for one that moves": (
-        Findings([report(0, [flight(5, 5)]), report(1, [flight(4)], **MOVING)]),
-        None,
-    ),
-    "stuck while another moves": (
-        Findings([report(0), report(1, [flight(4)], **MOVING)]),
-        (
-            "rank 0 (host host0, pid 100) has made no progress for 61 s; it is in"
-            " train_dataloader_next, dataset.py:41"
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_sentence(name: str) -> None:
-    """The reports give the sentence that a user reads."""
-    case, expected = CASES[name]
-    assert (case.diagnosis.reason if case.diagnosis else None) == expected
 
 
 def entry(number: int, op: int, state: str = "completed", **values: Any) -> dict[str, Any]:

@@ -146,41 +146,6 @@ def wait_for_the_limit(thread: str = "ddpx-stop-deadline") -> None:
             timers[0].join()
 
 
-def catch_and_work(
-    rank: int, world_size: int, url: str, next_step: Callable[[], None] | None
-) -> None:
-    with pytest.raises(LookupError):
-        fit(
-            rank,
-            world_size,
-            url,
-            in_step(boom),
-            Fault("on_exception", raise_lookup_error),
-            save_deadline=3,
-        )
-    if next_step is None:
-        wait_for_the_limit()
-    else:
-        fit(rank, world_size, url, in_step(next_step))
-
-
-def raise_lookup_error() -> None:
-    raise LookupError("no such run")
-
-
-@pytest.mark.parametrize(
-    "next_step", [None, wait_for_the_limit], ids=["other work", "the next fit"]
-)
-def test_a_script_that_catches_an_exception_of_a_hook_continues(
-    next_step: Callable[[], None] | None, url: str
-) -> None:
-    """The time limit of a failure ends with the Trainer's call.
-
-    Lightning skips teardown if ``on_exception`` raises.
-    """
-    run_ranks(catch_and_work, 2, url, next_step)
-
-
 def exit_with_text() -> None:
     sys.exit("the config is empty")
 

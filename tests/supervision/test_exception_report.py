@@ -4,15 +4,12 @@ another rank's exit are known.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -22,20 +19,15 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from lightning_ddp_ext.ranks import reason_of
-from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from lightning_ddp_ext.supervision.failure import may_be_echo
 from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
 from tests.harness.training import At, Batch, Net, make_strategy, make_trainer
 from tests.supervision import model
 from tests.supervision.model import (
-    BoomError,
     Fault,
     boom,
     error_of,
     in_step,
     lines_of,
-    throw,
     wait_for_another_ranks_end,
 )
 
@@ -113,45 +105,6 @@ def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
         r"Root Cause [^@]*rank +: 1 [^@]*BoomError: no such layer",
         ChildFailedError("script", ended).format_msg(),
     )
-
-
-def fail_with_a_hook(rank: int, world_size: int, directory: Path, chains: bool) -> int:
-    """Count the calls of a user's hook after groups were formed again, as Trainers form
-    them.
-    """
-    calls = []
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        calls.append(kind)
-        if chains:
-            before(kind, error, trace)
-
-    sys.excepthook = hook
-    for number in range(3):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{directory}/{number}", 1), rank=0, world_size=1
-        )
-        install_excepthook()
-    try:
-        boom()
-    except BoomError as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    return len(calls)
-
-
-@pytest.mark.parametrize("chains", [True, False])
-def test_a_users_hook_is_called_once(chains: bool, tmp_path: Path) -> None:
-    """The number of groups does not matter; the hook calls the one before it, and
-    torch's hook at most once.
-    """
-    (outcome,) = launch_ranks(fail_with_a_hook, 1, tmp_path, chains)
-    assert outcome.result == 1, outcome.story()
-    assert [line for line in outcome.output.splitlines() if BOOM in line] == [
-        f"[rank0]: {BOOM}"
-    ] * chains
 
 
 class Reading(torch.utils.data.Dataset[Any]):
@@ -306,81 +259,3 @@ def test_a_collective_that_user_code_waits_for_names_the_dead_rank(tmp_path: Pat
         ranks.kill(1)
         told, died = ranks.wait()
     error_of(told, RankDiedError, 1, died.pid)
-
-
-class Fatal(torch.utils.data.Dataset[int]):
-    """Kills the worker that reads it."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-
-def lose_a_worker() -> None:
-    # Hypothesis has a callback in collections, which would swallow the error of torch's
-    # signal handler
-    gc.disable()
-    try:
-        list(torch.utils.data.DataLoader(Fatal(), num_workers=1))
-    finally:
-        gc.enable()
-
-
-def fail_in_backend() -> None:
-    """Fail in C++ code that a collective calls."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        dist.all_gather([torch.ones(1)], torch.ones(2))
-    finally:
-        dist.destroy_process_group()
-
-
-def finding(work: Callable[[], object]) -> tuple[str, bool]:
-    """Return type and text of the exception, and whether another rank may have caused
-    it.
-    """
-    try:
-        work()
-    except Exception as error:
-        return reason_of(error), may_be_echo(error)
-    raise AssertionError("this was to fail")
-
-
-ELSEWHERE: dict[str, Callable[[], object]] = {
-    "a lost worker": lose_a_worker,
-    "other weights": lambda: torch.nn.Linear(2, 2).load_state_dict({"wight": torch.ones(2, 2)}),
-    "other shapes": lambda: torch.ones(2, 3) @ torch.ones(2, 3),
-    "a user's connection": lambda: throw(ConnectionRefusedError(111, "Connection refused by peer")),
-    "a text": lambda: throw(
-        RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    ),
-    "what names a rank": lambda: throw(
-        RankDiedError("gloo: rank 1 died", rank=1, host="here", pid=4242)
-    ),
-    "no group": lambda: dist.all_reduce(torch.ones(1)),
-}
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_other_errors_are_the_ranks_own(name: str) -> None:
-    """No other rank can have caused an error that was raised outside of collectives."""
-    reason, is_echo = finding(ELSEWHERE[name])
-    assert not is_echo, reason
-
-
-@pytest.mark.parametrize("hidden", [False, True])
-def test_an_error_because_of_a_broken_collective_counts_as_one(hidden: bool) -> None:
-    """So does an error that user code raises while it handles another one."""
-
-    def handle() -> None:
-        try:
-            fail_in_backend()
-        except RuntimeError as error:
-            raise KeyError("logger") from (None if hidden else error)
-
-    reason, is_echo = finding(handle)
-    assert is_echo, reason
