@@ -15,18 +15,7 @@ from lightning_ddp_ext.checkpoint.load import Mode, placement
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.structure import entry_of
 from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
-from tests.checkpoint.content import (
-    MAPPED,
-    WouldRun,
-    flip,
-    kinds,
-    mapped,
-    numbers,
-    restored,
-    same,
-    saved,
-    unusual,
-)
+from tests.checkpoint import content
 from tests.harness.environment import skip_because
 from tests.harness.ranks import run_ranks
 
@@ -41,14 +30,18 @@ def test_all_but_weights_is_read_into_memory_of_the_process(mode: Mode, tmp_path
     torch's and outlive the file.
     """
     path = tmp_path / "it.ckpt"
-    content = {"state_dict": {"weight": numbers(MAPPED)}, **kinds(), **unusual()}
-    torch.save(content, path)
+    checkpoint = {
+        "state_dict": {"weight": content.numbers(content.MAPPED)},
+        **content.kinds(),
+        **content.unusual(),
+    }
+    torch.save(checkpoint, path)
     expected = torch.load(path, weights_only=False)
-    value = restored(path, mode, weights_only=False, map_weights=True)
-    assert same(value.pop("state_dict"), expected.pop("state_dict"))
-    assert not mapped(path)
+    value = content.restored(path, mode, weights_only=False, map_weights=True)
+    assert content.same(value.pop("state_dict"), expected.pop("state_dict"))
+    assert not content.mapped(path)
     os.truncate(path, 0)
-    assert [name for name in expected if not same(value[name], expected[name])] == []
+    assert [name for name in expected if not content.same(value[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
@@ -57,22 +50,22 @@ def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_pat
     extra state, have their own.
     """
     path = tmp_path / "it.ckpt"
-    weight = numbers(MAPPED)
-    weights = {"a": weight, "part": weight[100:], "small": numbers(3)}
+    weight = content.numbers(content.MAPPED)
+    weights = {"a": weight, "part": weight[100:], "small": content.numbers(3)}
     extra = {"one._extra_state": weight[:5000], "other._extra_state": {"inner": weight[:5000]}}
-    content = (
+    checkpoint = (
         weights.copy() if is_plain else {"state_dict": {**weights, **extra}, "kept": weight[5:]}
     )
-    saved(path, content)
-    value = restored(path, map_weights=True)
-    assert mapped(path)
-    assert same(value, content)
+    content.saved(path, checkpoint)
+    value = content.restored(path, map_weights=True)
+    assert content.mapped(path)
+    assert content.same(value, checkpoint)
     for name in weights:
-        for each in (value, content):
+        for each in (value, checkpoint):
             del each.get("state_dict", each)[name]
-    assert not mapped(path)
+    assert not content.mapped(path)
     os.truncate(path, 0)
-    assert same(value, content)
+    assert content.same(value, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +105,7 @@ def test_memory_is_on_the_chosen_device(map_location: Any, location: str, device
     """The device depends on the one that it was saved from; memory that stays in place
     is not copied.
     """
-    storage = numbers(3).untyped_storage()
+    storage = content.numbers(3).untyped_storage()
     placed = placement(map_location)(storage, location)
     assert placed.device.type == device
     assert device == "meta" or placed.data_ptr() == storage.data_ptr()
@@ -121,7 +114,7 @@ def test_memory_is_on_the_chosen_device(map_location: Any, location: str, device
 def test_a_checkpoint_io_reads_to_its_own_device_or_to_the_callers(tmp_path: Path) -> None:
     """The argument of ``load_checkpoint`` takes precedence."""
     checkpoint_io = RankZeroCheckpointIO("meta")
-    checkpoint_io.save_checkpoint({"x": numbers(3)}, tmp_path / "it.ckpt")
+    checkpoint_io.save_checkpoint({"x": content.numbers(3)}, tmp_path / "it.ckpt")
     assert checkpoint_io.load_checkpoint(tmp_path / "it.ckpt")["x"].device == META
     assert checkpoint_io.load_checkpoint(tmp_path / "it.ckpt", map_location="cpu")[
         "x"
@@ -141,7 +134,7 @@ class Raises:
 def refused(path: Path, mode: Mode, **options: Any) -> str:
     """Return the text of the error for a file that may be whole."""
     with pytest.raises(CheckpointError, match="could not be read, but may be intact") as caught:
-        restored(path, mode, **options)
+        content.restored(path, mode, **options)
     assert caught.type is CheckpointError
     return str(caught.value)
 
@@ -164,14 +157,14 @@ def test_a_class_that_raises_does_not_make_a_file_damaged(
         path, mode, **options
     )
     with pytest.raises(DamagedCheckpointError, match=r"data\.pkl does not match"):
-        restored(flip(path, "data.pkl"), mode, **options)
+        content.restored(content.flip(path, "data.pkl"), mode, **options)
 
 
 def test_a_file_of_another_user_is_not_called_damaged(tmp_path: Path) -> None:
     """The error names the user who must be allowed to read it."""
     path = tmp_path / "it.ckpt"
     user = os.geteuid()
-    saved(path, kinds())
+    content.saved(path, content.kinds())
     path.chmod(0)
     try:
         if user == 0:
@@ -194,7 +187,7 @@ def read_with_little_memory(rank: int, world_size: int, path: Path) -> list[str]
 
 def test_too_little_memory_does_not_make_a_file_damaged(tmp_path: Path) -> None:
     """The error has the system's words."""
-    saved(tmp_path / "it.ckpt", {"state_dict": {"weight": numbers(MAPPED)}})
+    content.saved(tmp_path / "it.ckpt", {"state_dict": {"weight": content.numbers(content.MAPPED)}})
     for text in run_ranks(read_with_little_memory, 1, tmp_path / "it.ckpt")[0]:
         assert text.endswith("; free some memory")
 
@@ -204,10 +197,17 @@ def test_an_entry_is_read_without_running_code(tmp_path: Path) -> None:
     objects; a missing entry is None.
     """
     path = tmp_path / "it.ckpt"
-    harmful = WouldRun(tmp_path / "ran")
+    harmful = content.WouldRun(tmp_path / "ran")
     entry = {"fit": 2, "words": ["a", None], "object": harmful}
     torch.save(
-        {**kinds(), **unusual(), "harmful": harmful, "entry": entry, "set": {1}, "path": path},
+        {
+            **content.kinds(),
+            **content.unusual(),
+            "harmful": harmful,
+            "entry": entry,
+            "set": {1},
+            "path": path,
+        },
         path,
     )
     found = entry_of(locate(path), "entry")
@@ -215,6 +215,6 @@ def test_an_entry_is_read_without_running_code(tmp_path: Path) -> None:
     assert found == {"fit": 2, "words": ["a", None]}
     assert entry_of(locate(path), "other") is None
     assert not (tmp_path / "ran").exists()
-    flip(path, "data.pkl")
+    content.flip(path, "data.pkl")
     with pytest.raises(DamagedCheckpointError):
         entry_of(locate(path), "entry")

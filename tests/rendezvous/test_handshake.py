@@ -32,24 +32,7 @@ from lightning_ddp_ext.rendezvous.wire import (
     encode,
 )
 from tests.harness.ranks import RankProcesses, announce, free_port, hold
-from tests.rendezvous.servers import (
-    HOST,
-    LONG,
-    Answer,
-    add_ones,
-    connect,
-    drip,
-    endings,
-    place,
-    process,
-    request,
-    same_sentence,
-    sentence,
-    server,
-    silent,
-    url,
-    web,
-)
+from tests.rendezvous import servers
 
 CLAIMED = (
     r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; set a different RANK .*"
@@ -81,19 +64,22 @@ def test_a_start_that_cannot_be(
     settings = [{"timeouts": SOON, **each} for each in ({}, {}, third)]
     assert re.fullmatch(
         expected,
-        same_sentence(endings(place(kind, tmp_path), settings, init_timeout=LONG), RendezvousError),
+        servers.same_sentence(
+            servers.endings(servers.place(kind, tmp_path), settings, init_timeout=servers.LONG),
+            RendezvousError,
+        ),
     )
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> None:
     """The active run is not affected."""
-    where = place(kind, tmp_path)
+    where = servers.place(kind, tmp_path)
     late = ((0, 2), (1, 2), (4, 5))
     settings: list[dict[str, Any]] = [{"world_size": 2, "stop": "all_reduce"}] * 2
     settings += [{"rank": rank, "world_size": world_size} for rank, world_size in late]
     with RankProcesses(
-        connect, 5, where, [{"init_timeout": LONG, **each} for each in settings]
+        servers.connect, 5, where, [{"init_timeout": servers.LONG, **each} for each in settings]
     ) as ranks:
         for seat in range(2):
             ranks.release(seat)
@@ -107,9 +93,9 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
         running = ranks.wait(0, 1)
     for (rank, world_size), outcome in zip(late, refused, strict=True):
         assert (
-            sentence(outcome, RendezvousError)
-            == f"another run of 2 ranks is active at {url(where)} with"
-            f" {process(0, running[0].pid)}, and {process(rank, outcome.pid)} of {world_size}"
+            servers.sentence(outcome, RendezvousError)
+            == f"another run of 2 ranks is active at {servers.url(where)} with"
+            f" {servers.process(0, running[0].pid)}, and {servers.process(rank, outcome.pid)} of {world_size}"
             " cannot join it; stop that run, or choose another init_method for this one"
         )
     assert [outcome.exit_code for outcome in running] == [0, 0]
@@ -120,20 +106,20 @@ def test_ranks_of_another_run_are_refused(kind: str, tmp_path: Path) -> None:
     """Two steps of a SLURM job get the same port; the run whose rank 0 listens first
     starts with its own ranks.
     """
-    where = place(kind, tmp_path)
-    common = {"world_size": 2, "init_timeout": LONG}
+    where = servers.place(kind, tmp_path)
+    common = {"world_size": 2, "init_timeout": servers.LONG}
     settings = [
         {"rank": rank, "run": run, **common} for run in ("STEP=0", "STEP=1") for rank in (0, 1)
     ]
-    with RankProcesses(connect, 4, where, settings) as ranks:
+    with RankProcesses(servers.connect, 4, where, settings) as ranks:
         ranks.release(0)
         for seat in (3, 2):
             ranks.release(seat)
             (refused,) = ranks.wait(seat)
             assert (
-                sentence(refused, RendezvousError)
-                == f"rank 0 at {url(where)} belongs to another run (STEP=0) than"
-                f" {process(seat - 2, refused.pid)} (STEP=1); give each run its own MASTER_PORT"
+                servers.sentence(refused, RendezvousError)
+                == f"rank 0 at {servers.url(where)} belongs to another run (STEP=0) than"
+                f" {servers.process(seat - 2, refused.pid)} (STEP=1); give each run its own MASTER_PORT"
                 " or init_method"
             )
         ranks.release(1)
@@ -153,8 +139,8 @@ def run_in_turn(seat: int, seats: int, where: Tcp | str) -> float:
 
     coordinator._reply = reply_and_announce
     hold("ready")
-    join(request(seat % 2, 2, where, init_timeout=LONG))
-    found = add_ones()
+    join(servers.request(seat % 2, 2, where, init_timeout=servers.LONG))
+    found = servers.add_ones()
     if seat == 0:
         hold("done")
     return found
@@ -167,7 +153,7 @@ def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
     """``srun bash -c "python fit.py; python test.py"`` starts them when their
     predecessors exit.
     """
-    with RankProcesses(run_in_turn, 4, place(kind, tmp_path)) as ranks:
+    with RankProcesses(run_in_turn, 4, servers.place(kind, tmp_path)) as ranks:
         for seat in (0, 1):
             ranks.release(seat)
         ranks.wait_for("done", 0)
@@ -183,10 +169,10 @@ def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     """Rank 0 names the rank, the reason and a remedy."""
     path = tmp_path / "removed" / "run"
-    (outcome,) = endings(str(path), [{"world_size": 2, "timeouts": SOON}])
+    (outcome,) = servers.endings(str(path), [{"world_size": 2, "timeouts": SOON}])
     assert (
-        sentence(outcome, RendezvousError)
-        == f"init_method 'file://{path}': rank 0 on {HOST} (pid {outcome.pid}) cannot write its"
+        servers.sentence(outcome, RendezvousError)
+        == f"init_method 'file://{path}': rank 0 on {servers.HOST} (pid {outcome.pid}) cannot write its"
         " address there: No such file or directory; create the directory, free disk space, or"
         " choose another file"
     )
@@ -199,7 +185,7 @@ def test_other_connections_do_not_disturb_a_start() -> None:
     At a loopback address only those of this host reach rank 0 and its store.
     """
     where = Tcp("127.0.0.1", free_port())
-    with RankProcesses(connect, 2, where, [{"init_timeout": LONG}] * 2) as ranks:
+    with RankProcesses(servers.connect, 2, where, [{"init_timeout": servers.LONG}] * 2) as ranks:
         ranks.release(0)
         ranks.wait_for("listens", 0)
         connections = psutil.Process(ranks.pids[0]).net_connections()
@@ -229,18 +215,18 @@ def test_other_connections_do_not_disturb_a_start() -> None:
         stranger.close()
 
 
-@pytest.mark.parametrize("answer", [silent, web, drip])
-def test_a_stale_address_is_replaced(answer: Answer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("answer", [servers.silent, servers.web, servers.drip])
+def test_a_stale_address_is_replaced(answer: servers.Answer, tmp_path: Path) -> None:
     """A rank that read the address of a killed run reads it again, even if another
     program now listens there.
     """
     path = tmp_path / "run"
     path.touch()  # as ``tempfile.mkstemp`` makes it
-    with server(answer) as where:
+    with servers.server(answer) as where:
         FileEndpoint(str(path)).publish(
             Address((where.host,), where.port, "of a killed run", "network")
         )
-        outcomes = endings(str(path), [{"timeouts": SOON}] * 2, init_timeout=LONG)
+        outcomes = servers.endings(str(path), [{"timeouts": SOON}] * 2, init_timeout=servers.LONG)
     assert [outcome.result for outcome in outcomes] == [2.0, 2.0]
     assert list(tmp_path.iterdir()) == []
 

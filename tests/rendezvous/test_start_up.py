@@ -26,24 +26,7 @@ from lightning_ddp_ext.rendezvous.request import Timeouts
 from tests.harness.network import Network
 from tests.harness.outcomes import stories
 from tests.harness.ranks import RankProcesses, announce, free_port, hold, launch_ranks
-from tests.rendezvous.servers import (
-    HOST,
-    LONG,
-    Answer,
-    add_ones,
-    drip,
-    endings,
-    place,
-    process,
-    request,
-    same_sentence,
-    sentence,
-    server,
-    silent,
-    started,
-    url,
-    web,
-)
+from tests.rendezvous import servers
 
 
 def connect_early(seat: int, seats: int, where: Tcp) -> float:
@@ -66,16 +49,16 @@ def connect_early(seat: int, seats: int, where: Tcp) -> float:
         hold("late")
     else:
         socket.create_connection = create_connection
-    join(request(seat, seats, where))
-    return add_ones()
+    join(servers.request(seat, seats, where))
+    return servers.add_ones()
 
 
 def join_with_few_descriptors(number: int, world_size: int, where: Tcp | str) -> tuple[float, int]:
     """Join and add ones; how many files this process may open by then."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    join(request((number + 2) % world_size, world_size, where))
-    return add_ones(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    join(servers.request((number + 2) % world_size, world_size, where))
+    return servers.add_ones(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
@@ -85,7 +68,7 @@ def test_ranks_connect_in_any_order_and_exit_in_good_order(kind: str, tmp_path: 
 
     Rank 0, to which all connect, raises its limit of open files by what it needs.
     """
-    outcomes = launch_ranks(join_with_few_descriptors, 3, place(kind, tmp_path))
+    outcomes = launch_ranks(join_with_few_descriptors, 3, servers.place(kind, tmp_path))
     assert [outcome.result for outcome in outcomes] == [(3.0, 256), (3.0, 512 + 3 * 16), (3.0, 256)]
     assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0]
     assert list(tmp_path.iterdir()) == []
@@ -96,14 +79,16 @@ def test_a_rank_that_never_starts(init_method: str | None, tmp_path: Path) -> No
     """After init_timeout all name the missing rank, the present ones, the address and
     the remedy.
     """
-    where: Any = place("tcp", tmp_path)
+    where: Any = servers.place("tcp", tmp_path)
     common = {"world_size": 3, "init_method": init_method}
-    outcomes = endings(where, [{"init_timeout": wait, **common} for wait in (LONG, 5.0)])
+    outcomes = servers.endings(
+        where, [{"init_timeout": wait, **common} for wait in (servers.LONG, 5.0)]
+    )
     where = f"{where} (env://)" if init_method else where
-    present = ", ".join(process(outcome.rank, outcome.pid) for outcome in outcomes)
+    present = ", ".join(servers.process(outcome.rank, outcome.pid) for outcome in outcomes)
     assert (
-        same_sentence(outcomes, MissingRanksError)
-        == f"rank 2 of 3 did not connect to {where} within {LONG:g} s (init_timeout); present:"
+        servers.same_sentence(outcomes, MissingRanksError)
+        == f"rank 2 of 3 did not connect to {where} within {servers.LONG:g} s (init_timeout); present:"
         f" {present}; check that every rank is running and can reach rank 0, or raise"
         " init_timeout"
     )
@@ -114,17 +99,17 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
     """The others name the address that they tried, what they found there, and what to
     check.
     """
-    where = place(kind, tmp_path)
-    (outcome,) = endings(where, [{"rank": 1, "world_size": 2}])
-    looked = f"127.0.0.1:{where.port}" if isinstance(where, Tcp) else url(where)
+    where = servers.place(kind, tmp_path)
+    (outcome,) = servers.endings(where, [{"rank": 1, "world_size": 2}])
+    looked = f"127.0.0.1:{where.port}" if isinstance(where, Tcp) else servers.url(where)
     found = "Connection refused"
     remedy = "that its host has this address"
     if kind == "file":
         found = "rank 0 has not published its address there"
         remedy = "that it uses the same init_method"
     assert (
-        sentence(outcome, RendezvousError)
-        == f"{process(1, outcome.pid)} did not find rank 0 at {looked} within 4 s ({found}); check"
+        servers.sentence(outcome, RendezvousError)
+        == f"{servers.process(1, outcome.pid)} did not find rank 0 at {looked} within 4 s ({found}); check"
         f" that rank 0 is running, {remedy}, and that no firewall blocks the connection"
     )
 
@@ -151,13 +136,17 @@ def test_a_rank_that_ends_before_all_have_connected(
     kind: str, victim: int, end: signal.Signals, says: str, tmp_path: Path
 ) -> None:
     """The others name it immediately, without waiting for init_timeout."""
-    with started(place(kind, tmp_path), [{"init_timeout": LONG, "world_size": 4}] * 3) as ranks:
+    with servers.started(
+        servers.place(kind, tmp_path), [{"init_timeout": servers.LONG, "world_size": 4}] * 3
+    ) as ranks:
         for _ in (1, 2):
             ranks.wait_for("connected", 0)
         ranks.kill(victim, end)
         others = ranks.wait(*({0, 1, 2} - {victim}))
-    name = re.escape(process(victim, ranks.pids[victim]))
-    assert all(re.match(says.format(name), sentence(other, RendezvousError)) for other in others)
+    name = re.escape(servers.process(victim, ranks.pids[victim]))
+    assert all(
+        re.match(says.format(name), servers.sentence(other, RendezvousError)) for other in others
+    )
 
 
 @pytest.mark.parametrize(("kind", "victim"), [("tcp", 0), ("file", 0), ("file", 2)])
@@ -167,17 +156,17 @@ def test_a_rank_killed_while_the_group_forms_is_named_immediately(
     """The channel reports a death long before init_timeout, with host and pid; no
     address is left behind.
     """
-    settings: list[dict[str, Any]] = [{"init_timeout": LONG} for _ in range(3)]
+    settings: list[dict[str, Any]] = [{"init_timeout": servers.LONG} for _ in range(3)]
     settings[victim]["stop"] = "init_process_group"
-    with started(place(kind, tmp_path), settings) as ranks:
+    with servers.started(servers.place(kind, tmp_path), settings) as ranks:
         ranks.wait_for("in front", victim)
         ranks.kill(victim)
         others = ranks.wait(*({0, 1, 2} - {victim}))
     death = (
-        f"{process(victim, ranks.pids[victim])} died: its process ended unexpectedly; every rank"
+        f"{servers.process(victim, ranks.pids[victim])} died: its process ended unexpectedly; every rank"
         " stops."
     )
-    assert same_sentence(others, RankDiedError).startswith(death)
+    assert servers.same_sentence(others, RankDiedError).startswith(death)
     assert not list(tmp_path.iterdir())
 
 
@@ -191,19 +180,23 @@ def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts:
     port = free_port()
     settings = [
         {
-            "init_timeout": LONG,
+            "init_timeout": servers.LONG,
             "tunnels": [((there, port + 1), ("127.0.0.1", port))],
             "where": Tcp(host, port),
         },
-        {"init_timeout": LONG, "tunnels": [(("127.0.0.1", port), (there, port + 1))], "stop": stop},
+        {
+            "init_timeout": servers.LONG,
+            "tunnels": [(("127.0.0.1", port), (there, port + 1))],
+            "stop": stop,
+        },
     ]
-    with started(Tcp("127.0.0.1", port), settings, namespaces=list(two_hosts)) as ranks:
+    with servers.started(Tcp("127.0.0.1", port), settings, namespaces=list(two_hosts)) as ranks:
         first, second = ranks.wait()
     if stop is None:
         assert [first.result, second.result] == [2.0, 2.0], stories([first, second])
         return
-    reason = sentence(second, RendezvousError)
-    name = process(1, second.pid, "host-b")
+    reason = servers.sentence(second, RendezvousError)
+    name = servers.process(1, second.pid, "host-b")
     assert reason.startswith(
         f"{name} reached rank 0 at 127.0.0.1:{port}, but not its store at port "
     )
@@ -211,7 +204,7 @@ def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts:
         "; allow connections between all hosts on every port, which collectives also need"
     )
     assert (
-        sentence(first, RankFailedError)
+        servers.sentence(first, RankFailedError)
         == f"{name} failed, so this rank stops: RendezvousError: {reason}"
     )
 
@@ -238,8 +231,10 @@ def test_a_link_local_address(two_hosts: Network) -> None:
     for host in two_hosts:
         host.hosts_file.write_text("127.0.0.1 localhost host-a host-b\n")
     two_hosts[0].ip("addr add fe80::77/64 dev eth0 nodad")
-    with started(
-        Tcp("fe80::77%eth0", free_port()), [{"init_timeout": LONG}] * 2, namespaces=list(two_hosts)
+    with servers.started(
+        Tcp("fe80::77%eth0", free_port()),
+        [{"init_timeout": servers.LONG}] * 2,
+        namespaces=list(two_hosts),
     ) as ranks:
         assert [outcome.result for outcome in ranks.wait()] == [2.0, 2.0]
 
@@ -252,8 +247,8 @@ def test_a_name_that_resolves_late(two_hosts: Network) -> None:
     known = two_hosts[0].hosts_file.read_text()
     for host in two_hosts:
         host.hosts_file.write_text("127.0.0.1 localhost\n")
-    with started(
-        Tcp("host-a", free_port()), [{"init_timeout": LONG}] * 2, namespaces=list(two_hosts)
+    with servers.started(
+        Tcp("host-a", free_port()), [{"init_timeout": servers.LONG}] * 2, namespaces=list(two_hosts)
     ) as ranks:
         ranks.wait_for_output("does not resolve on host-a", 0)
         for host in two_hosts:
@@ -267,36 +262,36 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
     """Each side names the other one, within the bound."""
     where = Tcp(two_hosts[0].address, free_port())
     settings = [{"world_size": 3, "init_timeout": 6.0, "timeouts": Timeouts(answer=3.0)}] * 2
-    with started(where, settings, namespaces=list(two_hosts)) as ranks:
+    with servers.started(where, settings, namespaces=list(two_hosts)) as ranks:
         ranks.wait_for("connected", 0)
         two_hosts.cut()
         here, there = ranks.wait()
-    assert f"of 3 did not connect to {where} within 6 s (init_timeout)" in sentence(
+    assert f"of 3 did not connect to {where} within 6 s (init_timeout)" in servers.sentence(
         here, MissingRanksError
     )
-    assert f"rank 0 at {where.host}:{where.port} did not reply after accepting" in sentence(
+    assert f"rank 0 at {where.host}:{where.port} did not reply after accepting" in servers.sentence(
         there, RendezvousError
     )
 
 
-@pytest.mark.parametrize("answer", [silent, web, drip])
-def test_a_server_that_is_not_ours(answer: Answer) -> None:
+@pytest.mark.parametrize("answer", [servers.silent, servers.web, servers.drip])
+def test_a_server_that_is_not_ours(answer: servers.Answer) -> None:
     """Rank 0 reports that it cannot bind the port, rank 1 that another program listens
     there.
     """
-    with server(answer) as where:
-        first, second = endings(where, [{}, {}], init_timeout=4.0)
+    with servers.server(answer) as where:
+        first, second = servers.endings(where, [{}, {}], init_timeout=4.0)
     assert (
-        sentence(first, RendezvousError)
-        == f"init_method '{where}': rank 0 on {HOST} (pid {first.pid}) cannot bind port"
+        servers.sentence(first, RendezvousError)
+        == f"init_method '{where}': rank 0 on {servers.HOST} (pid {first.pid}) cannot bind port"
         f" {where.port}: Address already in use; stop the program that uses the port, or choose"
         " another port"
     )
-    assert sentence(second, RendezvousError) == (
-        f"{process(1, second.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it"
+    assert servers.sentence(second, RendezvousError) == (
+        f"{servers.process(1, second.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it"
         " accepted the connection, but did not reply); check that rank 0 is running, that its host"
         " has this address, and that no firewall blocks the connection"
-        if answer is not web
+        if answer is not servers.web
         else (
             f"a program other than rank 0 is listening at 127.0.0.1:{where.port}; choose a port"
             " that no other program uses, or correct the address of rank 0's host"
@@ -306,8 +301,8 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
 
 def test_a_host_name_that_does_not_resolve() -> None:
     """Every rank raises that the name does not resolve, with a remedy."""
-    outcomes = endings(Tcp("no-such-host.invalid", 29500), [{}, {}], init_timeout=1.0)
-    message = same_sentence(outcomes, RendezvousError)
+    outcomes = servers.endings(Tcp("no-such-host.invalid", 29500), [{}, {}], init_timeout=1.0)
+    message = servers.same_sentence(outcomes, RendezvousError)
     assert message.startswith(
         "init_method 'tcp://no-such-host.invalid:29500': host 'no-such-host.invalid' does not"
     )
@@ -321,7 +316,7 @@ def test_a_file_with_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("learning_rate: 0.1\n")
     assert (
-        same_sentence(endings(str(path), [{}, {}]), RendezvousError)
+        servers.same_sentence(servers.endings(str(path), [{}, {}]), RendezvousError)
         == f"init_method 'file://{path}': the file does not contain the address of a rank 0 (it "
         "begins with b'learning_rate'); choose a file that does not exist yet"
     )

@@ -22,14 +22,6 @@ from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
 from tests.harness.training import At, Batch, Net, make_strategy, make_trainer
 from tests.supervision import model
-from tests.supervision.model import (
-    Fault,
-    boom,
-    error_of,
-    in_step,
-    lines_of,
-    wait_for_another_ranks_end,
-)
 
 BOOM = "tests.supervision.model.BoomError: no such layer"
 
@@ -40,28 +32,32 @@ def fail_otherwise() -> None:
 
 def fail_otherwise_once_informed() -> None:
     """Raise something else as soon as another rank's failure is known."""
-    wait_for_another_ranks_end()
+    model.wait_for_another_ranks_end()
     fail_otherwise()
 
 
-def fit(rank: int, world_size: int, terminal: Path, *faults: Fault) -> None:
+def fit(rank: int, world_size: int, terminal: Path, *faults: model.Fault) -> None:
     """Train with all ranks' stderr in one file, as on one terminal; without faults,
     fail after it.
     """
     logging.disable(logging.WARNING)  # Lightning's greetings
     os.dup2(os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
     model.fit(rank, world_size, f"file://{terminal}.store", *faults)
-    boom()
+    model.boom()
 
 
-def printed(directory: Path, *faults: Fault, world_size: int = 3) -> list[str]:
+def printed(directory: Path, *faults: model.Fault, world_size: int = 3) -> list[str]:
     """Return the output of ranks with these faults."""
     launch_ranks(fit, world_size, directory / "terminal", *faults)
-    return lines_of((directory / "terminal").read_text())
+    return model.lines_of((directory / "terminal").read_text())
 
 
-@pytest.mark.parametrize("faults", [[Fault("setup", boom)], []], ids=["in fit", "after fit"])
-def test_the_same_exception_everywhere_is_printed_once(faults: list[Fault], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "faults", [[model.Fault("setup", model.boom)], []], ids=["in fit", "after fit"]
+)
+def test_the_same_exception_everywhere_is_printed_once(
+    faults: list[model.Fault], tmp_path: Path
+) -> None:
     """Ranks with the same failure print one traceback together, also outside of the
     Trainer.
     """
@@ -76,9 +72,9 @@ def test_different_exceptions_are_all_printed(tmp_path: Path) -> None:
     of it.
     """
     faults = [
-        in_step(boom, 0),
-        Fault("on_exception", fail_otherwise, 0),
-        in_step(fail_otherwise_once_informed, 1),
+        model.in_step(model.boom, 0),
+        model.Fault("on_exception", fail_otherwise, 0),
+        model.in_step(fail_otherwise_once_informed, 1),
     ]
     lines = printed(tmp_path, *faults, world_size=2)
     assert lines.count(BOOM) == 1
@@ -91,20 +87,16 @@ def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
     the same second.
     """
     variables = {"TORCHELASTIC_ERROR_FILE": lambda rank: f"{tmp_path}/{rank}.json"}
-    outcomes = launch_ranks(fit, 3, tmp_path / "terminal", in_step(boom, 1), env=variables)
-    assert (
-        os.listdir(tmp_path).count("1.json")
-        == sum(name.endswith(".json") for name in os.listdir(tmp_path))
-        == 1
+    outcomes = launch_ranks(
+        fit, 3, tmp_path / "terminal", model.in_step(model.boom, 1), env=variables
     )
-    ended = {
+    assert [path.name for path in tmp_path.glob("*.json")] == ["1.json"]
+    failures = {
         each.rank: ProcessFailure(each.rank, each.pid, 1, f"{tmp_path}/{each.rank}.json")
         for each in outcomes
     }
-    assert re.search(
-        r"Root Cause [^@]*rank +: 1 [^@]*BoomError: no such layer",
-        ChildFailedError("script", ended).format_msg(),
-    )
+    table = ChildFailedError("script", failures).format_msg()
+    assert re.search(r"Root Cause [^@]*rank +: 1 [^@]*BoomError: no such layer", table), table
 
 
 class Reading(torch.utils.data.Dataset[Any]):
@@ -145,36 +137,39 @@ class FailsInBackward(Net):
         return loss.detach() if index == 1 and self.global_rank == 1 else loss
 
 
-OWN: dict[str, tuple[type[Net], str]] = {
-    "a loader worker": (
+FAILS_ALONE = [
+    pytest.param(
         ReadsFromStore,
         r"RuntimeError: .*store: gloo: \[Errno 104\] Connection reset by peer",
+        id="a loader worker",
     ),
-    "a backward pass": (
+    pytest.param(
         FailsInBackward,
         "RuntimeError: element 0 of tensors does not require grad",
+        id="a backward pass",
     ),
-}
+]
 
 
-def train(rank: int, world_size: int, directory: Path, model: type[Net]) -> None:
-    make_trainer(make_strategy("ours", directory), max_epochs=1, limit_val_batches=0).fit(model())
+def train(rank: int, world_size: int, directory: Path, net: type[Net]) -> None:
+    make_trainer(make_strategy("ours", directory), max_epochs=1, limit_val_batches=0).fit(net())
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_an_error_with_the_words_of_a_backend_is_the_ranks_own(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("net", "error"), FAILS_ALONE)
+def test_an_error_with_the_words_of_a_backend_is_the_ranks_own(
+    net: type[Net], error: str, tmp_path: Path
+) -> None:
     """Its rank raises and prints it while another rank reads for a long time, and that
     rank names the first one.
     """
-    model, sentence = OWN[name]
-    with RankProcesses(train, 2, tmp_path, model, env=by_hand_env(2)) as ranks:
+    with RankProcesses(train, 2, tmp_path, net, env=by_hand_env(2)) as ranks:
         ranks.wait_for("reading", 0)
         (failed,) = ranks.wait(1)
         ranks.release(0)
         (told,) = ranks.wait(0)
-    assert re.search(sentence, failed.output, re.DOTALL), failed.story()
+    assert re.search(error, failed.output, re.DOTALL), failed.story()
     assert failed.failure.type_name == "RuntimeError", failed.story()
-    error_of(told, RankFailedError, 1, failed.pid)
+    model.error_of(told, RankFailedError, 1, failed.pid)
 
 
 def use_socket() -> None:
@@ -205,7 +200,7 @@ CLOSED = "ValueError: Default process group has not been initialized"
 
 
 @pytest.mark.parametrize(
-    ("work", "sentence", "printed"),
+    ("work", "raised", "printed"),
     [
         (
             use_socket,
@@ -217,7 +212,7 @@ CLOSED = "ValueError: Default process group has not been initialized"
     ],
 )
 def test_an_error_after_fit_is_the_ranks_own(
-    work: Callable[[], object], sentence: str, printed: str, tmp_path: Path
+    work: Callable[[], object], raised: str, printed: str, tmp_path: Path
 ) -> None:
     """Whatever its text, it is raised and printed, although another rank has finished
     and exited.
@@ -229,9 +224,8 @@ def test_an_error_after_fit_is_the_ranks_own(
         ranks.wait(1)
         ranks.release(0)
         (failed,) = ranks.wait(0)
-    assert f"{failed.failure.type_name}: {failed.failure.message}".startswith(sentence), (
-        failed.story()
-    )
+    error = f"{failed.failure.type_name}: {failed.failure.message}"
+    assert error.startswith(raised), failed.story()
     assert re.search(printed, failed.output, re.DOTALL), failed.story()
 
 
@@ -258,4 +252,4 @@ def test_a_collective_that_user_code_waits_for_names_the_dead_rank(tmp_path: Pat
         ranks.wait_for("waiting", 0)
         ranks.kill(1)
         told, died = ranks.wait()
-    error_of(told, RankDiedError, 1, died.pid)
+    model.error_of(told, RankDiedError, 1, died.pid)

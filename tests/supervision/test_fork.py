@@ -20,21 +20,10 @@ import pytest
 from tests.harness.ranks import RankProcesses
 from tests.harness.training import Net
 from tests.supervision import model
-from tests.supervision.model import (
-    IN_THIRD_STEP,
-    Fault,
-    announce_step,
-    boom,
-    die,
-    in_step,
-    lines_of,
-    make_trainer,
-    who,
-)
 
 
 def train(
-    rank: int, world_size: int, directory: Path, *faults: Fault, endless: bool = False
+    rank: int, world_size: int, directory: Path, *faults: model.Fault, endless: bool = False
 ) -> None:
     """Start two ranks from a process that is not a rank."""
     options = {
@@ -42,7 +31,7 @@ def train(
         "limit_val_batches": 0,
         "default_root_dir": directory,
     }
-    make_trainer(2, "ddp_ext_fork", *faults, **options).fit(Net())
+    model.make_trainer(2, "ddp_ext_fork", *faults, **options).fit(Net())
 
 
 def pids_of_ranks(launching: RankProcesses) -> dict[int, int]:
@@ -56,12 +45,12 @@ def leave() -> None:
 
 ENDS = {
     "failed": (
-        [in_step(boom, 1)],
+        [model.in_step(model.boom, 1)],
         "[rank 0] RankFailedError: {rank_1} failed, so this rank stops: BoomError: no such layer",
         "tests.supervision.model.BoomError: no such layer",
     ),
     "died": (
-        [in_step(model.wait_for_ever, 0), in_step(die, 1)],
+        [model.in_step(model.wait_for_ever, 0), model.in_step(model.die, 1)],
         "[rank 0] RankDiedError: {rank_1} died: its process ended unexpectedly; every rank stops.",
         (
             "lightning_ddp_ext.errors.RankDiedError: local {rank_1} died: it was killed by SIGKILL;"
@@ -69,7 +58,7 @@ ENDS = {
         ),
     ),
     "left": (
-        [in_step(leave)],
+        [model.in_step(leave)],
         "",
         (
             "lightning_ddp_ext.errors.RankFailedError: local {rank_0} exited with status 0 before"
@@ -85,11 +74,13 @@ def test_the_launching_process_raises_the_cause(end: str, tmp_path: Path) -> Non
     failed, died or exited early.
     """
     faults, line, error = ENDS[end]
-    with RankProcesses(train, 1, tmp_path, Fault("setup", announce_step), *faults) as launching:
+    with RankProcesses(
+        train, 1, tmp_path, model.Fault("setup", model.announce_step), *faults
+    ) as launching:
         pids = pids_of_ranks(launching)
         (outcome,) = launching.wait()
-    names = {f"rank_{rank}": who(rank, pid) for rank, pid in pids.items()}
-    lines = lines_of(outcome.output)
+    names = {f"rank_{rank}": model.who(rank, pid) for rank, pid in pids.items()}
+    lines = model.lines_of(outcome.output)
     assert outcome.exit_code == 1, outcome.story()
     assert any(each.startswith(line.format(**names)) for each in lines), outcome.output
     assert lines[-1].startswith(error.format(**names)), outcome.output
@@ -124,7 +115,9 @@ def test_a_report_that_another_user_wrote_is_not_read(tmp_path: Path) -> None:
     file.
     """
     marker = tmp_path / "marker"
-    with RankProcesses(train, 1, tmp_path, in_step(partial(plant_report, marker), 1)) as launching:
+    with RankProcesses(
+        train, 1, tmp_path, model.in_step(partial(plant_report, marker), 1)
+    ) as launching:
         (outcome,) = launching.wait()
     assert "process 1 terminated with exit code 1" in outcome.output, outcome.story()
     assert not marker.exists()
@@ -143,7 +136,7 @@ def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
     """In a notebook only the kernel gets Ctrl-C, not its children; after SIGTERM all
     ranks save and stop.
     """
-    with RankProcesses(train, 1, tmp_path, IN_THIRD_STEP, endless=True) as launching:
+    with RankProcesses(train, 1, tmp_path, model.IN_THIRD_STEP, endless=True) as launching:
         pids_of_ranks(launching)
         launching.kill(0, number)
         (outcome,) = launching.wait()
