@@ -37,8 +37,6 @@ def main(
     root: str = "run",
     step: str = "0",
     io: str = "",
-    epochs: str = "1",
-    kind: str = "ours",
     **strategy: str,
 ) -> None:
     """Train, and in the first start run the command ``act`` on rank 0 in the fourth
@@ -55,8 +53,6 @@ def main(
         step: seconds that a step takes before the first stop and while ranks are
             missing, so that signals arrive before the end.
         io: ``slow`` to save in the background, on a disk that is slow.
-        epochs: ``max_epochs``.
-        kind: ``stock`` for stock ``ddp``.
         strategy: arguments of the strategy, numbers or ``None`` among them.
     """
     L.seed_everything(int(seed))
@@ -72,11 +68,11 @@ def main(
             RankZeroCheckpoint(Path(root, "slow"), every_n_train_steps=3, save_last=True)
         )
     trainer = L.Trainer(
-        strategy="ddp" if kind == "stock" else DDPExtStrategy(**chosen),
+        strategy=DDPExtStrategy(**chosen),
         accelerator="cpu",
         devices=int(devices),
         num_nodes=int(nodes),
-        max_epochs=int(epochs),
+        max_epochs=1,
         default_root_dir=root,
         callbacks=callbacks,
         plugins=plugins,

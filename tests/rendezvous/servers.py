@@ -10,9 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.rendezvous import coordinator
-from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import FileEndpoint, TcpEndpoint
-from lightning_ddp_ext.rendezvous.handshake import Handshake
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Request
@@ -33,10 +29,9 @@ from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hol
 Answer = Callable[[socket.socket], None]
 HOST = os.uname().nodename
 LONG = 60.0  # an init_timeout that cannot be what ends a test
-# What one process asks for: arguments of ``request``, ``stop``, what it stands still in
-# front of, and ``tunnels``, the ends of those that this process runs to its end.
+# What one process asks for: arguments of ``request``, and ``stop``, the function of
+# ``torch.distributed`` in front of which it waits.
 Settings = Mapping[str, Any]
-tunnels: list[AbstractContextManager[Tcp]] = []
 
 
 def place(kind: str, directory: Path) -> Tcp | str:
@@ -126,23 +121,6 @@ def drip(connection: socket.socket) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
-def forward(end: tuple[str, int], connection: socket.socket) -> None:
-    """Forward data in both directions, as a tunnel does."""
-    there = socket.socket()
-    if there.connect_ex(end) != 0:
-        connection.close()
-    for ends in ((connection, there), (there, connection)):
-        threading.Thread(target=_pump, args=ends, daemon=True).start()
-
-
-def _pump(source: socket.socket, sink: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while received := source.recv(1 << 16):
-            sink.sendall(received)
-    with contextlib.suppress(OSError):  # also after a reset: else the other end would wait on
-        sink.shutdown(socket.SHUT_WR)
-
-
 def add_ones() -> float:
     """Run a collective that returns the number of ranks in it."""
     ones = torch.ones(1)
@@ -156,10 +134,8 @@ def connect(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings
     """
     mine = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
     announce_connected_ranks()
-    stop_in_front_of(mine.pop("stop", None))
-    for (host, port), end in mine.pop("tunnels", ()):
-        tunnels.append(server(partial(forward, end), host=host, port=port))
-        tunnels[-1].__enter__()
+    if "stop" in mine:
+        hold_before(mine.pop("stop"))
     hold("ready")
     join(request(**mine))
     return add_ones()
@@ -178,23 +154,15 @@ def announce_connected_ranks() -> None:
     TcpEndpoint.publish = lambda self, address: announce("listens")  # type: ignore[method-assign]
 
 
-def stop_in_front_of(name: str | None) -> None:
-    """Hold before a function of ``torch.distributed`` runs; seek the store for a moment
-    only.
-    """
-    if name == "the store":
-        find = Handshake._find_store
-        Handshake._find_store = lambda self, *args: find(
-            vars(self).update(_deadline=Deadline(0.5)) or self, *args
-        )
-    elif name is not None:
-        function = getattr(dist, name)
+def hold_before(name: str) -> None:
+    """Hold before a function of ``torch.distributed`` runs."""
+    function = getattr(dist, name)
 
-        def hold_and_call(*args: Any, **kwargs: Any) -> Any:
-            hold("in front")
-            return function(*args, **kwargs)
+    def hold_and_call(*args: Any, **kwargs: Any) -> Any:
+        hold("in front")
+        return function(*args, **kwargs)
 
-        setattr(dist, name, hold_and_call)
+    setattr(dist, name, hold_and_call)
 
 
 @contextlib.contextmanager

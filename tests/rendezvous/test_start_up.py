@@ -4,10 +4,14 @@ the reason.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import resource
 import signal
 import socket
+import threading
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from tests.harness.network import Network
-from tests.harness.outcomes import stories
+from tests.harness.outcomes import Outcome, stories
 from tests.harness.ranks import RankProcesses, announce, free_port, hold, launch_ranks
 from tests.rendezvous import servers
 
@@ -170,39 +174,76 @@ def test_a_rank_killed_while_the_group_forms_is_named_immediately(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.netns
-@pytest.mark.parametrize(("host", "stop"), [("127.0.0.1", "the store"), ("10.77.0.1", None)])
-def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts: Network) -> None:
-    """As ``ssh -L`` does: the store is found at rank 0's host, or all ranks raise the
-    reason after their welcome.
+opened_tunnels: list[AbstractContextManager[Tcp]] = []  # until this process exits
+
+
+def forward(target: tuple[str, int], connection: socket.socket) -> None:
+    """Forward data in both directions, as a tunnel does."""
+    onward = socket.socket()
+    if onward.connect_ex(target) != 0:
+        connection.close()
+    for ends in ((connection, onward), (onward, connection)):
+        threading.Thread(target=copy_data, args=ends, daemon=True).start()
+
+
+def copy_data(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while received := source.recv(1 << 16):
+            sink.sendall(received)
+    with contextlib.suppress(OSError):  # also after a reset: else the other end would wait on
+        sink.shutdown(socket.SHUT_WR)
+
+
+def join_by_tunnel(
+    rank: int, world_size: int, own_host: str, port: int, address: str, seconds: float
+) -> float:
+    """Join where rank 1 reaches rank 0's port by a port of rank 1's host; rank 0 has
+    this address, and calls its host ``own_host``. Rank 1 waits for so many seconds.
     """
-    there = two_hosts[0].address
-    port = free_port()
-    settings = [
-        {
-            "init_timeout": servers.LONG,
-            "tunnels": [((there, port + 1), ("127.0.0.1", port))],
-            "where": Tcp(host, port),
-        },
-        {
-            "init_timeout": servers.LONG,
-            "tunnels": [(("127.0.0.1", port), (there, port + 1))],
-            "stop": stop,
-        },
-    ]
-    with servers.started(Tcp("127.0.0.1", port), settings, namespaces=list(two_hosts)) as ranks:
-        first, second = ranks.wait()
-    if stop is None:
-        assert [first.result, second.result] == [2.0, 2.0], stories([first, second])
-        return
+    local = ("127.0.0.1", port)
+    on_network = (address, port + 1)
+    source, target = (on_network, local) if rank == 0 else (local, on_network)
+    tunnel = servers.server(partial(forward, target), host=source[0], port=source[1])
+    tunnel.__enter__()
+    opened_tunnels.append(tunnel)
+    hold("ready")
+    if rank == 0:
+        join(servers.request(0, world_size, Tcp(own_host, port), init_timeout=servers.LONG))
+    else:
+        join(servers.request(1, world_size, Tcp("127.0.0.1", port), init_timeout=seconds))
+    return servers.add_ones()
+
+
+def run_by_tunnel(own_host: str, hosts: Network, seconds: float) -> list[Outcome]:
+    """Let the ranks join once both ends of the tunnel are open; return their outcomes."""
+    arguments = (own_host, free_port(), hosts[0].address, seconds)
+    with RankProcesses(join_by_tunnel, 2, *arguments, namespaces=list(hosts)) as ranks:
+        for rank in range(2):
+            ranks.wait_for("ready", rank)
+        for rank in range(2):
+            ranks.release(rank)
+        return ranks.wait()
+
+
+@pytest.mark.netns
+def test_a_tunnel_that_forwards_one_port(two_hosts: Network) -> None:
+    """As ``ssh -L`` does: the store is found at rank 0's host."""
+    outcomes = run_by_tunnel(two_hosts[0].address, two_hosts, servers.LONG)
+    assert [outcome.result for outcome in outcomes] == [2.0, 2.0], stories(outcomes)
+
+
+@pytest.mark.netns
+def test_a_tunnel_to_a_rank_0_that_only_its_own_host_reaches(two_hosts: Network) -> None:
+    """All ranks raise the reason after their welcome."""
+    first, second = run_by_tunnel("127.0.0.1", two_hosts, 6.0)
     reason = servers.sentence(second, RendezvousError)
     name = servers.process(1, second.pid, "host-b")
-    assert reason.startswith(
-        f"{name} reached rank 0 at 127.0.0.1:{port}, but not its store at port "
-    )
-    assert reason.endswith(
-        "; allow connections between all hosts on every port, which collectives also need"
-    )
+    assert re.match(
+        re.escape(f"{name} reached rank 0 at 127.0.0.1:")
+        + r"\d+, but not its store at port \d+.*; allow connections between all hosts on every"
+        r" port, which collectives also need$",
+        reason,
+    ), reason
     assert (
         servers.sentence(first, RankFailedError)
         == f"{name} failed, so this rank stops: RendezvousError: {reason}"
