@@ -5,13 +5,14 @@ undisturbed run.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.field import train
-from tests.field.slurm import Job, Slurm
-from tests.harness.environment import free_port
+from tests.field.slurm import Job, Slurm, why_unavailable
+from tests.harness.environment import free_port, skip_because
 
 pytestmark = pytest.mark.field
 TRAIN = str(Path(train.__file__))
@@ -19,6 +20,14 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples/slurm.sbatch")
 ONE_NODE = "--nodes=1 --ntasks-per-node=2"
 TWO_NODES = "--nodes=2 --ntasks-per-node=1"
 SLOWLY = "step=0.2"
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Start a SLURM with two nodes; skip if it cannot run here."""
+    skip_because(why_unavailable())
+    with Slurm(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
 
 
 def submit(

@@ -8,7 +8,6 @@ imported torch and Lightning already.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import re
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.run
 
 from tests.harness.environment import by_mpirun, by_srun, loopback
 from tests.harness.network import Network
@@ -90,18 +90,6 @@ class Runs:
         assert not list(self._directory.iterdir()), "the last rank to leave removes the file"
 
 
-def ranks_that_name(victim: int, output: str) -> list[int]:
-    """Return the ranks that reported this one's death, each once."""
-    death = (
-        rf"rank {victim} \(host .+, pid \d+\) died: its process ended unexpectedly; every rank"
-        r" stops\."
-    )
-    return sorted(
-        int(rank)
-        for rank in re.findall(rf"^\[rank (\d)\] RankDiedError: {death}", output, re.MULTILINE)
-    )
-
-
 @functools.cache
 def learned_with_stock(world_size: int) -> tuple[str, list[Any]]:
     """Return stock ``ddp``'s result on that many ranks: a fingerprint of the weights,
@@ -130,16 +118,6 @@ def run_script(argument: str, env: Environment, processes: int = 2, **options: A
     )
 
 
-def run_launcher(module: str, *words: str, nodes: int = 1, **options: Any) -> str:
-    """Run a launcher of torch's, ``python -m module words``, on each node to a good
-    end; what all processes print.
-
-    ``{node}`` in a word becomes the node's number.
-    """
-    env = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": None}
-    return output_of_all(launch_ranks(be_the_launcher, nodes, module, words, env=env, **options))
-
-
 def be_the_script(rank: int, world_size: int, argument: str) -> None:
     """Run the training script in this process; ``"{rank}"`` in its argument becomes its
     rank.
@@ -152,11 +130,11 @@ def be_the_script(rank: int, world_size: int, argument: str) -> None:
     train.main(**json.loads(sys.argv[1]))
 
 
-def be_the_launcher(node: int, nodes: int, module: str, words: Sequence[str]) -> None:
-    """Run a launcher in this process; the ranks that it starts import everything
+def be_torchrun(rank: int, world_size: int, words: Sequence[str]) -> None:
+    """Run torchrun in this process; the ranks that it starts import everything
     themselves.
     """
-    importlib.import_module(module).main([word.replace("{node}", str(node)) for word in words])
+    torch.distributed.run.main(words)
 
 
 def test_by_hand_with_three_variables(tmp_path: Path) -> None:
@@ -224,16 +202,15 @@ def test_torchrun(tmp_path: Path) -> None:
     rank reports first.
     """
     runs = Runs(tmp_path, "env", "tcp", "file")
-    words = [
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=1",
-        SCRIPT,
-        runs.argument(deaths=[(0, 0, 1)]),
-    ]
-    output = run_launcher("torch.distributed.run", *words)
-    runs.expect_trained(output, returns=8, launches=[2, 2, 1])
-    assert ranks_that_name(0, output) == [1], output
+    kill = (0, 0, 1)  # rank 0, before a restart, in the second run
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT]
+    words.append(runs.argument(deaths=[kill]))
+    env: Environment = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": None}
+    output = output_of_all(launch_ranks(be_torchrun, 1, words, env=env))
+    # Both ranks return from the first run, and after the restart from all three.
+    runs.expect_trained(output, returns=2 * (1 + 3), launches=[2, 2, 1])
+    death = r"rank 0 \(host .+, pid \d+\) died: its process ended unexpectedly; every rank stops"
+    assert re.findall(rf"^\[rank (\d)\] RankDiedError: {death}\.", output, re.M) == ["1"], output
 
 
 PORT = 29500  # free on every host, as each has its own network

@@ -26,10 +26,9 @@ from lightning_ddp_ext.rendezvous.init_method import (
 )
 
 FORMS = "env://, tcp://host:29500 or file:///shared/run42"
-TCP_FORM = "must be tcp://HOST:PORT, with brackets around an IPv6 address"
-TCP_FORMS = "tcp://10.0.0.1:29500 or tcp://[::1]:29500"
-PATH_FORM = "needs the absolute path of a file, without '?' or NUL"
-PATH_REMEDY = "write file:///shared/run42"
+TCP_RULE = "must be tcp://HOST:PORT, with brackets around an IPv6 address"
+FILE_RULE = "needs the absolute path of a file, without '?' or NUL"
+FILE_REMEDY = "write file:///shared/run42"
 
 names = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
 hosts = (
@@ -75,19 +74,45 @@ def test_any_text_is_parsed_or_refused_in_our_own_words(text: str) -> None:
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("", f"needs a scheme (got none); write {FORMS}"),
-        ("/shared/run42", "needs a scheme (got none); write file:///shared/run42"),
-        ("tpc://host:1", f"has an unknown scheme (got 'tpc://'); write {FORMS}"),
-        ("tcp://::1:29500", f"{TCP_FORM} (got '::1:29500' after tcp://); write {TCP_FORMS}"),
-        ("tcp://host", "needs a port (got none); write tcp://host:29500"),
-        ("tcp://host:70000", "needs a port in 1..65535 (got 70000); write tcp://host:29500"),
-        (
+        pytest.param("", f"needs a scheme (got none); write {FORMS}", id="nothing"),
+        pytest.param(
+            "/shared/run42",
+            "needs a scheme (got none); write file:///shared/run42",
+            id="a path",
+        ),
+        pytest.param(
+            "tpc://host:1", f"has an unknown scheme (got 'tpc://'); write {FORMS}", id="a typo"
+        ),
+        pytest.param(
+            "tcp://::1:29500",
+            f"{TCP_RULE} (got '::1:29500' after tcp://); write tcp://10.0.0.1:29500 or"
+            " tcp://[::1]:29500",
+            id="an IPv6 address without brackets",
+        ),
+        pytest.param("tcp://host", "needs a port (got none); write tcp://host:29500", id="no port"),
+        pytest.param(
+            "tcp://host:70000",
+            "needs a port in 1..65535 (got 70000); write tcp://host:29500",
+            id="a port that cannot be",
+        ),
+        pytest.param(
             "tcp://host:1?rank=0",
             "needs a port in 1..65535 (got '1?rank=0'); write tcp://host:29500",
+            id="torch's arguments",
         ),
-        ("env://host", "takes nothing after env:// (got 'host'); write env://"),
-        ("file://localhost/run", f"{PATH_FORM} (got 'localhost/run'); {PATH_REMEDY}"),
-        ("file:///shared/", f"{PATH_FORM} (got '/shared/'); {PATH_REMEDY}"),
+        pytest.param(
+            "env://host",
+            "takes nothing after env:// (got 'host'); write env://",
+            id="a host after env",
+        ),
+        pytest.param(
+            "file://localhost/run",
+            f"{FILE_RULE} (got 'localhost/run'); {FILE_REMEDY}",
+            id="a host before a path",
+        ),
+        pytest.param(
+            "file:///shared/", f"{FILE_RULE} (got '/shared/'); {FILE_REMEDY}", id="a directory"
+        ),
     ],
 )
 def test_malformed_urls_are_refused(url: str, expected: str) -> None:
@@ -97,40 +122,40 @@ def test_malformed_urls_are_refused(url: str, expected: str) -> None:
     assert refusal(parse, url) == f"init_method {url!r} {expected}"
 
 
+def test_other_types_are_refused_by_the_name_of_the_field() -> None:
+    """The error lists the types that are allowed."""
+    message = refusal(parse, 29500, field="DDPX_INIT_METHOD")
+    assert message == (
+        "DDPX_INIT_METHOD must be a URL, Env(), Tcp(host, port) or File(path) (got 29500, of type"
+        f" int); write {FORMS}"
+    )
+
+
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("kind", "arguments", "expected"),
     [
         (
-            lambda: parse(29500, field="DDPX_INIT_METHOD"),  # type: ignore[arg-type]
-            (
-                "DDPX_INIT_METHOD must be a URL, Env(), Tcp(host, port) or File(path) (got 29500,"
-                f" of type int); write {FORMS}"
-            ),
+            Tcp,
+            ("[::1]", 1),
+            "needs a bare host name or address (got '[::1]'); write Tcp('10.0.0.1', 29500)",
         ),
-        (
-            lambda: Tcp("[::1]", 1),
-            (
-                "Tcp('[::1]', 1) needs a bare host name or address (got '[::1]'); write"
-                " Tcp('10.0.0.1', 29500)"
-            ),
-        ),
-        (
-            lambda: Tcp("h", True),
-            "Tcp('h', True) needs a port in 1..65535 (got True); write Tcp('h', 29500)",
-        ),
-        (lambda: File("/a?b"), f"File('/a?b') {PATH_FORM} (got '/a?b'); {PATH_REMEDY}"),
-        (
-            lambda: choose("file:///a", {"DDPX_INIT_METHOD": "tcp://h:1"}),
-            (
-                "init_method must agree with DDPX_INIT_METHOD (got 'file:///a' and 'tcp://h:1');"
-                " remove one of them"
-            ),
-        ),
+        (Tcp, ("h", True), "needs a port in 1..65535 (got True); write Tcp('h', 29500)"),
+        (File, ("/a?b",), f"{FILE_RULE} (got '/a?b'); {FILE_REMEDY}"),
     ],
 )
-def test_wrong_values_are_refused(make: Callable[[], object], expected: str) -> None:
-    """The same rules apply to objects, to URLs and to the variable."""
-    assert refusal(make) == expected
+def test_objects_have_the_rules_of_urls(kind: type, arguments: Any, expected: str) -> None:
+    """The error begins with the object as it was written."""
+    written = ", ".join(map(repr, arguments))
+    assert refusal(kind, *arguments) == f"{kind.__name__}({written}) {expected}"
+
+
+def test_argument_and_variable_must_agree() -> None:
+    """The error has both values."""
+    message = refusal(choose, "file:///a", {"DDPX_INIT_METHOD": "tcp://h:1"})
+    assert message == (
+        "init_method must agree with DDPX_INIT_METHOD (got 'file:///a' and 'tcp://h:1'); remove"
+        " one of them"
+    )
 
 
 @pytest.mark.parametrize(("path", "missing"), [("a/b/run", "a/b"), ("file/run", "file")])
@@ -154,10 +179,11 @@ def test_what_this_user_cannot_write_is_refused(
     """A directory, another user's file in a writable one, or a pipe, which would block."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
     # The kernel refuses root nothing but a read-only file system, so the answer is
     # ours.
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in (f"{tmp_path}/file", "/"))
-    (tmp_path / "directory").mkdir()
+    not_writable = (f"{tmp_path}/file", "/")
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in not_writable)
     for name in ("pipe", "file", "directory"):
         assert (
             refusal(check_file, File(f"{tmp_path}/{name}"), num_nodes=1)
@@ -181,13 +207,12 @@ def test_several_nodes_do_not_share_a_temporary_directory(
         (shared_dir / name).mkdir()
     (shared_dir / "link").symlink_to(shared_dir / "local")
     for directory in ("/tmp", "/var/tmp", "/dev/shm", "/run/user", f"{shared_dir}/link"):
-        found = refusal(check_file, File(f"{directory}/run42"), num_nodes=2)
-        begins = (
+        message = refusal(check_file, File(f"{directory}/run42"), num_nodes=2)
+        assert message.startswith(
             f"init_method 'file://{directory}/run42' needs a directory that all 2 nodes share"
             " (got '"
         )
-        assert found.startswith(begins)
-        assert found.endswith(
+        assert message.endswith(
             "is local to each node); use a path on a shared file system, or tcp://host:29500"
         )
     (shared_dir / "existing").touch()
