@@ -93,13 +93,6 @@ STOPS = [
     pytest.param(
         "",
         "srun python",
-        [SLOWLY, USR1, "io=slow"],
-        id="with an unfinished background save",
-        marks=pytest.mark.nightly,
-    ),
-    pytest.param(
-        "",
-        "srun python",
         [SLOWLY, USR1, "stop_checkpoint=None"],
         id="without a stop checkpoint",
         marks=pytest.mark.nightly,

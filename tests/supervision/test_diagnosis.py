@@ -92,14 +92,17 @@ def test_a_collective_after_many_sends_is_unfinished(
 
 
 def waiting(
-    rank: int, *pending: tuple[str, int, int | None], calls: int = 0, call: int = 0, **values: Any
+    rank: int, *groups: tuple[str, int, int | None], calls: int = 0, call: int = 0, **values: Any
 ) -> Report:
-    """Return the report of a rank: (group, entered, pending) of its groups, and its
-    calls of named barriers.
+    """Return the report of a rank.
+
+    Each group has its label, and the numbers of the last entered and of the first
+    unfinished collective; ``calls`` counts calls of named barriers, and ``call`` is the
+    one that the rank waits in.
     """
     flights = [
         Flight(group, group, entered, number, members=[0, 1, 2])
-        for group, entered, number in pending
+        for group, entered, number in groups
     ]
     awaited = Call(rank, call, 0, "saving", "saving", "train.py:7") if call else None
     chosen = {"is_blocked": True, "calls": calls, "awaited": awaited, "run": 1, **values}
