@@ -67,8 +67,6 @@ OPTIONAL = {
     "WandbLogger": "wandb",
     "MLFlowLogger": "mlflow",
     "optuna_integration": "optuna_integration",
-}
-OPTIONAL |= {
     "import litdata": "litdata",
     "from datasets": "datasets",
     "import webdataset": "webdataset",
@@ -131,10 +129,9 @@ def test_blocks_of_pages_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", sorted(SCRIPTS, key=SCRIPTS.__getitem__), ids=SCRIPTS.__getitem__)
 def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
     """A page's script ends with success."""
-    for package in (
-        package for name, package in OPTIONAL.items() if re.search(rf"\b{name}\b", code)
-    ):
-        pytest.importorskip(package)
+    for name, package in OPTIONAL.items():
+        if re.search(rf"\b{name}\b", code):
+            pytest.importorskip(package)
     script = tmp_path / "script.py"
     script.write_text(on_this_machine(code, tmp_path, free_port()))
     run_on_ranks(script, cwd=tmp_path)

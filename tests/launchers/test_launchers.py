@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class Runs:
     def __init__(self, directory: Path, *methods: str, nodes: int = 1, **urls: str) -> None:
         self._directory = directory
         self._nodes = nodes
+        self._ranks = 2 * nodes
         made = {"none": "env://", "env": "env://", "tcp": f"tcp://127.0.0.1:{free_port()}"}
         made |= {"file": f"file://{directory}/store", **urls}
         self._urls = {method: made[method] for method in methods}
@@ -66,28 +68,33 @@ class Runs:
                 once on each rank.
             launches: how often ranks connected in each run; None: once.
         """
-        size = 2 * self._nodes
-        weights, results = learned_with_stock(size)
-        told = [json.loads(line) for line in re.findall(r"^{.*}$", output, re.MULTILINE)]
-        returned = [report for report in told if report["what"] == "returned"]
-        assert len(returned) == (size * len(self._urls) if returns is None else returns), output
-        assert {report["weights"] for report in told} == {weights}
-        assert all(report["results"] in ([], results) for report in returned)
+        runs = len(self._urls)
+        reports = [json.loads(line) for line in re.findall(r"^{.*}$", output, re.MULTILINE)]
+        returned = [report for report in reports if report["what"] == "returned"]
+        weights, test_results = learned_with_stock(self._ranks)
+        assert len(returned) == (returns or self._ranks * runs), output
+        assert {report["weights"] for report in reports} == {weights}
+        assert all(report["results"] in ([], test_results) for report in returned)
         for run, method in enumerate(self._urls):
-            trained = [
-                report for report in told if (report["what"], report["run"]) == ("trained", run)
-            ]
-            places = {(*report["place"], report["pid"]) for report in trained}
-            assert len(places) == len(trained) >= size, output
-            assert {place[:4] for place in places} == {
-                (rank, size, rank % 2, rank // 2) for rank in range(size)
-            }
-            files = ["store"] if method == "file" else []
-            assert all(report["files"] == files for report in trained), output
-        met = re.findall(rf"process group: gloo, {size} ranks, (\S+)$", output, re.MULTILINE)
-        expected = zip(self._urls.values(), launches or [1] * len(self._urls), strict=True)
-        assert sorted(met) == sorted(url for url, times in expected for _ in range(times)), output
+            trained = [report for report in reports if report["what"] == "trained"]
+            self._expect_all_ranks([each for each in trained if each["run"] == run], method)
+        formed = rf"process group: gloo, {self._ranks} ranks, (\S+)$"
+        times_formed = Counter(re.findall(formed, output, re.MULTILINE))
+        expected: Counter[str] = Counter()
+        for url, times in zip(self._urls.values(), launches or [1] * runs, strict=True):
+            expected[url] += times
+        assert times_formed == expected, output
         assert not list(self._directory.iterdir()), "the last rank to leave removes the file"
+
+    def _expect_all_ranks(self, trained: list[dict[str, Any]], method: str) -> None:
+        """Fail unless each report of a run is that of another process, each rank has one,
+        and only the method "file" makes a file.
+        """
+        assert len({report["pid"] for report in trained}) == len(trained), trained
+        places = {tuple(report["place"]) for report in trained}
+        assert places == {(rank, self._ranks, rank % 2, rank // 2) for rank in range(self._ranks)}
+        files = ["store"] if method == "file" else []
+        assert all(report["files"] == files for report in trained), trained
 
 
 @functools.cache
@@ -123,10 +130,7 @@ def be_the_script(rank: int, world_size: int, argument: str) -> None:
     rank.
     """
     # A rank that starts others starts them with it.
-    sys.argv = [
-        SCRIPT,
-        argument.replace('"{rank}"', str(rank)),
-    ]
+    sys.argv = [SCRIPT, argument.replace('"{rank}"', str(rank))]
     train.main(**json.loads(sys.argv[1]))
 
 
@@ -202,15 +206,16 @@ def test_torchrun(tmp_path: Path) -> None:
     rank reports first.
     """
     runs = Runs(tmp_path, "env", "tcp", "file")
-    kill = (0, 0, 1)  # rank 0, before a restart, in the second run
+    death = (0, 0, 1)  # of rank 0, before a restart, in the second run
     words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT]
-    words.append(runs.argument(deaths=[kill]))
+    words.append(runs.argument(death=death))
     env: Environment = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": None}
     output = output_of_all(launch_ranks(be_torchrun, 1, words, env=env))
     # Both ranks return from the first run, and after the restart from all three.
     runs.expect_trained(output, returns=2 * (1 + 3), launches=[2, 2, 1])
-    death = r"rank 0 \(host .+, pid \d+\) died: its process ended unexpectedly; every rank stops"
-    assert re.findall(rf"^\[rank (\d)\] RankDiedError: {death}\.", output, re.M) == ["1"], output
+    died = r"rank 0 \(host .+, pid \d+\) died: its process ended unexpectedly; every rank stops\."
+    told = re.findall(rf"^\[rank (\d)\] RankDiedError: {died}", output, re.MULTILINE)
+    assert told == ["1"], output
 
 
 PORT = 29500  # free on every host, as each has its own network
