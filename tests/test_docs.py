@@ -42,11 +42,11 @@ INTERNAL = {
 
 
 def blocks(text: str, language: str = "python") -> list[tuple[str, str]]:
-    """Title and code of each block of a language in a page; a title is a comment in the
-    first line.
+    """Return title and code of each block of a language in a page; a title is a comment
+    in the first line.
     """
-    found = rf"^```(?:{language})\n(?:# (\w+\.py|a cell of a notebook)\n)?(.*?)^```$"
-    return re.findall(found, text, re.DOTALL | re.MULTILINE)
+    block = rf"^```(?:{language})\n(?:# (\w+\.py|a cell of a notebook)\n)?(.*?)^```$"
+    return re.findall(block, text, re.DOTALL | re.MULTILINE)
 
 
 def page_of(name: str) -> str:
@@ -161,18 +161,19 @@ def has_saved(directory: Path, run: int) -> bool:
 def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -> None:
     """After SIGTERM to any rank the same command continues, as the page claims."""
     script = tmp_path / "train.py"
-    found = list[bool]()
+    has_resumed: list[bool] = []
     script.write_text(PAGES["guides/preemption.md"][0][1])
     for run in range(2):
         with RankProcesses(
             be_the_script, 2, script, (), tmp_path, env=by_hand_env(2, free_port())
         ) as ranks:
             begun = ranks.wait_for_output("Trainer(log_every_n_steps=", rank=0)
-            found.append(bool(re.search(r"ckpt_path='last' is \S+/last-preempted\.ckpt", begun)))
+            resumed = re.search(r"ckpt_path='last' is \S+/last-preempted\.ckpt", begun)
+            has_resumed.append(resumed is not None)
             wait_until(partial(has_saved, tmp_path, run), lambda: "no epoch is saved", 120.0)
             ranks.kill(1, signal.SIGTERM)
             assert {outcome.exit_code for outcome in ranks.wait()} == {143}
-    assert found == [False, True]
+    assert has_resumed == [False, True]
 
 
 # Commands that are not run, and why; all others of a page's shell are, with the page's
@@ -342,19 +343,19 @@ def test_a_traceback_ends_with_the_address_of_its_error() -> None:
 
 def test_every_argument_of_the_strategy_is_described_with_its_default() -> None:
     """DDP's own are those of the installed torch, and not all of them are described."""
-    own, _, of_ddp = page_of("reference/strategy.md").partition("## DDP arguments")
+    page = page_of("reference/strategy.md")
+    strategy_section, _, ddp_section = page.partition("## DDP arguments")
     parameters = inspect.signature(lightning_ddp_ext.DDPExtStrategy).parameters
-    shown = described(own)
-    assert sorted(shown) == sorted(parameters.keys() - {"ddp_kwargs"})
-    theirs = inspect.signature(DistributedDataParallel).parameters
-    for name, default in (shown | described(of_ddp)).items():
+    of_strategy = documented_defaults(strategy_section)
+    assert sorted(of_strategy) == sorted(parameters.keys() - {"ddp_kwargs"})
+    all_parameters = {**inspect.signature(DistributedDataParallel).parameters, **parameters}
+    for name, default in (of_strategy | documented_defaults(ddp_section)).items():
         if not default.endswith(" s"):  # the others are durations
-            assert default.strip("`").replace('"', "'") == repr(
-                (parameters.get(name) or theirs[name]).default
-            ), name
+            written = default.strip("`").replace('"', "'")
+            assert written == repr(all_parameters[name].default), name
 
 
-def described(text: str) -> dict[str, str]:
+def documented_defaults(text: str) -> dict[str, str]:
     """Return the defaults of the arguments in a page's tables, by name."""
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", text, re.MULTILINE)
     return {name: default for names, default in rows for name in re.findall(r"\w+", names)}
@@ -363,8 +364,9 @@ def described(text: str) -> dict[str, str]:
 def test_every_variable_of_ours_is_described() -> None:
     """`DDPX_*` as the package's source has them, without internal ones."""
     sources = "".join(path.read_text() for path in (ROOT / "lightning_ddp_ext").rglob("*.py"))
-    described = re.findall(r"^\| `(DDPX_\w+)`", page_of("reference/environment.md"), re.MULTILINE)
-    assert set(described) == set(re.findall(r"DDPX_[A-Z_]+", sources)) - INTERNAL
+    page = page_of("reference/environment.md")
+    documented = set(re.findall(r"^\| `(DDPX_\w+)`", page, re.MULTILINE))
+    assert documented == set(re.findall(r"DDPX_[A-Z_]+", sources)) - INTERNAL
 
 
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
