@@ -61,7 +61,7 @@ LAUNCHED: tuple[Started, ...] = ("torchrun", "fork", "spawn")
 DURING: tuple[During, ...] = ("saves", "background saves", "rescue")
 FAILED = 1  # the exit status of a rank that raises
 STOPPED = 128 + signal.SIGTERM  # the exit status of a rank that stops on SIGTERM
-# See "How long it takes at most" in docs/guides/hangs.md. After a death the main thread
+# See "Maximum delays" in docs/guides/hangs.md. After a death the main thread
 # raises or the process ends; what then runs, and the end of the process, each have the
 # deadline of a save.
 TO_END = 2 * LIMITS["save_deadline"]

@@ -45,7 +45,8 @@ AFTER_FIT = {
 
 def main(strategy: str, end: str = "") -> None:
     trainer = model.make_trainer(2, strategy, limit_val_batches=0)
-    atexit.register(print, "exit handlers ran")  # buffered, and registered before ours
+    if end in AFTER_FIT:
+        atexit.register(print, "exit handlers ran")  # buffered, and registered before ours
     trainer.fit(Net())
     if trainer.global_rank == 1 and end in AFTER_FIT:
         AFTER_FIT[end]()
