@@ -55,7 +55,7 @@ def world(**changes: Any) -> World:
 
 def read(environ: dict[str, str], **arguments: Any) -> World:
     """Return the world; fail if there is none."""
-    read = read_world(environ)
+    read = read_world(environ, **arguments)
     assert read is not None
     return read
 

@@ -218,7 +218,10 @@ def test_ranks_connect_reduce_save_verify_and_restore(
 REFUSED = [
     ("--devices 0", "devices=0"),
     ("--devices -3", "should be an int > 0"),
-    ("--init-method foo", "init_method 'foo' needs a scheme (got none); write env://, "),
+    (
+        "--init-method foo",
+        "init_method must be env://, tcp://HOST:PORT or file:///PATH (got 'foo'); ",
+    ),
     (
         "--init-method tcp://host",
         "init_method 'tcp://host' needs a port (got none); write tcp://host:29500",
