@@ -58,13 +58,14 @@ def _use_own_temporary_directory() -> None:
     """Make temporary files in a directory of this process, in which what a test leaves
     behind is seen.
     """
-    shared = tempfile.gettempdir()
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)  # the base of ``tmp_path``, which stays
-    own = tempfile.mkdtemp(prefix="tests-")
-    os.environ["TMPDIR"] = tempfile.tempdir = own
+    # The base of ``tmp_path``, which stays.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    of_this_process = tempfile.mkdtemp(prefix="tests-")
+    tempfile.tempdir = of_this_process
+    os.environ["TMPDIR"] = of_this_process
     # After multiprocessing has removed what it has there, which it does at -100.
     multiprocessing.util.Finalize(
-        None, shutil.rmtree, (own,), {"ignore_errors": True}, exitpriority=-200
+        None, shutil.rmtree, (of_this_process,), {"ignore_errors": True}, exitpriority=-200
     )
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.harness.environment import by_srun, skip_because
-from tests.harness.outcomes import output_of_all
-from tests.harness.ranks import launch_ranks
-from tests.harness.scripts import be_the_script, run_on_ranks, run_script, start_script
+from tests.harness.environment import skip_because
+from tests.harness.scripts import run_on_ranks, run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-# A pattern for the line that each script prints if it works.
+# A pattern for the line that each script prints if it works. Numbers that depend on the
+# machine have a range, such as the fit to noisy data in minimal.py.
 PRINTED = {
     "minimal.py": r"2 ranks found y = (2\.9|3\.0)\d x -(0\.9|1\.0)\d in 40 steps",
     "gan_manual_optimization.py": r"generated mean (3\.[5-9]|4\.[0-4])\d, of the data 4\.00",
@@ -30,6 +26,7 @@ PRINTED = {
     "partial_sync_batchnorm.py": (
         r"(?s)encoder: running means [^\n]* the same\n.*head: running means [^\n]* different"
     ),
+    "background_checkpoints.py": "ended at step 320; the last checkpoint is ",
     "loggers_and_profiler.py": (
         r"logs/metrics/version_0/metrics\.csv: 6 rows, the last one is 1,[\d.e-]+,59"
     ),
@@ -74,7 +71,8 @@ def test_make_demo(argv: tuple[str, ...], tmp_path: Path) -> None:
     """
     done = run_script(EXAMPLES / "digits.py", *argv, cwd=tmp_path)
     assert done.exit_code == 0, done.output
-    assert done.output.count("test_accuracy 9") == 2, done.output
+    # Both runs end with an accuracy of more than 90 %.
+    assert len(re.findall(r"test_accuracy 9\d", done.output)) == 2, done.output
     assert "resumed from" in done.output
 
 
@@ -90,11 +88,15 @@ def test_adopted_project(tmp_path: Path) -> None:
     ours = run_on_ranks(project / "train.py", cwd=project)
     assert len(re.findall(r"^\+[^+]", (project / "adopt.diff").read_text(), re.MULTILINE)) == 2
     assert "process group: gloo, 2 ranks" in ours
-    [before], [after] = (
-        re.findall(r"train_loss ([\d.]+), val_loss ([\d.]+)", output) for output in (stock, ours)
-    )
-    assert after[0] == before[0]
-    assert float(after[1]) == pytest.approx(float(before[1]), rel=0.02)
+    losses = r"train_loss ([\d.]+), val_loss ([\d.]+)"
+    [(stock_train_loss, stock_val_loss)] = re.findall(losses, stock)
+    [(train_loss, val_loss)] = re.findall(losses, ours)
+    assert train_loss == stock_train_loss
+    # Stock repeats some images to give each rank as many.
+    assert float(val_loss) == pytest.approx(float(stock_val_loss), rel=0.02)
+
+
+SAVED_EVERY = 480 // 8 // 2  # steps: an epoch of 480 samples in batches of 8 on two ranks
 
 
 @pytest.mark.nightly
@@ -107,22 +109,41 @@ def test_resume_elsewhere(tmp_path: Path) -> None:
     assert re.search(r"^killed; what is left: .*run\.ckpt", output, re.MULTILINE)
     begun = re.search(r"^3 ranks begin at step (\d+)$", output, re.MULTILINE)
     assert begun is not None, output
-    assert int(begun[1]) % 30 == 0
-    assert int(begun[1]) > 0
+    resumed_at = int(begun[1])
+    assert resumed_at > 0
+    assert resumed_at % SAVED_EVERY == 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a strategy counts in the test of 41 images."""
+
+    images: int
+    logged_accuracy: float
+    torchmetrics_accuracy: float
 
 
 def test_exact_metrics(tmp_path: Path) -> None:
-    """On four ranks, stock `ddp` counts 44 instead of 41 images.
+    """On four ranks, stock `ddp` counts 44 instead of 41 images, because each rank gets
+    as many.
 
     `ddp_ext` has the accuracies of one process.
     """
     output = run_on_ranks(EXAMPLES / "exact_metrics.py", cwd=tmp_path, world_size=1)
-    rows = re.findall(r"^(.+?)  +(\d+) +([\d.]+)% +([\d.]+)%$", output, re.MULTILINE)
-    alone, stock, unrepeated, ours = (tuple(map(float, row[1:])) for row in rows)
+    numbers = re.findall(r"^.+?  +(\d+) +([\d.]+)% +([\d.]+)%$", output, re.MULTILINE)
+    alone, stock, unrepeated, ours = (
+        Row(int(images), float(logged), float(torchmetrics))
+        for images, logged, torchmetrics in numbers
+    )
     assert ours == alone
-    assert (ours[0], stock[0], unrepeated[0]) == (41, 44, 41)
-    assert ours[1] == ours[2] != stock[1]
-    assert unrepeated[1] == pytest.approx(ours[1] * 41 / 40, abs=0.01)
+    assert ours.images == 41
+    assert ours.logged_accuracy == ours.torchmetrics_accuracy
+    assert stock.images == 44
+    assert stock.logged_accuracy != ours.logged_accuracy
+    assert unrepeated.images == 41
+    # Stock divides by the mean number of images of a rank, rounded down: 4 x 10 of 41.
+    expected = ours.logged_accuracy * 41 / (4 * 10)
+    assert unrepeated.logged_accuracy == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.nightly
@@ -131,84 +152,6 @@ def test_torchrun(tmp_path: Path) -> None:
     done = run_script(EXAMPLES / "torchrun.sh", cwd=tmp_path, launcher=("bash",))
     assert done.exit_code == 0, done.output
     assert re.search(PRINTED["minimal.py"], done.output), done.output
-
-
-def program(path: Path, text: str) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("#!/bin/bash\n" + text)
-    path.chmod(0o755)
-
-
-SRUN = """
-for rank in 0 1; do
-    SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" &
-    echo "task $rank is process $!"
-done
-status=0
-for task in $(jobs -p); do wait $task || status=$?; done
-exit $status
-"""
-
-
-@pytest.mark.nightly
-def test_slurm(tmp_path: Path) -> None:
-    """When one task receives the requested signal, both tasks save and stop.
-
-    The requeued job resumes.
-    """
-    asked = re.findall(r"^#SBATCH (\S+)$", (EXAMPLES / "slurm.sbatch").read_text(), re.MULTILINE)
-    assert {"--requeue", "--signal=SIGUSR1@120", "--ntasks-per-node=2"} <= set(asked)
-    program(tmp_path / "bin/srun", SRUN)
-    program(tmp_path / "bin/scontrol", f'echo "$@" >> {tmp_path}/requests\n')
-    path = os.pathsep.join(
-        [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-    )
-    job = by_srun() | {"PATH": path, "SLURM_PROCID": None, "SLURM_LOCALID": None}
-    argv = (EXAMPLES / "slurm.sbatch", str(EXAMPLES / "background_checkpoints.py"))
-    with start_script(*argv, env=job, cwd=tmp_path, launcher=("bash",)) as script:
-        [task] = re.findall(
-            r"^task 1 is process (\d+)$", script.wait_for_output("2 ranks begin at step 0", 0), re.M
-        )
-        os.kill(int(task), signal.SIGUSR1)
-        [done] = script.wait()
-    assert done.exit_code == 138, done.output
-    assert (tmp_path / "requests").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
-    again = output_of_all(
-        launch_ranks(be_the_script, 2, Path(argv[1]), (), tmp_path, env=by_srun())
-    )
-    begun = re.search(r"2 ranks begin at step (\d+)", again)
-    assert begun is not None, again
-    assert 0 < int(begun[1]) < 320
-    assert "ended at step 320" in again
-
-
-def test_kubernetes() -> None:
-    """The service, the job and torchrun use the same names, numbers and addresses."""
-    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
-    name = job["metadata"]["name"]
-    spec = job["spec"]
-    pod = spec["template"]["spec"]
-    [container] = pod["containers"]
-    options = dict(re.findall(r"--(\S+) (\S+)", container["args"][0]))
-    assert (service["kind"], service["spec"]) == (
-        "Service",
-        {"clusterIP": "None", "selector": {"job-name": name}},
-    )
-    assert (job["kind"], spec["completionMode"], pod["restartPolicy"]) == (
-        "Job",
-        "Indexed",
-        "Never",
-    )
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert options["master-addr"] == f"{name}-0.{pod['subdomain']}"
-    assert options["node-rank"] == "$JOB_COMPLETION_INDEX"
-    assert spec["completions"] == spec["parallelism"] == int(options["nnodes"])
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(options["nproc-per-node"])
-    assert [mount["name"] for mount in container["volumeMounts"]] == [
-        volume["name"] for volume in pod["volumes"]
-    ]
-    # Torchrun kills ranks that have not stopped 30 s after SIGTERM.
-    assert pod["terminationGracePeriodSeconds"] > 30
 
 
 def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(
@@ -263,5 +206,7 @@ def test_a_notebook_trains_in_its_cells(tmp_path: Path) -> None:
     losses = re.findall(
         r"^loss ([\d.]+), saved to \S+/(epoch=\d-step=\d+).ckpt$", said, re.MULTILINE
     )
-    assert [file for _, file in losses] == ["epoch=2-step=24", "epoch=4-step=36"]
-    assert float(losses[1][0]) < float(losses[0][0])
+    (first_loss, first_file), (second_loss, second_file) = losses
+    assert first_file == "epoch=2-step=24"  # 3 epochs of 8 steps on two ranks
+    assert second_file == "epoch=4-step=36"  # 2 more, of 6 steps on three ranks
+    assert float(second_loss) < float(first_loss)

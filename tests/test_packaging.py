@@ -10,20 +10,23 @@ import lightning_ddp_ext
 
 pytestmark = pytest.mark.lowest  # importing the package already leans on much of Lightning
 
-CHANGELOG = Path(__file__).parent.parent / "CHANGELOG.md"
+ROOT = Path(__file__).parent.parent
 
 
 def test_version_follows_the_newest_release_of_the_changelog() -> None:
-    """It is that release, or a development version of the next minor one."""
+    """It is that release, which ``CITATION.cff`` also names, or a development version of
+    the next minor one.
+    """
     newest = re.search(
         r"^## \[(\d+)\.(\d+)\.(\d+)\] - \d{4}-\d{2}-\d{2}$",
-        CHANGELOG.read_text(encoding="utf-8"),
+        (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
         re.MULTILINE,
     )
     assert newest is not None, "no line such as '## [0.1.0] - 2026-11-23' in CHANGELOG.md"
     major, minor, patch = map(int, newest.groups())
     allowed = (f"{major}.{minor}.{patch}", f"{major}.{minor + 1}.0.dev")
     assert lightning_ddp_ext.__version__.startswith(allowed)
+    assert f"\nversion: {allowed[0]}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_public_names_exist_once() -> None:

@@ -9,9 +9,6 @@ import importlib
 import re
 from collections.abc import Iterator
 
-import pytest
-
-from lightning_ddp_ext.integration.private.compat import active_loop_of
 from tests.sources import FILES, PACKAGE
 
 # These modules check that Lightning has each name.
@@ -177,9 +174,3 @@ def methods_of_lightning(cls: type, body: ast.ClassDef) -> set[str]:
         for name in defined | read
         if is_private(name) and any(name in vars(base) for base in bases)
     }
-
-
-def test_a_missing_name_is_reported_with_a_remedy() -> None:
-    """The error names the class and the attribute."""
-    with pytest.raises(ImportError, match=r"needs builtins\.object\._active_loop, which lightning"):
-        active_loop_of(object())

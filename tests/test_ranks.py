@@ -8,12 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
-
-from lightning_ddp_ext.ranks import Ranks
 from tests.harness.ranks import run_ranks
-from tests.harness.training import At, Kind, Net, on_ranks
+from tests.harness.training import At, Net
 from tests.supervision.model import boom, by_hand, make_trainer, throw
 
 
@@ -107,37 +103,3 @@ def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
     for error in other.errors:
         assert error.notes == ["raised on rank 0 (operation: a test)"]
     assert "in boom\n" in other.errors[0].cause
-
-
-@dataclass
-class Exchanged:
-    """What a rank has exchanged: texts, of which rank 1's is twice as long."""
-
-    gathered: list[str]
-    from_rank_zero: str
-    collectives: int
-
-
-COLLECTIVES_BY_LENGTH = {10: 2, 600: 3, 2000: 4}  # of two exchanges
-
-
-def exchange(kind: Kind, directory: Path) -> list[Exchanged]:
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    found = []
-    for length in COLLECTIVES_BY_LENGTH:
-        own = str(ranks.rank) * length * (ranks.rank + 1)
-        with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            values = ranks.gather(own)
-            first = ranks.from_rank_zero(own)
-        names = [event.name.partition(":")[0] for event in recorded.events()]
-        found.append(Exchanged(values, first, names.count("gloo")))
-    return found
-
-
-def test_a_small_value_takes_one_collective(tmp_path: Path) -> None:
-    """A longer value takes two collectives, even if it is long on one rank only."""
-    expected = [
-        Exchanged(["0" * length, "1" * length * 2], "0" * length, collectives)
-        for length, collectives in COLLECTIVES_BY_LENGTH.items()
-    ]
-    assert on_ranks("stock", exchange, tmp_path) == [expected] * 2

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.world import World, check_devices, read_world
 
+# Each launcher describes ``world()``: rank 3 of 4, the second on the second of two nodes.
 PLAIN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 TORCHRUN = {
     **PLAIN,
@@ -35,13 +32,17 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
+# MPICH and Intel MPI.
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+# A batch script itself, of which SLURM makes no task.
 BATCH_SHELL = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
 def world(**changes: Any) -> World:
-    """Rank 3 of 4, the second on the second of two nodes."""
-    facts = {
+    """Return rank 3 of 4, the second on the second of two nodes, as torchrun tells it,
+    with changes.
+    """
+    fields = {
         "rank": 3,
         "world_size": 4,
         "local_rank": 1,
@@ -49,65 +50,46 @@ def world(**changes: Any) -> World:
         "node_rank": 1,
         "source": "torchrun",
     }
-    return World(**{**facts, **changes})
+    return World(**{**fields, **changes})
 
 
 def read(environ: dict[str, str], **arguments: Any) -> World:
-    """Return a world, which must exist."""
-    found = read_world(environ, **arguments)
-    assert found is not None
-    return found
+    """Return the world; fail if there is none."""
+    read = read_world(environ, **arguments)
+    assert read is not None
+    return read
 
 
 def without(environ: dict[str, str], name: str) -> dict[str, str]:
     return {other: value for other, value in environ.items() if other != name}
 
 
-@given(st.integers(1, 64), st.integers(1, 64), st.data())
-def test_rank_is_node_times_processes_plus_local_rank(
-    nodes: int, per_node: int, data: st.DataObject
-) -> None:
-    """For every source of a world, node rank and local rank give the rank."""
-    size = nodes * per_node
-    rank = data.draw(st.integers(0, size - 1))
-    plain = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % per_node)}
-    found = [
-        read({}, rank=rank, world_size=size, devices=per_node),
-        read(plain, devices=per_node),
-        read({**plain, "LOCAL_WORLD_SIZE": str(per_node)}),
-        *(
-            [read({"PMI_RANK": str(rank), "PMI_SIZE": str(size)}, devices=per_node)]
-            if size > 1
-            else []
-        ),
-    ]
-    for each in found:
-        assert each.rank == each.node_rank * each.local_world_size + each.local_rank
-        assert each.num_nodes == nodes
-
-
 @pytest.mark.parametrize(
-    ("layers", "source"),
+    ("environ", "source"),
     [
-        ([TORCHRUN], "torchrun"),
-        ([SLURM], "SLURM"),
-        ([OPEN_MPI], "Open MPI"),
-        ([HYDRA], "PMI"),
-        ([PLAIN, {"LOCAL_WORLD_SIZE": "2"}], "RANK, WORLD_SIZE and LOCAL_RANK"),
-        ([TORCHRUN, SLURM, OPEN_MPI, HYDRA], "torchrun"),
-        ([SLURM, PLAIN], "SLURM"),
-        ([BATCH_SHELL, OPEN_MPI], "Open MPI"),
-        ([BATCH_SHELL, HYDRA], "PMI"),
-        ([SLURM, {"PMI_RANK": "3", "PMI_SIZE": "4"}], "SLURM"),
+        pytest.param(TORCHRUN, "torchrun", id="torchrun"),
+        pytest.param(SLURM, "SLURM", id="SLURM"),
+        pytest.param(OPEN_MPI, "Open MPI", id="Open MPI"),
+        pytest.param(HYDRA, "PMI", id="Hydra"),
+        pytest.param(
+            PLAIN | {"LOCAL_WORLD_SIZE": "2"}, "RANK, WORLD_SIZE and LOCAL_RANK", id="by hand"
+        ),
+        pytest.param(
+            TORCHRUN | SLURM | OPEN_MPI | HYDRA, "torchrun", id="torchrun in all the others"
+        ),
+        pytest.param(SLURM | PLAIN, "SLURM", id="SLURM that also sets RANK"),
+        pytest.param(BATCH_SHELL | OPEN_MPI, "Open MPI", id="Open MPI in a batch script"),
+        pytest.param(BATCH_SHELL | HYDRA, "PMI", id="Hydra in a batch script"),
+        pytest.param(
+            SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"}, "SLURM", id="SLURM that speaks PMI"
+        ),
     ],
 )
-def test_the_innermost_launcher_takes_precedence(layers: list[dict[str, str]], source: str) -> None:
+def test_the_innermost_launcher_takes_precedence(environ: dict[str, str], source: str) -> None:
     """All launchers describe the same world; an outer one's variables do not override
     those of the inner one.
     """
-    assert read(dict(itertools.chain.from_iterable(layer.items() for layer in layers))) == world(
-        source=source
-    )
+    assert read(environ) == world(source=source)
 
 
 @pytest.mark.parametrize(
@@ -137,19 +119,24 @@ def test_variables_by_hand_are_completed(
 @pytest.mark.parametrize(
     "environ",
     [
-        {},
-        {"RANK": "zero", "WORLD_SIZE": "2"},
-        {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"},
-        {"PMI_RANK": "1"},
-        {"PMI_RANK": "0", "PMI_SIZE": "1"},
-        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"},
-        {**SLURM, "SLURM_JOB_NAME": "bash"},
-        {**SLURM, "SLURM_JOB_NAME": "interactive"},
-        {
-            "OMPI_COMM_WORLD_RANK": "0",
-            "OMPI_COMM_WORLD_SIZE": "1",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        },
+        pytest.param({}, id="none"),
+        pytest.param({"RANK": "zero", "WORLD_SIZE": "2"}, id="a rank that is not a number"),
+        pytest.param(
+            {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}, id="Lightning's own"
+        ),
+        pytest.param({"PMI_RANK": "1"}, id="PMI without a size"),
+        pytest.param({"PMI_RANK": "0", "PMI_SIZE": "1"}, id="one process of PMI"),
+        pytest.param({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, id="SLURM without tasks"),
+        pytest.param(SLURM | {"SLURM_JOB_NAME": "bash"}, id="an interactive shell of SLURM"),
+        pytest.param(SLURM | {"SLURM_JOB_NAME": "interactive"}, id="an interactive job of SLURM"),
+        pytest.param(
+            {
+                "OMPI_COMM_WORLD_RANK": "0",
+                "OMPI_COMM_WORLD_SIZE": "1",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            },
+            id="one process of Open MPI",
+        ),
     ],
 )
 def test_leftover_variables_do_not_name_a_launcher(environ: dict[str, str]) -> None:
@@ -159,74 +146,84 @@ def test_leftover_variables_do_not_name_a_launcher(environ: dict[str, str]) -> N
     assert read_world(environ) is None
 
 
+# A job whose number of nodes each case gives in its own way, or not at all.
+JOB_OF_7 = without(SLURM, "SLURM_NNODES") | {"SLURM_NTASKS": "7"}
+
+
 @pytest.mark.parametrize(
-    ("changes", "local_world_size"),
+    ("variables", "local_world_size"),
     [
-        ({"SLURM_NNODES": "4", "SLURM_NODEID": "3", "SLURM_LOCALID": "0", "SLURM_PROCID": "6"}, 2),
-        ({"SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4"}, 4),
-        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
-        (
+        pytest.param({"SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4"}, 4, id="of the step"),
+        pytest.param(
+            {"SLURM_NNODES": "4", "SLURM_NODEID": "3", "SLURM_LOCALID": "0", "SLURM_PROCID": "6"},
+            2,
+            id="of the job",
+        ),
+        pytest.param({"SLURM_NTASKS_PER_NODE": "4"}, 4, id="requested"),
+        pytest.param(  # Lightning accepts a local rank beyond it
             {"SLURM_NTASKS_PER_NODE": "1", "SLURM_NODEID": "0"},
             2,
-        ),  # Lightning accepts a local rank beyond it
-        ({"SLURM_NODEID": "0"}, 7),
+            id="requested, but fewer than the local rank needs",
+        ),
+        pytest.param({"SLURM_NODEID": "0"}, 7, id="all tasks"),
     ],
 )
 def test_slurm_has_the_number_of_processes_on_a_node(
-    changes: dict[str, str], local_world_size: int
+    variables: dict[str, str], local_world_size: int
 ) -> None:
-    """It is taken from the step, else the job, else the request, else all tasks, or the
-    Trainer's devices.
+    """It is taken from the step, else the job, else the request, else all tasks."""
+    assert read(JOB_OF_7 | variables).local_world_size == local_world_size
+
+
+def test_the_trainers_devices_complete_a_slurm_job() -> None:
+    """Without a number of nodes, each node has as many processes as the Trainer has
+    devices.
     """
-    job = without(SLURM, "SLURM_NNODES")
-    assert read({**job, "SLURM_NTASKS": "7", **changes}).local_world_size == local_world_size
-    assert read(job, devices=2) == world(source="SLURM")
+    assert read(without(SLURM, "SLURM_NNODES"), devices=2) == world(source="SLURM")
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("environ", "expected"),
     [
-        (
-            lambda: world(local_rank=2),
-            (
-                "local_rank must be in 0..1 for world_size 4 and local_world_size 2 (got 2); count"
-                " the processes of this node from 0 (source: torchrun)"
-            ),
+        pytest.param(
+            without(TORCHRUN, "RANK"),
+            "RANK in the environment must be an integer (got None); for example, set RANK=1, or"
+            " unset the launcher's variables",
+            id="a missing variable",
         ),
-        (
-            lambda: read(without(TORCHRUN, "RANK")),
-            (
-                "RANK in the environment must be an integer (got None); for example, set RANK=1, or"
-                " unset the launcher's variables"
-            ),
+        pytest.param(
+            PLAIN | {"NODE_RANK": "a"},
+            "NODE_RANK in the environment must be an integer (got 'a'); for example, set"
+            " NODE_RANK=1, or unset the launcher's variables",
+            id="a variable that is not a number",
         ),
-        (
-            lambda: read({**PLAIN, "NODE_RANK": "a"}),
-            (
-                "NODE_RANK in the environment must be an integer (got 'a'); for example, set"
-                " NODE_RANK=1, or unset the launcher's variables"
-            ),
+        pytest.param(
+            PLAIN | {"WORLD_SIZE": "0"},
+            "world_size must be at least 1 (got 0); count all processes of the run (source:"
+            " RANK, WORLD_SIZE and LOCAL_RANK)",
+            id="no ranks",
         ),
-        (
-            lambda: read_world({**PLAIN, "WORLD_SIZE": "0"}),
-            (
-                "world_size must be at least 1 (got 0); count all processes of the run (source:"
-                " RANK, WORLD_SIZE and LOCAL_RANK)"
-            ),
-        ),
-        (
-            lambda: check_devices(
-                world(local_rank=3, local_world_size=4, node_rank=0), devices=2, num_nodes=2
-            ),
-            (
-                "local_rank must be below devices (got local_rank=3 from torchrun and devices=2);"
-                " start 2 processes on each node, or change the Trainer's devices"
-            ),
+        pytest.param(
+            TORCHRUN | {"LOCAL_RANK": "2"},
+            "local_rank must be in 0..1 for world_size 4 and local_world_size 2 (got 2); count"
+            " the processes of this node from 0 (source: torchrun)",
+            id="a local rank beyond the node",
         ),
     ],
 )
-def test_a_world_that_cannot_be_is_refused(make: Callable[[], object], expected: str) -> None:
-    """Field, rule, value, source and remedy, for variables and the Trainer."""
+def test_a_world_that_cannot_be_is_refused(environ: dict[str, str], expected: str) -> None:
+    """The error has field, rule, value, source and remedy."""
     with pytest.raises(ConfigurationError) as refused:
-        make()
+        read_world(environ)
     assert str(refused.value) == expected
+
+
+def test_ranks_that_contradict_the_trainers_devices_are_refused() -> None:
+    """The error has both numbers, their sources and the remedies."""
+    four_on_a_node = world(local_rank=3, local_world_size=4, node_rank=0)
+    with pytest.raises(ConfigurationError) as refused:
+        check_devices(four_on_a_node, devices=2, num_nodes=2)
+    assert str(refused.value) == (
+        "local_rank must be below devices (got local_rank=3 from torchrun and devices=2); start 2"
+        " processes on each node, or change the Trainer's devices"
+    )

@@ -92,6 +92,7 @@ class LoaderPosition:
             including those in the resumed run.
         generators: the generators of the loader and its samplers, besides the global
             ones.
+        on_progress: called for each batch that is read again.
     """
 
     kind = "batches"
@@ -109,6 +110,7 @@ class LoaderPosition:
         self.epoch = -1
         self.batches_given = 0
         self.generators = generators_of(loader, *samplers_below(index_sampler_of(loader)))
+        self.on_progress: Callable[[], object] = lambda: None
         self._remembered = remembered
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
         # In a resumed epoch: how to start the iterator that continues, until it has
@@ -344,3 +346,4 @@ class LoaderPosition:
                     f" {dropped} batches, but {number} were done before; resume with the same data,"
                     f" or {FROM_THE_EPOCHS_START}"
                 ) from None
+            self.on_progress()

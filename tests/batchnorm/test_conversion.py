@@ -4,10 +4,7 @@ is undone exactly.
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +14,6 @@ from torch.nn.utils import parametrize
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError
-
-IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 
 
 class Scaled(nn.BatchNorm2d):
@@ -166,19 +161,6 @@ def test_restoring_leaves_nothing_behind() -> None:
     assert all(isinstance(layer, SyncBatchNorm) for layer in model)
     assert [fact[:2] for fact in facts(model)] == [fact[:2] for fact in before]
     assert facts(restore_batchnorm(model)) == before
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
-)
-def test_copies_are_converted_and_can_be_restored(copied: Callable[[Any], Any]) -> None:
-    """A copy computes what the layer does, and becomes plain again."""
-    layer = convert_sync_batchnorm(Derived(3))
-    other = copied(layer)
-    assert (type(other), other is layer) == (type(layer), False)
-    assert other(IMAGES).equal(layer(IMAGES))
-    assert type(restore_batchnorm(other)) is Derived
-    assert isinstance(layer, SyncBatchNorm)
 
 
 def replaced() -> nn.Module:

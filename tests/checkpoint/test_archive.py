@@ -16,10 +16,9 @@ import torch
 from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     DamagedCheckpointError,
 )
-from tests.checkpoint.content import numbers, restored, same, saved
+from tests.checkpoint.content import numbers, restored, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 
@@ -40,32 +39,35 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def outcome(path: Path) -> Any:
-    """Return the value that was read, or an error of ours; other errors propagate."""
+def read_or_error(path: Path) -> Any:
+    """Return the content, or an error of ours; other errors propagate."""
     try:
         return restored(path, weights_only=True)
     except CheckpointError as error:
         return error
 
 
+# Every other byte, for speed: the numbers of records have 2 or 4 bytes.
 def test_no_changed_byte_gives_other_content(path: Path) -> None:
-    """For any changed byte of the file, the content is still as written, or our error
-    is raised.
+    """If a byte of the file changes, the content is still as written, or our error is
+    raised.
     """
-    copy = path.with_name("any.ckpt")
+    copy = path.with_name("changed.ckpt")
     content = path.read_bytes()
-    chance = random.Random(1)
+    positions = range(0, len(content), 2)
+    random_bits = random.Random(1)
     refused = 0
-    for position in range(0, len(content), 2):
+    for position in positions:
+        all_bits_or_one = random_bits.choice([0xFF, 1 << random_bits.randrange(8)])
         changed = bytearray(content)
-        changed[position] ^= chance.choice([0xFF, 1 << chance.randrange(8)])
+        changed[position] ^= all_bits_or_one
         copy.write_bytes(changed)
-        result = outcome(copy)
-        assert isinstance(result, DamagedCheckpointError) or same(result, small()), (
-            f"byte {position}"
-        )
-        refused += isinstance(result, DamagedCheckpointError)
-    assert refused > sum(record.file_size for record in Archive.open(path).records) / 2
+        result = read_or_error(copy)
+        if isinstance(result, DamagedCheckpointError):
+            refused += 1
+        else:
+            assert same(result, small()), f"byte {position}"
+    assert refused > len(positions) / 2, "less than half of the file is padding"
 
 
 def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
@@ -76,18 +78,3 @@ def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
         os.truncate(copy, size)
         with pytest.raises(DamagedCheckpointError, match=r"short\.ckpt"):
             Archive.open(copy)
-
-
-def test_a_file_that_changes_under_way_is_named(tmp_path: Path) -> None:
-    """A file that is cut off, emptied or removed after it was opened raises an error of
-    ours, without SIGBUS.
-    """
-    file = tmp_path / "it.ckpt"
-    archive = saved(file, small())
-    for size in (100, 0):
-        os.truncate(file, size)
-        with pytest.raises(DamagedCheckpointError, match="was truncated while it was being read"):
-            archive.check()
-    file.unlink()
-    with pytest.raises(CheckpointNotFoundError, match="was removed while being read"):
-        archive.check()

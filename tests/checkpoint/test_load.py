@@ -1,38 +1,21 @@
-"""A checkpoint is read as torch reads it, to the chosen devices, into own memory, under
-the model's names.
-"""
+"""A checkpoint is read as torch reads it, to the chosen devices, into own memory."""
 
 from __future__ import annotations
 
 import os
 import resource
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import nn
 
 from lightning_ddp_ext import RankZeroCheckpointIO
-from lightning_ddp_ext.checkpoint.key_prefixes import canonical, names_in_model, renamed
 from lightning_ddp_ext.checkpoint.load import placement
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.structure import entry_of
 from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
-from tests.checkpoint.content import (
-    MAPPED,
-    flip,
-    kinds,
-    mapped,
-    numbers,
-    restored,
-    same,
-    saved,
-    unusual,
-)
+from tests.checkpoint import content
 from tests.harness.environment import skip_because
 from tests.harness.ranks import run_ranks
 
@@ -46,14 +29,18 @@ def test_all_but_weights_is_read_into_memory_of_the_process(tmp_path: Path) -> N
     torch's and outlive the file.
     """
     path = tmp_path / "it.ckpt"
-    content = {"state_dict": {"weight": numbers(MAPPED)}, **kinds(), **unusual()}
-    torch.save(content, path)
+    checkpoint = {
+        "state_dict": {"weight": content.numbers(content.MAPPED)},
+        **content.kinds(),
+        **content.unusual(),
+    }
+    torch.save(checkpoint, path)
     expected = torch.load(path, weights_only=False)
-    value = restored(path, weights_only=False, map_weights=True)
-    assert same(value.pop("state_dict"), expected.pop("state_dict"))
-    assert not mapped(path)
+    value = content.restored(path, weights_only=False, map_weights=True)
+    assert content.same(value.pop("state_dict"), expected.pop("state_dict"))
+    assert not content.mapped(path)
     os.truncate(path, 0)
-    assert [name for name in expected if not same(value[name], expected[name])] == []
+    assert [name for name in expected if not content.same(value[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
@@ -62,22 +49,22 @@ def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_pat
     extra state, have their own.
     """
     path = tmp_path / "it.ckpt"
-    weight = numbers(MAPPED)
-    weights = {"a": weight, "part": weight[100:], "small": numbers(3)}
+    weight = content.numbers(content.MAPPED)
+    weights = {"a": weight, "part": weight[100:], "small": content.numbers(3)}
     extra = {"one._extra_state": weight[:5000], "other._extra_state": {"inner": weight[:5000]}}
-    content = (
+    checkpoint = (
         weights.copy() if is_plain else {"state_dict": {**weights, **extra}, "kept": weight[5:]}
     )
-    saved(path, content)
-    value = restored(path, map_weights=True)
-    assert mapped(path)
-    assert same(value, content)
+    content.saved(path, checkpoint)
+    value = content.restored(path, map_weights=True)
+    assert content.mapped(path)
+    assert content.same(value, checkpoint)
     for name in weights:
-        for each in (value, content):
+        for each in (value, checkpoint):
             del each.get("state_dict", each)[name]
-    assert not mapped(path)
+    assert not content.mapped(path)
     os.truncate(path, 0)
-    assert same(value, content)
+    assert content.same(value, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +104,7 @@ def test_memory_is_on_the_chosen_device(map_location: Any, location: str, device
     """The device depends on the one that it was saved from; memory that stays in place
     is not copied.
     """
-    storage = numbers(3).untyped_storage()
+    storage = content.numbers(3).untyped_storage()
     placed = placement(map_location)(storage, location)
     assert placed.device.type == device
     assert device == "meta" or placed.data_ptr() == storage.data_ptr()
@@ -126,7 +113,7 @@ def test_memory_is_on_the_chosen_device(map_location: Any, location: str, device
 def test_a_checkpoint_io_reads_to_its_own_device_or_to_the_callers(tmp_path: Path) -> None:
     """The argument of ``load_checkpoint`` takes precedence."""
     checkpoint_io = RankZeroCheckpointIO("meta")
-    checkpoint_io.save_checkpoint({"x": numbers(3)}, tmp_path / "it.ckpt")
+    checkpoint_io.save_checkpoint({"x": content.numbers(3)}, tmp_path / "it.ckpt")
     assert checkpoint_io.load_checkpoint(tmp_path / "it.ckpt")["x"].device == META
     assert checkpoint_io.load_checkpoint(tmp_path / "it.ckpt", map_location="cpu")[
         "x"
@@ -146,7 +133,7 @@ class Raises:
 def refused(path: Path, **options: Any) -> str:
     """Return the text of the error for a file that may be whole."""
     with pytest.raises(CheckpointError, match="could not be read, but may be intact") as caught:
-        restored(path, **options)
+        content.restored(path, **options)
     assert caught.type is CheckpointError
     return str(caught.value)
 
@@ -161,14 +148,14 @@ def test_a_class_that_raises_does_not_make_a_file_damaged(verify: bool, tmp_path
     torch.save({"it": Raises()}, path)
     assert "ValueError: field is of an older version; make sure that" in refused(path, **options)
     with pytest.raises(DamagedCheckpointError, match=r"data\.pkl does not match"):
-        restored(flip(path, "data.pkl"), **options)
+        content.restored(content.flip(path, "data.pkl"), **options)
 
 
 def test_a_file_of_another_user_is_not_called_damaged(tmp_path: Path) -> None:
     """The error has the system's words."""
     path = tmp_path / "it.ckpt"
     user = os.geteuid()
-    saved(path, kinds())
+    content.saved(path, content.kinds())
     path.chmod(0)
     try:
         if user == 0:
@@ -189,63 +176,9 @@ def read_with_little_memory(rank: int, world_size: int, path: Path) -> str:
 
 def test_too_little_memory_does_not_make_a_file_damaged(tmp_path: Path) -> None:
     """The error has the system's words."""
-    saved(tmp_path / "it.ckpt", {"state_dict": {"weight": numbers(MAPPED)}})
+    content.saved(tmp_path / "it.ckpt", {"state_dict": {"weight": content.numbers(content.MAPPED)}})
     [text] = run_ranks(read_with_little_memory, 1, tmp_path / "it.ckpt")
     assert text.endswith("; check its file system, its permissions and the free memory")
-
-
-PARTS = st.sampled_from(["module.", "_orig_mod.", "net.", "a.", "module", "b"])
-NAMES = st.lists(PARTS, min_size=1, max_size=5).map("".join)
-
-
-@given(st.lists(NAMES, unique=True, max_size=8), st.lists(NAMES, unique=True, max_size=8))
-def test_no_name_is_taken_twice_or_from_the_model(in_file: list[str], in_model: list[str]) -> None:
-    """Only names that the model lacks are mapped, to names that the file lacks, each
-    the same but for prefixes.
-    """
-    found = names_in_model(in_file, in_model)
-    left_over = set(in_file) - set(in_model)
-    missing = set(in_model) - set(in_file)
-    assert set(found) <= left_over
-    assert set(found.values()) <= missing
-    assert len(set(found.values())) == len(found)
-    assert all(canonical(name) == canonical(target) for name, target in found.items())
-    assert len(renamed(dict.fromkeys(in_file), found)) == len(in_file)
-    for name in left_over - set(found):
-        candidates = [other for other in missing if canonical(other) == canonical(name)]
-        rivals = [other for other in left_over if canonical(other) == canonical(name)]
-        assert len(candidates) != 1 or len(rivals) > 1
-
-
-class Versioned(nn.Linear):
-    """A layer of version 2, which has to change what version 1 has saved."""
-
-    _version = 2
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, *args: Any
-    ) -> None:
-        if metadata.get("version", 1) < 2:
-            state_dict[prefix + "weight"] = -state_dict[prefix + "weight"]
-        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
-
-
-def test_the_versions_of_modules_survive_a_change_of_names() -> None:
-    """A layer that converts the state of an earlier version gets its own version as
-    that of the file.
-    """
-    model = nn.Sequential(Versioned(2, 2))
-    other = nn.Sequential(Versioned(2, 2))
-    saved = nn.Sequential(OrderedDict(module=model)).state_dict()
-    other.load_state_dict(renamed(saved, names_in_model(saved, model.state_dict())))
-    assert torch.equal(other[0].weight, model[0].weight)
-
-
-class Malicious:
-    """Runs code when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os._exit, (1,)
 
 
 def test_an_entry_is_read_without_running_code(tmp_path: Path) -> None:
@@ -253,15 +186,24 @@ def test_an_entry_is_read_without_running_code(tmp_path: Path) -> None:
     objects; a missing entry is None.
     """
     path = tmp_path / "it.ckpt"
-    entry = {"fit": 2, "words": ["a", None], "object": Malicious()}
+    harmful = content.WouldRun(tmp_path / "ran")
+    entry = {"fit": 2, "words": ["a", None], "object": harmful}
     torch.save(
-        {**kinds(), **unusual(), "harmful": Malicious(), "entry": entry, "set": {1}, "path": path},
+        {
+            **content.kinds(),
+            **content.unusual(),
+            "harmful": harmful,
+            "entry": entry,
+            "set": {1},
+            "path": path,
+        },
         path,
     )
     found = entry_of(locate(path), "entry")
     del found["object"]
     assert found == {"fit": 2, "words": ["a", None]}
     assert entry_of(locate(path), "other") is None
-    flip(path, "data.pkl")
+    assert not (tmp_path / "ran").exists()
+    content.flip(path, "data.pkl")
     with pytest.raises(DamagedCheckpointError):
         entry_of(locate(path), "entry")

@@ -41,20 +41,6 @@ def test_the_newest_record_is_read_unless_it_was_cut_short(cut: int, records: Ra
     ]
 
 
-def test_the_newest_record_after_the_same_batches_is_found(records: RankRecords) -> None:
-    """Of the kinds that are sought, the last record counts."""
-    for kind, content in (
-        (Kind.BATCH, b"a"),
-        (Kind.EPOCH, b"b"),
-        (Kind.BATCH, b"c"),
-        (Kind.WINDOW, b"d"),
-    ):
-        records.write(kind, 3, content)
-    records.write(Kind.BATCH, 4, b"e")
-    assert records.find(3, *Kind.up_to(Kind.EPOCH)) == b"c"
-    assert records.find(3, *Kind) == b"d"
-
-
 def test_a_full_disk_is_an_error(disk: Path) -> None:
     """The error is raised by the write that finds no space."""
     on_disk = RankRecords(os.open(disk / "records", os.O_RDWR | os.O_CREAT))

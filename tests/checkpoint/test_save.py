@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
 import subprocess
 import time
@@ -115,37 +114,6 @@ def test_an_upload_that_breaks_off_leaves_the_old_object(
     assert loaded(url) == {"old": 1}
     write({"new": 2}, url)
     assert loaded(url) == {"new": 2}
-
-
-def test_a_new_file_that_may_not_last_is_not_called_untouched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The new file is in place if only its directory could not be forced to the disk."""
-    errors = iter([None, OSError(errno.EIO, "because")])
-
-    def fail_for_the_directory(_: int) -> None:
-        if error := next(errors):
-            raise error
-
-    monkeypatch.setattr(os, "fsync", fail_for_the_directory)
-    with pytest.raises(
-        CheckpointSaveError,
-        match=r"because; .*; the new file is complete and in place, but a power",
-    ):
-        write(kinds(), tmp_path / "it.ckpt")
-    assert same(loaded(f"{tmp_path}/it.ckpt"), kinds())
-
-
-def test_ctrl_c_in_the_middle_of_a_write_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And nothing else in the directory."""
-    write({"old": 1}, tmp_path / "it.ckpt")
-    monkeypatch.setattr(os, "fsync", lambda _: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        write({"new": 2}, tmp_path / "it.ckpt")
-    assert loaded(f"{tmp_path}/it.ckpt") == {"old": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["it.ckpt"]
 
 
 def test_what_killed_saves_left_behind_is_removed_after_an_hour(tmp_path: Path) -> None:

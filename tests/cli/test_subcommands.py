@@ -1,4 +1,4 @@
-"""The subcommands, run in this process: what they print, and their exit status."""
+"""The subcommands: what they print, and their exit status; `test` also starts ranks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_ddp_ext.cli import main
 from tests.checkpoint.content import WouldRun, flip, without_checksums
+from tests.harness.scripts import run_on_ranks
 
 
 @dataclass(frozen=True)
@@ -181,3 +182,66 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     ended = run("env")
     assert ended.status == 1
     assert "rank must be in 0..3 for world_size 4 (got 4)" in ended.stdout
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Path:
+    """Return a script that is the installed command."""
+    path = tmp_path / "command.py"
+    path.write_text(
+        "from lightning_ddp_ext.cli import main\n\nif __name__ == '__main__':\n    main()\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("world_size", [1, 2], ids=["alone", "as ranks"])
+def test_ranks_connect_reduce_save_verify_and_restore(
+    world_size: int, command: Path, tmp_path: Path
+) -> None:
+    """Two ranks, started by the command itself or by a launcher; only rank 0 prints,
+    and only its verdict.
+    """
+    output = run_on_ranks(command, "test", cwd=tmp_path, world_size=world_size)
+    # On a busy machine the launching process waits for the other rank and prints that;
+    # torch warns if lo has no name, and a library of torch 2.15 reports leaks at exit.
+    ours = [
+        line
+        for line in output.splitlines()
+        if "; waiting" not in line
+        and not line.startswith(("[W", "nanobind: ", " - ", "See https://nanobind."))
+    ]
+    parts = [line.partition(" s  ")[2] for line in ours]
+    expected = ["connected and trained", "reduced", "saved", "verified", "restored"]
+    assert parts == [*expected, "all tests passed (ranks: 2, nodes: 1)"], output
+
+
+REFUSED = [
+    ("--devices 0", "devices=0"),
+    ("--devices -3", "should be an int > 0"),
+    (
+        "--init-method foo",
+        "init_method must be env://, tcp://HOST:PORT or file:///PATH (got 'foo'); ",
+    ),
+    (
+        "--init-method tcp://host",
+        "init_method 'tcp://host' needs a port (got none); write tcp://host:29500",
+    ),
+    ("--accelerator foo", "invalid accelerator name: `accelerator='foo'`"),
+    pytest.param(
+        "--accelerator gpu",
+        "No supported gpu backend found",
+        marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED)
+def test_an_option_that_cannot_be_used_is_an_error_in_one_line(
+    options: str, reason: str, command: Path, tmp_path: Path
+) -> None:
+    """The status is that of wrong usage, and no traceback is printed."""
+    [line] = run_on_ranks(
+        command, "test", *options.split(), cwd=tmp_path, world_size=1, returncode=2
+    ).splitlines()
+    assert line.startswith("lightning-ddp-ext test: error: ")
+    assert reason in line

@@ -27,7 +27,7 @@ import torch.distributed.run
 
 from tests.faults import training
 from tests.faults.training import FAIL, LIMITS, STEPS, run_again, train_by_hand
-from tests.harness.network import Network, bad_wire
+from tests.harness.network import Network
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, free_port, run_ranks
 from tests.harness.scripts import be_the_script
@@ -46,7 +46,7 @@ SECONDS_TO_DUMP = 60.0
 What = Literal["kill", "raise", "cut", "stop", "term"]
 # How ranks are started: by hand, by a script that is rank 0 (popen), or by a process
 # that is not a rank itself.
-Started = Literal["by hand", "by hand, bad wire", "popen", "torchrun", "fork", "spawn"]
+Started = Literal["by hand", "by hand, two hosts", "popen", "torchrun", "fork", "spawn"]
 During = Literal["saves", "background saves", "rescue"]
 
 SIGNALS: dict[What, int] = {
@@ -55,13 +55,13 @@ SIGNALS: dict[What, int] = {
     "term": signal.SIGTERM,
     "raise": FAIL,
 }
-BAD_WIRE: Started = "by hand, bad wire"
-BY_HAND: tuple[Started, ...] = ("by hand", BAD_WIRE)
+TWO_HOSTS: Started = "by hand, two hosts"
+BY_HAND: tuple[Started, ...] = ("by hand", TWO_HOSTS)
 LAUNCHED: tuple[Started, ...] = ("torchrun", "fork", "spawn")
 DURING: tuple[During, ...] = ("saves", "background saves", "rescue")
 FAILED = 1  # the exit status of a rank that raises
 STOPPED = 128 + signal.SIGTERM  # the exit status of a rank that stops on SIGTERM
-# See "How long it takes at most" in docs/guides/hangs.md. After a death the main thread
+# See "Maximum delays" in docs/guides/hangs.md. After a death the main thread
 # raises or the process ends; what then runs, and the end of the process, each have the
 # deadline of a save.
 TO_END = 2 * LIMITS["save_deadline"]
@@ -119,7 +119,7 @@ def draw(seed: int) -> Case:
     # The others import torch anew.
     world_size = chance.choice((2, 3)) if started in (*BY_HAND, "fork") else 2
     faults: list[What] = ["kill", "kill", "term", "raise", "stop"]
-    if started == BAD_WIRE:
+    if started == TWO_HOSTS:
         faults.append("cut")
     what = chance.choice(faults)
     one, other = chance.sample(range(world_size), 2)
@@ -176,11 +176,12 @@ class Run:
     def pid_of(self, whom: int | None) -> int:
         return self.started[0] if whom is None else self.ranks[whom]
 
-    def strike(self, strike: Strike, cut: Callable[[], None]) -> None:
+    def strike(self, strike: Strike, hosts: Network | None) -> None:
         """Strike from outside, at a time that does not depend on the ranks."""
         time.sleep(strike.after)
         if strike.what == "cut":
-            cut()
+            assert hosts is not None
+            hosts.cut()
         else:
             with contextlib.suppress(ProcessLookupError):  # the first strike may have killed it
                 signal.pidfd_send_signal(
@@ -251,16 +252,10 @@ class Ended:
 
 def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> Ended:
     with contextlib.ExitStack() as stack:
-        wire = (
-            bad_wire(hosts, delay=0.003, loss=0.01)
-            if hosts
-            else contextlib.nullcontext(lambda: None)
-        )
-        cut = stack.enter_context(wire)
         processes = stack.enter_context(start(case, directory, hosts))
         run = stack.enter_context(contextlib.closing(Run(case, directory, processes)))
         for strike in case.strikes:
-            run.strike(strike, cut)
+            run.strike(strike, hosts)
         struck = time.monotonic()
         stopped = {run.pid_of(strike.whom) for strike in case.strikes if strike.what == "stop"}
         ranks = run.wait(set(run.ranks.values()) - stopped, struck + case.bound)
@@ -371,7 +366,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case, float], 
 
 def parameter(seed: int) -> Any:
     case = draw(seed)
-    marks = [pytest.mark.netns] if case.started == BAD_WIRE else []
+    marks = [pytest.mark.netns] if case.started == TWO_HOSTS else []
     return pytest.param(case, marks=marks, id=str(case))
 
 
@@ -386,7 +381,7 @@ def test_a_fault_is_survived(
 
     The same command then reads each sample once an epoch.
     """
-    hosts = request.getfixturevalue("two_hosts") if case.started == BAD_WIRE else None
+    hosts = request.getfixturevalue("two_hosts") if case.started == TWO_HOSTS else None
     ended = strike_and_wait(case, tmp_path, hosts)
     record(case, ended.seconds)
     wrong = ended.late or [*wrong_endings(case, ended.outcomes, ended.output)]

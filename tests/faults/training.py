@@ -119,7 +119,13 @@ def write_to(directory: Path) -> None:
 def train_by_hand(rank: int, world_size: int, directory: Path, url: str, during: str) -> None:
     """Train on one of the ranks that a user starts by hand."""
     write_to(directory)
-    train(directory, world_size, during, init_method=url, rank=rank, world_size=world_size)
+    become_rank(rank, world_size)
+    train(directory, world_size, during, init_method=url)
+
+
+def become_rank(rank: int, world_size: int) -> None:
+    """Set the variables that make this process a rank."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
 
 
 def run_again(
@@ -128,8 +134,10 @@ def run_again(
     """Run the same command again until ``max_epochs``; return how often each sample was
     read, and the steps.
     """
-    options = {"init_method": f"file://{directory}/again", "rank": rank, "world_size": world_size}
-    model = train(directory, world_size, during, max_epochs, **options)
+    become_rank(rank, world_size)
+    model = train(
+        directory, world_size, during, max_epochs, init_method=f"file://{directory}/again"
+    )
     return model.seen.detach(), model.steps.detach()[::500].clone()
 
 

@@ -5,13 +5,14 @@ undisturbed run.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.field import train
-from tests.field.slurm import Job, Slurm
-from tests.harness.environment import free_port
+from tests.field.slurm import Job, Slurm, why_unavailable
+from tests.harness.environment import free_port, skip_because
 
 pytestmark = pytest.mark.field
 TRAIN = str(Path(train.__file__))
@@ -19,6 +20,14 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples/slurm.sbatch")
 ONE_NODE = "--nodes=1 --ntasks-per-node=2"
 TWO_NODES = "--nodes=2 --ntasks-per-node=1"
 SLOWLY = "step=0.2"
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Start a SLURM with two nodes; skip if it cannot run here."""
+    skip_because(why_unavailable())
+    with Slurm(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
 
 
 def submit(
@@ -80,13 +89,6 @@ STOPS = [
         "srun python",
         [SLOWLY, USR1, "resume="],
         id="scancel --signal, without an argument to resume",
-    ),
-    pytest.param(
-        "",
-        "srun python",
-        [SLOWLY, USR1, "io=slow"],
-        id="with an unfinished background save",
-        marks=pytest.mark.nightly,
     ),
     pytest.param(
         "",
@@ -214,14 +216,6 @@ def test_the_tasks_of_an_array_share_a_directory(slurm: Slurm, tmp_path: Path) -
     assert weights_of(alone) < weights_of(array), array.output
 
 
-@pytest.mark.nightly
-def test_weights_are_stocks(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
-    """Stock ``ddp`` learns the same in a job."""
-    job = submit(slurm, tmp_path, "kind=stock", "resume=")
-    assert job.wait() == [("COMPLETED", 0)], job.output
-    assert weights_of(job) == undisturbed
-
-
 DIED = r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died"
 FAULTS = [
     pytest.param(
@@ -288,17 +282,6 @@ def test_init_methods_on_two_nodes(
     assert job.wait() == [("COMPLETED", 0)], job.output
     assert weights_of(job) == undisturbed
     assert f"process group: gloo, 2 ranks, {where}" in job.output
-
-
-def test_two_jobs_on_a_node(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
-    """They train at the same time, and do not disturb each other."""
-    directories = [tmp_path / "a", tmp_path / "b"]
-    for directory in directories:
-        directory.mkdir()
-    jobs = [submit(slurm, each, options=f"{ONE_NODE} --nodelist=n1") for each in directories]
-    for job in jobs:
-        assert job.wait() == [("COMPLETED", 0)], job.output
-        assert weights_of(job) == undisturbed
 
 
 FORMED = "process group: gloo, 2 ranks"

@@ -13,16 +13,14 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
-from lightning_ddp_ext.checkpoint.save import write
-from tests.harness.training import At, Net, data
+from lightning_ddp_ext import DDPExtStrategy
+from tests.harness.training import At, Net, data, make_trainer
 from tests.launchers.train import fingerprint
 
 STEPS = 200  # a signal of SLURM takes some tenths of a second to arrive
@@ -36,9 +34,6 @@ def main(
     act: str = "",
     root: str = "run",
     step: str = "0",
-    io: str = "",
-    epochs: str = "1",
-    kind: str = "ours",
     **strategy: str,
 ) -> None:
     """Train, and in the first start run the command ``act`` on rank 0 in the fourth
@@ -54,9 +49,6 @@ def main(
         root: ``default_root_dir``.
         step: seconds that a step takes before the first stop and while ranks are
             missing, so that signals arrive before the end.
-        io: ``slow`` to save in the background, on a disk that is slow.
-        epochs: ``max_epochs``.
-        kind: ``stock`` for stock ``ddp``.
         strategy: arguments of the strategy, numbers or ``None`` among them.
     """
     L.seed_everything(int(seed))
@@ -65,25 +57,13 @@ def main(
     callbacks: list[L.Callback] = [Steps(float(step), ranks)]
     if act and is_first_start():
         callbacks.append(At("on_train_batch_end", partial(perform, act), earlier=3))
-    plugins: list[Any] = []
-    if io == "slow":
-        plugins = [SlowIO(background=True)]
-        callbacks.append(
-            RankZeroCheckpoint(Path(root, "slow"), every_n_train_steps=3, save_last=True)
-        )
-    trainer = L.Trainer(
-        strategy="ddp" if kind == "stock" else DDPExtStrategy(**chosen),
-        accelerator="cpu",
+    trainer = make_trainer(
+        DDPExtStrategy(**chosen),
         devices=int(devices),
         num_nodes=int(nodes),
-        max_epochs=int(epochs),
+        max_epochs=1,
         default_root_dir=root,
         callbacks=callbacks,
-        plugins=plugins,
-        logger=False,
-        enable_checkpointing=bool(plugins),
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     model = Net()
     loader = DataLoader(data(STEPS * 3 * ranks), batch_size=3, shuffle=True)
@@ -105,19 +85,6 @@ def is_first_start() -> bool:
     """Whether no launcher has restarted this job."""
     counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     return all(os.environ.get(name, "0") == "0" for name in counts)
-
-
-class SlowIO(RankZeroCheckpointIO):
-    """Writes slowly."""
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        def write_slowly(content: Any) -> None:
-            time.sleep(2.0 if is_first_start() else 0.0)
-            write(content, path)
-
-        self.saver.save_later(os.fspath(path), checkpoint, write_slowly)
 
 
 class Steps(L.Callback):

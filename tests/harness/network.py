@@ -10,19 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import heapq
-import itertools
 import os
-import random
 import shutil
-import socket
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import connection
 from pathlib import Path
 
 _PROGRAMS = ("ip", "nsenter", "unshare", "sh")
@@ -157,60 +150,3 @@ def _lay_cables(hosts: list[Host], switch: Host) -> None:
 def _has_ipv6() -> bool:
     switch = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
     return switch.exists() and switch.read_text().strip() == "0"
-
-
-# of linux/if_ether.h and linux/if_packet.h
-_EVERY_PROTOCOL = 0x0003
-_PACKET_VNET_HDR = 15
-_SOL_PACKET = 263
-_LARGEST = 1 << 17  # segments are joined into frames of 64 KiB
-
-
-@contextlib.contextmanager
-def bad_wire(hosts: Network, *, delay: float, loss: float) -> Iterator[Callable[[], None]]:
-    """Delay packets between the hosts by ``delay`` seconds, lose a share of ``loss``;
-    yield a function that cuts it.
-
-    A process carries frames from port to port. ``tc netem`` does the same, but many
-    containers' kernels lack it.
-    """
-    enter = ("nsenter", f"--net=/proc/{hosts.switch.pid}/ns/net", sys.executable, "-m", __name__)
-    hosts.switch.ip("link set port0 nomaster", "link set port1 nomaster")
-    with subprocess.Popen([*enter, str(delay), str(loss)], stdout=subprocess.PIPE) as carrier:
-        assert carrier.stdout is not None
-        assert carrier.stdout.readline() == b"ready\n"
-        yield carrier.kill
-        carrier.kill()
-
-
-def carry(delay: float, loss: float) -> None:
-    ports = [_open(name) for name in ("port0", "port1")]
-    other = dict(zip(ports, reversed(ports), strict=True))
-    numbers = itertools.count()
-    waiting: list[tuple[float, int, socket.socket, bytes]] = []
-    print("ready", flush=True)
-    while True:
-        ready = connection.wait(
-            ports, max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        )
-        for port in (port for port in ports if port in ready):
-            frame, (*_, kind, _, _) = port.recvfrom(_LARGEST)
-            if kind != socket.PACKET_OUTGOING and random.random() >= loss:
-                heapq.heappush(
-                    waiting, (time.monotonic() + delay, next(numbers), other[port], frame)
-                )
-        while waiting and waiting[0][0] <= time.monotonic():
-            *_, port, frame = heapq.heappop(waiting)
-            port.send(frame)
-
-
-def _open(name: str) -> socket.socket:
-    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_EVERY_PROTOCOL))
-    # Frames with unfinished checksums and many segments pass as is.
-    port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
-    port.bind((name, 0))
-    return port
-
-
-if __name__ == "__main__":
-    carry(float(sys.argv[1]), float(sys.argv[2]))

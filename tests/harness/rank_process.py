@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
-import functools
 import gc
 import multiprocessing
 import os
@@ -83,7 +82,6 @@ def run_rank(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    _limit_deadlocks()
     # Never pytest's: a launcher would run all the tests again.
     sys.argv = [f"rank-{rank}-is-no-script"]
     if "coverage" in sys.modules:  # a rank may run no line of the package
@@ -91,18 +89,6 @@ def run_rank(
             "ignore", category=sys.modules["coverage"].exceptions.CoverageWarning
         )
     _end_as_script(_call(rank, world_size, call))
-
-
-def _limit_deadlocks() -> None:
-    """Have ranks compare their calls after this many seconds, so that a run of all
-    tests finds false alarms.
-    """
-    seconds = os.environ.get("DDPX_TESTS_DEADLOCK")
-    if seconds is not None:
-        from lightning_ddp_ext.rendezvous.request import Timeouts
-
-        create = Timeouts.__init__
-        Timeouts.__init__ = functools.partialmethod(create, deadlock=float(seconds))  # type: ignore[assignment]
 
 
 def _send(kind: str, value: object, point: str = "") -> None:

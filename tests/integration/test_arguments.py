@@ -42,10 +42,13 @@ def test_every_option_of_lightning_is_a_typed_and_explained_argument() -> None:
 
 
 NOT_POSITIVE = "{0} must be a positive number of seconds, at least 0.001 (got {1!r}); write {0}=60"
+NO_DURATION = "{0} must be a number of seconds or a timedelta (got {1!r}, of type "
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"init_method": "tcp://host"}, "init_method 'tcp://host' needs a port (got none)"),
     ({"init_timeout": 0}, NOT_POSITIVE.format("init_timeout", 0)),
     ({"timeout": timedelta(0)}, NOT_POSITIVE.format("timeout", timedelta(0))),
+    ({"timeout": True}, NO_DURATION.format("timeout", True)),
+    ({"timeout": "60"}, NO_DURATION.format("timeout", "60")),
     ({"sampler": "fast"}, "sampler must be 'torch' or 'scalable' (got 'fast')"),
     ({"exact_evaluation": 1}, "exact_evaluation must be True or False (got 1)"),
     ({"uneven_inputs": "join"}, "uneven_inputs must be None or 'stop_at_shortest' (got 'join')"),

@@ -8,17 +8,18 @@ imported torch and Lightning already.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.run
 
 from tests.harness.environment import by_mpirun, by_srun, loopback
 from tests.harness.network import Network
@@ -45,6 +46,7 @@ class Runs:
     def __init__(self, directory: Path, *methods: str, nodes: int = 1, **urls: str) -> None:
         self._directory = directory
         self._nodes = nodes
+        self._ranks = 2 * nodes
         made = {"none": "env://", "env": "env://", "tcp": f"tcp://127.0.0.1:{free_port()}"}
         made |= {"file": f"file://{directory}/store", **urls}
         self._urls = {method: made[method] for method in methods}
@@ -66,40 +68,33 @@ class Runs:
                 once on each rank.
             launches: how often ranks connected in each run; None: once.
         """
-        size = 2 * self._nodes
-        weights, results = learned_with_stock(size)
-        told = [json.loads(line) for line in re.findall(r"^{.*}$", output, re.MULTILINE)]
-        returned = [report for report in told if report["what"] == "returned"]
-        assert len(returned) == (size * len(self._urls) if returns is None else returns), output
-        assert {report["weights"] for report in told} == {weights}
-        assert all(report["results"] in ([], results) for report in returned)
+        runs = len(self._urls)
+        reports = [json.loads(line) for line in re.findall(r"^{.*}$", output, re.MULTILINE)]
+        returned = [report for report in reports if report["what"] == "returned"]
+        weights, test_results = learned_with_stock(self._ranks)
+        assert len(returned) == (returns or self._ranks * runs), output
+        assert {report["weights"] for report in reports} == {weights}
+        assert all(report["results"] in ([], test_results) for report in returned)
         for run, method in enumerate(self._urls):
-            trained = [
-                report for report in told if (report["what"], report["run"]) == ("trained", run)
-            ]
-            places = {(*report["place"], report["pid"]) for report in trained}
-            assert len(places) == len(trained) >= size, output
-            assert {place[:4] for place in places} == {
-                (rank, size, rank % 2, rank // 2) for rank in range(size)
-            }
-            files = ["store"] if method == "file" else []
-            assert all(report["files"] == files for report in trained), output
-        met = re.findall(rf"process group: gloo, {size} ranks, (\S+)$", output, re.MULTILINE)
-        expected = zip(self._urls.values(), launches or [1] * len(self._urls), strict=True)
-        assert sorted(met) == sorted(url for url, times in expected for _ in range(times)), output
+            trained = [report for report in reports if report["what"] == "trained"]
+            self._expect_all_ranks([each for each in trained if each["run"] == run], method)
+        formed = rf"process group: gloo, {self._ranks} ranks, (\S+)$"
+        times_formed = Counter(re.findall(formed, output, re.MULTILINE))
+        expected: Counter[str] = Counter()
+        for url, times in zip(self._urls.values(), launches or [1] * runs, strict=True):
+            expected[url] += times
+        assert times_formed == expected, output
         assert not list(self._directory.iterdir()), "the last rank to leave removes the file"
 
-
-def ranks_that_name(victim: int, output: str) -> list[int]:
-    """Return the ranks that reported this one's death, each once."""
-    death = (
-        rf"rank {victim} \(host .+, pid \d+\) died: its process ended unexpectedly; every rank"
-        r" stops\."
-    )
-    return sorted(
-        int(rank)
-        for rank in re.findall(rf"^\[rank (\d)\] RankDiedError: {death}", output, re.MULTILINE)
-    )
+    def _expect_all_ranks(self, trained: list[dict[str, Any]], method: str) -> None:
+        """Fail unless each report of a run is that of another process, each rank has one,
+        and only the method "file" makes a file.
+        """
+        assert len({report["pid"] for report in trained}) == len(trained), trained
+        places = {tuple(report["place"]) for report in trained}
+        assert places == {(rank, self._ranks, rank % 2, rank // 2) for rank in range(self._ranks)}
+        files = ["store"] if method == "file" else []
+        assert all(report["files"] == files for report in trained), trained
 
 
 @functools.cache
@@ -130,27 +125,17 @@ def run_script(argument: str, env: Environment, processes: int = 2, **options: A
     )
 
 
-def run_launcher(module: str, *words: str, nodes: int = 1, **options: Any) -> str:
-    """Run a launcher of torch's, ``python -m module words``, on each node to a good
-    end; what all processes print.
-
-    ``{node}`` in a word becomes the node's number.
-    """
-    env = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": None}
-    return output_of_all(launch_ranks(be_the_launcher, nodes, module, words, env=env, **options))
-
-
 def be_the_script(rank: int, world_size: int, argument: str) -> None:
     """Run the training script in this process."""
     sys.argv = [SCRIPT, argument]  # a rank that starts others starts them with it
     train.main(**json.loads(argument))
 
 
-def be_the_launcher(node: int, nodes: int, module: str, words: Sequence[str]) -> None:
-    """Run a launcher in this process; the ranks that it starts import everything
+def be_torchrun(rank: int, world_size: int, words: Sequence[str]) -> None:
+    """Run torchrun in this process; the ranks that it starts import everything
     themselves.
     """
-    importlib.import_module(module).main([word.replace("{node}", str(node)) for word in words])
+    torch.distributed.run.main(words)
 
 
 @pytest.mark.lowest
@@ -210,16 +195,16 @@ def test_torchrun(tmp_path: Path) -> None:
     rank reports first.
     """
     runs = Runs(tmp_path, "env", "tcp", "file")
-    words = [
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=1",
-        SCRIPT,
-        runs.argument(deaths=[(0, 0, 1)]),
-    ]
-    output = run_launcher("torch.distributed.run", *words)
-    runs.expect_trained(output, returns=8, launches=[2, 2, 1])
-    assert ranks_that_name(0, output) == [1], output
+    death = (0, 0, 1)  # of rank 0, before a restart, in the second run
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT]
+    words.append(runs.argument(death=death))
+    env: Environment = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": None}
+    output = output_of_all(launch_ranks(be_torchrun, 1, words, env=env))
+    # Both ranks return from the first run, and after the restart from all three.
+    runs.expect_trained(output, returns=2 * (1 + 3), launches=[2, 2, 1])
+    died = r"rank 0 \(host .+, pid \d+\) died: its process ended unexpectedly; every rank stops\."
+    told = re.findall(rf"^\[rank (\d)\] RankDiedError: {died}", output, re.MULTILINE)
+    assert told == ["1"], output
 
 
 PORT = 29500  # free on every host, as each has its own network
@@ -238,21 +223,6 @@ def nodes(two_hosts: Network) -> Network:
         if host.address6:
             host.ip("addr del ::1/128 dev lo")
     return two_hosts
-
-
-@pytest.mark.nightly
-@pytest.mark.netns
-def test_torchrun_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
-    """An agent on each node starts its ranks, and restarts them after a kill; the other
-    ranks name the killed one.
-    """
-    runs = Runs(shared_dir, "file", "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
-    words = ["--nnodes=2", "--nproc-per-node=2", "--node-rank={node}", "--max-restarts=1"]
-    words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=host-a:{PORT + 1}", "--rdzv-id=run42"]
-    words += [SCRIPT, runs.argument(deaths=[(3, 0, 0)])]
-    output = run_launcher("torch.distributed.run", *words, nodes=2, namespaces=list(nodes))
-    runs.expect_trained(output, launches=[2, 1])
-    assert ranks_that_name(3, output) == [0, 1, 2], output
 
 
 @pytest.mark.netns

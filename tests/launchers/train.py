@@ -30,7 +30,7 @@ from tests.harness.training import At, Net, make_trainer
 def main(
     urls: Sequence[str | None],
     calls: Sequence[str] = ("fit",),
-    deaths: Sequence[Sequence[int]] = (),
+    death: Sequence[int] = (),
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
@@ -39,16 +39,14 @@ def main(
     Args:
         urls: init methods; None for none.
         calls: methods of each Trainer.
-        deaths: rank, restart and training: then the rank's process is killed in its
-            second step.
+        death: a rank, and the restart and training in which its process is killed in
+            the second step.
         strategy: further options of the strategy.
         options: of the Trainer.
     """
-    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     for run, url in enumerate(urls):
         leave()
-        victims = [rank for rank, *when in deaths if when == [restart, run]]
-        kill = At("on_train_batch_start", partial(die, victims), earlier=1)
+        kill = At("on_train_batch_start", partial(die, death, run), earlier=1)
         tell = At("on_train_end", partial(report_rank, run, url))
         chosen = {**(strategy or {}), **({} if url is None else {"init_method": url})}
         ours = DDPExtStrategy(**chosen) if chosen else "ddp_ext"
@@ -67,8 +65,9 @@ def learn(strategy: Any, calls: Sequence[str], **options: Any) -> tuple[str, lis
     return fingerprint(model), returned
 
 
-def die(victims: Sequence[int], trainer: L.Trainer) -> None:
-    if trainer.global_rank in victims:
+def die(death: Sequence[int], run: int, trainer: L.Trainer) -> None:
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if [trainer.global_rank, restart, run] == list(death):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

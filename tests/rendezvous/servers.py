@@ -134,7 +134,8 @@ def connect(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings
     """
     mine = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
     announce_connected_ranks()
-    stop_in_front_of(mine.pop("stop", None))
+    if "stop" in mine:
+        hold_before(mine.pop("stop"))
     hold("ready")
     join(request(**mine))
     return add_ones()
@@ -153,16 +154,15 @@ def announce_connected_ranks() -> None:
     TcpEndpoint.publish = lambda self, address: announce("listens")  # type: ignore[method-assign]
 
 
-def stop_in_front_of(name: str | None) -> None:
+def hold_before(name: str) -> None:
     """Hold before a function of ``torch.distributed`` runs."""
-    if name is not None:
-        function = getattr(dist, name)
+    function = getattr(dist, name)
 
-        def hold_and_call(*args: Any, **kwargs: Any) -> Any:
-            hold("in front")
-            return function(*args, **kwargs)
+    def hold_and_call(*args: Any, **kwargs: Any) -> Any:
+        hold("in front")
+        return function(*args, **kwargs)
 
-        setattr(dist, name, hold_and_call)
+    setattr(dist, name, hold_and_call)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,6 @@ device.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -141,19 +139,6 @@ def test_a_group_that_does_not_work_is_refused(
     assert outcome.error.type_name == "RendezvousError", outcome.story()
     assert f"the nccl_stand_in group of 1 ranks {finding}" in outcome.error.message
     assert outcome.exit_code == 1, outcome.story()
-
-
-def die_while_forming(rank: int, world_size: int, where: str) -> None:
-    if rank == 1:
-        dist.init_process_group = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
-    join(request(rank, world_size, where, init_timeout=120.0, backend=backend("nccl_stand_in")))
-
-
-def test_a_rank_that_dies_while_nccl_connects_is_named(tmp_path: Path) -> None:
-    """The others do not wait until ``init_timeout``."""
-    told, _ = launch_ranks(die_while_forming, 2, str(tmp_path / "store"), time_limit=60)
-    assert told.error is not None, told.story()
-    assert told.error.type_name == "RankDiedError", told.story()
 
 
 def form_without_the_last_rank(rank: int, world_size: int, where: str, raised: Path) -> str:

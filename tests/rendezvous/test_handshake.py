@@ -1,12 +1,14 @@
 """The handshake between rank 0 and others: accepted ranks, and the error that all raise
-otherwise.
+otherwise; and sending over the channel that remains of it.
 """
 
 from __future__ import annotations
 
+import json
+import queue
 import re
 import socket
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +17,22 @@ import pytest
 
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous import coordinator
-from lightning_ddp_ext.rendezvous.deadline import Deadline
+from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Timeouts
-from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, Connection, Message, encode
-from tests.harness.ranks import RankProcesses, announce, free_port, hold
-from tests.rendezvous.servers import (
-    HOST,
-    LONG,
-    Answer,
-    add_ones,
-    connect,
-    drip,
-    endings,
-    place,
-    process,
-    request,
-    same_sentence,
-    sentence,
-    server,
-    silent,
-    started,
-    url,
-    web,
+from lightning_ddp_ext.rendezvous.sockets import listen
+from lightning_ddp_ext.rendezvous.wire import (
+    MAX_HELLO,
+    MAX_MESSAGE,
+    NOT_READING,
+    Connection,
+    Message,
+    encode,
 )
+from tests.harness.ranks import RankProcesses, announce, free_port, hold
+from tests.rendezvous import servers
 
 CLAIMED = (
     r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; set a different RANK .*"
@@ -72,31 +64,22 @@ def test_a_start_that_cannot_be(
     settings = [{"timeouts": SOON, **each} for each in ({}, {}, third)]
     assert re.fullmatch(
         expected,
-        same_sentence(endings(place(kind, tmp_path), settings, init_timeout=LONG), RendezvousError),
+        servers.same_sentence(
+            servers.endings(servers.place(kind, tmp_path), settings, init_timeout=servers.LONG),
+            RendezvousError,
+        ),
     )
-
-
-def test_late_ranks_raise_why_the_start_failed(tmp_path: Path) -> None:
-    """Rank 0 keeps listening for a moment."""
-    common = {"init_timeout": LONG, "world_size": 3, "timeouts": Timeouts(after_refusal=LONG)}
-    settings = [{"rank": rank, **common} for rank in (0, 1, 1, 2)]
-    with RankProcesses(connect, 4, place("file", tmp_path), settings) as ranks:
-        for seat in range(3):
-            ranks.release(seat)
-        ranks.wait(1, 2)
-        ranks.release(3)
-        same_sentence(ranks.wait(), RendezvousError)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> None:
     """The active run is not affected."""
-    where = place(kind, tmp_path)
+    where = servers.place(kind, tmp_path)
     late = ((0, 2), (1, 2), (4, 5))
     settings: list[dict[str, Any]] = [{"world_size": 2, "stop": "all_reduce"}] * 2
     settings += [{"rank": rank, "world_size": world_size} for rank, world_size in late]
     with RankProcesses(
-        connect, 5, where, [{"init_timeout": LONG, **each} for each in settings]
+        servers.connect, 5, where, [{"init_timeout": servers.LONG, **each} for each in settings]
     ) as ranks:
         for seat in range(2):
             ranks.release(seat)
@@ -110,9 +93,9 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
         running = ranks.wait(0, 1)
     for (rank, world_size), outcome in zip(late, refused, strict=True):
         assert (
-            sentence(outcome, RendezvousError)
-            == f"another run of 2 ranks is active at {url(where)} with"
-            f" {process(0, running[0].pid)}, and {process(rank, outcome.pid)} of {world_size}"
+            servers.sentence(outcome, RendezvousError)
+            == f"another run of 2 ranks is active at {servers.url(where)} with"
+            f" {servers.process(0, running[0].pid)}, and {servers.process(rank, outcome.pid)} of {world_size}"
             " cannot join it; stop that run, or choose another init_method for this one"
         )
     assert [outcome.exit_code for outcome in running] == [0, 0]
@@ -123,20 +106,20 @@ def test_ranks_of_another_run_are_refused(kind: str, tmp_path: Path) -> None:
     """Two steps of a SLURM job get the same port; the run whose rank 0 listens first
     starts with its own ranks.
     """
-    where = place(kind, tmp_path)
-    common = {"world_size": 2, "init_timeout": LONG}
+    where = servers.place(kind, tmp_path)
+    common = {"world_size": 2, "init_timeout": servers.LONG}
     settings = [
         {"rank": rank, "run": run, **common} for run in ("STEP=0", "STEP=1") for rank in (0, 1)
     ]
-    with RankProcesses(connect, 4, where, settings) as ranks:
+    with RankProcesses(servers.connect, 4, where, settings) as ranks:
         ranks.release(0)
         for seat in (3, 2):
             ranks.release(seat)
             (refused,) = ranks.wait(seat)
             assert (
-                sentence(refused, RendezvousError)
-                == f"rank 0 at {url(where)} belongs to another run (STEP=0) than"
-                f" {process(seat - 2, refused.pid)} (STEP=1); give each run its own MASTER_PORT"
+                servers.sentence(refused, RendezvousError)
+                == f"rank 0 at {servers.url(where)} belongs to another run (STEP=0) than"
+                f" {servers.process(seat - 2, refused.pid)} (STEP=1); give each run its own MASTER_PORT"
                 " or init_method"
             )
         ranks.release(1)
@@ -156,8 +139,8 @@ def run_in_turn(seat: int, seats: int, where: Tcp | str) -> float:
 
     coordinator._reply = reply_and_announce
     hold("ready")
-    join(request(seat % 2, 2, where, init_timeout=LONG))
-    found = add_ones()
+    join(servers.request(seat % 2, 2, where, init_timeout=servers.LONG))
+    found = servers.add_ones()
     if seat == 0:
         hold("done")
     return found
@@ -170,7 +153,7 @@ def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
     """``srun bash -c "python fit.py; python test.py"`` starts them when their
     predecessors exit.
     """
-    with RankProcesses(run_in_turn, 4, place(kind, tmp_path)) as ranks:
+    with RankProcesses(run_in_turn, 4, servers.place(kind, tmp_path)) as ranks:
         for seat in (0, 1):
             ranks.release(seat)
         ranks.wait_for("done", 0)
@@ -183,33 +166,13 @@ def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
         assert [outcome.result for outcome in ranks.wait()] == [2.0] * 4
 
 
-def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> None:
-    """Meanwhile another run's rank 0 may listen at the port of a killed run."""
-    ours, other = (FileEndpoint(str(tmp_path / name)) for name in ("ours", "other"))
-    with started(str(other.path), [{"init_timeout": LONG, "stop": "all_reduce"}] * 2) as ranks:
-        for seat in range(2):
-            ranks.wait_for("in front", seat)
-        address = other.look_up(Deadline(LONG))
-        assert address is not None
-        ours.publish(replace(address, nonce="of a killed run"))
-        (lost,) = endings(
-            str(ours.path), [{"rank": 1, "world_size": 2, "timeouts": SOON}], init_timeout=2.0
-        )
-    # The last attempt may have had no time for an answer.
-    found = (
-        r"\((another run is answering there|it accepted the connection, but did not reply); "
-        r"pid {} on host {} published its address"
-    )
-    assert re.search(found.format(ranks.pids[0], HOST), sentence(lost, RendezvousError))
-
-
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     """Rank 0 names the rank, the reason and a remedy."""
     path = tmp_path / "removed" / "run"
-    (outcome,) = endings(str(path), [{"world_size": 2, "timeouts": SOON}])
+    (outcome,) = servers.endings(str(path), [{"world_size": 2, "timeouts": SOON}])
     assert (
-        sentence(outcome, RendezvousError)
-        == f"init_method 'file://{path}': rank 0 on {HOST} (pid {outcome.pid}) cannot write its"
+        servers.sentence(outcome, RendezvousError)
+        == f"init_method 'file://{path}': rank 0 on {servers.HOST} (pid {outcome.pid}) cannot write its"
         " address there: No such file or directory; create the directory, free disk space, or"
         " choose another file"
     )
@@ -222,7 +185,7 @@ def test_other_connections_do_not_disturb_a_start() -> None:
     At a loopback address only those of this host reach rank 0 and its store.
     """
     where = Tcp("127.0.0.1", free_port())
-    with RankProcesses(connect, 2, where, [{"init_timeout": LONG}] * 2) as ranks:
+    with RankProcesses(servers.connect, 2, where, [{"init_timeout": servers.LONG}] * 2) as ranks:
         ranks.release(0)
         ranks.wait_for("listens", 0)
         connections = psutil.Process(ranks.pids[0]).net_connections()
@@ -252,16 +215,40 @@ def test_other_connections_do_not_disturb_a_start() -> None:
         stranger.close()
 
 
-@pytest.mark.parametrize("answer", [silent, web, drip])
-def test_a_stale_address_is_replaced(answer: Answer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("answer", [servers.silent, servers.web, servers.drip])
+def test_a_stale_address_is_replaced(answer: servers.Answer, tmp_path: Path) -> None:
     """A rank that read the address of a killed run reads it again, even if another
     program now listens there.
     """
     path = tmp_path / "run"
-    with server(answer) as where:
+    path.touch()  # as ``tempfile.mkstemp`` makes it
+    with servers.server(answer) as where:
         FileEndpoint(str(path)).publish(
             Address((where.host,), where.port, "of a killed run", "network")
         )
-        outcomes = endings(str(path), [{"timeouts": SOON}] * 2, init_timeout=LONG)
+        outcomes = servers.endings(str(path), [{"timeouts": SOON}] * 2, init_timeout=servers.LONG)
     assert [outcome.result for outcome in outcomes] == [2.0, 2.0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sending_never_waits() -> None:
+    """Data that the kernel does not accept are sent later, up to a limit: beyond it the
+    peer is dropped.
+    """
+    text = "x" * (MAX_MESSAGE // 2)
+    with listen("127.0.0.1", 0) as listener:
+        peer = socket.create_connection(listener.getsockname()[:2])
+        of_rank_zero = listener.accept()[0]
+    peer.settimeout(10.0)
+    rank_zero = Channel(heartbeat=30.0)
+    closed = queue.SimpleQueue[tuple[int, str]]()
+    rank_zero.connect(1, of_rank_zero)
+    rank_zero.on_closed(lambda rank, reason: closed.put((rank, reason)))
+    with peer, peer.makefile("rb") as received:
+        for number in range(12):  # 6 times the longest message, beyond a socket's buffer
+            rank_zero.send("a", {"text": text, "number": number})
+        assert [json.loads(received.readline())[1]["number"] for _ in range(12)] == [*range(12)]
+        while closed.empty():
+            rank_zero.send("a", {"text": text})
+        assert closed.get() == (1, NOT_READING)
+    rank_zero.close()

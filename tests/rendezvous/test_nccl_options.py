@@ -16,15 +16,16 @@ from lightning_ddp_ext.rendezvous.process_context import leave
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.harness.training import At, Net, backend, make_trainer
 
-NAMES = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-# Settings of each type, and their variables.
-OTHERS = NCCLOptions(p2p_level="NVL", ib_disable=False, p2p_disable=True, buffsize=2**23)
-VARIABLES = {
+# The variables of ``interface="lo"``, and of options of each type.
+ON_LO = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
+OF_EACH_TYPE = NCCLOptions(p2p_level="NVL", ib_disable=False, p2p_disable=True, buffsize=2**23)
+VARIABLES_OF_EACH_TYPE = {
     "NCCL_P2P_LEVEL": "NVL",
     "NCCL_IB_DISABLE": "0",
     "NCCL_P2P_DISABLE": "1",
-    "NCCL_BUFFSIZE": "8388608",
+    "NCCL_BUFFSIZE": str(2**23),
 }
+NAMES = ("NCCL_DEBUG", *ON_LO, *VARIABLES_OF_EACH_TYPE)
 
 
 @pytest.mark.parametrize(
@@ -44,12 +45,15 @@ def test_wrong_values_are_refused(wrong: dict[str, Any], words: str) -> None:
         NCCLOptions(**wrong)
 
 
+def variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in NAMES if name in os.environ}
+
+
 class Reads(L.Callback):
     """Reads the variables, and the process group, while a Trainer works."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.values = [os.environ.get(name) for name in NAMES]
-        self.variables = {name: os.environ.get(name) for name in VARIABLES}
+        self.variables = variables()
         self.group = dist.group.WORLD
 
 
@@ -61,15 +65,16 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
         return reads
 
     first = fit(NCCLOptions(debug="WARN"))
-    assert first.values == ["WARN", "=lo", "lo"]
-    assert fit(OTHERS).variables == VARIABLES
-    second = fit(None)
-    third = fit(None)
-    assert second.values == third.values == [None, "=lo", "lo"]
-    assert second.group is not first.group, "other settings need a new group"
-    assert third.group is second.group
+    assert first.variables == {"NCCL_DEBUG": "WARN", **ON_LO}
+    assert fit(OF_EACH_TYPE).variables == VARIABLES_OF_EACH_TYPE | ON_LO
+    without_options = fit(None)
+    without_options_again = fit(None)
+    assert without_options.variables == ON_LO
+    assert without_options_again.variables == ON_LO
+    assert without_options.group is not first.group, "other settings need a new group"
+    assert without_options_again.group is without_options.group
     leave()
-    assert not os.environ.keys() & set(NAMES)
+    assert variables() == {}
     os.environ["NCCL_DEBUG"] = "INFO"
     with pytest.raises(
         ConfigurationError,
@@ -77,9 +82,10 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
     ):
         fit(NCCLOptions(debug="WARN"))
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    assert fit(NCCLOptions(debug="INFO")).values == ["INFO", "lo", "lo"]
+    exported = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"}
+    assert fit(NCCLOptions(debug="INFO")).variables == exported | {"GLOO_SOCKET_IFNAME": "lo"}
     leave()
-    assert [os.environ.get(name) for name in NAMES] == ["INFO", "lo", None]
+    assert variables() == exported
 
 
 def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
@@ -134,15 +140,15 @@ def test_torch_leaves_errors_of_cuda_to_python(
     assert run_ranks(fit_over_gloo_and_nccl, 1, tmp_path, env=env) == [expected]
 
 
-def fit_without_docker(rank: int, world_size: int, directory: Path) -> list[str | None]:
+def fit_without_docker(rank: int, world_size: int, directory: Path) -> dict[str, str]:
     reads = Reads()
     strategy = DDPExtStrategy(f"file://{directory}/rank0", interface="^docker0")
     make_trainer(strategy, callbacks=[reads], devices=1, fast_dev_run=1).fit(Net())
-    return reads.values
+    return reads.variables
 
 
 def test_an_interface_is_excluded_for_nccl_only(tmp_path: Path) -> None:
     """Gloo would look for an interface of that name."""
     env = {**by_hand_env(1), "GLOO_SOCKET_IFNAME": None}
-    expected = [None, "^docker0", None]
+    expected = {"NCCL_SOCKET_IFNAME": "^docker0"}
     assert run_ranks(fit_without_docker, 1, tmp_path, env=env) == [expected]

@@ -1,9 +1,8 @@
-"""A training script, ``script.py STRATEGY [WHAT ...]``; each rank prints at its start
-and in its third step.
+"""A training script, ``script.py STRATEGY [END]``, which prints that it begins before
+anything is imported.
 
-It says that it begins before anything is imported. Rank 1 then ``stays`` there, or
-``lingers`` after the training, or ``raises`` or ``dies`` there; ``endless`` has all
-train for ever.
+Rank 1 then ``stays`` there; or, after the training, it ``lingers``, ``raises`` or
+``dies``.
 """
 
 from __future__ import annotations
@@ -34,28 +33,23 @@ if __name__ in ("__main__", "__mp_main__") and (started := started_as()) is not 
     if started == 1 and "stays" in sys.argv:
         threading.Event().wait()
 
-import torch.distributed as dist  # noqa: E402
-
 from tests.harness.training import Net  # noqa: E402
 from tests.supervision import model  # noqa: E402
 
+AFTER_FIT = {
+    "lingers": model.wait_for_another_ranks_end,
+    "raises": model.boom,
+    "dies": model.die,
+}
 
-def announce_third_step() -> None:
-    print_line(f"rank {dist.get_rank()} in step 3")
 
-
-def main(strategy: str, *what: str) -> None:
-    faults = [model.Fault("on_train_batch_start", announce_third_step, earlier=2)]
-    max_epochs = -1 if "endless" in what else 1
-    trainer = model.make_trainer(2, strategy, *faults, max_epochs=max_epochs, limit_val_batches=0)
-    if {"raises", "dies"}.intersection(what):
+def main(strategy: str, end: str = "") -> None:
+    trainer = model.make_trainer(2, strategy, limit_val_batches=0)
+    if end in AFTER_FIT:
         atexit.register(print, "exit handlers ran")  # buffered, and registered before ours
     trainer.fit(Net())
-    if "lingers" in what and trainer.global_rank == 1:
-        model.wait_for_another_ranks_end()
-    if trainer.global_rank == 1:
-        for each in {"raises", "dies"}.intersection(what):
-            {"raises": model.boom, "dies": model.die}[each]()
+    if trainer.global_rank == 1 and end in AFTER_FIT:
+        AFTER_FIT[end]()
     print_line(f"rank {trainer.global_rank} is at the end")
 
 

@@ -4,15 +4,12 @@ another rank's exit are known.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -22,22 +19,9 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from lightning_ddp_ext.ranks import reason_of
-from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from lightning_ddp_ext.supervision.failure import may_be_echo
 from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
 from tests.harness.training import At, Batch, Net, make_strategy, make_trainer
 from tests.supervision import model
-from tests.supervision.model import (
-    BoomError,
-    Fault,
-    boom,
-    error_of,
-    in_step,
-    lines_of,
-    throw,
-    wait_for_another_ranks_end,
-)
 
 BOOM = "tests.supervision.model.BoomError: no such layer"
 
@@ -48,28 +32,32 @@ def fail_otherwise() -> None:
 
 def fail_otherwise_once_informed() -> None:
     """Raise something else as soon as another rank's failure is known."""
-    wait_for_another_ranks_end()
+    model.wait_for_another_ranks_end()
     fail_otherwise()
 
 
-def fit(rank: int, world_size: int, terminal: Path, *faults: Fault) -> None:
+def fit(rank: int, world_size: int, terminal: Path, *faults: model.Fault) -> None:
     """Train with all ranks' stderr in one file, as on one terminal; without faults,
     fail after it.
     """
     logging.disable(logging.WARNING)  # Lightning's greetings
     os.dup2(os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
     model.fit(rank, world_size, f"file://{terminal}.store", *faults)
-    boom()
+    model.boom()
 
 
-def printed(directory: Path, *faults: Fault, world_size: int = 3) -> list[str]:
+def printed(directory: Path, *faults: model.Fault, world_size: int = 3) -> list[str]:
     """Return the output of ranks with these faults."""
     launch_ranks(fit, world_size, directory / "terminal", *faults)
-    return lines_of((directory / "terminal").read_text())
+    return model.lines_of((directory / "terminal").read_text())
 
 
-@pytest.mark.parametrize("faults", [[Fault("setup", boom)], []], ids=["in fit", "after fit"])
-def test_the_same_exception_everywhere_is_printed_once(faults: list[Fault], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "faults", [[model.Fault("setup", model.boom)], []], ids=["in fit", "after fit"]
+)
+def test_the_same_exception_everywhere_is_printed_once(
+    faults: list[model.Fault], tmp_path: Path
+) -> None:
     """Ranks with the same failure print one traceback together, also outside of the
     Trainer.
     """
@@ -84,9 +72,9 @@ def test_different_exceptions_are_all_printed(tmp_path: Path) -> None:
     of it.
     """
     faults = [
-        in_step(boom, 0),
-        Fault("on_exception", fail_otherwise, 0),
-        in_step(fail_otherwise_once_informed, 1),
+        model.in_step(model.boom, 0),
+        model.Fault("on_exception", fail_otherwise, 0),
+        model.in_step(fail_otherwise_once_informed, 1),
     ]
     lines = printed(tmp_path, *faults, world_size=2)
     assert lines.count(BOOM) == 1
@@ -99,59 +87,16 @@ def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
     the same second.
     """
     variables = {"TORCHELASTIC_ERROR_FILE": lambda rank: f"{tmp_path}/{rank}.json"}
-    outcomes = launch_ranks(fit, 3, tmp_path / "terminal", in_step(boom, 1), env=variables)
-    assert (
-        os.listdir(tmp_path).count("1.json")
-        == sum(name.endswith(".json") for name in os.listdir(tmp_path))
-        == 1
+    outcomes = launch_ranks(
+        fit, 3, tmp_path / "terminal", model.in_step(model.boom, 1), env=variables
     )
-    ended = {
+    assert [path.name for path in tmp_path.glob("*.json")] == ["1.json"]
+    failures = {
         each.rank: ProcessFailure(each.rank, each.pid, 1, f"{tmp_path}/{each.rank}.json")
         for each in outcomes
     }
-    assert re.search(
-        r"Root Cause [^@]*rank +: 1 [^@]*BoomError: no such layer",
-        ChildFailedError("script", ended).format_msg(),
-    )
-
-
-def fail_with_a_hook(rank: int, world_size: int, directory: Path, chains: bool) -> int:
-    """Count the calls of a user's hook after groups were formed again, as Trainers form
-    them.
-    """
-    calls = []
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        calls.append(kind)
-        if chains:
-            before(kind, error, trace)
-
-    sys.excepthook = hook
-    for number in range(3):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{directory}/{number}", 1), rank=0, world_size=1
-        )
-        install_excepthook()
-    try:
-        boom()
-    except BoomError as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    return len(calls)
-
-
-@pytest.mark.parametrize("chains", [True, False])
-def test_a_users_hook_is_called_once(chains: bool, tmp_path: Path) -> None:
-    """The number of groups does not matter; the hook calls the one before it, and
-    torch's hook at most once.
-    """
-    (outcome,) = launch_ranks(fail_with_a_hook, 1, tmp_path, chains)
-    assert outcome.result == 1, outcome.story()
-    assert [line for line in outcome.output.splitlines() if BOOM in line] == [
-        f"[rank0]: {BOOM}"
-    ] * chains
+    table = ChildFailedError("script", failures).format_msg()
+    assert re.search(r"Root Cause [^@]*rank +: 1 [^@]*BoomError: no such layer", table), table
 
 
 class Reading(torch.utils.data.Dataset[Any]):
@@ -192,36 +137,39 @@ class FailsInBackward(Net):
         return loss.detach() if index == 1 and self.global_rank == 1 else loss
 
 
-OWN: dict[str, tuple[type[Net], str]] = {
-    "a loader worker": (
+FAILS_ALONE = [
+    pytest.param(
         ReadsFromStore,
         r"RuntimeError: .*store: gloo: \[Errno 104\] Connection reset by peer",
+        id="a loader worker",
     ),
-    "a backward pass": (
+    pytest.param(
         FailsInBackward,
         "RuntimeError: element 0 of tensors does not require grad",
+        id="a backward pass",
     ),
-}
+]
 
 
-def train(rank: int, world_size: int, directory: Path, model: type[Net]) -> None:
-    make_trainer(make_strategy("ours", directory), max_epochs=1, limit_val_batches=0).fit(model())
+def train(rank: int, world_size: int, directory: Path, net: type[Net]) -> None:
+    make_trainer(make_strategy("ours", directory), max_epochs=1, limit_val_batches=0).fit(net())
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_an_error_with_the_words_of_a_backend_is_the_ranks_own(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("net", "error"), FAILS_ALONE)
+def test_an_error_with_the_words_of_a_backend_is_the_ranks_own(
+    net: type[Net], error: str, tmp_path: Path
+) -> None:
     """Its rank raises and prints it while another rank reads for a long time, and that
     rank names the first one.
     """
-    model, sentence = OWN[name]
-    with RankProcesses(train, 2, tmp_path, model, env=by_hand_env(2)) as ranks:
+    with RankProcesses(train, 2, tmp_path, net, env=by_hand_env(2)) as ranks:
         ranks.wait_for("reading", 0)
         (failed,) = ranks.wait(1)
         ranks.release(0)
         (told,) = ranks.wait(0)
-    assert re.search(sentence, failed.output, re.DOTALL), failed.story()
+    assert re.search(error, failed.output, re.DOTALL), failed.story()
     assert failed.failure.type_name == "RuntimeError", failed.story()
-    error_of(told, RankFailedError, 1, failed.pid)
+    model.error_of(told, RankFailedError, 1, failed.pid)
 
 
 def use_socket() -> None:
@@ -252,7 +200,7 @@ CLOSED = "ValueError: Default process group has not been initialized"
 
 
 @pytest.mark.parametrize(
-    ("work", "sentence", "printed"),
+    ("work", "raised", "printed"),
     [
         (
             use_socket,
@@ -264,7 +212,7 @@ CLOSED = "ValueError: Default process group has not been initialized"
     ],
 )
 def test_an_error_after_fit_is_the_ranks_own(
-    work: Callable[[], object], sentence: str, printed: str, tmp_path: Path
+    work: Callable[[], object], raised: str, printed: str, tmp_path: Path
 ) -> None:
     """Whatever its text, it is raised and printed, although another rank has finished
     and exited.
@@ -276,9 +224,8 @@ def test_an_error_after_fit_is_the_ranks_own(
         ranks.wait(1)
         ranks.release(0)
         (failed,) = ranks.wait(0)
-    assert f"{failed.failure.type_name}: {failed.failure.message}".startswith(sentence), (
-        failed.story()
-    )
+    error = f"{failed.failure.type_name}: {failed.failure.message}"
+    assert error.startswith(raised), failed.story()
     assert re.search(printed, failed.output, re.DOTALL), failed.story()
 
 
@@ -305,82 +252,4 @@ def test_a_collective_that_user_code_waits_for_names_the_dead_rank(tmp_path: Pat
         ranks.wait_for("waiting", 0)
         ranks.kill(1)
         told, died = ranks.wait()
-    error_of(told, RankDiedError, 1, died.pid)
-
-
-class Fatal(torch.utils.data.Dataset[int]):
-    """Kills the worker that reads it."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-
-def lose_a_worker() -> None:
-    # Hypothesis has a callback in collections, which would swallow the error of torch's
-    # signal handler
-    gc.disable()
-    try:
-        list(torch.utils.data.DataLoader(Fatal(), num_workers=1))
-    finally:
-        gc.enable()
-
-
-def fail_in_backend() -> None:
-    """Fail in C++ code that a collective calls."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        dist.all_gather([torch.ones(1)], torch.ones(2))
-    finally:
-        dist.destroy_process_group()
-
-
-def finding(work: Callable[[], object]) -> tuple[str, bool]:
-    """Return type and text of the exception, and whether another rank may have caused
-    it.
-    """
-    try:
-        work()
-    except Exception as error:
-        return reason_of(error), may_be_echo(error)
-    raise AssertionError("this was to fail")
-
-
-ELSEWHERE: dict[str, Callable[[], object]] = {
-    "a lost worker": lose_a_worker,
-    "other weights": lambda: torch.nn.Linear(2, 2).load_state_dict({"wight": torch.ones(2, 2)}),
-    "other shapes": lambda: torch.ones(2, 3) @ torch.ones(2, 3),
-    "a user's connection": lambda: throw(ConnectionRefusedError(111, "Connection refused by peer")),
-    "a text": lambda: throw(
-        RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    ),
-    "what names a rank": lambda: throw(
-        RankDiedError("gloo: rank 1 died", rank=1, host="here", pid=4242)
-    ),
-    "no group": lambda: dist.all_reduce(torch.ones(1)),
-}
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_other_errors_are_the_ranks_own(name: str) -> None:
-    """No other rank can have caused an error that was raised outside of collectives."""
-    reason, is_echo = finding(ELSEWHERE[name])
-    assert not is_echo, reason
-
-
-@pytest.mark.parametrize("hidden", [False, True])
-def test_an_error_because_of_a_broken_collective_counts_as_one(hidden: bool) -> None:
-    """So does an error that user code raises while it handles another one."""
-
-    def handle() -> None:
-        try:
-            fail_in_backend()
-        except RuntimeError as error:
-            raise KeyError("logger") from (None if hidden else error)
-
-    reason, is_echo = finding(handle)
-    assert is_echo, reason
+    model.error_of(told, RankDiedError, 1, died.pid)

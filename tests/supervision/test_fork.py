@@ -13,28 +13,17 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.harness.ranks import RankProcesses
 from tests.harness.training import Net
 from tests.supervision import model
-from tests.supervision.model import (
-    IN_THIRD_STEP,
-    Fault,
-    announce_step,
-    boom,
-    die,
-    in_step,
-    lines_of,
-    make_trainer,
-    who,
-)
 
 
 def train(
-    rank: int, world_size: int, directory: Path, *faults: Fault, endless: bool = False
+    rank: int, world_size: int, directory: Path, *faults: model.Fault, endless: bool = False
 ) -> None:
     """Start two ranks from a process that is not a rank."""
     options = {
@@ -42,7 +31,7 @@ def train(
         "limit_val_batches": 0,
         "default_root_dir": directory,
     }
-    make_trainer(2, "ddp_ext_fork", *faults, **options).fit(Net())
+    model.make_trainer(2, "ddp_ext_fork", *faults, **options).fit(Net())
 
 
 def pids_of_ranks(launching: RankProcesses) -> dict[int, int]:
@@ -54,46 +43,55 @@ def leave() -> None:
     raise SystemExit(0)
 
 
+class End(NamedTuple):
+    """Faults of ranks, and what the beginnings of two lines are: what rank 0 prints, and
+    the launching process's error.
+    """
+
+    faults: list[model.Fault]
+    line_of_rank_0: str
+    error: str
+
+
 ENDS = {
-    "failed": (
-        [in_step(boom, 1)],
+    "failed": End(
+        [model.in_step(model.boom, 1)],
         "[rank 0] RankFailedError: {rank_1} failed, so this rank stops: BoomError: no such layer",
         "tests.supervision.model.BoomError: no such layer",
     ),
-    "died": (
-        [in_step(model.wait_for_ever, 0), in_step(die, 1)],
+    "died": End(
+        [model.in_step(model.wait_for_ever, 0), model.in_step(model.die, 1)],
         "[rank 0] RankDiedError: {rank_1} died: its process ended unexpectedly; every rank stops.",
-        (
-            "lightning_ddp_ext.errors.RankDiedError: local {rank_1} died: it was killed by SIGKILL;"
-            " the other ranks were"
-        ),
+        "lightning_ddp_ext.errors.RankDiedError: local {rank_1} died: it was killed by SIGKILL;"
+        " the other ranks were",
     ),
-    "left": (
-        [in_step(leave)],
+    "left": End(
+        [model.in_step(leave)],
         "",
-        (
-            "lightning_ddp_ext.errors.RankFailedError: local {rank_0} exited with status 0 before"
-            " it finished its work;"
-        ),
+        "lightning_ddp_ext.errors.RankFailedError: local {rank_0} exited with status 0 before it"
+        " finished its work;",
     ),
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_the_launching_process_raises_the_cause(end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ENDS)
+def test_the_launching_process_raises_the_cause(name: str, tmp_path: Path) -> None:
     """Rank 0 prints a line; the launching process prints the error of the rank that
     failed, died or exited early.
     """
-    faults, line, error = ENDS[end]
-    with RankProcesses(train, 1, tmp_path, Fault("setup", announce_step), *faults) as launching:
+    end = ENDS[name]
+    start = model.Fault("setup", model.announce_step)
+    with RankProcesses(train, 1, tmp_path, start, *end.faults) as launching:
         pids = pids_of_ranks(launching)
         (outcome,) = launching.wait()
-    names = {f"rank_{rank}": who(rank, pid) for rank, pid in pids.items()}
-    lines = lines_of(outcome.output)
+    ranks = {f"rank_{rank}": model.who(rank, pid) for rank, pid in pids.items()}
+    lines = model.lines_of(outcome.output)
     assert outcome.exit_code == 1, outcome.story()
-    assert any(each.startswith(line.format(**names)) for each in lines), outcome.output
-    assert lines[-1].startswith(error.format(**names)), outcome.output
-    assert lines.count('    raise BoomError("no such layer")') == (end == "failed"), outcome.output
+    line_of_rank_0 = end.line_of_rank_0.format(**ranks)
+    assert any(line.startswith(line_of_rank_0) for line in lines), outcome.output
+    assert lines[-1].startswith(end.error.format(**ranks)), outcome.output
+    tracebacks = lines.count('    raise BoomError("no such layer")')
+    assert tracebacks == (1 if name == "failed" else 0), outcome.output
 
 
 class Planted:
@@ -124,7 +122,9 @@ def test_a_report_that_another_user_wrote_is_not_read(tmp_path: Path) -> None:
     file.
     """
     marker = tmp_path / "marker"
-    with RankProcesses(train, 1, tmp_path, in_step(partial(plant_report, marker), 1)) as launching:
+    with RankProcesses(
+        train, 1, tmp_path, model.in_step(partial(plant_report, marker), 1)
+    ) as launching:
         (outcome,) = launching.wait()
     assert "process 1 terminated with exit code 1" in outcome.output, outcome.story()
     assert not marker.exists()
@@ -143,10 +143,10 @@ def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
     """In a notebook only the kernel gets Ctrl-C, not its children; after SIGTERM all
     ranks save and stop.
     """
-    with RankProcesses(train, 1, tmp_path, IN_THIRD_STEP, endless=True) as launching:
+    with RankProcesses(train, 1, tmp_path, model.IN_THIRD_STEP, endless=True) as launching:
         pids_of_ranks(launching)
         launching.kill(0, number)
         (outcome,) = launching.wait()
     assert outcome.exit_code == status, outcome.story()
-    assert outcome.output.count(said) >= 1, outcome.story()
+    assert said in outcome.output, outcome.story()
     assert number == signal.SIGINT or (tmp_path / "last-preempted.ckpt").exists()

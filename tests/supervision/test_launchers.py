@@ -54,12 +54,6 @@ def train(
         assert not left, f"{left}\n{outcome.story()}"
 
 
-def wait_for_ranks(script: RankProcesses) -> None:
-    """Wait until both ranks are in the third step."""
-    for rank in range(2):
-        script.wait_for_output(f"rank {rank} in step 3\n", 0)
-
-
 def wait_for_rank_one(script: RankProcesses) -> int:
     """Wait until rank 1 has started, before it imports anything; return its process id."""
     output = script.wait_for_output("rank 1 begins as process", 0)
@@ -118,20 +112,6 @@ def test_a_parent_that_cannot_be_seen_has_not_exited(shells: tuple[str, ...]) ->
     skip_because(why_unavailable())
     done = run_script(WATCHES, launcher=("unshare", "--pid", "--fork", *shells, "python"))
     assert done.output.splitlines()[-1:] == ["still runs"], done.output
-
-
-@pytest.mark.nightly
-def test_an_interrupt_from_the_terminal_ends_all_processes() -> None:
-    """Ctrl-C reaches all processes of a run together; they stop together, and none
-    reports a death.
-    """
-    with train("endless") as script:
-        wait_for_ranks(script)
-        os.killpg(script.pids[0], signal.SIGINT)
-        (done,) = script.wait()
-    assert done.exit_code == 130
-    assert done.output.count("all ranks stop after step") == 1
-    assert "Error" not in done.output
 
 
 @pytest.mark.nightly

@@ -55,8 +55,7 @@ class HangWatchdog(pl.Callback):
     stacks and where it waits and, with ``on_hang="abort"``, exits with ``os._exit(1)``,
     without an exception.
 
-    Choose a ``timeout`` longer than the longest step plus a save, and than a resumed run
-    takes to read the batches of a stream again up to its position. Pass this callback
+    Choose a ``timeout`` longer than the longest step plus a save. Pass this callback
     first, because it starts watching in its ``setup``. With ``TORCH_FR_BUFFER_SIZE=0``,
     the sentence only says where each rank is.
 
@@ -128,6 +127,16 @@ class HangWatchdog(pl.Callback):
             self._watchdog = None
 
     teardown = on_exception = _leave
+
+
+def report_progress(trainer: pl.Trainer) -> None:
+    """Tell a Trainer's ``HangWatchdog`` that this rank makes progress.
+
+    This is for progress outside Lightning's hooks.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, HangWatchdog):
+            callback._move()
 
 
 for _name in dir(pl.Callback):

@@ -60,6 +60,7 @@ from lightning_ddp_ext.data.seeding import WorkerSeeding, workers_seeded_apart
 from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.rank_lists import ranks_in_words
 
+from ..callbacks.hang_watchdog import report_progress
 from ..checkpoints.collective import Checkpoints
 from ..named_calls import ranks_of, refuse
 from ..private.compat import (
@@ -384,6 +385,7 @@ class EpochCursor:
         different = []
         for loader, state in zip(training_loaders_of(self._trainer), states, strict=True):
             position = loader.position
+            position.on_progress = partial(report_progress, self._trainer)
             needs_own_state = position.is_by_rank and state["at"] > 0
             if needs_own_state and resumed.saved.random_state_of(rank) is None:
                 different.append(position.name)

@@ -128,13 +128,8 @@ class Evaluation:
         It does not count on the ranks that repeat a sample.
         """
         idle_ranks_by_batch = deque[tuple[int, ...]]()
-
-        def draw() -> Iterator[Any]:
-            for indices, idle_ranks in even.draw():
-                idle_ranks_by_batch.append(idle_ranks)
-                yield indices
-
-        permanent.draw_next_by(draw)
+        # Workers that are spawned get a copy of the sampler, so this can be pickled.
+        permanent.draw_next_by(partial(_draw_indices, even, idle_ranks_by_batch))
         batches = iter(loader.loader)
         return self._recorded((batch, idle_ranks_by_batch.popleft()) for batch in batches)
 
@@ -161,6 +156,13 @@ class Evaluation:
                 yield
         finally:
             self.idle_ranks = ()
+
+
+def _draw_indices(even: EvenBatches, idle_ranks_by_batch: deque[tuple[int, ...]]) -> Iterator[Any]:
+    """Yield the indices of batches, and append the ranks that are idle in each."""
+    for indices, idle_ranks in even.draw():
+        idle_ranks_by_batch.append(idle_ranks)
+        yield indices
 
 
 def _is_sequential(loop: Any) -> bool:
