@@ -150,7 +150,7 @@ def _malformed(field: str, value: object) -> ConfigurationError:
 
 
 def check_file(method: File) -> None:
-    """Raise if the directory of the file is missing or not writable.
+    """Raise if the file cannot be made, or if something else has its path.
 
     Raises:
         ConfigurationError: the file cannot be created there.
@@ -161,4 +161,9 @@ def check_file(method: File) -> None:
             f"init_method '{method}' needs an existing directory that this user can write to (got"
             f" {directory!r}); create it (mkdir -p {directory}), make it writable (chmod u+wx"
             f" {directory}), or use another path"
+        )
+    if os.path.exists(method.path) and not os.path.isfile(method.path):
+        raise ConfigurationError(
+            f"init_method '{method}' must be a file (got a directory or a special file, such as a"
+            " pipe); use another path, such as that of a new file in a directory"
         )

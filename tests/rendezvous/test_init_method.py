@@ -4,6 +4,7 @@ remedy.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,17 @@ def test_a_missing_directory_is_refused(tmp_path: Path, path: str, missing: str)
         f" write to (got '{directory}'); create it (mkdir -p {directory}), make it writable"
         f" (chmod u+wx {directory}), or use another path"
     )
+
+
+def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
+    """A directory could not be replaced by a file, and reading a pipe would wait for a
+    writer.
+    """
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    for name in ("pipe", "directory"):
+        path = f"{tmp_path}/{name}"
+        assert refusal(check_file, File(path)) == (
+            f"init_method 'file://{path}' must be a file (got a directory or a special file, such"
+            " as a pipe); use another path, such as that of a new file in a directory"
+        )
