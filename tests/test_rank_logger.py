@@ -71,7 +71,7 @@ def test_a_line_is_as_if_the_logger_had_been_called(caplog: pytest.LogCaptureFix
     assert here.levelname == "ERROR"
     assert here.msg == "%s"
     assert here.args == ("text",)
-    assert here.mine == 1  # type: ignore[attr-defined]
+    assert here.mine == 1
     name = test_a_line_is_as_if_the_logger_had_been_called.__name__
     assert here.funcName == name
     assert here.pathname == __file__

@@ -72,7 +72,7 @@ def unusual() -> dict[str, Any]:
     """
     leaf = numbers(100, 80).requires_grad_()
     tagged = numbers(5000)
-    tagged.other = numbers(6000)  # type: ignore[attr-defined]
+    tagged.other = numbers(6000)
     module = nn.Sequential(nn.BatchNorm1d(5000))
     module.register_buffer("scratch", numbers(5000), persistent=False)
     with warnings.catch_warnings():

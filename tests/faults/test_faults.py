@@ -193,7 +193,7 @@ class Run:
         left = {self.descriptors[pid]: pid for pid in pids}
         while left and (rest := deadline - time.monotonic()) > 0:
             for descriptor in connection.wait(list(left), rest):
-                del left[descriptor]  # type: ignore[arg-type]
+                del left[descriptor]
         return set(left.values())
 
     def dump_stacks(self, pids: set[int]) -> None:

@@ -67,10 +67,10 @@ class Counting(L.LightningModule):
             "multiprocessing_context": "fork",
         }
         options = worker if self.has_worker else {}
-        return DataLoader(range(len(self.seen)), BATCH, shuffle=True, **options)  # type: ignore[arg-type]
+        return DataLoader(range(len(self.seen)), BATCH, shuffle=True, **options)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(range(7), batch_size=BATCH)  # type: ignore[arg-type]
+        return DataLoader(range(7), batch_size=BATCH)
 
 
 class TellingIO(RankZeroCheckpointIO):

@@ -41,7 +41,7 @@ def look_at_gpus(rank: int, world_size: int) -> tuple[int, str]:
     """
     torch.ones(1, device=GPU)
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return len(names), f"{', '.join(names)}; CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
@@ -114,7 +114,7 @@ def placement(
     found, description = request.getfixturevalue("nccl")
     record_property(RANKS, description)
     skip_because(description if found is None else None)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -118,9 +118,9 @@ def go_wrong(rank: int, world_size: int, placement: Placement, directory: Path, 
         callbacks.append(HangWatchdog(5, directory=directory))
     options = {"callbacks": callbacks, "enable_checkpointing": True, "num_sanity_val_steps": 0}
     trainer = placement.trainer(directory, strategy={"timeout": 600}, **options)
-    timeouts = trainer.strategy.rendezvous.timeouts  # type: ignore[attr-defined]
+    timeouts = trainer.strategy.rendezvous.timeouts
     grace = dict.fromkeys(timeouts.grace, 10.0)
-    trainer.strategy.rendezvous.timeouts = replace(timeouts, grace=grace)  # type: ignore[attr-defined]
+    trainer.strategy.rendezvous.timeouts = replace(timeouts, grace=grace)
     trainer.fit(Faulty(fault, directory))
 
 

@@ -180,7 +180,7 @@ class Parts(Net):
     """Has its last layer on its rank's second device, and the others on the first."""
 
     def configure_model(self) -> None:
-        self.first, self.second = self.trainer.strategy.rank_devices  # type: ignore[attr-defined]
+        self.first, self.second = self.trainer.strategy.rank_devices
         self.layers[:3].to(self.first)
         self.layers[3].to(self.second)
 
@@ -244,7 +244,7 @@ class Scaled(rescuing.Net):
         self.register_buffer("scale", torch.zeros(()))
 
     def training_step(self, batch: training.Batch, index: int) -> Tensor:
-        self.scale.fill_(self.trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]
+        self.scale.fill_(self.trainer.precision_plugin.scaler.get_scale())
         return super().training_step(batch, index)
 
 

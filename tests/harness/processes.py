@@ -187,8 +187,8 @@ def _processes() -> set[psutil.Process]:
     found = {*children(), *(marked(mark) if mark else ())}
     servers = {
         os.getpid(),
-        multiprocessing.forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]
-        multiprocessing.resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
+        multiprocessing.forkserver._forkserver._forkserver_pid,
+        multiprocessing.resource_tracker._resource_tracker._pid,
     }
     return {process for process in found if process.pid not in servers and _runs(process)}
 

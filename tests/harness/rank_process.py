@@ -104,7 +104,7 @@ def _write_to(path: Path, time_limit: float) -> None:
     output = os.open(path, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
+        stream.reconfigure(line_buffering=True)  # as on a terminal
         os.dup2(output, stream.fileno())
     # On SIGABRT C code writes the stacks of all threads, without the GIL.
     faulthandler.enable(output)
@@ -142,7 +142,7 @@ def _end_as_script(status: int) -> None:
     """End this process as the interpreter ends a script, with the first actions of
     ``Py_FinalizeEx`` in their order.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()  # among them that of multiprocessing, which runs only once
     sys.stdout.flush()
     sys.stderr.flush()

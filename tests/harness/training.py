@@ -211,7 +211,7 @@ def backend(name: str) -> str:
     NCCL.
     """
     if not hasattr(dist.Backend, name.upper()):
-        dist.Backend.register_backend(name, dist.ProcessGroupGloo, devices=["cpu"])  # type: ignore[attr-defined]
+        dist.Backend.register_backend(name, dist.ProcessGroupGloo, devices=["cpu"])
     return name
 
 

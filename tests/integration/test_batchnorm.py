@@ -42,7 +42,7 @@ class Scaled(nn.BatchNorm2d):
 
 class Squared:
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.square())  # type: ignore[misc, no-any-return]
+        return super().forward(input.square())
 
 
 class Mixed(Squared, nn.BatchNorm2d):
@@ -400,7 +400,7 @@ def resume(kind: training.Kind, directory: Path) -> None:
             "on_train_batch_end",
             lambda trainer, path=path: trainer.save_checkpoint(path),
             earlier=4,
-        )  # type: ignore[misc]
+        )
         trainer_with(kind, directory, by=by, callbacks=[save]).fit(whole)
         assert list(torch.load(path, weights_only=True)["state_dict"]) == list(whole.state_dict())
         model = Joint()
@@ -465,7 +465,7 @@ class Normalised(Net):
             {name: nn.BatchNorm1d(4) for name in ("first", "middle", "last")}
         )
         self.linears = nn.ModuleDict({name: nn.Linear(4, 4) for name in self.norms})
-        self.layers = nn.Linear(4, 1)  # type: ignore[assignment]
+        self.layers = nn.Linear(4, 1)
         self.leaves_out = leaves_out
         self.extra = extra
 

@@ -19,7 +19,7 @@ from tests.integration.evaluating import AtTheEnd, loader
 class Pulls(AtTheEnd):
     """Takes batches from an iterator."""
 
-    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
+    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:
         batch, _, _ = next(dataloader_iter)
         super().validation_step(batch, 0)
 
@@ -27,7 +27,7 @@ class Pulls(AtTheEnd):
 class Pairs(AtTheEnd):
     """Takes batches of two loaders."""
 
-    def validation_step(self, batch: Any, index: int) -> None:  # type: ignore[override]
+    def validation_step(self, batch: Any, index: int) -> None:
         for number, each in enumerate(batch):
             if each is not None:
                 super().validation_step(each, index, number)
@@ -51,14 +51,14 @@ def evaluate_as_stock(kind: Kind, directory: Path) -> dict[str, list[Any]]:
 
     for mode in ("min_size", "max_size", "max_size_cycle"):
         for options in ({}, {"limit_val_batches": 1}, {"fast_dev_run": True}):
-            both = CombinedLoader([loader(11, 2), loader(5, 2)], mode)  # type: ignore[arg-type]
+            both = CombinedLoader([loader(11, 2), loader(5, 2)], mode)
             validate(f"{mode} {options}", Pairs(2), both, **options)
     validate("dataloader_iter", Pulls(), loader(5, 2))
     validate("drop_last", AtTheEnd(), loader(9, 2, drop_last=True))
     validate("whole batches", AtTheEnd(), loader(9, batch_sampler=Whole(range(9), 5, False)))
     chosen = {"exact_evaluation": False} if kind == "ours" else {}
     trainer = validate("exact_evaluation=False", AtTheEnd(), loader(5, 2), chosen)
-    own = DistributedSampler(range(5), 2, trainer.global_rank, shuffle=False)  # type: ignore[arg-type]
+    own = DistributedSampler(range(5), 2, trainer.global_rank, shuffle=False)
     validate("the user's sampler", AtTheEnd(), loader(5, sampler=own))
     return found
 
@@ -82,4 +82,4 @@ class Whole(BatchSampler):
             yield samples[first : first + self.batch_size]
 
     def __len__(self) -> int:
-        return len(self.sampler) // self.batch_size  # type: ignore[arg-type]
+        return len(self.sampler) // self.batch_size

@@ -269,7 +269,7 @@ class Adversarial(Net):
 
     def training_step(self, batch: Any, index: int) -> None:
         self.layers[0].requires_grad_(True)
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
+        for optimizer in self.optimizers():
             self.toggle_optimizer(optimizer)
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
@@ -373,7 +373,7 @@ class Parts(Net):
         self.per_rank = per_rank
 
     def configure_model(self) -> None:
-        devices: list[torch.device] = self.trainer.strategy.rank_devices  # type: ignore[attr-defined]
+        devices: list[torch.device] = self.trainer.strategy.rank_devices
         assert [str(device) for device in devices] == ["cpu"] * self.per_rank
         for index, layer in enumerate(self.layers):
             layer.to(devices[index % self.per_rank])
@@ -428,7 +428,7 @@ def with_gpus(count: int, *, local_rank: int = 0) -> DDPExtStrategy:
     gpus = [torch.device("cuda", number) for number in range(count)]
     strategy = DDPExtStrategy(devices_per_rank=2, parallel_devices=gpus)
     strategy.cluster_environment = LightningEnvironment()
-    strategy.cluster_environment.local_rank = lambda: local_rank  # type: ignore[method-assign]
+    strategy.cluster_environment.local_rank = lambda: local_rank
     return strategy
 
 

@@ -116,11 +116,11 @@ def gather(trainer: L.Trainer) -> object:
 
 
 def reduce_in_own_group(trainer: L.Trainer) -> None:
-    dist.all_reduce(torch.ones(1), group=trainer.own_group)  # type: ignore[attr-defined]
+    dist.all_reduce(torch.ones(1), group=trainer.own_group)
 
 
 def form_own_group(trainer: L.Trainer) -> None:
-    trainer.own_group = dist.new_group([0, 1])  # type: ignore[attr-defined]
+    trainer.own_group = dist.new_group([0, 1])
 
 
 def in_own_group(rank: int) -> Setting:

@@ -26,10 +26,10 @@ class Dealt(DistributedSampler[Any]):
     """
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+        return iter(range(self.rank, len(self.dataset), self.num_replicas))
 
     def __len__(self) -> int:
-        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+        return len(range(self.rank, len(self.dataset), self.num_replicas))
 
 
 class Part(IterableDataset[Any]):
@@ -46,7 +46,7 @@ class Part(IterableDataset[Any]):
 class Unsized(evaluating.Ragged):
     """Yields batches of one, two, three and more samples, and has no length."""
 
-    __len__ = None  # type: ignore[assignment]
+    __len__ = None
 
 
 def sampled(samples: int, rank: int, world_size: int) -> DataLoader[Any]:

@@ -66,7 +66,7 @@ class Started(Stream):
 
 
 def start(worker: int) -> None:
-    dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+    dataset: Any = get_worker_info().dataset
     dataset.is_started = True
 
 

@@ -68,7 +68,7 @@ class Case:
             ]
         if self.reader == "several":
             return [load(), *(loader(*size) for size in ((7, 1), (10, 3), (1, 1), (23, 6)))]
-        unrepeating = ExactDistributedSampler(range(self.samples))  # type: ignore[arg-type]
+        unrepeating = ExactDistributedSampler(range(self.samples))
         ways: dict[str, dict[str, Any]] = {
             "ragged": {"batch_sampler": Ragged(range(self.samples), 2, False)},
             "items": {"batch_size": None},
@@ -209,14 +209,14 @@ class Collects(L.LightningModule):
         self.outputs.clear()
         self.collected |= {"own": outputs, "gathered": self.all_gather(outputs)}
         for number, own in enumerate(self.metrics):
-            computed = {name: own[name].compute() for name in UNLOGGED}  # type: ignore[index]
+            computed = {name: own[name].compute() for name in UNLOGGED}
             self.of_all_ranks[f"seen {number}"] = computed["seen"].sort().values
             if computed["seen"].numel() > 3 * self.trainer.world_size:
                 # NaN where a rank has one sample.
                 self.of_all_ranks[f"pearson {number}"] = computed["pearson"]
             self.collected |= {f"{name} {number}": computed[name] for name in ("each", "ranking")}
             for name in UNLOGGED:
-                own[name].reset()  # type: ignore[index]
+                own[name].reset()
 
 
 @dataclass
@@ -281,7 +281,7 @@ READ_OTHERWISE_THAN_ONCE = ("limited", "subset", "fit")
 
 def assert_each_sample_counts_once(case: Case, of_ranks: list[Found]) -> None:
     """``strategy.is_idle`` is true where a rank repeats a sample."""
-    samples = sum(len(each.dataset) for each in case.loaders())  # type: ignore[arg-type]
+    samples = sum(len(each.dataset) for each in case.loaders())
     assert sum(found.counted for found in of_ranks) == samples, case
 
 

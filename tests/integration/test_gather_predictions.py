@@ -51,7 +51,7 @@ class Predicts(L.LightningModule):
 
 def loader(samples: int, **options: Any) -> DataLoader[Any]:
     chosen = options if "batch_sampler" in options else {"batch_size": 2, **options}
-    return DataLoader(torch.arange(float(samples)), **chosen)  # type: ignore[arg-type]
+    return DataLoader(torch.arange(float(samples)), **chosen)
 
 
 def predict(
@@ -65,7 +65,7 @@ def predict(
 
 def several(rank: int, world_size: int, directory: Path) -> list[Any]:
     trainer = training.make_trainer(training.make_strategy("ours", directory), devices=world_size)
-    own = loader(7, sampler=ExactDistributedSampler(range(7)))  # type: ignore[arg-type]
+    own = loader(7, sampler=ExactDistributedSampler(range(7)))
     return [predict(trainer, each) for each in (loader(1), loader(7), own)]
 
 
@@ -86,7 +86,7 @@ def structures(kind: training.Kind, directory: Path) -> list[Any]:
     own_batches = loader(5, batch_sampler=BatchSampler(range(5), 2, True))
     repeating = loader(
         5, sampler=DistributedSampler(range(5), 2, trainer.global_rank, shuffle=False)
-    )  # type: ignore[arg-type]
+    )
     gathered = [
         predict(trainer, loader(5), structured)[0],
         predict(trainer, [loader(5), loader(5, shuffle=True), loader(2)])[0],

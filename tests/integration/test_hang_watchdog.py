@@ -123,7 +123,7 @@ def fit(
     on_hang: str = "abort",
     **options: Any,
 ) -> None:
-    watchdog = HangWatchdog(TIMEOUT, on_hang, directory / "reports")  # type: ignore[arg-type]
+    watchdog = HangWatchdog(TIMEOUT, on_hang, directory / "reports")
     strategy = training.make_strategy(kind, directory)
     if isinstance(strategy, DDPExtStrategy):
         timeouts = strategy.rendezvous.timeouts

@@ -95,7 +95,7 @@ def read_remade(kind: Kind, directory: Path) -> dict[str, Batches]:
     found = {"repeated, in a hook": read(kind, directory, repeated, max_epochs=1)}
     for name, make in REMADE.items():
         exists = make()
-        found[name] = read(kind, directory, lambda exists=exists: exists, max_epochs=1)  # type: ignore[misc]
+        found[name] = read(kind, directory, lambda exists=exists: exists, max_epochs=1)
     return found
 
 
@@ -157,7 +157,7 @@ def refuse_batches(kind: Kind, directory: Path) -> list[str]:
     for batch_sampler in (DrawnPairs(8), twice, [[0, 1], [2, 3]]):
         made = batched(batch_sampler)
         with pytest.raises(ConfigurationError) as raised:
-            read(kind, directory, lambda made=made: made)  # type: ignore[misc]
+            read(kind, directory, lambda made=made: made)
         messages.append(str(raised.value))
     return messages
 

@@ -97,13 +97,13 @@ class AllKinds(Net):
 
     test_step = validation_step
 
-    def val_dataloader(self) -> list[DataLoader[Any]]:  # type: ignore[override]
+    def val_dataloader(self) -> list[DataLoader[Any]]:
         return [
             DataLoader(training.data(8), batch_size=2),
             DataLoader(training.data(4), batch_size=1),
         ]
 
-    test_dataloader = val_dataloader  # type: ignore[assignment]
+    test_dataloader = val_dataloader
 
 
 class Looks(L.Callback):
@@ -223,8 +223,8 @@ class Reads(Net):
             self.manual_backward(loss)
             self.log_and_read("after a collective")
             optimizer = self.optimizers()
-            optimizer.step()  # type: ignore[union-attr]
-            optimizer.zero_grad()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
         self.log_and_read("last")
         self.read += self.values()
         return loss

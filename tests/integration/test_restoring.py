@@ -37,7 +37,7 @@ def fit_from(
         training.At(
             "on_train_start", lambda trainer: states.append(checkpointing.everything(trainer))
         )
-    )  # type: ignore[attr-defined]
+    )
     trainer.fit(Net() if model is None else model, ckpt_path=path)
     return states[0]
 
@@ -49,7 +49,7 @@ class TwoOptimizers(Net):
 
     def training_step(self, batch: Any, index: int) -> None:
         self.manual_backward(self.loss(batch))
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
+        for optimizer in self.optimizers():
             optimizer.step()
             optimizer.zero_grad()
 

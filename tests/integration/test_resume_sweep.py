@@ -263,7 +263,7 @@ class Sized(torch_data.IterableDataset[Tensor]):
 class Stream(Sized):
     """The same numbers in another order in each epoch."""
 
-    __len__ = None  # type: ignore[assignment]
+    __len__ = None
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -282,7 +282,7 @@ def loaders_of(case: Case, rank: int, ranks: int) -> Any:
         made.append(loader_of(case, kind, samples, number, rank, ranks, generator))
     if case.loaders in ("one", "list", "dict"):
         return {"one": made[0], "list": made, "dict": dict(enumerate(made))}[case.loaders]
-    return CombinedLoader(made, case.loaders)  # type: ignore[arg-type]
+    return CombinedLoader(made, case.loaders)
 
 
 def loader_of(
@@ -341,15 +341,15 @@ class Manual(Swept):
         loss = super().training_step(batch, index)
         optimizer = self.optimizers()
         schedulers = self.lr_schedulers()
-        optimizer.zero_grad()  # type: ignore[union-attr]
+        optimizer.zero_grad()
         self.manual_backward(loss)
-        for each in (optimizer, schedulers[0]):  # type: ignore[index]
-            each.step()  # type: ignore[union-attr]
+        for each in (optimizer, schedulers[0]):
+            each.step()
         return loss
 
 
 class Iterating(Swept):
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+    def training_step(self, dataloader_iter: Any) -> Tensor:
         ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return super().training_step(next(dataloader_iter)[0], ready - 1)
 

@@ -49,7 +49,7 @@ class Accumulates(ByHand):
             optimizer.step()
             optimizer.zero_grad()
         if self.trainer.is_last_batch:
-            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+            self.lr_schedulers().step()
 
 
 class FollowsTheLoss(ByHand):
@@ -82,7 +82,7 @@ class TwoPlayers(Net):
         self.judge = nn.Linear(1, 1)
 
     def training_step(self, batch: training.Batch, index: int) -> None:
-        first, second = self.optimizers()  # type: ignore[misc]
+        first, second = self.optimizers()
         self.toggle_optimizer(first)
         loss = self.judge(self(batch[0])).square().mean()
         self.manual_backward(loss)
@@ -128,7 +128,7 @@ class SchedulesEveryFew(ByHand):
     def training_step(self, batch: training.Batch, index: int) -> None:
         super().training_step(batch, index)
         if (index + 1) % 3 == 0:
-            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+            self.lr_schedulers().step()
         with torch.inference_mode():
             self.log("spread", self(batch[0]).std(), sync_dist=True)
 

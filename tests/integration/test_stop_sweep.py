@@ -134,7 +134,7 @@ class Case:
     @staticmethod
     def parse(text: str) -> Case:
         words = dict(word.split("=") for word in text.split())
-        return Case(**{name: int(word) if word.isdigit() else word for name, word in words.items()})  # type: ignore[arg-type]
+        return Case(**{name: int(word) if word.isdigit() else word for name, word in words.items()})
 
     @property
     def phase(self) -> str:

@@ -120,7 +120,7 @@ class Profiled(Net):
     """Profiles a part of its step, as users do."""
 
     def training_step(self, batch: training.Batch, index: int) -> Any:
-        with self.trainer.profiler.profile("a part"):  # type: ignore[attr-defined]
+        with self.trainer.profiler.profile("a part"):
             return super().training_step(batch, index)
 
 
@@ -285,7 +285,7 @@ def assert_same_result(ours: Result, stock: Result) -> None:
 
 class Compiled(Net):
     def configure_model(self) -> None:
-        self.layers = torch.compile(nn.Linear(4, 1))  # type: ignore[assignment]  # each further kernel takes seconds
+        self.layers = torch.compile(nn.Linear(4, 1))  # each further kernel takes seconds
 
 
 def compiled(kind: training.Kind, directory: Path) -> Result:

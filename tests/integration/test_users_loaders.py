@@ -41,7 +41,7 @@ class OwnLoader(DataLoader[Any]):
 def own_batches(rank: int, world_size: int) -> DataLoader[Any]:
     own = continuing.Turning(SAMPLES, rank, world_size)
     sampler = InTwos(own, 2, drop_last=False)
-    return DataLoader(continuing.Numbers(SAMPLES), batch_sampler=sampler)  # type: ignore[arg-type]
+    return DataLoader(continuing.Numbers(SAMPLES), batch_sampler=sampler)
 
 
 class LoaderCase(NamedTuple):

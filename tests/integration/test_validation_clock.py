@@ -67,7 +67,7 @@ def train(rank: int, world_size: int, directory: Path) -> list[list[int]]:
         with mock.patch.object(time, "monotonic", ahead := Clock()):
             run = Training(
                 lambda data=data: DataLoader(data, 2), directory, options={**common, **options}
-            ).run()  # type: ignore[misc]
+            ).run()
         assert len(run.steps) == EPOCHS * BATCHES
     return validated_after
 

@@ -151,7 +151,7 @@ def announce_connected_ranks() -> None:
             announce("connected")
 
     coordinator._reply = reply_and_announce
-    TcpEndpoint.publish = lambda self, address: announce("listens")  # type: ignore[method-assign]
+    TcpEndpoint.publish = lambda self, address: announce("listens")
 
 
 def hold_before(name: str) -> None:

@@ -46,7 +46,7 @@ def behave_like_nccl(*, returns: bool = True) -> None:
 
         return call
 
-    ProcessGroups.uses_nccl = property(lambda self: True)  # type: ignore[method-assign, assignment]
+    ProcessGroups.uses_nccl = property(lambda self: True)
     dist.distributed_c10d._abort_process_group = abort
     dist.broadcast = returning(dist.broadcast)
     dist.all_reduce = returning(dist.all_reduce)
