@@ -114,7 +114,8 @@ def process():
     handlers = [signal.getsignal(each) for each in sorted(signal.valid_signals())]
     hooks = [sys.excepthook, threading.excepthook, sys.unraisablehook]
     links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
-    sockets = [os.readlink(each) for each in links if os.path.islink(each) and "socket" in os.readlink(each)]
+    files = [os.readlink(each) for each in links if os.path.islink(each)]
+    sockets = [file for file in files if "socket" in file]
     return dict(os.environ), handlers, hooks, os.listdir("/proc/self/task"), sockets
 
 import torch, torchmetrics, lightning.pytorch

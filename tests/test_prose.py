@@ -29,7 +29,10 @@ RULES = {
     ),
     rf"\b({WORDS})\b|\bof (its|their) own\b(?! (batch|rank))": "another word, or none",
 }
-RIDDLE = r"(The|A|An|What|Which|Those|How|Whatever|Who|Whoever|Where|Why|When|If|Returns|Raises|Yields|Gives)\b"
+RIDDLE = (
+    r"(The|A|An|What|Which|Those|How|Whatever|Who|Whoever|Where|Why|When|If"
+    r"|Returns|Raises|Yields|Gives)\b"
+)
 
 
 def python_texts(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -138,9 +138,9 @@ class Fault:
     Args:
         kind: ``dies``: the gateway exits in the middle of the first request;
             ``stalls``: it never replies; ``denies``, ``denies once``: it refuses them,
-            or the first; ``busy``: it refuses every other one for the moment; ``resets``: it cuts every third
-            connection in the middle of a request; ``slow``: it passes on a piece of
-            data every hundredth of a second.
+            or the first; ``busy``: it refuses every other one for the moment;
+            ``resets``: it cuts every third connection in the middle of a request;
+            ``slow``: it passes on a piece of data every hundredth of a second.
         method: the method of the requests concerned.
         text: a text that their URLs, followed by their ranges of bytes, contain.
     """
@@ -228,7 +228,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    port, Handler.server_port, *fault = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+    port, server_port, *fault = sys.argv[1:]
+    Handler.server_port = int(server_port)
     Handler.fault = Fault(*fault)
     gateway = http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
     gateway.serve_forever()

@@ -98,7 +98,8 @@ def be_the_script(
 ) -> None:
     """Run a script in a rank process."""
     os.chdir(cwd)
-    sys.argv, sys.path[0] = [str(script), *argv], str(script.parent)
+    sys.argv = [str(script), *argv]
+    sys.path[0] = str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -125,7 +125,8 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "predictions['x'] must have one row per sample, 2 in this batch (got Tensor": lambda x: {
         "x": x[:1]
     },
-    "predictions must have the same structure in all batches (got {'x': 'Tensor'} and {'x': 'Tensor', 'y': 'Tensor'})": lambda x: (
+    "predictions must have the same structure in all batches"
+    " (got {'x': 'Tensor'} and {'x': 'Tensor', 'y': 'Tensor'})": lambda x: (
         {"x": x} if 0 in x else {"x": x, "y": x}
     ),
     "predictions cannot be joined: RuntimeError: ": lambda x: torch.ones(len(x), len(x)),

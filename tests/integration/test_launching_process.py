@@ -35,31 +35,48 @@ SCRIPT = """
 
 
     def tell(what, **facts):
-        sys.stdout.write(json.dumps({"what": what, "other definitions": changed(BEFORE), **facts}) + "\\n")
+        facts = {"what": what, "other definitions": changed(BEFORE), **facts}
+        sys.stdout.write(json.dumps(facts) + "\\n")
         sys.stdout.flush()
 
 
     def train(what, strategy, *callbacks, **options):
         L.seed_everything(5)
-        before, model = dict(os.environ), Net()
-        look = lambda trainer: tell(f"in {what}", rank=trainer.global_rank, RANK=os.environ.get("RANK"))
-        trainer = make_trainer(strategy, callbacks=[At("on_train_batch_start", look), *callbacks], **options)
+        before = dict(os.environ)
+        model = Net()
+        in_step = At(
+            "on_train_batch_start",
+            lambda trainer: tell(
+                f"in {what}", rank=trainer.global_rank, RANK=os.environ.get("RANK")
+            ),
+        )
+        trainer = make_trainer(strategy, callbacks=[in_step, *callbacks], **options)
         trainer.fit(model)
         after = dict(os.environ)
-        names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        both = sorted(before.keys() | after.keys())
+        names = [name for name in both if before.get(name) != after.get(name)]
         digest = {name: value.double().sum().item().hex() for name, value in weights(model).items()}
         found = {name: float(value) for name, value in trainer.callback_metrics.items()}
         tell(what, rank=trainer.global_rank, changed=names, weights=digest, found=found)
 
 
     def train_with_callbacks(what, strategy):
-        ours = ddpx.SyncBatchNormConversion(), ddpx.SamplerEpochSeeding(), ddpx.RankZeroCheckpoint("checkpoints")
+        ours = [
+            ddpx.SyncBatchNormConversion(),
+            ddpx.SamplerEpochSeeding(),
+            ddpx.RankZeroCheckpoint("checkpoints"),
+        ]
         train(what, strategy, *ours, enable_checkpointing=True)
 
 
     if __name__ == "__main__":
         collects = gc.isenabled(), gc.get_freeze_count() < 1000  # Python 3.12 starts with some 400
-        tell("start", rank=os.environ.get("LOCAL_RANK", 0), seed=os.environ.get("PL_GLOBAL_SEED"), collects=collects)
+        tell(
+            "start",
+            rank=os.environ.get("LOCAL_RANK", 0),
+            seed=os.environ.get("PL_GLOBAL_SEED"),
+            collects=collects,
+        )
         train("first", "ddp_ext")
         train_with_callbacks("second", "ddp_ext")
         train("stock", "ddp")

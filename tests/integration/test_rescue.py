@@ -304,8 +304,8 @@ def test_the_fits_of_a_script_do_not_resume_from_each_others_rescue(tmp_path: Pa
     before, found, _ = first.output.partition(f"ckpt_path='last' is {tmp_path / rescuing.NAME}")
     assert found
     assert (
-        f"{tmp_path / rescuing.NAME} belongs to a fit with another number in its script; pass its path"
-        in before
+        f"{tmp_path / rescuing.NAME} belongs to a fit with another number in its script; pass its"
+        " path" in before
     )
     assert not (tmp_path / rescuing.NAME).exists()
 
@@ -376,7 +376,8 @@ ORPHANED = """
 
     stuck = At("on_exception", lambda trainer: threading.Event().wait())
     kill = Kill("on_after_backward", earlier=5, ranks=[0])
-    train(0, 1, Plan(kill, strategy={"start_method": "popen"}, trainer={"callbacks": [stuck]}), Path.cwd())
+    popen = {"start_method": "popen"}
+    train(0, 1, Plan(kill, strategy=popen, trainer={"callbacks": [stuck]}), Path.cwd())
 """
 
 
@@ -592,11 +593,20 @@ SCRIPT = """
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def on_train_start(self):
-            sys.stdout.write(f"rank {self.global_rank} starts at step {self.trainer.global_step}\\n")
+            step = self.trainer.global_step
+            sys.stdout.write(f"rank {self.global_rank} starts at step {step}\\n")
 
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    names = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    quiet = dict.fromkeys(names, False)
     strategy = DDPExtStrategy(rescue_checkpoint="last-rescued.ckpt")
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, num_sanity_val_steps=0, **quiet)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=2,
+        num_sanity_val_steps=0,
+        **quiet,
+    )
     torch.manual_seed(0)
     trainer.fit(Killed(), ckpt_path="last")
     assert trainer.global_step == 24

@@ -292,11 +292,11 @@ def stop_and_resume(case: Case, rank: int, place: Path) -> str:
         return evaluate(case, module, signalling, place, options, status)
     if case.kind not in wholes:
         wholes[case.kind] = run(directory / f"whole {case.kind}")
-    (whole, state), (stopped, _) = wholes[case.kind], run(place, module, signalling)
+    whole, state = wholes[case.kind]
+    stopped, _ = run(place, module, signalling)
     if stopped.status is None and case not in sent:
-        return continuing.difference(
-            training, whole, 0, stopped
-        )  # the hook was not called that often
+        # The hook was not called that often.
+        return continuing.difference(training, whole, 0, stopped)
     if stopped.status != status or stopped.steps != whole.steps[: len(stopped.steps)]:
         return f"ends with {stopped.status}, after {stopped.steps} instead of {whole.steps}"
     resumed, resumed_state = run(place)

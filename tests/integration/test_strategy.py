@@ -291,13 +291,15 @@ OTHER_TREE = """
 
     if __name__ == "__main__":
         rank = str(int(os.fork() == 0))
-        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "DDPX_INIT_METHOD": f"file://{sys.argv[2]}"}
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        os.environ["DDPX_INIT_METHOD"] = f"file://{sys.argv[2]}"
         pl.seed_everything(1)
         options = dict(
             strategy="ddp_ext", devices=2, accelerator="cpu", logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )
-        trainer = pl.Trainer(max_steps=2, callbacks=[lightning_ddp_ext.RankConsistency()], **options)
+        consistency = lightning_ddp_ext.RankConsistency()
+        trainer = pl.Trainer(max_steps=2, callbacks=[consistency], **options)
         trainer.fit(BoringModel())
         trainer.save_checkpoint(sys.argv[1])
         trainer = pl.Trainer(max_steps=4, **options)
@@ -312,7 +314,9 @@ OTHER_TREE = """
             "predictions": None if predictions is None else len(predictions),
             "is of this tree": isinstance(trainer.strategy, pl.strategies.DDPStrategy),
             "weights": model.layer.weight.sum().item().hex(),
-            "other tree": sorted(name for name in sys.modules if name.partition(".")[0] == "lightning"),
+            "other tree": sorted(
+                name for name in sys.modules if name.partition(".")[0] == "lightning"
+            ),
         }
         import lightning as L
         from lightning.pytorch.demos.boring_classes import BoringModel as LightningModel

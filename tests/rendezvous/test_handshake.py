@@ -95,8 +95,8 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
         assert (
             servers.sentence(outcome, RendezvousError)
             == f"another run of 2 ranks is active at {servers.url(where)} with"
-            f" {servers.process(0, running[0].pid)}, and {servers.process(rank, outcome.pid)} of {world_size}"
-            " cannot join it; stop that run, or choose another init_method for this one"
+            f" {servers.process(0, running[0].pid)}, and {servers.process(rank, outcome.pid)}"
+            f" of {world_size} cannot join it; stop that run, or choose another init_method for this one"
         )
     assert [outcome.exit_code for outcome in running] == [0, 0]
 
@@ -119,8 +119,8 @@ def test_ranks_of_another_run_are_refused(kind: str, tmp_path: Path) -> None:
             assert (
                 servers.sentence(refused, RendezvousError)
                 == f"rank 0 at {servers.url(where)} belongs to another run (STEP=0) than"
-                f" {servers.process(seat - 2, refused.pid)} (STEP=1); give each run its own MASTER_PORT"
-                " or init_method"
+                f" {servers.process(seat - 2, refused.pid)} (STEP=1); give each run its own"
+                " MASTER_PORT or init_method"
             )
         ranks.release(1)
         assert [outcome.result for outcome in ranks.wait(0, 1)] == [2.0, 2.0]
@@ -172,8 +172,8 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (outcome,) = servers.endings(str(path), [{"world_size": 2, "timeouts": SOON}])
     assert (
         servers.sentence(outcome, RendezvousError)
-        == f"init_method 'file://{path}': rank 0 on {servers.HOST} (pid {outcome.pid}) cannot write its"
-        " address there: No such file or directory; create the directory, free disk space, or"
+        == f"init_method 'file://{path}': rank 0 on {servers.HOST} (pid {outcome.pid}) cannot"
+        " write its address there: No such file or directory; create the directory, free disk space, or"
         " choose another file"
     )
 
