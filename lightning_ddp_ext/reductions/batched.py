@@ -181,11 +181,18 @@ class PendingTensor(Tensor):
 
 def _mismatch(values: Sequence[Value], group: dist.ProcessGroup | None) -> DivergenceError:
     """Return an error that describes how the ranks differ. Collective."""
-    by_rank: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, tuple(map(str, values)), group=group)
+    values_by_rank: list[Any] = [None] * dist.get_world_size(group)
+    described = [(value.name, value.op, str(value.tensor.dtype)) for value in values]
+    dist.all_gather_object(values_by_rank, described, group=group)
     with suppress(RuntimeError):
         # This rank raises the error even if another one has closed its group.
         dist.barrier(group)
+    by_rank = [tuple(f"{name} ({op})" for name, op, _ in rank) for rank in values_by_rank]
+    if len(set(by_rank)) == 1:
+        by_rank = [
+            tuple(f"{name} ({op}, {dtype.removeprefix('torch.')})" for name, op, dtype in rank)
+            for rank in values_by_rank
+        ]
     usual, _ = Counter(by_rank).most_common(1)[0]
     usual_ranks = [rank for rank, names in enumerate(by_rank) if names == usual]
     deviations = {

@@ -263,19 +263,29 @@ def test_no_read_sees_a_value_that_is_not_reduced(tmp_path: Path) -> None:
 
 class Differs(Net):
     """Logs ``a``, or nothing (an empty ``common``), and on rank 1 other names from a
-    step on.
+    step on, of another type.
     """
 
-    def __init__(self, others: list[str], step: int, common: str = "a", **options: Any) -> None:
+    def __init__(
+        self,
+        others: list[str],
+        step: int,
+        common: str = "a",
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
         super().__init__()
         self.others = others
         self.step = step
         self.common = common
+        self.dtype_of_others = dtype
         self.options = options
 
     def training_step(self, batch: training.Batch, index: int) -> Tensor:
-        for name in self.others if self.global_rank and index >= self.step else self.common:
-            self.log(name, 1.0, sync_dist=True, **self.options)
+        is_other = self.global_rank == 1 and index >= self.step
+        value = torch.ones((), dtype=self.dtype_of_others if is_other else torch.float32)
+        for name in self.others if is_other else self.common:
+            self.log(name, value, sync_dist=True, **self.options)
         return self.loss(batch)
 
 
@@ -301,6 +311,14 @@ CASES = {
     "nothing": Case([], 0, RankAbsentError, f"rank 0 began the reduction of {A}"),
     "something": Case(
         ["a"], 2, RankAbsentError, f"rank 1 began the reduction of {A}", {"common": ""}
+    ),
+    "another type": Case(
+        ["a"],
+        2,
+        DivergenceError,
+        "rank 1 logged training_step.a (mean, float64) and did not log training_step.a (mean,"
+        " float32)",
+        {"dtype": torch.float64},
     ),
     # The first eight of the 70 names are listed.
     "many": Case(MANY, 0, DivergenceError, "training_step.7 (mean) and 62 more and did not log"),
