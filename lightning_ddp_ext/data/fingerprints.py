@@ -6,15 +6,17 @@ They show whether a resumed run draws the same ones again.
 from __future__ import annotations
 
 import marshal
+import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from lightning_ddp_ext.nested import values_of
+from lightning_ddp_ext.nested import iterate_values
 
 T = TypeVar("T")
 
@@ -76,7 +78,7 @@ def checksum_of_batch(batch: Any, previous: int) -> int:
     The sample consists of up to 128 elements of each of the first 32 values, because a
     checksum of all elements would slow each step down.
     """
-    for value in values_of(batch)[:_VALUES]:
+    for value in islice(iterate_values(batch), _VALUES):
         previous = zlib.crc32(_content_of(value), previous)
     return previous
 
@@ -108,7 +110,9 @@ def _elements_of(array: Any) -> list[Any]:
     """Return a sample of the elements of a tensor or array."""
     if isinstance(array, torch.Tensor) and not array.is_cpu:
         return []
-    flat = array.reshape(-1)
+    number = math.prod(array.shape)
     # Odd, so that the sample does not stay in one column of a batch.
-    step = len(flat) // _ELEMENTS | 1
-    return list(flat[::step].tolist())
+    step = number // _ELEMENTS | 1
+    if isinstance(array, torch.Tensor):
+        return list(array.take(torch.arange(0, number, step)).tolist())
+    return list(array.flat[::step].tolist())

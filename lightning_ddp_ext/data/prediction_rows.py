@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -39,13 +40,14 @@ def join_batches(batches: list[PredictedBatch]) -> Any:
     """
     if not batches:
         return None
-    outputs = [batch.output for batch in batches]
-    structures = {str(_structure_of(output)): None for output in outputs}
-    if len(structures) > 1:
-        raise SamplingError(
-            f"predictions must have the same structure in all batches (got"
-            f" {' and '.join(structures)}); {REMEDY}"
-        )
+    outputs = [_with_plain_dict(batch.output) for batch in batches]
+    first, *others = [_structure_of(output) for output in outputs]
+    for other in others:
+        if other != first:
+            raise SamplingError(
+                f"predictions must have the same structure in all batches (got {first}"
+                f" and {other}); {REMEDY}"
+            )
     sizes = [len(batch.samples) for batch in batches]
     rows = _rows_in_order([sample for batch in batches for sample in batch.samples])
 
@@ -54,6 +56,11 @@ def join_batches(batches: list[PredictedBatch]) -> Any:
         return _join(parts, rows)
 
     return tree_map_with_path(join, *outputs, is_leaf=_is_list)
+
+
+def _with_plain_dict(output: Any) -> Any:
+    """Return an output as a dict if it is another mapping, which torch does not look into."""
+    return dict(output) if isinstance(output, Mapping) else output
 
 
 def _is_list(part: Any) -> bool:

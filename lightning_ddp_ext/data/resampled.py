@@ -34,7 +34,7 @@ def with_sampler(
         put_sampler: creates a loader again with the other sampler. It gets a plain
             ``DataLoader``, or ``loader`` if that cannot be copied.
     """
-    if is_stateful(loader) or _has_started_iterator(loader):
+    if is_stateful(loader) or _holds_sampler_elsewhere(loader):
         return put_sampler(loader)
     created = put_sampler(_plain(loader))
     copied = own_copy(loader)
@@ -57,8 +57,16 @@ def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
     return DataLoader(loader.dataset, batch_sampler=batch_sampler)
 
 
-def _has_started_iterator(loader: DataLoader[Any]) -> bool:
-    return any(isinstance(value, Iterator) for value in vars(own_copy(loader)).values())
+def _holds_sampler_elsewhere(loader: DataLoader[Any]) -> bool:
+    """Whether other attributes hold a sampler of the loader, or a started iterator."""
+    attributes = vars(own_copy(loader))
+    samplers = [loader.sampler, loader.batch_sampler]
+    others = [value for name, value in attributes.items() if name not in _SAMPLER_ATTRIBUTES]
+    return any(
+        isinstance(other, Iterator)
+        or any(other is sampler for sampler in samplers if sampler is not None)
+        for other in others
+    )
 
 
 def _has_length_of_sampler(loader: DataLoader[Any]) -> bool:

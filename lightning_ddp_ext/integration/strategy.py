@@ -409,19 +409,17 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.weights.on_training_step()
-        with self.recorder.in_pass():
-            self.recorder.before_forward()
-            with self.metrics.step(is_training=True):
-                return super().training_step(*args, **kwargs)
+        self.recorder.before_forward()
+        with self.metrics.step(is_training=True):
+            return super().training_step(*args, **kwargs)
 
     @override
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        with self.recorder.in_pass():
-            self.metrics.flush()
-            with self.recorder.backward(), self.averaging.backward():
-                return super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.metrics.flush()
+        with self.recorder.backward(), self.averaging.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

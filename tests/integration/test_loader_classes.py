@@ -77,9 +77,22 @@ def batched(batch_sampler: Any) -> DataLoader[Any]:
     return DataLoader(Numbers(8), batch_sampler=batch_sampler)
 
 
+class Ordered(DataLoader[Any]):
+    """Keeps its batch sampler under another name, and reads that."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.order = self.batch_sampler
+
+    def __iter__(self) -> Any:
+        for indices in self.order:
+            yield self.collate_fn([self.dataset[index] for index in indices])
+
+
 REMADE: dict[str, Callable[[], DataLoader[Any]]] = {
     "plain": lambda: DataLoader(Numbers(8), batch_size=2, shuffle=True),
     "drawn": lambda: batched(Drawn(RandomSampler(range(8)), 2, False)),
+    "ordered": lambda: Ordered(Numbers(8), batch_size=2, shuffle=True),
     "begun": lambda: Known(Numbers(8), batch_size=2, shuffle=True),
 }
 

@@ -21,6 +21,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
@@ -213,6 +214,22 @@ class Slow(Net):
         is_resumed = self.trainer.ckpt_path is not None
         if self.global_step == 5 and self.global_rank == 0 and not is_resumed:
             threading.Event().wait(rescuing.SLOW)
+
+
+class Norms(Net):
+    """Adds the gradients' norms of all ranks before each optimiser step."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        norms = [each.grad.norm() for each in self.parameters() if each.grad is not None]
+        dist.all_reduce(torch.stack(norms))
+
+
+def test_a_rank_that_dies_before_the_optimiser_changes_weights(tmp_path: Path) -> None:
+    """The other rank waits in a collective of a hook, and saves the five finished steps."""
+    killed = Plan(Kill("on_before_optimizer_step", earlier=5), kind=Norms)
+    survivor, _ = ranks.launch_ranks(rescuing.train, 2, killed, tmp_path)
+    assert survivor.exit_code == 1
+    assert rescuing.saved(tmp_path) == 5
 
 
 TWO: dict[str, Any] = {"accumulate_grad_batches": 2}

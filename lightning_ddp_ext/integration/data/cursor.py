@@ -358,8 +358,9 @@ class EpochCursor:
                 with ``resume_data="strict"``.
         """
         positions = positions_of(self._trainer)
-        is_placed = bool(resumed.placed) and resumed.placed[0] is positions[0]
-        if is_placed or not resumed.restart.is_within:
+        if not resumed.restart.is_within:
+            return
+        if resumed.placed and resumed.placed[0] is positions[0]:
             return
         resumed.placed = positions
         ranks = ranks_of(self._strategy)

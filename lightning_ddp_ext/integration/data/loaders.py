@@ -151,7 +151,8 @@ class TrainerLoaders:
 
         Lightning creates its batch sampler, which records indices for a prediction.
         """
-        _refuse_unknown_arguments(loader.batch_sampler)
+        if self._strategy.world_size > 1:
+            _refuse_unknown_arguments(loader.batch_sampler)
         try:
             return with_sampler(loader, lambda each: update_dataloader(each, sampler, mode=stage))
         except (TypeError, pl.utilities.exceptions.MisconfigurationException) as error:

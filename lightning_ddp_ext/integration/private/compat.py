@@ -106,6 +106,23 @@ def is_in_optimizer_step(trainer: Any) -> bool:
     return bool(steps.ready > steps.completed)
 
 
+def is_in_closure(error: BaseException) -> bool:
+    """Whether an error was raised while gradients were computed or clipped.
+
+    The optimiser has not changed anything by then.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        function = trace.tb_frame.f_code.co_name
+        module = str(trace.tb_frame.f_globals.get("__name__"))
+        if (function, module.rpartition(".")[2]) == ("closure", "automatic"):
+            return True
+        if function == "_after_closure" and ".precision." in module:
+            return True
+        trace = trace.tb_next
+    return False
+
+
 def batches_that_stepped_of(epoch_loop: Any) -> int:
     """Return the number of optimiser steps, as Lightning's loggers count them."""
     return int(private(epoch_loop, "_batches_that_stepped"))

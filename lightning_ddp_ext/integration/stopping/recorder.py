@@ -37,7 +37,6 @@ class Recorder:
         self.forward_passes = 0  # number of passes since this batch started
         # Whether a forward or backward pass is running, or an exception ended it. The
         # optimiser changes nothing in these passes.
-        self.is_in_pass = False
         self.stepped = 0  # optimiser steps before this batch, as Lightning's loggers count them
         self._buffers_at = -1  # the number of batches when the buffers were last noted
         self._own: RankRecords | None = None
@@ -138,13 +137,6 @@ class Recorder:
     def _raise_cause(self) -> None:
         if self._own is not None:
             self._peers.check()
-
-    @contextmanager
-    def in_pass(self) -> Iterator[None]:
-        """Mark a forward or backward pass; an exception leaves the mark for the rescue."""
-        self.is_in_pass = True
-        yield
-        self.is_in_pass = False
 
     @contextmanager
     def backward(self) -> Iterator[None]:

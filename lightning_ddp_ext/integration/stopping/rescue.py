@@ -38,6 +38,7 @@ from ..named_calls import ranks_of
 from ..private.compat import (
     dump_checkpoint,
     fetcher_of,
+    is_in_closure,
     is_in_optimizer_step,
     is_read_in_step,
     validates_next,
@@ -174,7 +175,7 @@ class Rescue:
         seconds = self._stops.deadline.total_seconds()
         try:
             with delaying_forced_end(seconds):
-                line = self._save(seconds)
+                line = self._save(exception, seconds)
         except Exception as error:
             line = (
                 "this rank did not save the last step:"
@@ -194,8 +195,8 @@ class Rescue:
             and cause.rank != self._strategy.global_rank
         )
 
-    def _save(self, seconds: float) -> str:
-        refusal = self._refusal or self._recorder.error or self._why_not()
+    def _save(self, exception: BaseException, seconds: float) -> str:
+        refusal = self._refusal or self._recorder.error or self._why_not(exception)
         if refusal is not None:
             raise Refused(refusal)
         trainer = self._trainer
@@ -233,7 +234,7 @@ class Rescue:
             )
         return line
 
-    def _why_not(self) -> str | None:
+    def _why_not(self, exception: BaseException) -> str | None:
         trainer = self._trainer
         recorder = self._recorder
         if not recorder.parameters.has_finished_step:
@@ -244,7 +245,7 @@ class Rescue:
                 return "the failure happened in the middle of a batch with manual optimisation"
             if is_in_optimizer_step(trainer) and recorder.forward_passes > 1:
                 return "the optimiser calls its closure several times per step"
-            if is_in_optimizer_step(trainer) and not recorder.is_in_pass:
+            if is_in_optimizer_step(trainer) and not is_in_closure(exception):
                 return "the next step had started to change the weights"
         elif not self._stops.weights.match(trainer.lightning_module.parameters()):
             return (
