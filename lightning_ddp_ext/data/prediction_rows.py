@@ -40,7 +40,7 @@ def join_batches(batches: list[PredictedBatch]) -> Any:
     """
     if not batches:
         return None
-    outputs = [_with_plain_dict(batch.output) for batch in batches]
+    outputs = [_with_plain_dicts(batch.output) for batch in batches]
     first, *others = [_structure_of(output) for output in outputs]
     for other in others:
         if other != first:
@@ -58,9 +58,13 @@ def join_batches(batches: list[PredictedBatch]) -> Any:
     return tree_map_with_path(join, *outputs, is_leaf=_is_list)
 
 
-def _with_plain_dict(output: Any) -> Any:
-    """Return an output as a dict if it is another mapping, which torch does not look into."""
-    return dict(output) if isinstance(output, Mapping) else output
+def _with_plain_dicts(output: Any) -> Any:
+    """Return an output with dicts in place of other mappings, into which torch does not look."""
+    return tree_map(
+        lambda part: _with_plain_dicts(dict(part)) if isinstance(part, Mapping) else part,
+        output,
+        is_leaf=_is_list,
+    )
 
 
 def _is_list(part: Any) -> bool:

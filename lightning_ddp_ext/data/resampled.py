@@ -27,17 +27,18 @@ def with_sampler(
 ) -> DataLoader[Any]:
     """Return a copy of a loader that reads another sampler.
 
-    A loader is not copied if it has a state, or has already used its sampler.
+    A loader is not copied if it has a state, has already used its sampler, or holds it
+    under another name.
 
     Args:
         loader: the loader.
         put_sampler: creates a loader again with the other sampler. It gets a plain
             ``DataLoader``, or ``loader`` if that cannot be copied.
     """
-    if is_stateful(loader) or _holds_sampler_elsewhere(loader):
+    copied = own_copy(loader)
+    if is_stateful(loader) or _holds_sampler_elsewhere(copied):
         return put_sampler(loader)
     created = put_sampler(_plain(loader))
-    copied = own_copy(loader)
     # A DataLoader refuses to change its attributes.
     vars(copied).update({name: getattr(created, name) for name in _SAMPLER_ATTRIBUTES})
     has_old_length = _has_length_of_sampler(loader) and not _has_length_of_sampler(copied)
@@ -59,9 +60,8 @@ def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 def _holds_sampler_elsewhere(loader: DataLoader[Any]) -> bool:
     """Whether other attributes hold a sampler of the loader, or a started iterator."""
-    attributes = vars(own_copy(loader))
     samplers = [loader.sampler, loader.batch_sampler]
-    others = [value for name, value in attributes.items() if name not in _SAMPLER_ATTRIBUTES]
+    others = [value for name, value in vars(loader).items() if name not in _SAMPLER_ATTRIBUTES]
     return any(
         isinstance(other, Iterator)
         or any(other is sampler for sampler in samplers if sampler is not None)

@@ -97,10 +97,8 @@ def seed_each_sample(dataset: Any, *words: int) -> None:
     (True, False)
     """
     users_class = type(dataset)
-    if (
-        not users_class.__flags__ & _DEFINED_IN_PYTHON
-    ):  # such as ``list``, which draws no random numbers
-        return
+    if not users_class.__flags__ & _DEFINED_IN_PYTHON:
+        return  # such as ``list``, which draws no random numbers
 
     def reading_after_seeding(name: str) -> Any:
         read = getattr(users_class, name)

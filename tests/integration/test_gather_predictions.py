@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext import DDPExtStrategy, ExactDistributedSampler
+from lightning_ddp_ext.data.prediction_rows import PredictedBatch, join_batches
 from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.integration.data.predictions import gather_predictions
 from tests.harness import ranks, training
@@ -186,3 +188,13 @@ def test_predictions_of_hosts_whose_names_are_loopback_addresses(two_hosts: Netw
         predict_on_two_hosts, 2, init_method, env=env, namespaces=list(two_hosts)
     )
     assert (gathered.tolist(), nothing) == ([0, 1, 2, 3, 4], None)
+
+
+def test_other_mappings_are_joined_as_dicts_at_any_depth() -> None:
+    """Such as BatchEncoding of transformers, here in a tuple."""
+    batches = [
+        PredictedBatch([1, 0], (UserDict(x=torch.tensor([10, 0])),)),
+        PredictedBatch([2], (UserDict(x=torch.tensor([20])),)),
+    ]
+    (joined,) = join_batches(batches)
+    assert joined["x"].tolist() == [0, 10, 20]

@@ -1,4 +1,4 @@
-"""What a program's training came to, as a line that a test reads."""
+"""Print the outcome of a program's training as a line that a test reads."""
 
 from __future__ import annotations
 

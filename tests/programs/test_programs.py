@@ -50,7 +50,7 @@ def test_numbers_are_those_of_ddp(program: str) -> None:
 
 
 def numbers(script: str, words: list[str]) -> list[dict[str, Any]]:
-    """Return what each training of the script came to; fail unless all used two ranks
+    """Return the outcome of each training of the script; fail unless all used two ranks
     and the script succeeds.
     """
     outcome = run_script(_HERE / f"{script}.py", *words)

@@ -96,7 +96,8 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
             servers.sentence(outcome, RendezvousError)
             == f"another run of 2 ranks is active at {servers.url(where)} with"
             f" {servers.process(0, running[0].pid)}, and {servers.process(rank, outcome.pid)}"
-            f" of {world_size} cannot join it; stop that run, or choose another init_method for this one"
+            f" of {world_size} cannot join it; stop that run, or choose another init_method for"
+            " this one"
         )
     assert [outcome.exit_code for outcome in running] == [0, 0]
 
@@ -173,7 +174,8 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     assert (
         servers.sentence(outcome, RendezvousError)
         == f"init_method 'file://{path}': rank 0 on {servers.HOST} (pid {outcome.pid}) cannot"
-        " write its address there: No such file or directory; create the directory, free disk space, or"
+        " write its address there: No such file or directory; create the directory, free disk"
+        " space, or"
         " choose another file"
     )
 
