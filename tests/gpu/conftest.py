@@ -9,35 +9,48 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.gpu import placement as places
 from tests.gpu.placement import GPU, IS_GPU, Placement
 from tests.harness.environment import skip_because
 from tests.harness.ranks import launch_ranks
 
+# Names of a test's properties, from which the table is made.
 PROVES = "proves"
 MACHINE = "machine"
-RANKS = "ranks of NCCL"
+NCCL_RANKS = "ranks of NCCL"
+
 FOLDER = Path(__file__).parent
+SECONDS_TO_REDUCE = 60
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPUs that torch uses, in words; or the reason why it uses no GPU."""
+    """The GPUs that torch uses, in words; or the reason why it uses none."""
 
     cards: int
     description: str
     missing: str | None = None
 
 
-def look_at_gpus(rank: int, world_size: int) -> tuple[int, str]:
-    """Use a GPU, and describe what is used; in a process that ends, because its context
-    would remain.
+@dataclass(frozen=True)
+class NcclPlace:
+    """Where two ranks of NCCL work, in words also; no placement if nowhere."""
+
+    placement: Placement | None
+    description: str
+
+
+def use_gpu(rank: int, world_size: int) -> tuple[int, str]:
+    """Use a GPU, and return the number of GPUs and a description; in a process that
+    ends, because its context would remain.
     """
     torch.ones(1, device=GPU)
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
@@ -62,38 +75,63 @@ def machine() -> Machine:
     if not IS_GPU:
         return Machine(0, f"CPU stand-ins; {versions}")
     listed = cards_of_driver()
-    [outcome] = launch_ranks(look_at_gpus, 1)
-    if outcome.error is not None and listed:
-        reason = (
-            f"nvidia-smi lists {listed}, but torch {torch.__version__} cannot use them:"
-            f" {outcome.error.message}"
-        )
+    [outcome] = launch_ranks(use_gpu, 1)
+    if outcome.result is not None:
+        cards, description = outcome.result
+        driver = listed[0].rpartition(", ")[2] if listed else "unknown"
+        return Machine(cards, f"{description}, driver {driver}; {versions}")
+    if listed:
+        reason = f"nvidia-smi lists {listed}, but {versions} cannot use them: {outcome.story()}"
         pytest.fail(reason, pytrace=False)
-    if outcome.result is None:
-        return Machine(0, versions, "torch finds no GPU")
-    cards, description = outcome.result
-    driver = listed[0].rpartition(", ")[2] if listed else "unknown"
-    return Machine(cards, f"{description}, driver {driver}; {versions}")
+    return Machine(0, versions, "torch finds no GPU")
 
 
 @pytest.fixture(scope="session")
-def nccl(
-    machine: Machine, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Placement | None, str]:
-    """Return where two ranks of NCCL work, and how; ``None`` with the reasons if
-    nowhere.
-    """
+def nccl(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> NcclPlace:
+    """Find a way in which two ranks of NCCL work."""
     if not IS_GPU:
-        return places.ONE_EACH, "gloo in the place of NCCL"
+        return NcclPlace(places.ONE_EACH, "gloo in the place of NCCL")
     ways = {"a GPU for each rank": places.ONE_EACH} if machine.cards > 1 else places.ON_ONE_CARD
-    reasons = {}
+    reasons = []
     for way, placement in ways.items():
-        reasons[way] = places.why_not(placement, tmp_path_factory.mktemp("nccl"))
-        if reasons[way] is None:
-            return placement, f"two ranks, {way}"
-    return None, "two ranks of NCCL do not work here: " + "; ".join(
-        f"{way}: {why}" for way, why in reasons.items()
+        reason = why_not(placement, tmp_path_factory.mktemp("nccl"))
+        if reason is None:
+            return NcclPlace(placement, f"two ranks, {way}")
+        reasons.append(f"{way}: {reason}")
+    return NcclPlace(None, f"two ranks of NCCL do not work here: {'; '.join(reasons)}")
+
+
+def why_not(placement: Placement, directory: Path) -> str | None:
+    """Return why ranks that are placed like this cannot reduce a number; ``None`` if
+    they can.
+    """
+    time_limit = SECONDS_TO_REDUCE * 1.5
+    try:
+        outcomes = placement.launch(reduce_once, directory, time_limit=time_limit)
+    except AssertionError:
+        return f"does not end within {time_limit} s"
+    for outcome in outcomes:
+        if outcome.error is not None:
+            return outcome.error.message.strip().splitlines()[-1]
+        if outcome.exit_code != 0:
+            return "ends its process"
+    return None
+
+
+def reduce_once(rank: int, world_size: int, placement: Placement, directory: Path) -> None:
+    device = torch.device(placement.devices[rank])
+    dist.init_process_group(
+        placement.backend,
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=SECONDS_TO_REDUCE),
+        device_id=device,
     )
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total)
+    assert float(total) == world_size
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
@@ -111,13 +149,15 @@ def placement(
     """
     if request.param == "gloo":
         return places.GLOO
-    found, description = request.getfixturevalue("nccl")
-    record_property(RANKS, description)
-    skip_because(description if found is None else None)
-    return found
+    nccl: NcclPlace = request.getfixturevalue("nccl")
+    record_property(NCCL_RANKS, nccl.description)
+    if nccl.placement is None:
+        skip_because(nccl.description)
+    return nccl.placement
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Attach the first sentence of its docstring to each test."""
     for item in items:
         if isinstance(item, pytest.Function) and item.path.parent == FOLDER:
             sentence = " ".join(str(item.function.__doc__).partition("\n\n")[0].split())
@@ -125,26 +165,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print a table for docs/reference/compatibility.md."""
-    results: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    facts: dict[str, None] = {}
+    """Print a table for docs/reference/compatibility.md: a row for each sentence, with
+    the cases of each result.
+    """
+    cases: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    facts: dict[str, None] = {}  # in order, without repetitions
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, ()):
             properties = dict(getattr(report, "user_properties", ()))
             if PROVES in properties:
-                facts.update(
-                    dict.fromkeys(
-                        properties[name] for name in (MACHINE, RANKS) if name in properties
-                    )
-                )
-                case = report.nodeid.rpartition("[")[2].rstrip("]") if "[" in report.nodeid else ""
-                results[properties[PROVES]][_result_in(outcome, report)].append(case)
-    if results:
+                facts |= {
+                    properties[name]: None for name in (MACHINE, NCCL_RANKS) if name in properties
+                }
+                cases[properties[PROVES]][_result_in(outcome, report)].append(_case_of(report))
+    if cases:
         terminalreporter.section("what this proves")
         terminalreporter.write_line(f"| {'; '.join(facts)} | Result |\n| --- | --- |")
-    for proven, by_outcome in results.items():
-        cells = [f"{outcome}{_listed(cases)}" for outcome, cases in by_outcome.items()]
-        terminalreporter.write_line(f"| {proven} | {'; '.join(cells)} |")
+    for sentence, cases_by_result in cases.items():
+        cells = [f"{result}{_listed(names)}" for result, names in cases_by_result.items()]
+        terminalreporter.write_line(f"| {sentence} | {'; '.join(cells)} |")
+
+
+def _case_of(report: Any) -> str:
+    """Return the parameters of a test; empty if it has none."""
+    _, _, case = report.nodeid.partition("[")
+    return case.rstrip("]")
 
 
 def _result_in(outcome: str, report: Any) -> str:
@@ -153,5 +198,5 @@ def _result_in(outcome: str, report: Any) -> str:
 
 
 def _listed(cases: list[str]) -> str:
-    named = ", ".join(sorted(filter(None, cases)))
-    return f": {named}" if named else ""
+    names = ", ".join(sorted(filter(None, cases)))
+    return f": {names}" if names else ""

@@ -6,25 +6,23 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.harness import ranks, training
 from tests.harness.outcomes import Outcome
-from tests.harness.training import Net, backend
 
 IS_GPU = os.environ.get("DDPX_GPU_TESTS_ON") != "cpu"
 GPU = "cuda:0" if IS_GPU else "cpu"
+SECOND_GPU = "cuda:1" if IS_GPU else "cpu"
 NCCL = "nccl" if IS_GPU else "nccl_stand_in"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # for sums in another order
-CALIBRATED = 10**8  # clock cycles
+_CALIBRATION_CYCLES = 10**8  # of the GPU's clock
 # Two ranks' kernels on one card run at the same time, so they must leave each other
 # space.
 _SHARED = {
@@ -35,9 +33,13 @@ _SHARED = {
 }
 
 
+def torch_devices(names: Sequence[str]) -> list[torch.device]:
+    return [torch.device(name) for name in names]
+
+
 @dataclass(frozen=True)
 class Placement:
-    """Ranks with a backend, and a device each."""
+    """A backend, and the device of each rank."""
 
     backend: str
     devices: tuple[str, ...]
@@ -46,33 +48,32 @@ class Placement:
     @property
     def options(self) -> dict[str, Any]:
         """The strategy's options; for use on a rank."""
-        devices = [torch.device(device) for device in self.devices]
-        return {"parallel_devices": devices, "process_group_backend": backend(self.backend)}
+        backend = training.backend(self.backend)
+        return {
+            "parallel_devices": torch_devices(self.devices),
+            "process_group_backend": backend,
+        }
 
     @property
     def variables(self) -> ranks.Environment:
         """The environment of ranks that are started by hand."""
-        world_size = len(self.devices)
-        return {**ranks.by_hand_env(world_size, ranks.free_port()), **self.env}
+        return {**ranks.by_hand_env(len(self.devices), ranks.free_port()), **self.env}
 
-    def trainer(self, directory: Path, kind: training.Kind = "ours", **options: Any) -> L.Trainer:
-        """Return a Trainer on these devices, for use on a rank; ``strategy`` in the
-        options has the strategy's.
+    def trainer(self, directory: Any, kind: training.Kind = "ours", **options: Any) -> L.Trainer:
+        """Return a Trainer on these devices, for use on a rank; the option ``strategy``
+        holds more options of the strategy.
         """
-        strategy = training.make_strategy(
-            kind, directory, **{**self.options, **options.pop("strategy", {})}
-        )
-        return training.make_trainer(
-            strategy, **{"accelerator": "auto", "devices": "auto", **options}
-        )
+        strategy_options = {**self.options, **options.pop("strategy", {})}
+        strategy = training.make_strategy(kind, directory, **strategy_options)
+        options = {"accelerator": "auto", "devices": "auto", **options}
+        return training.make_trainer(strategy, **options)
 
     def launch(self, function: Any, *args: Any, **options: Any) -> list[Outcome]:
         """Call ``function(rank, world_size, placement, *args)`` on each rank, as
         ``launch_ranks`` does.
         """
-        return ranks.launch_ranks(
-            function, len(self.devices), self, *args, env=self.variables, **options
-        )
+        world_size = len(self.devices)
+        return ranks.launch_ranks(function, world_size, self, *args, env=self.variables, **options)
 
     def run(self, function: Any, *args: Any) -> list[Any]:
         """Call ``function(rank, world_size, placement, *args)`` on each rank, as
@@ -83,7 +84,8 @@ class Placement:
 
 GLOO = Placement("gloo", (GPU, GPU))
 ALONE = Placement(NCCL, (GPU,))
-ONE_EACH = Placement(NCCL, ("cuda:0", "cuda:1") if IS_GPU else ("cpu", "cpu"))
+ONE_EACH = Placement(NCCL, (GPU, SECOND_GPU))
+ONE_EACH_REVERSED = Placement(NCCL, (SECOND_GPU, GPU))
 # NCCL refuses ranks that share a card, unless they seem to be on two hosts or, from
 # 2.30 on, a variable allows it.
 ON_ONE_CARD = {
@@ -94,40 +96,18 @@ ON_ONE_CARD = {
 }
 
 
-class Wide(Net):
+def on_cpu(world_size: int) -> Placement:
+    """Return ranks that use the CPU only."""
+    return Placement("gloo", ("cpu",) * world_size)
+
+
+class Wide(training.Net):
     """Has 4 MiB of parameters, in several buckets of DDP if each has 1 MiB."""
 
     def __init__(self) -> None:
         super().__init__()
-        wide = [nn.Linear(512, 512) for _ in range(4)]
-        self.layers = nn.Sequential(nn.Linear(4, 512), *wide, nn.Linear(512, 1))
-
-
-def why_not(placement: Placement, directory: Path) -> str | None:
-    """Return why ranks that are placed like this cannot reduce a number; ``None`` if
-    they can.
-    """
-    try:
-        outcomes = placement.launch(reduce_once, directory, time_limit=90)
-    except AssertionError:
-        return "does not end within 90 s"
-    failed = [outcome for outcome in outcomes if outcome.exit_code]
-    messages = [outcome.error.message.strip() for outcome in failed if outcome.error] or [
-        "ends its process"
-    ]
-    return messages[0].splitlines()[-1] if failed else None
-
-
-def reduce_once(rank: int, world_size: int, placement: Placement, directory: Path) -> None:
-    device = torch.device(placement.devices[rank])
-    address = f"file://{directory}/store"
-    limit = timedelta(seconds=60)
-    chosen = {"rank": rank, "world_size": world_size, "timeout": limit}
-    dist.init_process_group(placement.backend, init_method=address, device_id=device, **chosen)
-    one = torch.ones(1, device=device)
-    dist.all_reduce(one)
-    assert float(one) == world_size
-    dist.destroy_process_group()
+        hidden = [nn.Linear(512, 512) for _ in range(4)]
+        self.layers = nn.Sequential(nn.Linear(4, 512), *hidden, nn.Linear(512, 1))
 
 
 def hold_device(seconds: float) -> None:
@@ -137,7 +117,8 @@ def hold_device(seconds: float) -> None:
         return
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    torch.cuda._sleep(CALIBRATED)
+    torch.cuda._sleep(_CALIBRATION_CYCLES)
     end.record()
     end.synchronize()
-    torch.cuda._sleep(int(CALIBRATED * seconds * 1000 / start.elapsed_time(end)))
+    cycles_per_ms = _CALIBRATION_CYCLES / start.elapsed_time(end)
+    torch.cuda._sleep(int(cycles_per_ms * seconds * 1000))

@@ -1,0 +1,127 @@
+"""Training on a GPU continues after stops and deaths as if they had not happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.gpu import placement as places
+from tests.gpu.placement import GPU, Placement
+from tests.harness import training
+from tests.harness.ranks import launch_ranks
+from tests.integration import continuing, rescuing
+from tests.integration.rescuing import Kill, Plan
+
+pytestmark = pytest.mark.gpu
+
+ON_ANY_DEVICE = {"accelerator": "auto", "devices": "auto"}  # the strategy names them
+
+
+def shuffled_numbers() -> DataLoader[Any]:
+    return DataLoader(continuing.Numbers(16), batch_size=2, shuffle=True)
+
+
+def resume_with_dropout(
+    rank: int, world_size: int, placement: Placement, directory: Path
+) -> dict[str, str]:
+    """Return how a run that is resumed after its third step differs from a whole one."""
+    run = continuing.Training(
+        shuffled_numbers, directory, world_size, ON_ANY_DEVICE, placement.options
+    )
+    return continuing.generations(run, ["train_batch_end-3"])
+
+
+@pytest.mark.parametrize("placement", [places.GLOO, places.ALONE], ids=["gloo", "1 rank"])
+def test_a_resumed_run_draws_the_random_numbers_that_were_next(
+    placement: Placement, tmp_path: Path
+) -> None:
+    """A resumed run with dropout ends with the weights of a run without a stop."""
+    no_differences = [{}] * len(placement.devices)
+    assert placement.run(resume_with_dropout, tmp_path) == no_differences
+
+
+class Scaled(rescuing.Net):
+    """Has the scale of a ``GradScaler`` in a buffer, so that it is compared as a weight
+    is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.zeros(()))
+
+    def training_step(self, batch: training.Batch, index: int) -> Tensor:
+        self.scale.fill_(self.trainer.precision_plugin.scaler.get_scale())
+        return super().training_step(batch, index)
+
+
+def plan_on(placement: Placement, *, start_method: str = "popen", is_float16: bool = False) -> Plan:
+    """Return the plan of a run on a GPU, whose ranks one process starts; with float16,
+    the scale grows every eight steps.
+    """
+    strategy = {
+        "start_method": start_method,
+        "parallel_devices": places.torch_devices(placement.devices),
+        "process_group_backend": placement.backend,
+    }
+    if not is_float16:
+        return Plan(strategy=strategy, trainer=ON_ANY_DEVICE)
+    device_type = torch.device(GPU).type
+    scaler = torch.amp.GradScaler(device_type, init_scale=256.0, growth_interval=8)
+    precision = MixedPrecision("16-mixed", device_type, scaler)
+    trainer = {**ON_ANY_DEVICE, "plugins": [precision]}
+    return Plan(strategy=strategy, trainer=trainer, kind=Scaled)
+
+
+def weights_after(
+    kills: Sequence[Kill], plan: Plan, placement: Placement, directory: Path
+) -> list[dict[str, Tensor]]:
+    """Run the plan again after each kill, and return the weights of each rank."""
+    directory.mkdir()
+    # The variables of a launcher name the ranks, so none starts others.
+    return rescuing.survive(2, plan, kills, directory, env=placement.variables)
+
+
+AFTER_BACKWARD = Kill("on_after_backward", 9, [0])
+IN_VALIDATION = Kill("on_validation_batch_end", 1)
+IN_A_SAVE = Kill("writing", 1, [0])
+STOP = Kill("on_train_batch_end", 3, by="sigterm")
+CHAINS = [
+    pytest.param("gloo", False, [AFTER_BACKWARD, IN_VALIDATION, IN_A_SAVE, STOP], id="gloo"),
+    pytest.param("NCCL", False, [AFTER_BACKWARD, IN_A_SAVE, STOP], id="NCCL"),
+    pytest.param("gloo", True, [AFTER_BACKWARD, STOP], id="float16"),
+]
+
+
+@pytest.mark.parametrize(("placement", "is_float16", "kills"), CHAINS, indirect=["placement"])
+def test_a_killed_rank_costs_no_step(
+    placement: Placement, is_float16: bool, kills: Sequence[Kill], tmp_path: Path
+) -> None:
+    """Runs resumed after a killed rank, a killed save and SIGTERM end as an undisturbed
+    run, to the last bit.
+    """
+    plan = plan_on(placement, is_float16=is_float16)
+    undisturbed = weights_after([], plan, placement, tmp_path / "undisturbed")
+    disturbed = weights_after(kills, plan, placement, tmp_path / "disturbed")
+    training.assert_same(disturbed, undisturbed)
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
+def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) -> None:
+    """Ranks started by spawn, forkserver and fork learn as ranks that were started by
+    hand.
+    """
+    plan = plan_on(places.GLOO)
+    by_hand, _ = weights_after([], plan, places.GLOO, tmp_path / "by hand")
+    directory = tmp_path / "started"
+    directory.mkdir()
+    plan = plan_on(places.GLOO, start_method=start_method)
+    [started] = launch_ranks(rescuing.train, 1, plan, directory, env={})
+    assert started.exit_code == 0, started.story()
+    training.assert_same(started.result, by_hand)

@@ -1,0 +1,105 @@
+"""Checkpoints saved on a GPU, also in the background, are whole and load anywhere."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_ddp_ext import HangWatchdog, RankZeroCheckpointIO
+from tests.gpu import placement as places
+from tests.gpu.placement import IS_GPU, Placement
+from tests.harness import training
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=["one GPU", "two GPUs"])
+def placement(request: pytest.FixtureRequest) -> Placement:
+    """Return two ranks that share a GPU, or have one each, where rank 0 has the second."""
+    if request.param == "one GPU":
+        return places.GLOO
+    if IS_GPU and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return places.ONE_EACH_REVERSED
+
+
+def save_in_training(
+    rank: int,
+    world_size: int,
+    placement: Placement,
+    path: Path,
+    is_background: bool,
+) -> list[int]:
+    """Save after the second step, and train on; threads read the device meanwhile.
+
+    Return the GPUs on which this process has a context.
+    """
+    L.seed_everything(1)
+    save = partial(L.Trainer.save_checkpoint, filepath=path)
+    placement.trainer(
+        path.parent,
+        strategy={"rescue_checkpoint": path.parent / "last-rescued.ckpt"},
+        plugins=[RankZeroCheckpointIO(background=is_background)],
+        callbacks=[
+            training.At("on_train_batch_end", save, earlier=1),
+            HangWatchdog(300, directory=path.parent),
+        ],
+    ).fit(places.Wide())
+    gpus = range(torch.cuda.device_count())
+    return [number for number in gpus if torch._C._cuda_hasPrimaryContext(number)]
+
+
+def test_a_background_save_has_the_content_of_a_foreground_save(
+    placement: Placement, tmp_path: Path
+) -> None:
+    """Checkpoints saved in the background while training continues are whole."""
+    contents = []
+    for is_background in (False, True):
+        path = tmp_path / f"{is_background}.ckpt"
+        placement.run(save_in_training, path, is_background)
+        checkpoint = torch.load(path, map_location="cpu")
+        contents.append([checkpoint["state_dict"], checkpoint["optimizer_states"]])
+    foreground, background = contents
+    training.assert_same(background, foreground)
+
+
+def test_each_rank_uses_only_its_own_gpu(placement: Placement, tmp_path: Path) -> None:
+    """Of two GPUs each rank uses its own for a background save, and the file has rank
+    0's.
+    """
+    path = tmp_path / "saved.ckpt"
+    gpus_in_use = placement.run(save_in_training, path, True)
+    own_gpu = [
+        [device.index] if IS_GPU else [] for device in places.torch_devices(placement.devices)
+    ]
+    assert gpus_in_use == own_gpu
+    saved = torch.load(path)["state_dict"].values()
+    assert {str(value.device) for value in saved} == {placement.devices[0]}
+
+
+def devices_of_momenta(
+    rank: int, world_size: int, placement: Placement, directory: Path, path: Path
+) -> set[str]:
+    """Return where a resumed run has the optimiser's states."""
+    devices: set[str] = set()
+
+    def record(trainer: L.Trainer) -> None:
+        states = trainer.optimizers[0].state.values()
+        devices.update(str(state["momentum_buffer"].device) for state in states)
+
+    recording = training.At("on_train_start", record)
+    placement.trainer(directory, callbacks=[recording]).fit(places.Wide(), ckpt_path=path)
+    return devices
+
+
+def test_a_checkpoint_loads_on_a_gpu_and_on_the_cpu(placement: Placement, tmp_path: Path) -> None:
+    """A run that resumes from a background save has its optimiser on its own devices."""
+    path = tmp_path / "saved.ckpt"
+    placement.run(save_in_training, path, True)
+    for resumed_on in (placement, places.on_cpu(2)):
+        devices = resumed_on.run(devices_of_momenta, tmp_path, path)
+        assert devices == [{device} for device in resumed_on.devices]
