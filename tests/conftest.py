@@ -1,11 +1,14 @@
-"""Fixtures for all tests: no leaks, a directory that hosts share, two hosts, a small
-disk.
+"""Configure the test run: markers, the server of rank processes, a check for leaks after
+each test, and fixtures that tests of several subpackages use.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import shutil
@@ -13,34 +16,45 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
+import psutil
 import pytest
 
-from tests.harness.environment import skip_because
+from tests.harness.environment import MARK, marked, name_of, skip_because, wait_until_exited
 from tests.harness.network import Network, network, why_unavailable
-from tests.harness.processes import MARK, Snapshot
 from tests.harness.rank_process import measured_coverage, start_server
 
 _ROOT = Path(__file__).resolve().parent.parent
+# Modules that start processes; so do the tests that import from them.
 _STARTERS = (
     "tests.harness.ranks",
     "tests.harness.scripts",
     "tests.field.slurm",
     "tests.field.train",
 )
+_SECONDS_TO_EXIT = 60.0  # an interpreter with torch needs some to exit, on a busy core
+# Set by pytest for each test, and by libraries once when they are imported or first
+# used.
+_HARMLESS_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Mark all processes to come, and send their coverage to one place, whatever
-    directory they work in.
-    """
+    """Set what all processes of this test run inherit."""
     gc.disable()  # until all tests are imported
     os.environ[MARK] = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -50,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_WAIT_POLICY"] = "passive"
     _use_own_temporary_directory()
     measuring = measured_coverage()
-    if measuring is not None:
+    if measuring is not None:  # one place, whatever directory a process works in
         os.environ["COVERAGE_FILE"] = str(Path(measuring.config.data_file).absolute())
 
 
@@ -80,17 +94,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def _starts_processes(module: str) -> bool:
-    """Whether the module has something from the harness's ``ranks`` or ``scripts``,
-    itself or through a helper.
-    """
+    """Whether the module is a starter, or uses one, itself or through a helper."""
     if module in _STARTERS:
         return True
-    origins = {
-        str(getattr(value, "__module__", None)) for value in vars(sys.modules[module]).values()
-    }
-    return any(
-        _starts_processes(origin) for origin in origins - {module} if origin.startswith("tests.")
-    )
+    values = vars(sys.modules[module]).values()
+    origins = {str(getattr(value, "__module__", None)) for value in values} - {module}
+    helpers = [origin for origin in origins if origin.startswith("tests.")]
+    return any(map(_starts_processes, helpers))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -99,10 +109,120 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.freeze()
     gc.enable()
-    if not session.config.option.collectonly and any(
-        item.get_closest_marker("ranks") for item in session.items
-    ):
+    needs_ranks = any(item.get_closest_marker("ranks") for item in session.items)
+    if needs_ranks and not session.config.option.collectonly:
         start_server()
+
+
+class Snapshot:
+    """The state before a test; afterwards ``leaks`` lists additions, and undoes them
+    where that is safe.
+    """
+
+    def __init__(self) -> None:
+        self._directory = Path.cwd()
+        self._environment = dict(os.environ)
+        self._known = {*_threads(), *_processes(), *_files(self._directory)}
+
+    def leaks(self) -> list[str]:
+        """Return one line for each leak; threads and processes have some time to exit."""
+        for thread in self._new(_threads()):
+            thread.join(_SECONDS_TO_EXIT)
+        processes = wait_until_exited(lambda: self._new(_processes()), _SECONDS_TO_EXIT)
+        lines = [
+            *self._changed_directory(),
+            *self._changed_variables(),
+            *(f"thread {thread.name}" for thread in self._new(_threads())),
+            *map(name_of, processes),
+            *_process_group(),
+            *(f"file {path}" for path in sorted(self._new(_files(self._directory)))),
+        ]
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, _SECONDS_TO_EXIT)
+        return lines
+
+    def _new(self, things: Iterable[Any]) -> list[Any]:
+        return [thing for thing in things if thing not in self._known]
+
+    def _changed_directory(self) -> list[str]:
+        now = Path.cwd()
+        if now == self._directory:
+            return []
+        os.chdir(self._directory)
+        return [f"working directory {now} (was {self._directory})"]
+
+    def _changed_variables(self) -> list[str]:
+        changes = self._environment.items() ^ os.environ.items()
+        names = sorted({name for name, _ in changes} - _HARMLESS_VARIABLES)
+        lines = []
+        for name in names:
+            before = self._environment.get(name)
+            now = os.environ.pop(name, None)
+            lines.append(f"environment variable {name}={now!r} (was {before!r})")
+            if before is not None:
+                os.environ[name] = before
+        return lines
+
+
+def _threads() -> list[threading.Thread]:
+    """Return threads that must end before the test does: those that keep a process
+    alive, and the package's own.
+    """
+    return [
+        thread
+        for thread in threading.enumerate()
+        if not thread.daemon or thread.name.startswith("ddpx")
+    ]
+
+
+def _files(directory: Path) -> set[Path]:
+    """Return the files in the directory, unless it is shared, and the package's in the
+    one for temporary files.
+    """
+    temporary = Path(tempfile.gettempdir())
+    packages = set(temporary.glob("lightning_ddp_ext-*"))
+    if directory == temporary:
+        return packages
+    caches = ("__pycache__", ".")
+    return packages | {path for path in directory.iterdir() if not path.name.startswith(caches)}
+
+
+def _processes() -> list[psutil.Process]:
+    """Return children and processes with the mark of this test run, except the two
+    servers of multiprocessing.
+    """
+    pids = {process.pid for process in marked(os.environ[MARK])}
+    # In a tenth of the time that psutil takes to look at the parents of all processes.
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            pids |= {int(pid) for pid in path.read_text().split()}
+    pids -= {
+        os.getpid(),
+        multiprocessing.forkserver._forkserver._forkserver_pid,
+        multiprocessing.resource_tracker._resource_tracker._pid,
+    }
+    running = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+    return running
+
+
+def _process_group() -> list[str]:
+    """Destroy a process group that is open, and return a line for it."""
+    if "torch.distributed" not in sys.modules:
+        return []
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    line = f"process group {dist.get_backend()} of {dist.get_world_size()} ranks"
+    dist.destroy_process_group()
+    return [line]
 
 
 @pytest.fixture(autouse=True)
@@ -122,25 +242,23 @@ def shared_dir() -> Iterator[Path]:
     """Make a fresh directory that several hosts could share; skips if all writable ones
     are temporary.
     """
-    temporary = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")
-    parents = [
-        path for path in (_ROOT, Path.home()) if not any(map(path.is_relative_to, temporary))
-    ]
-    writable = [path for path in parents if os.access(path, os.W_OK)]
-    skip_because(
-        None
-        if writable
-        else "clone and home are below a directory for temporary files, or another user's"
-    )
-    directory = writable[0] / f".pytest_shared_{uuid.uuid4().hex[:12]}"
+    parent = next(filter(_can_be_shared, (_ROOT, Path.home())), None)
+    if parent is None:
+        skip_because("clone and home are temporary directories, or another user's")
+    directory = parent / f".pytest_shared_{uuid.uuid4().hex[:12]}"
     directory.mkdir()
     yield directory
     shutil.rmtree(directory)
 
 
+def _can_be_shared(path: Path) -> bool:
+    temporary = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")
+    return os.access(path, os.W_OK) and not any(map(path.is_relative_to, temporary))
+
+
 @pytest.fixture
 def two_hosts() -> Iterator[Network]:
-    """Hosts ``host-a`` and ``host-b`` on one network; skips where network namespaces
+    """Make hosts ``host-a`` and ``host-b`` on one network; skip where network namespaces
     are not allowed.
     """
     skip_because(why_unavailable())

@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.harness.environment import free_port
-from tests.harness.processes import MARK, wait_until
+from tests.harness.environment import MARK, free_port, wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _NEEDED = ("moto", "flask", "s3fs")

@@ -18,8 +18,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.harness.environment import free_port
-from tests.harness.processes import MARK, wait_until
+from tests.harness.environment import MARK, free_port, wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "unshare")

@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from tests.field import train
-from tests.harness.environment import skip_because
-from tests.harness.processes import MARK, marked, wait_until_exited
+from tests.harness.environment import MARK, marked, skip_because, wait_until_exited
 
 pytestmark = pytest.mark.field
 _ROOT = str(Path(__file__).parents[2])

@@ -1,21 +1,25 @@
-"""Provide what a test needs from its machine: variables as launchers set them, a free
-port, or a reason to skip.
+"""Provide what a test needs of its machine: variables as launchers set them, free
+ports, a reason to skip, and the processes that it has started.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import socket
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 NEED_EVERYTHING = "DDPX_TESTS_NEED_EVERYTHING"
-_reservations: list[socket.socket] = []
+# In the environment of every process that a test run starts; that of a script begins
+# with that of the test run.
+MARK = "TEST_HARNESS_MARK"
+_SECONDS_BETWEEN_LOOKS = 0.1
 
 # Variables for ranks: a value for all ranks, a function of the rank, or None for a
 # variable that must be unset.
@@ -43,49 +47,8 @@ def by_hand_env(world_size: int, port: int | None = None) -> dict[str, Callable[
     return variables
 
 
-def skip_because(reason: str | None) -> None:
-    """Skip a test that cannot run here, if there is a reason; fail instead where every
-    test has to run.
-    """
-    if reason is not None and os.environ.get(NEED_EVERYTHING):
-        pytest.fail(f"this test has to run, as {NEED_EVERYTHING} is set: {reason}")
-    if reason is not None:
-        pytest.skip(reason)
-
-
-def loopback() -> list[str]:
-    """Return the loopback addresses of this machine; containers may lack that of IPv6."""
-    found = []
-    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-        with suppress(OSError), socket.socket(family) as listener:
-            listener.bind((address, 0))
-            found.append(address)
-    return found
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free TCP port below the range of the kernel, which no other test of this
-    machine chooses.
-
-    While this process runs, a Unix socket of an abstract name reserves it; other
-    programs may still take it.
-    """
-    chosen_by_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    lowest = int(chosen_by_kernel.read_text().split()[0]) if chosen_by_kernel.exists() else 32768
-    while True:
-        port = random.SystemRandom().randrange(max(1024, lowest - 20000), lowest)
-        with (
-            suppress(OSError),
-            socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener,
-        ):
-            listener.bind((host, port))
-            _reservations.append(socket.socket(socket.AF_UNIX))
-            _reservations[-1].bind(f"\0port {port} of tests")
-            return port
-
-
 def by_srun() -> Environment:
-    """``srun --ntasks-per-node``."""
+    """Return the variables of ``srun --ntasks-per-node``, on one node."""
     return {
         "SLURM_JOB_ID": _slurm_job_id(),
         "SLURM_JOB_NAME": "train",
@@ -101,7 +64,7 @@ def by_srun() -> Environment:
 
 
 def by_mpirun() -> Environment:
-    """Open MPI's ``mpirun -np``."""
+    """Return the variables of Open MPI's ``mpirun -np``."""
     return {
         "OMPI_COMM_WORLD_RANK": str,
         "OMPI_COMM_WORLD_SIZE": "2",
@@ -117,6 +80,96 @@ def _slurm_job_id() -> str:
     """
     while True:
         digits = random.randint(0, 9999)
-        with socket.socket() as listener, contextlib.suppress(OSError):
+        with suppress(OSError), socket.socket() as listener:
             listener.bind(("", 15000 + digits))
             return f"77{digits:04}"
+
+
+_reservations: list[socket.socket] = []
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a free TCP port below the range of the kernel, which no other test of this
+    machine chooses.
+
+    While this process runs, a Unix socket of an abstract name reserves it; other
+    programs may still take it.
+    """
+    chosen_by_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(chosen_by_kernel.read_text().split()[0]) if chosen_by_kernel.exists() else 32768
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    while True:
+        port = random.SystemRandom().randrange(max(1024, lowest - 20000), lowest)
+        with suppress(OSError), socket.socket(family) as listener:
+            listener.bind((host, port))
+            reservation = socket.socket(socket.AF_UNIX)
+            _reservations.append(reservation)
+            reservation.bind(f"\0port {port} of tests")
+            return port
+
+
+def loopback() -> list[str]:
+    """Return the loopback addresses of this machine; containers may lack that of IPv6."""
+    addresses = []
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with suppress(OSError), socket.socket(family) as listener:
+            listener.bind((address, 0))
+            addresses.append(address)
+    return addresses
+
+
+def skip_because(reason: str | None) -> None:
+    """Skip a test that cannot run here, if there is a reason; fail instead where every
+    test has to run.
+    """
+    if reason is None:
+        return
+    if os.environ.get(NEED_EVERYTHING):
+        pytest.fail(f"this test has to run, as {NEED_EVERYTHING} is set: {reason}")
+    pytest.skip(reason)
+
+
+def wait_until(
+    condition: Callable[[], object], otherwise: Callable[[], str], seconds: float
+) -> None:
+    """Fail with a text if a condition is not met within some seconds.
+
+    For conditions outside of this process, which nothing announces.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the processes whose initial environment has a mark that begins with this
+    one.
+    """
+    variable = f"\0{MARK}={mark}".encode()
+    processes = []
+    for pid in psutil.pids():
+        with suppress(OSError, psutil.NoSuchProcess):
+            if variable in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                processes.append(psutil.Process(pid))
+    return processes
+
+
+def wait_until_exited(
+    find: Callable[[], Collection[psutil.Process]], seconds: float
+) -> Collection[psutil.Process]:
+    """Wait up to ``seconds`` until ``find`` returns nothing; return what is left."""
+    deadline = time.monotonic() + seconds
+    while True:
+        running = find()
+        seconds_left = deadline - time.monotonic()
+        if not running or seconds_left <= 0:
+            return running
+        psutil.wait_procs(running, seconds_left)
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return a line that identifies this process."""
+    with suppress(psutil.Error):
+        return f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
+    return f"process {process.pid}"

@@ -1,7 +1,7 @@
-"""Import, look up and run, once in the server of rank processes, what all of them need;
-import this before Lightning.
+"""Import, look up and run, once in the server of rank processes, what all of them need.
 
-Garbage collection is off meanwhile: it would take a tenth of the time and find nothing.
+The server imports this module before any other. Garbage collection is off meanwhile: it
+would take a tenth of the time and find nothing.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ import warnings
 from typing import Any
 from unittest.mock import patch
 
-_IMPORTED = (
-    *(
-        "torch.distributed",
-        "lightning.pytorch",
-        "torchmetrics",
-        "pytest",
-        "hypothesis",
-        "tests.harness.ranks",
-    ),
+_MODULES = (
+    "torch.distributed",
+    "lightning.pytorch",
+    "torchmetrics",
+    "pytest",
+    "hypothesis",
+    "tests.harness.ranks",
     # Imported by each first run and first save.
-    *(
-        "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
-        "torch.utils.serialization.config",
-    ),
-    *("fsspec.implementations.chained", "encodings.idna"),
+    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
+    "torch.utils.serialization.config",
+    "fsspec.implementations.chained",
+    "encodings.idna",
 )
 
 
-def train() -> None:
-    """Fill the caches that a first run fills, which takes twice as long; a backward
-    pass would start threads.
+def warm_up() -> None:
+    """Fill the caches of a first run, which takes twice as long as a later one.
+
+    Without a backward pass, which would start threads.
     """
     import lightning as L
     import torch
@@ -72,11 +70,11 @@ gc.disable()
 # Each Trainer reads the metadata of all installed packages, which takes longer than all
 # else that its constructor does.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
-for _name in _IMPORTED:
+for _name in _MODULES:
     importlib.import_module(_name)
 logging.disable()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    train()
+    warm_up()
 logging.disable(logging.NOTSET)
 gc.enable()

@@ -1,4 +1,5 @@
-"""Run one rank process, from its fork to its end, and see it from its test.
+"""Run one rank process, from the server that forks it to its exit, and control it from
+its test.
 
 A rank runs like a script: its function is the script's body, an exception that escapes
 goes to ``sys.excepthook``, non-daemon threads are waited for, ``atexit`` handlers run
@@ -24,23 +25,62 @@ from collections import defaultdict
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 from tests.harness.network import Host
 from tests.harness.outcomes import Outcome, RankError
-from tests.harness.processes import PIPE_SIZE
 
 _SECONDS_AFTER_LIMIT = 30.0  # until a rank exits, if the test's own process exited
-_test: Connection | None = None  # the rank's end of the pipe to the test
+_PIPE_SIZE = 1 << 20
+_CONTEXT = multiprocessing.get_context("forkserver")
+_ROOT = Path(__file__).resolve().parents[2]
+_pipe_to_test: Connection | None = None  # in a rank
 _sending = threading.Lock()
+
+
+class Message(NamedTuple):
+    """What a rank sends to its test."""
+
+    kind: Literal["point", "result", "error"]
+    value: Any
+    point: str = ""
+
+
+def start_server() -> None:
+    """Start the server that forks ranks, unless it runs; it imports in the background.
+
+    Where coverage is measured, it does not import the package, since measuring begins
+    when a rank does.
+    """
+    package = [] if measured_coverage() else ["lightning_ddp_ext"]
+    _CONTEXT.set_forkserver_preload(["tests.harness.preload", *package])
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")
+    }
+    # Threads for computing must not exist in a process that forks.
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["PYTHONPATH"] = python_path()
+    with mock.patch.dict(os.environ, environment, clear=True):
+        forkserver.ensure_running()
+
+
+def python_path() -> str:
+    """Return a ``PYTHONPATH`` with which any process finds the package and its tests."""
+    return os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def measured_coverage() -> Any:
+    """Return the ``coverage.Coverage`` that measures this process, or None."""
+    coverage = sys.modules.get("coverage")
+    return coverage.Coverage.current() if coverage else None
 
 
 def announce(point: str, value: object = None) -> None:
     """On a rank: report to the test that it has reached ``point``; the test calls
     ``RankProcesses.wait_for``.
     """
-    _send("point", value, point)
+    _send(Message("point", value, point))
 
 
 def hold(point: str, value: object = None) -> None:
@@ -48,12 +88,12 @@ def hold(point: str, value: object = None) -> None:
     ``RankProcesses.release``.
     """
     announce(point, value)
-    assert _test is not None
-    _test.recv_bytes()
+    assert _pipe_to_test is not None
+    _pipe_to_test.recv_bytes()
 
 
 def run_rank(
-    test: Connection,
+    pipe_to_test: Connection,
     rank: int,
     world_size: int,
     call: bytes,
@@ -64,16 +104,15 @@ def run_rank(
     output: Path,
     time_limit: float,
 ) -> None:
-    """Run the target of a rank's process.
+    """Be a rank, from the fork to the exit of its process.
 
     ``call`` is a pickled ``(function, args, kwargs)``: unpickling it imports the test's
     module, which must not happen before the environment is set and coverage is
     measured.
     """
-    global _test
-    _test = test
-    # what the server has imported: collections would look through it, and copy its
-    # pages
+    global _pipe_to_test
+    _pipe_to_test = pipe_to_test
+    # Collections would look through what the server has imported, and copy its pages.
     gc.freeze()
     os.setpgid(0, 0)  # so that the rank and what it forks can be ended together
     _write_to(output, time_limit)
@@ -88,16 +127,16 @@ def run_rank(
         warnings.filterwarnings(
             "ignore", category=sys.modules["coverage"].exceptions.CoverageWarning
         )
-    _end_as_script(_call(rank, world_size, call))
+    _exit_as_script(_call(rank, world_size, call))
 
 
-def _send(kind: str, value: object, point: str = "") -> None:
-    assert _test is not None, "announce() and hold() work in a rank process only"
+def _send(message: Message) -> None:
+    assert _pipe_to_test is not None, "announce() and hold() work in a rank process only"
     # Not Connection.send(): its pickler passes tensors as file descriptors, which end
     # with this process.
-    message = pickle.dumps((kind, value, point))
+    content = pickle.dumps(message)
     with _sending:
-        _test.send_bytes(message)
+        _pipe_to_test.send_bytes(content)
 
 
 def _write_to(path: Path, time_limit: float) -> None:
@@ -117,14 +156,14 @@ def _call(rank: int, world_size: int, call: bytes) -> int:
     """
     try:
         function, args, kwargs = pickle.loads(call)
-        _send("result", function(rank, world_size, *args, **kwargs))
+        _send(Message("result", function(rank, world_size, *args, **kwargs)))
     except SystemExit as error:
         status = _status_of(error)
         if status != 0:
-            _send("error", RankError.of(error))
+            _send(Message("error", RankError.of(error)))
         return status
     except BaseException as error:
-        _send("error", RankError.of(error))
+        _send(Message("error", RankError.of(error)))
         sys.last_value = error  # as Python does
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
@@ -138,8 +177,8 @@ def _status_of(error: SystemExit) -> int:
     return 1
 
 
-def _end_as_script(status: int) -> None:
-    """End this process as the interpreter ends a script, with the first actions of
+def _exit_as_script(status: int) -> None:
+    """Exit as the interpreter ends a script, with the first actions of
     ``Py_FinalizeEx`` in their order.
     """
     threading._shutdown()
@@ -150,32 +189,6 @@ def _end_as_script(status: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     sys.exit(status)
-
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_ROOT = Path(__file__).resolve().parents[2]
-_PRELOAD = ["tests.harness.preload"]
-_PACKAGE = "lightning_ddp_ext"  # not where coverage is measured, which begins when a rank does
-
-
-def start_server() -> None:
-    """Start the server unless it runs, without waiting: it imports in the background."""
-    _CONTEXT.set_forkserver_preload([*_PRELOAD, *([] if measured_coverage() else [_PACKAGE])])
-    changes = {
-        "OMP_NUM_THREADS": "1",  # threads for computing must not exist in a process that forks
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
-    }
-    own_coverage = {
-        name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")
-    }
-    with mock.patch.dict(os.environ, {**own_coverage, **changes}, clear=True):
-        forkserver.ensure_running()
-
-
-def measured_coverage() -> Any:
-    """Return the ``coverage.Coverage`` that measures this process, or None."""
-    coverage = sys.modules.get("coverage")
-    return coverage.Coverage.current() if coverage else None
 
 
 class Rank:
@@ -190,14 +203,15 @@ class Rank:
         self.output = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
         with contextlib.suppress(PermissionError):
             # Users other than root have a limit for all of their pipes.
-            fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+            fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         self._written = b""
-        self.pipe, theirs = _CONTEXT.Pipe()
-        arguments = (theirs, number, world_size, call)
+        self.pipe, pipe_to_test = _CONTEXT.Pipe()
         self.process = _CONTEXT.Process(
-            target=run_rank, args=arguments, kwargs={"output": output, **settings}
+            target=run_rank,
+            args=(pipe_to_test, number, world_size, call),
+            kwargs={"output": output, **settings},
         )
-        with theirs:
+        with pipe_to_test:
             self.process.start()  # waits for the server to have imported what ranks need
         assert self.process.pid is not None
         self.outcome = Outcome(number, self.process.pid)
@@ -219,39 +233,36 @@ class Rank:
         """
         return self.outcome.error.at if self.outcome.error else 0.0
 
-    def receive(self, *, has_ended: bool) -> None:
+    def receive(self, *, has_exited: bool) -> None:
         """Read the rank's messages and output; those of a rank that exited are
         complete.
         """
         with contextlib.suppress(EOFError, ConnectionResetError):
             while self.pipe.poll():
-                kind, value, point = pickle.loads(self.pipe.recv_bytes())
-                if kind == "point":
-                    self.points[point].append(value)
-                else:
-                    setattr(self.outcome, kind, value)
+                self._handle(pickle.loads(self.pipe.recv_bytes()))
         with contextlib.suppress(BlockingIOError):
-            while written := os.read(self.output, PIPE_SIZE):
+            while written := os.read(self.output, _PIPE_SIZE):
                 self._written += written
         self.outcome.output = self._written.decode(errors="replace")
-        if has_ended:
+        if has_exited:
             self.process.join()
             self.outcome.exit_code = self.process.exitcode
 
+    def _handle(self, message: Message) -> None:
+        if message.kind == "point":
+            self.points[message.point].append(message.value)
+        elif message.kind == "result":
+            self.outcome.result = message.value
+        else:
+            self.outcome.error = message.value
+
     def end_with_stacks(self) -> None:
         """Have the rank and the processes that it started write their stacks and exit."""
-        for number in (
-            signal.SIGABRT,
-            signal.SIGCONT,
-        ):
-            # A stopped rank does not handle other signals.
-            self.signal_group(number)
-
-    def kill_group(self) -> None:
-        """Kill the rank and the processes that it forked."""
-        self.signal_group(signal.SIGKILL)
+        self.signal_group(signal.SIGABRT)
+        self.signal_group(signal.SIGCONT)  # a stopped rank does not handle other signals
 
     def signal_group(self, number: int) -> None:
+        """Send a signal to the rank and the processes that it forked."""
         try:
             os.killpg(self.outcome.pid, number)
         except ProcessLookupError:  # it does not lead its group yet

@@ -36,8 +36,8 @@ __all__ = [
     "run_ranks",
 ]
 
-_SECONDS_TO_COME = 120.0  # to a point, or to an output
-_SECONDS_TO_END = 60.0  # for a rank that was told to write its stacks, or was killed
+_SECONDS_TO_POINT = 120.0  # or to an output
+_SECONDS_TO_EXIT = 60.0  # for a rank that was told to write its stacks, or was killed
 
 
 def run_ranks(
@@ -154,9 +154,7 @@ class RankProcesses:
     def wait_for(self, point: str, rank: int) -> Any:
         """Wait until the rank announces ``point``, and return the announced value.
 
-        An announcement counts once.
-
-        Fail if the rank exits first, or after two minutes.
+        An announcement counts once. Fail if the rank exits first, or after two minutes.
         """
         values = self._ranks[rank].points[point]
         self._wait_until(lambda: bool(values), f"announce {point!r}", rank)
@@ -191,7 +189,7 @@ class RankProcesses:
         if not failed:
             return None
         # Exit handlers of those that raise.
-        self._receive_while(lambda: any(rank.runs for rank in failed), _soon())
+        self._receive_while(lambda: any(rank.runs for rank in failed), _exit_deadline())
         self._kill_all()
         return min(failed, key=lambda rank: rank.failed_at).outcome
 
@@ -201,12 +199,12 @@ class RankProcesses:
     def _failed(self) -> list[Rank]:
         return [rank for rank in self._ranks.values() if rank.has_failed]
 
-    def _wait_until(self, condition: Callable[[], bool], what: str, number: int) -> None:
+    def _wait_until(self, condition: Callable[[], bool], action: str, number: int) -> None:
         rank = self._ranks[number]
-        deadline = time.monotonic() + _SECONDS_TO_COME
+        deadline = time.monotonic() + _SECONDS_TO_POINT
         self._receive_while(lambda: rank.runs and not condition(), deadline)
-        when = f"in {_SECONDS_TO_COME} s" if rank.runs else "before its end"
-        assert condition(), f"rank {number} did not {what} {when}:\n{rank.outcome.story()}"
+        limit = f"in {_SECONDS_TO_POINT} s" if rank.runs else "before its exit"
+        assert condition(), f"rank {number} did not {action} {limit}:\n{rank.outcome.story()}"
 
     def _receive_while(self, condition: Callable[[], object], deadline: float) -> None:
         while condition() and time.monotonic() < deadline:
@@ -217,26 +215,26 @@ class RankProcesses:
         their output.
         """
         running = self._running()
-        sources = [
-            source for rank in running for source in (rank.process.sentinel, rank.pipe, rank.output)
-        ]
+        sources: list[Any] = []
+        for rank in running:
+            sources += [rank.process.sentinel, rank.pipe, rank.output]
         ready = connection.wait(sources, seconds)
         for rank in running:
-            rank.receive(has_ended=rank.process.sentinel in ready)
+            rank.receive(has_exited=rank.process.sentinel in ready)
 
     def _end_with_stacks(self) -> str:
         for rank in self._running():
             rank.end_with_stacks()
-        self._receive_while(self._running, _soon())
+        self._receive_while(self._running, _exit_deadline())
         self._kill_all()
         return stories([rank.outcome for _, rank in sorted(self._ranks.items())])
 
     def _kill_all(self) -> None:
         for rank in self._running():
-            rank.kill_group()
-        self._receive_while(self._running, _soon())
+            rank.signal_group(signal.SIGKILL)
+        self._receive_while(self._running, _exit_deadline())
         assert not self._running(), "SIGKILL did not end a rank"
 
 
-def _soon() -> float:
-    return time.monotonic() + _SECONDS_TO_END
+def _exit_deadline() -> float:
+    return time.monotonic() + _SECONDS_TO_EXIT

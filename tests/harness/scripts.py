@@ -21,9 +21,9 @@ from typing import Any
 
 from tests.harness.environment import Environment, by_hand_env, free_port
 from tests.harness.outcomes import Outcome, output_of_all
+from tests.harness.rank_process import python_path
 from tests.harness.ranks import RankProcesses, launch_ranks
 
-_ROOT = Path(__file__).resolve().parents[2]
 _FORKS = r'ddp_ext_(fork|notebook)|start_method="fork"'
 _COMMANDS: dict[str, tuple[str, ...]] = {
     "python": (sys.executable,),
@@ -62,11 +62,10 @@ def start_script(
         directory = Path(cwd or temporary)
         words = [part for word in launcher for part in _COMMANDS.get(word, (word,))]
         command = [*words, str(_path_of(path_or_source, directory)), *argv]
-        options: dict[str, Any] = {
-            "env": {**_of_a_shell(), **(env or {})},
-            "time_limit": time_limit,
-        }
-        with RankProcesses(be_the_command, 1, command, directory, **options) as script:
+        env = {**_changes_to_a_shell(), **(env or {})}
+        with RankProcesses(
+            be_the_command, 1, command, directory, env=env, time_limit=time_limit
+        ) as script:
             yield script
 
 
@@ -74,7 +73,7 @@ def run_on_ranks(
     script: Path,
     *argv: str,
     cwd: Path,
-    world_size: int = 0,
+    world_size: int | None = None,
     returncode: int = 0,
     time_limit: float = 300.0,
 ) -> str:
@@ -85,7 +84,8 @@ def run_on_ranks(
     by default on two ranks, or in one process if it forks its ranks itself. Return the
     output of all of them, rank by rank; fail unless each exits with ``returncode``.
     """
-    world_size = world_size or (1 if re.search(_FORKS, script.read_text()) else 2)
+    if world_size is None:
+        world_size = 1 if re.search(_FORKS, script.read_text()) else 2
     env = by_hand_env(world_size, free_port()) if world_size > 1 else {}
     outcomes = launch_ranks(
         be_the_script, world_size, script, argv, cwd, env=env, time_limit=time_limit
@@ -113,13 +113,13 @@ def be_the_command(rank: int, world_size: int, command: Sequence[str], cwd: Path
     os.execvp(command[0], command)
 
 
-def _of_a_shell() -> Environment:
+def _changes_to_a_shell() -> Environment:
     """Return changes that make the environment a user's shell in which failing
     processes print their stacks.
     """
     return {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": python_path(),
         "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",  # two would wait for each other's core
         "PYTHONDONTWRITEBYTECODE": None,  # each process would compile the package anew

@@ -1,5 +1,5 @@
-"""Share code among sweeps: choose few cases that cover much, draw a seed, run cases,
-and report failures.
+"""Play the cases of a sweep: choose few that cover much, draw a seed, run them on shared
+ranks, and report failures.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -51,39 +51,51 @@ def play_cases(
     Return the results of each rank, by case. If a case ends its processes, it gets the
     story of their ends instead, and the cases after it still run.
     """
-    found: dict[C, list[Any] | str] = {}
+    results: dict[C, list[Any] | str] = {}
     for ranks in sorted({*map(ranks_of, cases)}):
-        chosen = [case for case in cases if ranks_of(case) == ranks]
-        found.update(zip(chosen, _play_on_same_ranks(play, chosen, ranks, directory), strict=True))
-    return found
+        left = [case for case in cases if ranks_of(case) == ranks]
+        while left:
+            played = _play_on_same_ranks(play, left, ranks, directory / f"{ranks}-{len(left)}")
+            finished = len(played.results)
+            results.update(zip(left, played.results, strict=False))
+            if finished < len(left):
+                results[left[finished]] = f"ends its processes:\n{played.story}"
+            left = left[finished + 1 :]
+    return results
+
+
+class _Played(NamedTuple):
+    """The results of each rank for the cases that all ranks finished, and how the ranks
+    ended.
+    """
+
+    results: list[list[Any]]
+    story: str
 
 
 def _play_on_same_ranks(
     play: Callable[[C, int, int, Path], Any], cases: Sequence[C], ranks: int, directory: Path
-) -> list[list[Any] | str]:
-    found: list[list[Any] | str] = []
-    while len(found) < len(cases):
-        place = directory / f"{ranks}-{len(found)}"
-        left = cases[len(found) :]
-        place.mkdir(parents=True)
-        try:
-            env = by_hand_env(ranks)
-            limit = 60.0 + 60.0 * len(left)
-            story = stories(
-                launch_ranks(_play_each, ranks, play, left, place, env=env, time_limit=limit)
-            )
-        except AssertionError as error:  # at the time limit
-            story = str(error)
-        for number in range(len(left)):
-            files = [place / str(number) / f"{rank}.played" for rank in range(ranks)]
-            if not all(path.exists() for path in files):
-                found.append(f"ends its processes:\n{story}")
-                break
-            found.append([pickle.loads(path.read_bytes()) for path in files])
-    return found
+) -> _Played:
+    directory.mkdir(parents=True)
+    env = by_hand_env(ranks)
+    time_limit = 60.0 + 60.0 * len(cases)
+    try:
+        outcomes = launch_ranks(
+            _play_on_rank, ranks, play, cases, directory, env=env, time_limit=time_limit
+        )
+        story = stories(outcomes)
+    except AssertionError as error:  # at the time limit
+        story = str(error)
+    results = []
+    for number in range(len(cases)):
+        files = [directory / str(number) / f"{rank}.played" for rank in range(ranks)]
+        if not all(path.exists() for path in files):
+            break
+        results.append([pickle.loads(path.read_bytes()) for path in files])
+    return _Played(results, story)
 
 
-def _play_each(
+def _play_on_rank(
     rank: int,
     ranks: int,
     play: Callable[[C, int, int, Path], Any],
@@ -94,7 +106,8 @@ def _play_each(
     for number, case in enumerate(cases):
         place = directory / str(number)
         place.mkdir(exist_ok=True)
-        (place / f"{rank}.played").write_bytes(pickle.dumps(play(case, rank, ranks, place)))
+        result = play(case, rank, ranks, place)
+        (place / f"{rank}.played").write_bytes(pickle.dumps(result))
 
 
 def new_seed(capsys: pytest.CaptureFixture[str], count: int) -> tuple[int, int]:
