@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import http.server
 import importlib.util
+import itertools
 import os
 import socket
 import subprocess
@@ -18,26 +19,54 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tests.harness.environment import MARK, free_port, wait_until
+from tests.harness.environment import free_port, wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _NEEDED = ("moto", "flask", "s3fs")
 _SECONDS_TO_START = 60.0
 _PIECE = 1 << 16  # bytes that a slow gateway passes on together
-_REPLIES = {
-    "busy": (
-        503,
-        b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>",
-    ),
-    "denies": (403, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"),
-}
+_BUSY = b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
+_DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+
+
+class Fault(NamedTuple):
+    """What the gateway does to requests of a method whose URLs, followed by their
+    ranges of bytes, contain a text.
+
+    The kinds are:
+
+    - ``dies``: the gateway exits in the middle of the first request
+    - ``stalls``: it never replies
+    - ``denies``, ``denies once``: it refuses the requests, or the first
+    - ``busy``: it refuses every other one for the moment
+    - ``resets``: it cuts every third connection in the middle of a request
+    - ``slow``: it passes on a piece of data every hundredth of a second
+    """
+
+    kind: str
+    method: str
+    text: str = ""
+
+    def concerns(self, method: str, url: str) -> bool:
+        return method == self.method and self.text in url
+
+    def strikes(self, number: int) -> bool:
+        """Whether it happens to the request with this number, among those concerned."""
+        if self.kind == "busy":
+            return number % 2 == 0
+        if self.kind == "resets":
+            return number % 3 == 0
+        return self.kind != "denies once" or number == 0
+
+
+NO_FAULT = Fault("", "no method")
 
 
 def why_unavailable() -> str | None:
     """Return the reason why the store cannot run here, or ``None``."""
-    missing = [each for each in _NEEDED if importlib.util.find_spec(each) is None]
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)} not installed (the extra `field`)" if missing else None
 
 
@@ -60,10 +89,8 @@ class ObjectStore:
         }
 
     def __enter__(self) -> ObjectStore:
-        # It outlives a test.
-        env = {name: value for name, value in os.environ.items() if name != MARK}
         words = ["moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
-        self._server = self._start(words, self._port, env)
+        self._server = self._start(words, self._port)
         self.client.create_bucket(Bucket="bucket")
         return self
 
@@ -81,43 +108,43 @@ class ObjectStore:
 
     def objects(self, prefix: str) -> dict[str, int]:
         """Return the sizes of the objects whose keys begin with ``prefix``."""
-        found = self.client.list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents", [])
-        return {each["Key"]: each["Size"] for each in found}
+        listed = self.client.list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents", [])
+        return {listing["Key"]: listing["Size"] for listing in listed}
 
     def uploads(self, prefix: str) -> list[str]:
         """Return the keys of the uploads that were begun and neither completed nor
         aborted.
         """
-        found = self.client.list_multipart_uploads(Bucket="bucket").get("Uploads", [])
-        return [each["Key"] for each in found if each["Key"].startswith(prefix)]
+        uploads = self.client.list_multipart_uploads(Bucket="bucket").get("Uploads", [])
+        return [upload["Key"] for upload in uploads if upload["Key"].startswith(prefix)]
 
     @contextlib.contextmanager
-    def gateway(self, *fault: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Serve clients for the block, with a fault: see ``Fault``."""
+    def gateway(self, fault: Fault = NO_FAULT) -> Iterator[subprocess.Popen[bytes]]:
+        """Serve clients for the block, with a fault."""
         words = [__name__, str(self._gateway_port), str(self._port), *fault]
-        gateway = self._start(words, self._gateway_port, dict(os.environ))
+        gateway = self._start(words, self._gateway_port)
         try:
             yield gateway
         finally:
             _end(gateway)
 
-    def _start(self, words: list[str], port: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, words: list[str], port: int) -> subprocess.Popen[bytes]:
+        """Start a module as a process, and wait until it listens."""
         with open(self._log, "ab") as log:
-            started = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", *words],
                 cwd=_ROOT,
-                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
 
         def accepts() -> bool:
-            assert started.poll() is None, self._log.read_text()
+            assert process.poll() is None, self._log.read_text()
             return _accepts(port)
 
         wait_until(accepts, lambda: f"{words} does not listen", _SECONDS_TO_START)
-        return started
+        return process
 
 
 def _accepts(port: int) -> bool:
@@ -131,55 +158,39 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-class Fault:
-    """What the gateway does to requests.
-
-    Args:
-        kind: ``dies``: the gateway exits in the middle of the first request;
-            ``stalls``: it never replies; ``denies``, ``denies once``: it refuses them,
-            or the first; ``busy``: it refuses every other one for the moment;
-            ``resets``: it cuts every third connection in the middle of a request;
-            ``slow``: it passes on a piece of data every hundredth of a second.
-        method: the method of the requests concerned.
-        text: a text that their URLs, followed by their ranges of bytes, contain.
-    """
-
-    def __init__(self, kind: str = "", method: str = "", text: str = "") -> None:
-        self._kind = kind
-        self._method = method
-        self._text = text
-        self._count = 0
-        self._lock = threading.Lock()
-
-    def on(self, method: str, url: str) -> str:
-        """Return the kind for this request, or an empty text."""
-        if not self._method or method != self._method or self._text not in url:
-            return ""
-        with self._lock:
-            self._count += 1
-            count = self._count
-        is_hit = {"busy": count % 2 == 1, "resets": count % 3 == 1, "denies once": count == 1}.get(
-            self._kind, True
-        )
-        return self._kind.partition(" ")[0] if is_hit else ""
-
-
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Passes one connection's requests on to the server."""
+    """Passes one connection's requests on to the server, with the fault."""
 
     protocol_version = "HTTP/1.1"
-    fault = Fault()
+    fault = NO_FAULT
+    concerned = itertools.count()  # numbers of the requests that the fault concerns
     server_port = 0
 
     def pass_on(self) -> None:
-        fault = self.fault.on(self.command, f"{self.path} {self.headers.get('Range')}")
-        body = self._body(fault)
-        if fault == "stalls":
+        kind = self._kind_of_fault()
+        body = self._body(kind)
+        if kind == "stalls":
             threading.Event().wait()
-        if fault in _REPLIES:
-            status, content = _REPLIES[fault]
-            self._reply(status, [("Content-Type", "application/xml")], content, "")
-            return
+        elif kind == "busy":
+            self._refuse(503, _BUSY)
+        elif kind in ("denies", "denies once"):
+            self._refuse(403, _DENIED)
+        else:
+            self._forward(body, kind)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = pass_on
+
+    def _kind_of_fault(self) -> str:
+        """Return the kind of fault that happens to this request; empty if none."""
+        url = f"{self.path} {self.headers.get('Range')}"
+        if not self.fault.concerns(self.command, url):
+            return ""
+        return self.fault.kind if self.fault.strikes(next(self.concerned)) else ""
+
+    def _refuse(self, status: int, content: bytes) -> None:
+        self._reply(status, [("Content-Type", "application/xml")], content, "")
+
+    def _forward(self, body: bytes, kind: str) -> None:
         server = http.client.HTTPConnection("127.0.0.1", self.server_port)
         server.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
         for name, value in self.headers.items():
@@ -187,20 +198,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 server.putheader(name, value)
         server.endheaders(body)
         response = server.getresponse()
-        self._reply(response.status, response.getheaders(), response.read(), fault)
+        self._reply(response.status, response.getheaders(), response.read(), kind)
         server.close()
 
-    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = pass_on
-
-    def _body(self, fault: str) -> bytes:
+    def _body(self, kind: str) -> bytes:
         size = int(self.headers.get("Content-Length") or 0)
         body = b""
         while len(body) < size:
             body += self.rfile.read(min(_PIECE, size - len(body)))
-            self._interrupt(fault, len(body), size)
+            self._interrupt(kind, len(body), size)
         return body
 
-    def _reply(self, status: int, headers: list[tuple[str, str]], body: bytes, fault: str) -> None:
+    def _reply(self, status: int, headers: list[tuple[str, str]], body: bytes, kind: str) -> None:
         self.send_response_only(status)
         for name, value in headers:
             if name.lower() not in ("connection", "content-length", "transfer-encoding"):
@@ -210,24 +219,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         for begin in range(0, len(body), _PIECE):
             self.wfile.write(body[begin : begin + _PIECE])
-            self._interrupt(fault, begin, len(body))
+            self._interrupt(kind, begin, len(body))
 
-    def _interrupt(self, fault: str, done: int, size: int) -> None:
-        if fault == "slow":
+    def _interrupt(self, kind: str, done: int, size: int) -> None:
+        """Act on a fault that happens while data pass, in the middle of them or slowly."""
+        if kind == "slow":
             time.sleep(0.01)
         if done * 2 < size:
             return
-        if fault == "dies":
+        if kind == "dies":
             os._exit(1)
-        if fault == "resets":
+        if kind == "resets":
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, *_: Any) -> None:
         """Write nothing for a request."""
 
 
-def main() -> None:
-    port, server_port, *fault = sys.argv[1:]
+def main(port: str, server_port: str, *fault: str) -> None:
     Handler.server_port = int(server_port)
     Handler.fault = Fault(*fault)
     gateway = http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
@@ -235,4 +244,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

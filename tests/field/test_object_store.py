@@ -3,38 +3,162 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ddp_ext import RankZeroCheckpointIO
 from lightning_ddp_ext.errors import DDPExtError
-from tests.field.object_store import ObjectStore, why_unavailable
+from tests.field.object_store import NO_FAULT, Fault, ObjectStore, why_unavailable
 from tests.harness import training
 from tests.harness.environment import by_hand_env, skip_because
-from tests.harness.outcomes import Outcome
+from tests.harness.outcomes import Outcome, stories
 from tests.harness.ranks import launch_ranks
-from tests.harness.training import At, assert_same, make_strategy, make_trainer, weights
+from tests.harness.training import At
 
 pytestmark = pytest.mark.field
 
 STEPS = 4  # of an epoch
-PART = 5 << 20  # the smallest one that S3 accepts
+FILE_OF_EPOCH = [f"epoch={epoch}-step={STEPS * (epoch + 1)}.ckpt" for epoch in range(2)]
+STOP_FILE = "last-preempted.ckpt"  # by default, next to the other checkpoints
+STOPPED = 128 + signal.SIGTERM
+PART = 5 << 20  # bytes; the smallest part of an upload that S3 accepts
 # So that a store that never replies is given up within seconds; by default, the client
 # waits for six minutes.
 IMPATIENT = {"config_kwargs": {"read_timeout": 1, "retries": {"max_attempts": 1}}}
+
+
+class Net(training.Net):
+    """A model whose checkpoint has four parts, and which records where a run starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.Linear(1, 1))
+        self.register_buffer("large", torch.arange(PART * 3 // 4, dtype=torch.float32))
+
+    def on_train_start(self) -> None:
+        self.first_step = self.global_step
+
+
+class Trained(NamedTuple):
+    """The steps between which a run trained, and its weights."""
+
+    first_step: int
+    last_step: int
+    weights: dict[str, Tensor]
+
+
+def train(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    url: str,
+    epochs: int,
+    *,
+    callback: L.Callback | None = None,
+    background: bool = False,
+    save_top_k: int = -1,
+    strategy: Mapping[str, Any],
+    client: Mapping[str, Any],
+) -> Trained:
+    """Run one command, which saves after each epoch and continues where it finds a
+    checkpoint.
+    """
+    fsspec.config.conf["s3"] = {"default_block_size": PART, **client}
+    L.seed_everything(3)
+    saver = ModelCheckpoint(url, save_last=True, save_top_k=save_top_k)
+    trainer = training.make_trainer(
+        training.make_strategy("ours", directory, **strategy),
+        callbacks=[saver, callback or L.Callback()],
+        plugins=[RankZeroCheckpointIO(background=background)],
+        enable_checkpointing=True,
+        max_epochs=epochs,
+        default_root_dir=directory,
+    )
+    model = Net()
+    trainer.fit(model, ckpt_path="last")
+    return Trained(model.first_step, trainer.global_step, training.weights(model))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command that trains on two ranks, and saves in its own place in the store."""
+
+    store: ObjectStore
+    directory: Path
+    name: str
+
+    @property
+    def url(self) -> str:
+        return f"s3://bucket/{self.name}"
+
+    def launch(
+        self, *, epochs: int = 2, fault: Fault | None = NO_FAULT, **options: Any
+    ) -> list[Outcome]:
+        """Run the command while the store has a fault, or is not there if that is
+        None.
+        """
+        env = {**by_hand_env(2), **self.store.environment}
+        options = {"strategy": {}, "client": {}, **options}
+        with self.store.gateway(fault) if fault else nullcontext() as gateway:
+            outcomes = launch_ranks(train, 2, self.directory, self.url, epochs, env=env, **options)
+            if fault and fault.kind == "dies":
+                assert gateway.wait() == 1
+        return outcomes
+
+    def run(self, **options: Any) -> list[Trained]:
+        """Run the command by ``launch``, and fail unless it succeeds."""
+        outcomes = self.launch(**options)
+        assert [outcome.exit_code for outcome in outcomes] == [0, 0], stories(outcomes)
+        return [outcome.result for outcome in outcomes]
+
+    def run_until_sigterm(self, **options: Any) -> None:
+        """Stop the command in its second epoch, by a signal to rank 1."""
+        stop = At("on_train_batch_end", send_sigterm, earlier=STEPS + 1, ranks=[1])
+        outcomes = self.launch(callback=stop, **options)
+        assert [outcome.exit_code for outcome in outcomes] == [STOPPED, STOPPED], stories(outcomes)
+
+    def files(self) -> dict[str, int]:
+        """Return the files that the store has, with their sizes."""
+        objects = self.store.objects(f"{self.name}/")
+        return {key.removeprefix(f"{self.name}/"): size for key, size in objects.items()}
+
+    def has_uploads(self) -> bool:
+        """Whether an upload was begun, and neither completed nor aborted."""
+        return bool(self.store.uploads(f"{self.name}/"))
+
+    def verify(self, *files: str, fault: Fault = NO_FAULT) -> subprocess.CompletedProcess[str]:
+        """Run ``lightning-ddp-ext checkpoint verify``."""
+        urls = [f"{self.url}/{file}" for file in files]
+        command = [sys.executable, "-m", "lightning_ddp_ext", "checkpoint", "verify", *urls]
+        env = {**os.environ, **self.store.environment}
+        with self.store.gateway(fault):
+            return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def errors_of(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the error of each rank; fail unless it is one of the package."""
+    errors = [outcome.failure.exception for outcome in outcomes]
+    assert all(isinstance(error, DDPExtError) for error in errors), stories(outcomes)
+    return [str(error) for error in errors]
+
+
+def send_sigterm(trainer: L.Trainer) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture(scope="session")
@@ -45,270 +169,163 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
         yield started
 
 
-class Net(training.Net):
-    """A model whose checkpoint has four parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers.append(nn.Linear(1, 1))
-        self.register_buffer("large", torch.arange(PART * 3 // 4, dtype=torch.float32))
-
-
-def train(
-    rank: int,
-    world_size: int,
-    directory: Path,
-    url: str,
-    epochs: int,
-    client: Any = None,
-    act: Any = None,
-    background: bool = False,
-    keeps: int = -1,
-    stop_checkpoint: str | None = "last-preempted.ckpt",
-) -> dict[str, Any]:
-    """Run one command, which saves after each epoch and continues where it finds a
-    checkpoint.
-    """
-    fsspec.config.conf["s3"] = {"default_block_size": PART, **(client or {})}
-    L.seed_everything(3)
-    begun: list[int] = []
-    callbacks: list[L.Callback] = [
-        ModelCheckpoint(url, save_last=True, save_top_k=keeps),
-        At("on_train_start", lambda trainer: begun.append(trainer.global_step)),
-    ]
-    if act is not None:
-        callbacks.append(At("on_train_batch_end", partial(act, rank), earlier=5))
-    trainer = make_trainer(
-        make_strategy("ours", directory, stop_checkpoint=stop_checkpoint),
-        callbacks=callbacks,
-        plugins=[RankZeroCheckpointIO(background=background)],
-        enable_checkpointing=True,
-        max_epochs=epochs,
-        default_root_dir=directory,
-    )
-    model = Net()
-    trainer.fit(model, ckpt_path="last")
-    return {"from": begun[0], "to": trainer.global_step, "weights": weights(model)}
-
-
-def run(store: ObjectStore, directory: Path, *args: Any, **options: Any) -> list[Outcome]:
-    """Train on two ranks that reach the store by the gateway."""
-    env = {**by_hand_env(2), **store.environment}
-    return launch_ranks(train, 2, directory, *args, env=env, **options)
-
-
-def results(outcomes: list[Outcome]) -> list[Any]:
-    assert [each.exit_code for each in outcomes] == [0, 0], "\n".join(
-        each.story() for each in outcomes
-    )
-    return [each.result for each in outcomes]
-
-
-def errors(outcomes: list[Outcome]) -> list[str]:
-    """Return the errors of all ranks, each of which must have one of ours."""
-    found = [each.failure.exception for each in outcomes]
-    assert all(isinstance(each, DDPExtError) for each in found), "\n".join(
-        each.story() for each in outcomes
-    )
-    return [str(each) for each in found]
-
-
-def verified(store: ObjectStore, *urls: str) -> tuple[int, str]:
-    """Return the status and the output of ``lightning-ddp-ext checkpoint verify``."""
-    command = [sys.executable, "-m", "lightning_ddp_ext", "checkpoint", "verify", *urls]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **store.environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def job(store: ObjectStore, tmp_path: Path, request: pytest.FixtureRequest) -> Job:
+    return Job(store, tmp_path, re.sub(r"\W+", "-", request.node.name))
 
 
 @pytest.fixture(scope="session")
-def undisturbed(store: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The weights of a run of two epochs."""
-    directory = tmp_path_factory.mktemp("undisturbed")
-    with store.gateway():
-        first, _ = results(run(store, directory, "s3://bucket/undisturbed", 2))
-    return first["weights"]
+def undisturbed(store: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """Return the weights of a run of two epochs."""
+    return Job(store, tmp_path_factory.mktemp("undisturbed"), "undisturbed").run()[0].weights
 
 
-def test_the_same_command_resumes(store: ObjectStore, tmp_path: Path, undisturbed: Any) -> None:
-    """Rank 0 reads and sends the object; the files are whole and no upload is left."""
-    url = "s3://bucket/resumes"
-    with store.gateway():
-        assert [each["from"] for each in results(run(store, tmp_path, url, 1))] == [0, 0]
-        resumed = results(run(store, tmp_path, url, 2))
-        status, printed = verified(store, f"{url}/last.ckpt", f"{url}/epoch=1-step=8.ckpt")
-    assert [(each["from"], each["to"]) for each in resumed] == [(STEPS, 2 * STEPS)] * 2
-    for each in resumed:
-        assert_same(each["weights"], undisturbed)
-    assert status == 0, printed
-    names = {"last.ckpt", "epoch=0-step=4.ckpt", "epoch=1-step=8.ckpt"}
-    assert {key.partition("/")[2] for key in store.objects("resumes")} == names
-    assert store.uploads("resumes") == []
-
-
-def stop(rank: int, trainer: L.Trainer) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_stop_checkpoint_is_in_the_store(
-    store: ObjectStore, tmp_path: Path, undisturbed: Any
+def expect_resumed_after_first_epoch(
+    ranks: Sequence[Trained], undisturbed: dict[str, Tensor]
 ) -> None:
+    """Fail unless each rank trained in the second epoch only, and learned the same as
+    without a stop.
+    """
+    for trained in ranks:
+        assert (trained.first_step, trained.last_step) == (STEPS, 2 * STEPS)
+        training.assert_same(trained.weights, undisturbed)
+
+
+def test_the_same_command_resumes(job: Job, undisturbed: dict[str, Tensor]) -> None:
+    """Rank 0 reads and sends the object; the files are whole and no upload is left."""
+    assert [trained.first_step for trained in job.run(epochs=1)] == [0, 0]
+    expect_resumed_after_first_epoch(job.run(), undisturbed)
+    verified = job.verify("last.ckpt", FILE_OF_EPOCH[1])
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert job.files().keys() == {"last.ckpt", *FILE_OF_EPOCH}
+    assert not job.has_uploads()
+
+
+def test_a_stop_checkpoint_is_in_the_store(job: Job, undisturbed: dict[str, Tensor]) -> None:
     """The same command continues with the next step, and removes the object when it
     finishes.
     """
-    url = "s3://bucket/stopped"
-    with store.gateway():
-        stopped = run(store, tmp_path, url, 2, act=stop)
-        assert [each.exit_code for each in stopped] == [143, 143], stopped[0].story()
-        assert "stopped/last-preempted.ckpt" in store.objects("stopped")
-        resumed = results(run(store, tmp_path, url, 2))
-    assert [STEPS < each["from"] < 2 * STEPS for each in resumed] == [True, True], resumed
-    for each in resumed:
-        assert_same(each["weights"], undisturbed)
-    assert "stopped/last-preempted.ckpt" not in store.objects("stopped")
+    job.run_until_sigterm()
+    assert STOP_FILE in job.files()
+    for trained in job.run():
+        assert STEPS < trained.first_step < 2 * STEPS
+        training.assert_same(trained.weights, undisturbed)
+    assert STOP_FILE not in job.files()
 
 
-def replace(source: str, key: str, address: str, rank: int, trainer: L.Trainer) -> None:
+def copy_object(source: str, target: str, endpoint: str, trainer: L.Trainer) -> None:
     """Copy an object over another, as another run does."""
-    if rank == 0:
-        import boto3
+    import boto3
 
-        client = boto3.client("s3", endpoint_url=address)
-        client.copy_object(Bucket="bucket", Key=key, CopySource=f"bucket/{source}")
+    client = boto3.client("s3", endpoint_url=endpoint)
+    client.copy_object(Bucket="bucket", Key=target, CopySource=f"bucket/{source}")
 
 
-def test_an_object_that_another_run_has_replaced_stays(store: ObjectStore, tmp_path: Path) -> None:
+def test_an_object_that_another_run_has_replaced_stays(job: Job) -> None:
     """A finished run removes the stop checkpoint only if it is the one that it resumed
     from.
     """
     # In a directory in which the run saves nothing, the client keeps what it has listed.
-    key = "replaced-stop/it.ckpt"
-    options = {"stop_checkpoint": f"s3://bucket/{key}"}
-    with store.gateway():
-        stopped = run(store, tmp_path, "s3://bucket/replaced", 2, act=stop, **options)
-        assert [each.exit_code for each in stopped] == [143, 143], stopped[0].story()
-        act = partial(replace, "replaced/last.ckpt", key, store.environment["AWS_ENDPOINT_URL"])
-        results(run(store, tmp_path, "s3://bucket/replaced", 4, act=act, **options))
-    assert key in store.objects("replaced-stop")
+    stop_file = f"{job.name}/elsewhere/stopped.ckpt"
+    strategy = {"stop_checkpoint": f"s3://bucket/{stop_file}"}
+    job.run_until_sigterm(strategy=strategy)
+    endpoint = job.store.environment["AWS_ENDPOINT_URL"]
+    replace = partial(copy_object, f"{job.name}/last.ckpt", stop_file, endpoint)
+    callback = At("on_train_batch_end", replace, earlier=STEPS + 1, ranks=[0])
+    job.run(epochs=4, callback=callback, strategy=strategy)
+    assert "elsewhere/stopped.ckpt" in job.files()
 
 
-FAULTS = {
-    "that is busy": [("busy", "PUT", ""), ("busy", "GET", "")],
-    "that cuts uploads and downloads": [("resets", "PUT", ""), ("resets", "GET", "last.ckpt")],
-    "that is slow": [("slow", "PUT", ""), ("slow", "GET", "")],
+STORES = {
+    "is busy": (Fault("busy", "PUT"), Fault("busy", "GET")),
+    "cuts uploads and downloads": (Fault("resets", "PUT"), Fault("resets", "GET", "last.ckpt")),
+    "is slow": (Fault("slow", "PUT"), Fault("slow", "GET")),
 }
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
-def test_a_run_survives_a_store(
-    store: ObjectStore, tmp_path: Path, faults: Any, background: bool, undisturbed: Any
+@pytest.mark.parametrize(("in_uploads", "in_downloads"), STORES.values(), ids=STORES)
+def test_a_run_survives_a_store_that(
+    in_uploads: Fault,
+    in_downloads: Fault,
+    background: bool,
+    job: Job,
+    undisturbed: dict[str, Tensor],
 ) -> None:
     """The files are whole, and a resumed run has the weights of an undisturbed one."""
-    name = f"{faults[0][0]}-{background}"
-    with store.gateway(*faults[0]):
-        results(run(store, tmp_path, f"s3://bucket/{name}", 1, background=background))
-    with store.gateway(*faults[1]):
-        resumed = results(run(store, tmp_path, f"s3://bucket/{name}", 2, background=background))
-    assert [each["from"] for each in resumed] == [STEPS, STEPS]
-    for each in resumed:
-        assert_same(each["weights"], undisturbed)
-    assert store.uploads(name) == []
+    job.run(epochs=1, fault=in_uploads, background=background)
+    resumed = job.run(fault=in_downloads, background=background)
+    expect_resumed_after_first_epoch(resumed, undisturbed)
+    assert not job.has_uploads()
 
 
-@pytest.mark.parametrize("request_text", ["partNumber=2", "uploadId="])
+DEATHS_IN_A_SAVE = {
+    "in the second part": Fault("dies", "PUT", "partNumber=2"),
+    "when the upload is completed": Fault("dies", "POST", "uploadId="),
+}
+
+
 @pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("fault", DEATHS_IN_A_SAVE.values(), ids=DEATHS_IN_A_SAVE)
 def test_a_server_dies_in_a_save(
-    store: ObjectStore, tmp_path: Path, request_text: str, background: bool, undisturbed: Any
+    fault: Fault, background: bool, job: Job, undisturbed: dict[str, Tensor]
 ) -> None:
     """Every rank raises the error; the previous checkpoint is whole, and the same
     command resumes from it.
     """
-    name = f"dies-{background}-{request_text.strip('=')}"
-    url = f"s3://bucket/{name}"
-    with store.gateway():
-        results(run(store, tmp_path, url, 1))
-    before = store.objects(name)
-    method = "PUT" if "part" in request_text else "POST"
-    with store.gateway("dies", method, request_text) as gateway:
-        texts = errors(run(store, tmp_path, url, 2, background=background))
-        assert gateway.wait() == 1
-    for text in texts:
-        assert f"cannot save checkpoint {url}/epoch=1-step=8.ckpt: " in text
-    assert store.objects(name) == before
-    with store.gateway():
-        assert verified(store, f"{url}/last.ckpt")[0] == 0
-        resumed = results(run(store, tmp_path, url, 2))
-    assert [each["from"] for each in resumed] == [STEPS, STEPS]
-    assert_same(resumed[0]["weights"], undisturbed)
+    job.run(epochs=1)
+    files = job.files()
+    for error in errors_of(job.launch(fault=fault, background=background)):
+        assert f"cannot save checkpoint {job.url}/{FILE_OF_EPOCH[1]}: " in error
+    assert job.files() == files
+    assert job.verify("last.ckpt").returncode == 0
+    expect_resumed_after_first_epoch(job.run(), undisturbed)
 
 
-def test_a_server_dies_in_a_load(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_server_dies_in_a_load(job: Job, undisturbed: dict[str, Tensor]) -> None:
     """Every rank raises the error, and the same command resumes when the server is back."""
-    name = "dies-load"
-    url = f"s3://bucket/{name}"
-    with store.gateway():
-        results(run(store, tmp_path, url, 1))
-    before = store.objects(name)
-    with store.gateway("dies", "GET", f"last.ckpt bytes={PART}-{2 * PART - 1}") as gateway:
-        texts = errors(run(store, tmp_path, url, 2))
-        assert gateway.wait() == 1
-        assert verified(store, f"{url}/last.ckpt")[0] == 1
-    for text in texts:
-        assert f"checkpoint {url}/last.ckpt cannot be fetched: " in text
-    assert store.objects(name) == before
-    with store.gateway():
-        assert [each["from"] for each in results(run(store, tmp_path, url, 2))] == [4, 4]
+    job.run(epochs=1)
+    files = job.files()
+    fault = Fault("dies", "GET", f"last.ckpt bytes={PART}-{2 * PART - 1}")
+    for error in errors_of(job.launch(fault=fault)):
+        assert f"checkpoint {job.url}/last.ckpt cannot be fetched: " in error
+    assert job.verify("last.ckpt", fault=fault).returncode == 1
+    assert job.files() == files
+    expect_resumed_after_first_epoch(job.run(), undisturbed)
 
 
 UNREACHABLE = {
-    "refuses to list": ("denies", "GET", "list-type"),
-    "never replies": ("stalls", "GET", "list-type"),
+    "refuses to list": Fault("denies", "GET", "list-type"),
+    "never replies": Fault("stalls", "GET", "list-type"),
     "is not there": None,
 }
 
 
 @pytest.mark.parametrize("fault", UNREACHABLE.values(), ids=UNREACHABLE)
-def test_last_is_not_missing_in_a_store_that(
-    store: ObjectStore, tmp_path: Path, fault: Any, request: pytest.FixtureRequest
-) -> None:
+def test_last_is_not_missing_in_a_store_that(fault: Fault | None, job: Job) -> None:
     """Every rank resumes or raises an error; no run starts anew and replaces the
     checkpoints.
     """
-    name = f"unreachable-{fault and fault[0]}"
-    url = f"s3://bucket/{name}"
-    with store.gateway():
-        results(run(store, tmp_path, url, 1, keeps=0))
-    before = store.objects(name)
-    with store.gateway(*fault) if fault else nullcontext():
-        # With other numbers, Lightning lists the directory after us.
-        options = {"client": IMPATIENT, "keeps": 0, "stop_checkpoint": None}
-        outcomes = run(store, tmp_path, url, 2, **options)
-    with suppress(AssertionError):
-        assert [each["from"] for each in results(outcomes)] == [STEPS, STEPS]
+    # With other numbers, Lightning lists the directory after us.
+    save_only_last = {"save_top_k": 0, "strategy": {"stop_checkpoint": None}}
+    job.run(epochs=1, save_top_k=0)
+    files = job.files()
+    outcomes = job.launch(fault=fault, client=IMPATIENT, **save_only_last)
+    if outcomes[0].exit_code == 0:
+        assert [outcome.result.first_step for outcome in outcomes] == [STEPS, STEPS]
         return
-    for text in errors(outcomes):
-        assert f"checkpoint {url}/last" in text
-    assert store.objects(name) == before
+    for error in errors_of(outcomes):
+        assert f"checkpoint {job.url}/last" in error
+    assert job.files() == files
 
 
 @pytest.mark.parametrize(("method", "text"), [("PUT", "partNumber"), ("POST", "uploadId=")])
-def test_a_refused_upload_is_aborted(
-    store: ObjectStore, tmp_path: Path, method: str, text: str
-) -> None:
+def test_a_refused_upload_is_aborted(method: str, text: str, job: Job) -> None:
     """Every rank raises the store's reason, also if the store refuses only one request;
     no upload is left.
     """
-    name = f"refused-{method}"
-    with store.gateway("denies once", method, text):
-        texts = errors(run(store, tmp_path, f"s3://bucket/{name}", 1))
-    assert texts == [texts[0]] * 2
-    assert "/epoch=0-step=4.ckpt: PermissionError: Access Denied; check its space" in texts[0]
-    assert store.uploads(name) == []
-    assert store.objects(name) == {}
+    first, second = errors_of(job.launch(epochs=1, fault=Fault("denies once", method, text)))
+    assert first == second
+    assert f"/{FILE_OF_EPOCH[0]}: PermissionError: Access Denied; check its space" in first
+    assert not job.has_uploads()
+    assert job.files() == {}
