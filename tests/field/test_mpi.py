@@ -45,12 +45,12 @@ def mpirun(
 
 def ranks_in(directory: Path) -> list[psutil.Process]:
     """Return the ranks that still run in a directory."""
-    found = []
-    for each in marked(os.environ[MARK]):
+    ranks = []
+    for process in marked(os.environ[MARK]):
         with suppress(psutil.NoSuchProcess):  # it exits meanwhile
-            if f"file://{directory}/address" in " ".join(each.cmdline()):
-                found.append(each)
-    return found
+            if f"file://{directory}/address" in " ".join(process.cmdline()):
+                ranks.append(process)
+    return ranks
 
 
 # The launcher's process, as a command of rank 0 finds it; Hydra has a proxy in between.

@@ -34,19 +34,18 @@ def submit(
     slurm: Slurm, cwd: Path, *arguments: str, options: str = ONE_NODE, start: str = "srun python"
 ) -> Job:
     """Submit a job that trains with these arguments."""
-    quoted = " ".join(f"'{each}'" for each in arguments)
+    quoted = " ".join(f"'{argument}'" for argument in arguments)
     return slurm.submit(*options.split(), f"--wrap={start} {TRAIN} {quoted}", cwd=cwd)
 
 
 def weights_of(job: Job) -> set[str]:
-    return set(re.findall(r"^weights (\w+)$", job.output, re.MULTILINE))
+    return train.weights_in(job.output)
 
 
 def starts_of(job: Job) -> set[int]:
     """Return the steps from which ranks trained."""
-    return set(
-        map(int, re.findall(r"^rank \d of 2 trains from step (\d+)$", job.output, re.MULTILINE))
-    )
+    steps = re.findall(r"^rank \d of 2 trains from step (\d+)$", job.output, re.MULTILINE)
+    return set(map(int, steps))
 
 
 def expect_resumed(job: Job, undisturbed: set[str], *, restarts: int = 1) -> None:
@@ -302,8 +301,7 @@ def test_in_an_interactive_job(
     ended = slurm.run("salloc", *ONE_NODE.split(), *start.split(), TRAIN, cwd=tmp_path)
     assert sentence in ended.stdout, ended.stdout
     assert (ended.returncode == 0) == (sentence == FORMED), ended.stdout
-    weights = set(re.findall(r"^weights (\w+)$", ended.stdout, re.MULTILINE))
-    assert weights == (undisturbed if sentence == FORMED else set())
+    assert train.weights_in(ended.stdout) == (undisturbed if sentence == FORMED else set())
 
 
 def test_two_steps_of_a_job(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:

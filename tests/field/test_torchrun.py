@@ -10,6 +10,7 @@ import re
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -72,16 +73,17 @@ def run(directory: Path, *arguments: str) -> str:
         return output_of_all([*first.wait(), *second.wait()])
 
 
-def weights_in(output: str) -> set[str]:
-    return set(re.findall(r"^weights (\w+)$", output, re.MULTILINE))
+class Start(NamedTuple):
+    """The step from which ranks trained, and how many they were."""
+
+    step: int
+    ranks: int
 
 
-def starts_in(output: str) -> list[tuple[int, int]]:
-    """Return the step from which rank 0 trained and the number of ranks, for each
-    start.
-    """
-    found = re.findall(r"^rank 0 of (\d) trains from step (\d+)$", output, re.MULTILINE)
-    return sorted((int(step), int(ranks)) for ranks, step in found)
+def starts_in(output: str) -> list[Start]:
+    """Return the starts that rank 0 has printed, sorted by step."""
+    starts = re.findall(r"^rank 0 of (\d) trains from step (\d+)$", output, re.MULTILINE)
+    return sorted(Start(int(step), int(ranks)) for ranks, step in starts)
 
 
 def stops_in(output: str) -> list[int]:
@@ -93,7 +95,7 @@ def stops_in(output: str) -> list[int]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """The weights of a run that is not stopped."""
-    weights = weights_in(run(tmp_path_factory.mktemp("undisturbed")))
+    weights = train.weights_in(run(tmp_path_factory.mktemp("undisturbed")))
     assert len(weights) == 1
     return weights
 
@@ -102,9 +104,10 @@ def expect_resumed(output: str, undisturbed: set[str]) -> None:
     """Fail unless the job stopped once, and continued after the step at which it
     stopped.
     """
-    assert len(stops_in(output)) == 1, output
-    assert starts_in(output) == [(step, 2) for step in (0, *stops_in(output))], output
-    assert weights_in(output) == undisturbed, output
+    stops = stops_in(output)
+    assert len(stops) == 1, output
+    assert starts_in(output) == [Start(0, 2), Start(stops[0], 2)], output
+    assert train.weights_in(output) == undisturbed, output
 
 
 @pytest.mark.parametrize("fault", ["death of 0", "death of 1", "error of 0", "error of 1"])
@@ -136,6 +139,16 @@ def test_sigterm_to_an_agent(undisturbed: set[str], tmp_path: Path) -> None:
     expect_resumed(stopped.output + output, undisturbed)
 
 
+def last_step_after(starts: list[Start]) -> int:
+    """Return the step at which two ranks finish if each batch is trained once."""
+    batches = 2 * train.STEPS
+    trained = sum(
+        (following.step - start.step) * start.ranks
+        for start, following in itertools.pairwise(starts)
+    )
+    return starts[-1].step + math.ceil((batches - trained) / 2)
+
+
 @pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
 def test_a_range_of_nodes(loss: signal.Signals, tmp_path: Path) -> None:
     """Without a lost node the others continue, and with it if it returns; each sample
@@ -151,12 +164,9 @@ def test_a_range_of_nodes(loss: signal.Signals, tmp_path: Path) -> None:
             output = output_of_all([*first.wait(), *third.wait()])
             output += second.wait()[0].output
     starts = starts_in(output)
-    assert [step for step, _ in starts] == [0, *stops_in(output)], output
-    assert [ranks for _, ranks in starts[-2:]] == [1, 2], output
-    left = train.STEPS * 2  # batches
-    for (start, ranks), (end, _) in itertools.pairwise(starts):
-        left -= (end - start) * ranks
-    last = starts[-1][0] + math.ceil(left / 2)
+    assert [start.step for start in starts] == [0, *stops_in(output)], output
+    assert [start.ranks for start in starts[-2:]] == [1, 2], output
+    last = last_step_after(starts)
     assert f"rank 0 of 2 trained to step {last}" in output, output
     assert f"rank 1 of 2 trained to step {last}" in output
-    assert len(weights_in(output)) == 1, output
+    assert len(train.weights_in(output)) == 1, output

@@ -1,13 +1,14 @@
 """The training script of these tests: an epoch of small steps, in which the job may act
 on itself.
 
-The arguments are ``name=value``. Each rank prints its steps, and a fingerprint of the
-weights at the end.
+The arguments are ``name=value``. Each rank prints its first and its last step, and a
+fingerprint of the weights at the end, which ``weights_in`` reads.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,11 @@ def main(
         f"rank {trainer.global_rank} of {trainer.world_size} trained to step {trainer.global_step}"
     )
     tell(f"weights {fingerprint(model)}")
+
+
+def weights_in(output: str) -> set[str]:
+    """Return the fingerprints of the weights that ranks have printed."""
+    return set(re.findall(r"^weights (\w+)$", output, re.MULTILINE))
 
 
 def parse(value: str) -> str | float | None:
