@@ -62,7 +62,7 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10 State=UP
 
 def why_unavailable() -> str | None:
     """Return the reason why SLURM cannot run here, or ``None``."""
-    missing = [each for each in _PROGRAMS if _path_of(each) is None]
+    missing = [program for program in _PROGRAMS if _path_of(program) is None]
     if missing:
         return f"{', '.join(missing)} not installed"
     if os.geteuid() != 0:
@@ -228,8 +228,8 @@ class Job:
     @property
     def output(self) -> str:
         """The text that the job has written, over all its starts and tasks of an array."""
-        logs = [Path(each) for each in self.facts("StdOut")]
-        return "".join(each.read_text() for each in logs if each.exists())
+        logs = [Path(path) for path in self.facts("StdOut")]
+        return "".join(log.read_text() for log in logs if log.exists())
 
     def facts(self, name: str) -> list[str]:
         """Return a fact that the controller states about the job, such as ``JobState``,

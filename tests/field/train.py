@@ -53,13 +53,13 @@ def main(
         strategy: arguments of the strategy, numbers or ``None`` among them.
     """
     L.seed_everything(int(seed))
-    chosen: dict[str, Any] = {name: parse(value) for name, value in strategy.items()}
+    strategy_options: dict[str, Any] = {name: parse(value) for name, value in strategy.items()}
     ranks = int(devices) * int(nodes)
     callbacks: list[L.Callback] = [Steps(float(step), ranks)]
     if act and is_first_start():
         callbacks.append(At("on_train_batch_end", partial(perform, act), earlier=3))
     trainer = make_trainer(
-        DDPExtStrategy(**chosen),
+        DDPExtStrategy(**strategy_options),
         devices=int(devices),
         num_nodes=int(nodes),
         max_epochs=1,
@@ -113,14 +113,13 @@ class Steps(L.Callback):
 
 
 def perform(act: str, trainer: L.Trainer) -> None:
-    name, _, rank = act.partition(" of ")
-    if name == "death":
-        if trainer.global_rank == int(rank):
-            os.kill(os.getpid(), signal.SIGKILL)
-    elif name == "error":
-        if trainer.global_rank == int(rank):
-            raise ValueError("a broken sample")
-    elif trainer.is_global_zero:
+    """Do on this rank what the argument ``act`` of ``main`` says."""
+    if act == f"death of {trainer.global_rank}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if act == f"error of {trainer.global_rank}":
+        raise ValueError("a broken sample")
+    is_command = not act.startswith(("death of", "error of"))
+    if is_command and trainer.is_global_zero:
         subprocess.run(act, shell=True, check=False)  # the signal may end it
 
 

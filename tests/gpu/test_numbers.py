@@ -94,11 +94,11 @@ def run_all_stages(
     }
 
 
-def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+def assert_close(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Assert that the results are as expected, and the first two ranks' weights equal."""
-    torch.testing.assert_close(found, expected, **places.TOLERANCE)
+    torch.testing.assert_close(results, expected, **places.TOLERANCE)
     training.assert_same(
-        found[0]["weights"]["layers.0.weight"], found[1]["weights"]["layers.0.weight"]
+        results[0]["weights"]["layers.0.weight"], results[1]["weights"]["layers.0.weight"]
     )
 
 
@@ -112,9 +112,9 @@ def test_ranks_that_share_a_gpu_over_gloo_learn_as_on_the_cpu(
     Groups of two ranks among four share statistics.
     """
     placement = Placement("gloo", (GPU,) * ranks)
-    found = placement.run(run_all_stages, tmp_path, "ours", batchnorm_group_size)
+    results = placement.run(run_all_stages, tmp_path, "ours", batchnorm_group_size)
     expected = places.on_cpu(ranks).run(run_all_stages, tmp_path, "ours", batchnorm_group_size)
-    assert_close(found, expected)
+    assert_close(results, expected)
 
 
 @pytest.mark.parametrize("placement", ["NCCL"], indirect=True)
@@ -125,11 +125,11 @@ def test_ranks_of_nccl_learn_as_stocks(
     """Over NCCL: training, batched logging, metrics, SyncBatchNorm, background saves,
     resuming, barrier, gathering give stock's numbers.
     """
-    found = placement.run(run_all_stages, tmp_path, "ours", batchnorm_group_size)
+    results = placement.run(run_all_stages, tmp_path, "ours", batchnorm_group_size)
     kind: training.Kind = "stock" if IS_GPU else "ours"  # stand-ins show that the test works
     reference = placement if IS_GPU else places.on_cpu(2)
     expected = reference.run(run_all_stages, tmp_path, kind, batchnorm_group_size)
-    assert_close(found, expected)
+    assert_close(results, expected)
 
 
 class AlwaysJoint(SyncBatchNorm):
@@ -158,8 +158,8 @@ def test_synchronised_batchnorm_equals_the_joined_batch(
     """SyncBatchNorm's kernels: 1 and 2 ranks, uneven and empty batches, channels last,
     half precision.
     """
-    chosen = replace(placement, devices=placement.devices[:ranks])
-    assert chosen.run(deviations, tmp_path) == [[]] * ranks
+    shortened = replace(placement, devices=placement.devices[:ranks])
+    assert shortened.run(deviations, tmp_path) == [[]] * ranks
 
 
 class TwoParts(training.Net):
@@ -198,6 +198,6 @@ def test_a_rank_with_two_devices_learns_as_on_the_cpu(placement: Placement, tmp_
     if IS_GPU and placement is not places.GLOO and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     devices = [name for first in placement.devices for name in (first, second_device(first))]
-    found = placement.run(train_on_two_devices, tmp_path, devices)
+    results = placement.run(train_on_two_devices, tmp_path, devices)
     expected = places.on_cpu(2).run(train_on_two_devices, tmp_path, ["cpu"] * len(devices))
-    torch.testing.assert_close(found, expected, **places.TOLERANCE)
+    torch.testing.assert_close(results, expected, **places.TOLERANCE)

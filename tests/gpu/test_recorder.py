@@ -154,5 +154,5 @@ def test_a_cuda_graph_is_captured_while_the_recorder_is_read(tmp_path: Path) -> 
     """
     if not IS_GPU:
         pytest.skip("a CPU captures no graphs")
-    [found] = places.ALONE.run(capture_while_polled, tmp_path)
-    training.assert_same(found, torch.full((3,), 8.0))
+    [replayed] = places.ALONE.run(capture_while_polled, tmp_path)
+    training.assert_same(replayed, torch.full((3,), 8.0))

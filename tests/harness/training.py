@@ -113,15 +113,15 @@ class At(L.Callback):
         ranks: Collection[int] = (),
     ) -> None:
         self._do = do
-        self._left = earlier
+        self._calls_left = earlier
         self._called_on = ranks
         setattr(self, hook, self._call)
 
     def _call(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        is_called_here = not self._called_on or trainer.global_rank in self._called_on
-        if self._left == 0 and is_called_here:
+        is_on_this_rank = not self._called_on or trainer.global_rank in self._called_on
+        if self._calls_left == 0 and is_on_this_rank:
             self._do(trainer)
-        self._left -= 1
+        self._calls_left -= 1
 
 
 def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
@@ -131,14 +131,8 @@ def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
     quiet = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    chosen: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 2,
-        "max_epochs": 2,
-        **quiet,
-        **options,
-    }
-    return L.Trainer(strategy=strategy, **chosen)
+    defaults: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, **quiet}
+    return L.Trainer(strategy=strategy, **{**defaults, **options})
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
@@ -168,8 +162,9 @@ def fit(
     """Train on this rank, with options of the strategy and of the Trainer; return the
     Trainer.
     """
-    made = make_strategy(kind, directory, **strategy)
-    trainer = make_trainer(made, callbacks=[*callbacks], **options)
+    trainer = make_trainer(
+        make_strategy(kind, directory, **strategy), callbacks=[*callbacks], **options
+    )
     trainer.fit(model, ckpt_path=ckpt_path)
     return trainer
 

@@ -41,12 +41,12 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_numbers_are_those_of_ddp(program: str) -> None:
-    """Parameters, steps and metrics, for as many trainings as the program has."""
+    """Each training of the program ends with the parameters, steps and metrics of stock."""
     script, *words = PROGRAMS[program]
-    of_ddp = numbers(script, [word.format("ddp") for word in words])
-    of_ours = numbers(script, [word.format("ddp_ext") for word in words])
-    assert of_ddp
-    assert of_ours == of_ddp
+    stock = numbers(script, [word.format("ddp") for word in words])
+    ours = numbers(script, [word.format("ddp_ext") for word in words])
+    assert stock, "the program did not train"
+    assert ours == stock
 
 
 def numbers(script: str, words: list[str]) -> list[dict[str, Any]]:
@@ -56,6 +56,6 @@ def numbers(script: str, words: list[str]) -> list[dict[str, Any]]:
     outcome = run_script(_HERE / f"{script}.py", *words)
     assert outcome.exit_code == 0, outcome.story()
     lines = re.findall(r"^numbers (.*)$", outcome.output, re.MULTILINE)
-    found = [json.loads(line) for line in lines]
-    assert all(each["ranks"] == 2 for each in found), found
-    return found
+    trainings = [json.loads(line) for line in lines]
+    assert all(training["ranks"] == 2 for training in trainings), trainings
+    return trainings
