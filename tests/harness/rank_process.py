@@ -1,5 +1,4 @@
-"""Run one rank process, from the server that forks it to its exit, and control it from
-its test.
+"""Run a rank process, from the server that forks it to its exit.
 
 A rank runs like a script: its function is the script's body, an exception that escapes
 goes to ``sys.excepthook``, non-daemon threads are waited for, ``atexit`` handlers run
@@ -10,9 +9,7 @@ none of that (https://github.com/python/cpython/issues/83856).
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
-import fcntl
 import gc
 import multiprocessing
 import os
@@ -20,8 +17,10 @@ import pickle
 import signal
 import sys
 import threading
+import time
+import traceback
 import warnings
-from collections import defaultdict
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,11 +28,9 @@ from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 from tests.harness.network import Host
-from tests.harness.outcomes import Outcome, RankError
 
 _SECONDS_AFTER_LIMIT = 30.0  # until a rank exits, if the test's own process exited
-_PIPE_SIZE = 1 << 20
-_CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
 _ROOT = Path(__file__).resolve().parents[2]
 _pipe_to_test: Connection | None = None  # in a rank
 _sending = threading.Lock()
@@ -47,6 +44,37 @@ class Message(NamedTuple):
     point: str = ""
 
 
+@dataclass(frozen=True)
+class RankError:
+    """An exception that escaped from a rank's function, including a ``SystemExit``
+    whose status is not 0.
+
+    ``at`` is a ``time.monotonic()``, which is one clock for all processes.
+    """
+
+    type_name: str
+    message: str
+    traceback: str
+    pickled: bytes  # with its cause; empty where it cannot be pickled
+    at: float
+
+    @classmethod
+    def of(cls, error: BaseException) -> RankError:
+        text = "".join(traceback.format_exception(error))
+        return cls(
+            type(error).__name__, str(error), text, _pickle_with_cause(error), time.monotonic()
+        )
+
+    @property
+    def exception(self) -> BaseException | None:
+        """The exception itself with its cause; None if it cannot be pickled."""
+        if not self.pickled:
+            return None
+        error, cause = pickle.loads(self.pickled)
+        error.__cause__ = cause
+        return error
+
+
 def start_server() -> None:
     """Start the server that forks ranks, unless it runs; it imports in the background.
 
@@ -54,7 +82,7 @@ def start_server() -> None:
     when a rank does.
     """
     package = [] if measured_coverage() else ["lightning_ddp_ext"]
-    _CONTEXT.set_forkserver_preload(["tests.harness.preload", *package])
+    CONTEXT.set_forkserver_preload(["tests.harness.preload", *package])
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")
     }
@@ -170,6 +198,15 @@ def _call(rank: int, world_size: int, call: bytes) -> int:
     return 0
 
 
+def _pickle_with_cause(error: BaseException) -> bytes:
+    try:
+        pickled = pickle.dumps((error, error.__cause__))
+        pickle.loads(pickled)
+    except Exception:
+        return b""
+    return pickled
+
+
 def _status_of(error: SystemExit) -> int:
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
@@ -189,87 +226,3 @@ def _exit_as_script(status: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     sys.exit(status)
-
-
-class Rank:
-    """One rank process as its test sees it; ``outcome`` has its end, or its output so
-    far.
-    """
-
-    def __init__(
-        self, number: int, world_size: int, call: bytes, *, output: Path, **settings: Any
-    ) -> None:
-        os.mkfifo(output)
-        self.output = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
-        with contextlib.suppress(PermissionError):
-            # Users other than root have a limit for all of their pipes.
-            fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
-        self._written = b""
-        self.pipe, pipe_to_test = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(
-            target=run_rank,
-            args=(pipe_to_test, number, world_size, call),
-            kwargs={"output": output, **settings},
-        )
-        with pipe_to_test:
-            self.process.start()  # waits for the server to have imported what ranks need
-        assert self.process.pid is not None
-        self.outcome = Outcome(number, self.process.pid)
-        # Announcements that no test has waited for.
-        self.points: dict[str, list[Any]] = defaultdict(list)
-
-    @property
-    def runs(self) -> bool:
-        return self.outcome.exit_code is None
-
-    @property
-    def has_failed(self) -> bool:
-        return self.outcome.error is not None or self.outcome.exit_code not in (None, 0)
-
-    @property
-    def failed_at(self) -> float:
-        """The time of the failure; a kill counts as the earliest, because no other
-        failure causes it.
-        """
-        return self.outcome.error.at if self.outcome.error else 0.0
-
-    def receive(self, *, has_exited: bool) -> None:
-        """Read the rank's messages and output; those of a rank that exited are
-        complete.
-        """
-        with contextlib.suppress(EOFError, ConnectionResetError):
-            while self.pipe.poll():
-                self._handle(pickle.loads(self.pipe.recv_bytes()))
-        with contextlib.suppress(BlockingIOError):
-            while written := os.read(self.output, _PIPE_SIZE):
-                self._written += written
-        self.outcome.output = self._written.decode(errors="replace")
-        if has_exited:
-            self.process.join()
-            self.outcome.exit_code = self.process.exitcode
-
-    def _handle(self, message: Message) -> None:
-        if message.kind == "point":
-            self.points[message.point].append(message.value)
-        elif message.kind == "result":
-            self.outcome.result = message.value
-        else:
-            self.outcome.error = message.value
-
-    def end_with_stacks(self) -> None:
-        """Have the rank and the processes that it started write their stacks and exit."""
-        self.signal_group(signal.SIGABRT)
-        self.signal_group(signal.SIGCONT)  # a stopped rank does not handle other signals
-
-    def signal_group(self, number: int) -> None:
-        """Send a signal to the rank and the processes that it forked."""
-        try:
-            os.killpg(self.outcome.pid, number)
-        except ProcessLookupError:  # it does not lead its group yet
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.outcome.pid, number)
-
-    def close(self) -> None:
-        os.close(self.output)
-        self.pipe.close()
-        self.process.close()

@@ -21,8 +21,8 @@ from typing import Any
 
 from tests.harness.environment import Environment, by_hand_env, environment_of, free_port
 from tests.harness.network import Host
-from tests.harness.outcomes import Outcome, stories
-from tests.harness.rank_process import Rank, announce, hold, start_server
+from tests.harness.outcomes import Outcome, Rank, stories
+from tests.harness.rank_process import announce, hold, start_server
 
 __all__ = [
     "Environment",
