@@ -47,8 +47,8 @@ def start_slow_all_reduce() -> ProcessContext:
 class Records(NamedTuple):
     """What is known of a collective that waits, and the timeout of collectives."""
 
-    unfinished: list[str]
-    flights: list[Flight]
+    waiting_groups: list[str]
+    progress: list[Flight]
     timeout: float
 
 
@@ -66,16 +66,17 @@ def test_an_all_reduce_that_waits_is_recorded(tmp_path: Path) -> None:
     that waits.
     """
     [records] = places.ALONE.run(read_records, tmp_path)
-    [flight] = [flight for flight in records.flights if flight.label == ""]  # the default group
-    assert flight.describe(flight.entered).startswith(f"all_reduce #{flight.entered} [[3]]")
-    assert flight.collective(flight.entered).place.startswith(__file__)
-    assert flight.members == [0]
-    assert records.timeout <= flight.limit <= records.timeout + 60
-    assert 0.0 <= flight.seconds < 60
+    [progress] = [group for group in records.progress if group.label == ""]  # the default group
+    number = progress.entered
+    assert progress.describe(number).startswith(f"all_reduce #{number} [[3]]")
+    assert progress.collective(number).place.startswith(__file__)
+    assert progress.members == [0]
+    assert records.timeout <= progress.limit <= records.timeout + 60
+    assert 0.0 <= progress.seconds < 60
     if IS_GPU:  # gloo has finished by then
-        assert flight.pending == flight.entered
-        waits = records.unfinished
-        assert any(wait.startswith("_dump_nccl_trace ") for wait in waits), waits
+        assert progress.pending == number
+        groups = records.waiting_groups
+        assert any(group.startswith("_dump_nccl_trace ") for group in groups), groups
 
 
 def abort_and_train_again(

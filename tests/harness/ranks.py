@@ -102,41 +102,46 @@ class RankProcesses:
         self._world_size = world_size
         self._time_limit = time_limit
         self._call = pickle.dumps((function, args, kwargs))
-        self._env = by_hand_env(world_size) if env is None and world_size > 1 else env or {}
+        if env is None:
+            env = by_hand_env(world_size) if world_size > 1 else {}
+        self._env = env
         self._places = namespaces or [None] * world_size
-        self._ranks: dict[int, Rank] = {}
+        self._ranks: list[Rank] = []
 
     def __enter__(self) -> RankProcesses:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         start_server()
         try:
-            for rank in range(self._world_size):
-                self._ranks[rank] = Rank(
-                    rank,
-                    self._world_size,
-                    self._call,
-                    place=self._places[rank],
-                    environment=environment_of(rank, self._env),
-                    cwd=os.getcwd(),
-                    output=Path(self._directory.name, f"{rank}.output"),
-                    time_limit=self._time_limit,
-                )
+            for number in range(self._world_size):
+                self._ranks.append(self._start(number))
         except BaseException:
             self.__exit__()
             raise
         self._deadline = time.monotonic() + self._time_limit
         return self
 
+    def _start(self, number: int) -> Rank:
+        return Rank(
+            number,
+            self._world_size,
+            self._call,
+            place=self._places[number],
+            environment=environment_of(number, self._env),
+            cwd=os.getcwd(),
+            output=Path(self._directory.name, f"{number}.output"),
+            time_limit=self._time_limit,
+        )
+
     def __exit__(self, *_: object) -> None:
         self._kill_all()
-        for rank in self._ranks.values():
+        for rank in self._ranks:
             rank.close()
         self._directory.cleanup()
 
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the ranks, including those that exited."""
-        return {number: rank.outcome.pid for number, rank in self._ranks.items()}
+        return {number: rank.outcome.pid for number, rank in enumerate(self._ranks)}
 
     def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to the rank's process, not to its children; fail if it has
@@ -172,7 +177,7 @@ class RankProcesses:
         """Wait until these ranks, by default all, exit; return how they ended, in that
         order.
         """
-        awaited = [self._ranks[rank] for rank in ranks or sorted(self._ranks)]
+        awaited = [self._ranks[rank] for rank in ranks] or self._ranks
         self._receive_while(lambda: any(rank.runs for rank in awaited), self._deadline)
         if any(rank.runs for rank in awaited):
             raise AssertionError(
@@ -194,10 +199,10 @@ class RankProcesses:
         return min(failed, key=lambda rank: rank.failed_at).outcome
 
     def _running(self) -> list[Rank]:
-        return [rank for rank in self._ranks.values() if rank.runs]
+        return [rank for rank in self._ranks if rank.runs]
 
     def _failed(self) -> list[Rank]:
-        return [rank for rank in self._ranks.values() if rank.has_failed]
+        return [rank for rank in self._ranks if rank.has_failed]
 
     def _wait_until(self, condition: Callable[[], bool], action: str, number: int) -> None:
         rank = self._ranks[number]
@@ -227,7 +232,7 @@ class RankProcesses:
             rank.end_with_stacks()
         self._receive_while(self._running, _exit_deadline())
         self._kill_all()
-        return stories([rank.outcome for _, rank in sorted(self._ranks.items())])
+        return stories([rank.outcome for rank in self._ranks])
 
     def _kill_all(self) -> None:
         for rank in self._running():
