@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import fsspec
@@ -72,8 +73,8 @@ def train(
     callback: L.Callback | None = None,
     background: bool = False,
     save_top_k: int = -1,
-    strategy: Mapping[str, Any],
-    client: Mapping[str, Any],
+    strategy: Mapping[str, Any] = MappingProxyType({}),
+    client: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trained:
     """Run one command, which saves after each epoch and continues where it finds a
     checkpoint.
@@ -109,16 +110,16 @@ class Job:
     def launch(
         self, *, epochs: int = 2, fault: Fault | None = NO_FAULT, **options: Any
     ) -> list[Outcome]:
-        """Run the command while the store has a fault, or is not there if that is
-        None.
-        """
+        """Run the command while the store has a fault, or is down if that is None."""
         env = {**by_hand_env(2), **self.store.environment}
-        options = {"strategy": {}, "client": {}, **options}
-        with self.store.gateway(fault) if fault else nullcontext() as gateway:
+        with self._gateway(fault) as gateway:
             outcomes = launch_ranks(train, 2, self.directory, self.url, epochs, env=env, **options)
             if fault and fault.kind == "dies":
                 assert gateway.wait() == 1
         return outcomes
+
+    def _gateway(self, fault: Fault | None) -> Any:
+        return nullcontext() if fault is None else self.store.gateway(fault)
 
     def run(self, **options: Any) -> list[Trained]:
         """Run the command by ``launch``, and fail unless it succeeds."""
@@ -141,12 +142,14 @@ class Job:
         """Whether an upload was begun, and neither completed nor aborted."""
         return bool(self.store.uploads(f"{self.name}/"))
 
-    def verify(self, *files: str, fault: Fault = NO_FAULT) -> subprocess.CompletedProcess[str]:
-        """Run ``lightning-ddp-ext checkpoint verify``."""
+    def verify(
+        self, *files: str, fault: Fault | None = NO_FAULT
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``lightning-ddp-ext checkpoint verify``, with ``fault`` as in ``launch``."""
         urls = [f"{self.url}/{file}" for file in files]
         command = [sys.executable, "-m", "lightning_ddp_ext", "checkpoint", "verify", *urls]
         env = {**os.environ, **self.store.environment}
-        with self.store.gateway(fault):
+        with self._gateway(fault):
             return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
@@ -226,14 +229,14 @@ def test_an_object_that_another_run_has_replaced_stays(job: Job) -> None:
     from.
     """
     # In a directory in which the run saves nothing, the client keeps what it has listed.
-    stop_file = f"{job.name}/elsewhere/stopped.ckpt"
-    strategy = {"stop_checkpoint": f"s3://bucket/{stop_file}"}
+    stop_key = f"{job.name}-elsewhere/stopped.ckpt"
+    strategy = {"stop_checkpoint": f"s3://bucket/{stop_key}"}
     job.run_until_sigterm(strategy=strategy)
     endpoint = job.store.environment["AWS_ENDPOINT_URL"]
-    replace = partial(copy_object, f"{job.name}/last.ckpt", stop_file, endpoint)
+    replace = partial(copy_object, f"{job.name}/last.ckpt", stop_key, endpoint)
     callback = At("on_train_batch_end", replace, earlier=STEPS + 1, ranks=[0])
     job.run(epochs=4, callback=callback, strategy=strategy)
-    assert "elsewhere/stopped.ckpt" in job.files()
+    assert stop_key in job.store.objects(stop_key)
 
 
 STORES = {
@@ -289,7 +292,7 @@ def test_a_server_dies_in_a_load(job: Job, undisturbed: dict[str, Tensor]) -> No
     fault = Fault("dies", "GET", f"last.ckpt bytes={PART}-{2 * PART - 1}")
     for error in errors_of(job.launch(fault=fault)):
         assert f"checkpoint {job.url}/last.ckpt cannot be fetched: " in error
-    assert job.verify("last.ckpt", fault=fault).returncode == 1
+    assert job.verify("last.ckpt", fault=None).returncode == 1
     assert job.files() == files
     expect_resumed_after_first_epoch(job.run(), undisturbed)
 

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -59,7 +60,7 @@ class Placement:
         """The environment of ranks that are started by hand."""
         return {**ranks.by_hand_env(len(self.devices), ranks.free_port()), **self.env}
 
-    def trainer(self, directory: Any, kind: training.Kind = "ours", **options: Any) -> L.Trainer:
+    def trainer(self, directory: Path, kind: training.Kind = "ours", **options: Any) -> L.Trainer:
         """Return a Trainer on these devices, for use on a rank; the option ``strategy``
         holds more options of the strategy.
         """
