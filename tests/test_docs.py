@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtError
-from tests.harness.processes import wait_until
+from tests.harness.environment import wait_until
 from tests.harness.ranks import RankProcesses, by_hand_env, free_port, run_ranks
 from tests.harness.scripts import be_the_script, run_on_ranks, run_script
 from tests.harness.training import Net

@@ -79,26 +79,6 @@ class Net(L.LightningModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
-class Recorder(L.Callback):
-    """Records every metric of every step and evaluation on this rank."""
-
-    def __init__(self) -> None:
-        self.metrics: list[dict[str, Tensor]] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._record(trainer)
-
-    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._record(trainer)
-
-    on_train_epoch_end = on_test_end = on_validation_end
-
-    def _record(self, trainer: L.Trainer) -> None:
-        self.metrics.append(
-            {name: value.clone() for name, value in trainer.callback_metrics.items()}
-        )
-
-
 class At(L.Callback):
     """Calls ``do(trainer)`` when a hook runs for the first time, or after a number of
     ``earlier`` calls; on ``ranks``, by default on all.

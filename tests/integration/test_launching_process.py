@@ -22,12 +22,40 @@ SCRIPT = """
     import json
     import os
     import sys
+    import warnings
+    from types import FunctionType
 
     import lightning as L
     import torch
 
     from tests.harness.training import At, Net, make_trainer, weights
-    from tests.harness.processes import changed, definitions
+
+    LIBRARIES = ("lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics")
+    KINDS = (FunctionType, type, property, classmethod, staticmethod)
+
+
+    def definitions():
+        # Functions and classes of all imported modules, and the methods of these classes.
+        warnings.simplefilter("ignore", FutureWarning)  # of torch's module attributes
+        found = {}
+        for module_name, module in list(sys.modules.items()):
+            if module_name.partition(".")[0] in LIBRARIES:
+                found |= defined_in(module, module_name)
+                for name, cls in list(vars(module).items()):
+                    if isinstance(cls, type) and cls.__module__ == module_name:
+                        found |= defined_in(cls, f"{module_name}.{name}")
+        return found
+
+
+    def defined_in(owner, name):
+        items = list(vars(owner).items())
+        return {f"{name}.{key}": value for key, value in items if isinstance(value, KINDS)}
+
+
+    def changed(before):
+        now = definitions()
+        return sorted(name for name, value in before.items() if now.get(name) is not value)
+
 
     torch.optim.SGD([torch.zeros(1)])  # torch changes SGD.step when it makes the first one
     BEFORE = definitions()

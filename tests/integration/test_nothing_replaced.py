@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import os
 import pickle
+import re
+import resource
 import signal
+import threading
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +28,6 @@ from lightning_ddp_ext import (
     SyncBatchNormConversion,
 )
 from tests.harness import training
-from tests.harness.processes import changed_in_process, of_process
 from tests.harness.training import Net
 from tests.integration import continuing
 from tests.supervision import model as supervision
@@ -186,6 +189,26 @@ RUNS = {
 }
 
 
+def of_process() -> dict[str, Any]:
+    """Return the environment, signal handlers (including those in C), the limit of open
+    files, and the package's threads.
+    """
+    handlers = {number.name: signal.getsignal(number) for number in signal.Signals}
+    status = Path("/proc/self/status").read_text()
+    return {
+        **os.environ,
+        **handlers,
+        **dict(re.findall(r"^(Sig(?:Blk|Ign|Cgt)):\t(.*)$", status, re.MULTILINE)),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        **{thread.name: "" for thread in threading.enumerate() if thread.name.startswith("ddpx")},
+    }
+
+
+def changed_in_process(before: dict[str, Any]) -> set[str]:
+    """Return the names of what has changed since ``of_process`` returned this."""
+    return {name for name, _ in before.items() ^ of_process().items()}
+
+
 def changed_by_runs(kind: training.Kind, directory: Path) -> dict[str, set[str]]:
     """Return the changes after each run in a process that prints stacks on a signal."""
     warnings.simplefilter("ignore")
@@ -199,9 +222,9 @@ def changed_by_runs(kind: training.Kind, directory: Path) -> dict[str, set[str]]
         )
         with suppress(supervision.BoomError, SystemExit):
             getattr(trainer, played.run)(Net())
-        found[name] = {*changed_in_process(before)}
+        found[name] = changed_in_process(before)
     trainer.strategy.setup_environment()  # by hand, and never torn down
-    return {**found, "setup_environment": {*changed_in_process(before)}}
+    return {**found, "setup_environment": changed_in_process(before)}
 
 
 def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:

@@ -217,11 +217,31 @@ CASES = {
 }
 
 
+class Recorder(L.Callback):
+    """Records every metric of every step and evaluation on this rank."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._record(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._record(trainer)
+
+    on_train_epoch_end = on_test_end = on_validation_end
+
+    def _record(self, trainer: L.Trainer) -> None:
+        self.metrics.append(
+            {name: value.clone() for name, value in trainer.callback_metrics.items()}
+        )
+
+
 def train(kind: training.Kind, directory: Path, name: str) -> dict[str, Any]:
     """Return the results of fit and, where the case says so, of evaluations."""
     case = CASES[name]
     L.seed_everything(7)
-    recorder = training.Recorder()
+    recorder = Recorder()
     model = case.model()
     options = {**case.trainer}
     callbacks = [recorder, *options.pop("callbacks", ())]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.rendezvous.process_context import join, leave
 from lightning_ddp_ext.threads import start_thread
-from tests.harness.processes import wait_until
+from tests.harness.environment import wait_until
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.training import backend
 from tests.rendezvous.servers import request

@@ -23,9 +23,8 @@ from pathlib import Path
 import pytest
 
 from lightning_ddp_ext.supervision.rank_processes import ChildScripts
-from tests.harness.environment import skip_because
+from tests.harness.environment import MARK, marked, name_of, skip_because, wait_until_exited
 from tests.harness.network import why_unavailable
-from tests.harness.processes import MARK, marked, name_of, wait_until_exited
 from tests.harness.ranks import Environment, RankProcesses
 from tests.harness.scripts import be_the_script, run_script
 from tests.supervision.model import lines_of, who
