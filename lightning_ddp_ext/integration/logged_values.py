@@ -1,6 +1,15 @@
 """Reduce values of ``self.log(..., sync_dist=True)`` across ranks.
 
-All values of a step are reduced in one collective.
+Lightning calls ``Strategy.reduce`` for each value. When its ranks communicate depends on
+the place of the call:
+
+=====================  ================================================================
+a step                 together with the step's other values in one collective: at the
+                       end of the step, before the strategy communicates for another
+                       reason, or when code reads one of them
+the end of an epoch    together with all values of the epoch, at the first call
+anywhere else          immediately
+=====================  ================================================================
 """
 
 from __future__ import annotations
@@ -10,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,12 +32,12 @@ from lightning_ddp_ext.reductions.batched import (
     DTYPES,
     OPS,
     PER_MESSAGE,
-    PendingTensor,
     Reduced,
     Value,
     reduce_common,
 )
-from lightning_ddp_ext.supervision.session import current_session
+from lightning_ddp_ext.reductions.pending import PendingTensor
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.stacks import call_site
 
 from .checkpoints.collective import Checkpoints
@@ -60,9 +69,8 @@ class Reduction:
         """Reduce a tensor and return it, or another object unchanged. Collective."""
         return self._values.reduce(tensor, group, reduce_op, self)
 
-    def __eq__(
-        self, other: object
-    ) -> bool:  # Lightning compares the arguments with which a name is logged
+    # Lightning compares the arguments with which a name is logged.
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, Reduction) and self._values is other._values
 
     __hash__ = None  # type: ignore[assignment]
@@ -85,14 +93,19 @@ class _Step:
     is_open: bool = False
 
 
+class _EpochNumber(NamedTuple):
+    """A reduced number of an epoch's result, and the result's own value to identify it."""
+
+    value: Tensor
+    reduced: Tensor
+
+
 class LoggedValues:
     """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
 
-    Values logged in a step are queued, and reduced together at the end of the step or
-    before a call of the strategy that communicates. A read before that reduces the
-    values logged so far, so that no code sees this rank's own value. If only some ranks
-    read, the others join that exchange at their next one. The values of an epoch are
-    reduced together at its end. Everything else is reduced immediately.
+    Values logged in a step are queued. A read reduces those logged so far, so that no
+    code sees this rank's own value. If only some ranks read, the others join that
+    exchange at their next one.
 
     If ranks log different values, all ranks raise. After a training step with values,
     all ranks also exchange after the next one. In all other cases they first wait for
@@ -111,9 +124,7 @@ class LoggedValues:
         """Reset the state, because an earlier run may have stopped anywhere."""
         self._step = _Step()
         self._queue: list[tuple[Value, PendingTensor]] = []
-        # The results that Lightning requests next at the end of an epoch, each with its
-        # source.
-        self._epoch_results: deque[tuple[Tensor, Tensor]] = deque()
+        self._epoch_numbers: deque[_EpochNumber] = deque()
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
@@ -135,9 +146,9 @@ class LoggedValues:
             report_step()  # so that a rank without values is named when the others reduce theirs
 
     def _end_step(self) -> None:
-        is_due = bool(self._queue) or self._step.is_expected or self._step.is_open
-        while is_due:
-            is_due = not self._exchange(is_last=len(self._queue) <= PER_MESSAGE).is_over
+        is_over = not (self._queue or self._step.is_expected or self._step.is_open)
+        while not is_over:
+            is_over = self._exchange(is_last=len(self._queue) <= PER_MESSAGE).is_over
 
     def _abandon(self) -> None:
         """Leave values without a result as NaN.
@@ -165,15 +176,19 @@ class LoggedValues:
             self.flush()
             return all_reduce(tensor, group, reduce_op, idle_ranks=self._evaluation.idle_ranks)
         if is_computing_epoch(self._strategy.current_trainer):
-            return self._reduce_epoch(result)
+            return self._reduce_epoch_number(result)
         value = Value(_name_of(result), reduce_op, tensor)
         if not self._step.is_running:
             return self._reduce([value], is_last=True).results[0]
-        self._step.has_logged = True
-        pending = PendingTensor.of(tensor, self.flush)
-        self._queue.append((value, pending))
+        pending = self._enqueue(value)
         if result.meta.enable_graph:  # Lightning shows this value itself, and not a detached one
             self.flush()
+        return pending
+
+    def _enqueue(self, value: Value) -> PendingTensor:
+        self._step.has_logged = True
+        pending = PendingTensor.of(value.tensor, self.flush)
+        self._queue.append((value, pending))
         return pending
 
     def _result_of(self, reduction: Reduction) -> Any:
@@ -198,64 +213,64 @@ class LoggedValues:
             self._step.is_expected = False
         return reduced
 
-    def _reduce_epoch(self, logged: Any) -> Tensor:
-        """Reduce a number of an epoch's result, and others together with it.
+    def _reduce_epoch_number(self, result: Any) -> Tensor:
+        """Reduce the next number of an epoch's result.
 
-        The others are those of all results that Lightning computes next.
+        All numbers that Lightning requests next are reduced together with it.
         """
-        if not (self._epoch_results and self._epoch_results[0][0] is logged.value):
-            due = [
-                each
-                for each in results_of(self._strategy.current_trainer).values()
-                if self._is_due(each)
-            ]
-            due = due if due and due[0] is logged else [logged]
-            together = due[: PER_MESSAGE // 2]  # a result has up to two numbers
-            numbers = [(each, number) for each in together for number in _numbers_of(each)]
-            values = [Value(_name_of(each), each.meta.sync.op, number) for each, number in numbers]
-            results = self._reduce(values, is_last=False).results
-            # Another rank may compute fewer results.
-            self._epoch_results = deque(
-                (each.value, result) for (each, _), result in zip(numbers, results, strict=False)
-            )
-        return self._epoch_results.popleft()[1]
+        is_known = bool(self._epoch_numbers) and self._epoch_numbers[0].value is result.value
+        if not is_known:
+            self._epoch_numbers = self._reduce_epoch(result)
+        return self._epoch_numbers.popleft().reduced
+
+    def _reduce_epoch(self, first: Any) -> deque[_EpochNumber]:
+        """Reduce the numbers of a result, and those of the ones that are computed next."""
+        logged = results_of(self._strategy.current_trainer).values()
+        due = [result for result in logged if self._is_due(result)]
+        if not due or due[0] is not first:
+            due = [first]
+        sources: list[Any] = []
+        values: list[Value] = []
+        for result in due[: PER_MESSAGE // 2]:  # a result has up to two numbers
+            for number in _numbers_of(result):
+                sources.append(result.value)
+                values.append(Value(_name_of(result), result.meta.sync.op, number))
+        reduced = self._reduce(values, is_last=False).results
+        # Another rank may compute fewer results.
+        return deque(map(_EpochNumber, sources, reduced))
 
     def _is_due(self, result: Any) -> bool:
-        """Whether Lightning will compute this result of the epoch next.
-
-        It must also reduce the result across all ranks.
-        """
+        """Whether Lightning will reduce this result when it computes the epoch's results."""
         meta = result.meta
-        sync = meta.sync
-        is_over = (
-            result.has_reset or is_computed(result) or not (result.is_tensor and meta.on_epoch)
-        )
-        if is_over or not sync.should or sync.rank_zero_only:
+        is_of_epoch = result.is_tensor and meta.on_epoch and not result.has_reset
+        is_reduced = meta.sync.should and not meta.sync.rank_zero_only
+        if not (is_of_epoch and is_reduced) or is_computed(result):
             return False
-        return all(self._can_batch(number, sync.group, sync.op) for number in _numbers_of(result))
+        return all(
+            self._can_batch(number, meta.sync.group, meta.sync.op) for number in _numbers_of(result)
+        )
 
     def _reduce(self, values: list[Value], *, is_last: bool) -> Reduced:
         """Reduce logged values, after waiting until all ranks do.
 
         The wait is skipped if the reduction is expected. Collective.
         """
-        session = current_session()
+        context = current()
         device = self._strategy.root_device
+        message_device = torch.device("cpu") if is_gloo(device) else device
         group = None
-        if session is not None:
-            context = session.context
+        if context is not None:
             if not self._step.is_expected:
                 what = f"the reduction of {listed(dict.fromkeys(map(str, values)))}"
                 context.barriers.enter(what, call_site(), name="a reduction of logged values")
             if is_gloo(device):  # other code's collectives must not mix with these
                 group = context.new_group(backend="gloo", purpose="logged values")
-        message_device = torch.device("cpu") if is_gloo(device) else device
         idle_ranks = self._evaluation.idle_ranks
         reduced = reduce_common(
             values, is_last=is_last, device=message_device, group=group, idle_ranks=idle_ranks
         )
-        if session is not None:
-            session.context.peers.check()  # an aborted collective of NCCL returns arbitrary numbers
+        if context is not None:
+            context.peers.check()  # an aborted collective of NCCL returns arbitrary numbers
         return reduced
 
     def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:
