@@ -15,11 +15,17 @@ Batch = dict[str, Tensor]
 
 
 def scores(samples: int) -> list[Batch]:
-    """Return rows of a score, a label, a group and an index; always the same."""
+    """Return rows of a score, a target, its label, a group and an index; always the same."""
     drawn = torch.rand(samples, 2, generator=torch.Generator().manual_seed(samples))
     return [
-        {"x": x, "label": (y < 0.5).long(), "group": torch.tensor(i % 3), "index": torch.tensor(i)}
-        for i, (x, y) in enumerate(drawn)
+        {
+            "x": x,
+            "y": y,
+            "label": (y < 0.5).long(),
+            "group": torch.tensor(index % 3),
+            "index": torch.tensor(index),
+        }
+        for index, (x, y) in enumerate(drawn)
     ]
 
 
