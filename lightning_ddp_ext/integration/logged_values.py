@@ -1,25 +1,22 @@
 """Reduce values of ``self.log(..., sync_dist=True)`` across ranks.
 
-Lightning calls ``Strategy.reduce`` for each value. When its ranks communicate depends on
-the place of the call:
+Lightning calls ``Strategy.reduce`` for each value. The place of the call determines when
+the ranks communicate:
 
-=====================  ================================================================
-a step                 together with the step's other values in one collective: at the
-                       end of the step, before the strategy communicates for another
-                       reason, or when code reads one of them
-the end of an epoch    together with all values of the epoch, at the first call
-anywhere else          immediately
-=====================  ================================================================
+======================  ==============================================================
+a step                  at its end or at the first read, for all of its values
+                        together (``step_values``)
+the end of an epoch     at the first call, for all of its values together
+                        (``epoch_values``)
+anywhere else           immediately
+======================  ==============================================================
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,29 +25,17 @@ from torch import Tensor
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
-from lightning_ddp_ext.reductions.batched import (
-    DTYPES,
-    OPS,
-    PER_MESSAGE,
-    Reduced,
-    Value,
-    reduce_common,
-)
-from lightning_ddp_ext.reductions.pending import PendingTensor
+from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Reduced, Value, reduce_common
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.stacks import call_site
 
 from .checkpoints.collective import Checkpoints
 from .data.evaluation import Evaluation
+from .epoch_values import EpochValues, name_of
 from .named_calls import report_step
-from .private.compat import (
-    is_computed,
-    is_computing_epoch,
-    result_reduced_by,
-    results_of,
-    trainer_of,
-)
+from .private.compat import is_computing_epoch, result_reduced_by, trainer_of
 from .start.devices import RankDevicesStrategy
+from .step_values import StepValues
 
 
 class Reduction:
@@ -76,36 +61,8 @@ class Reduction:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass
-class _Step:
-    """The values of the running step, or of the last one.
-
-    Attributes:
-        is_running: whether the step is running.
-        has_logged: whether it has logged values.
-        is_expected: whether all ranks exchange after the step, even without values.
-        is_open: whether another rank waits for this rank's further values.
-    """
-
-    is_running: bool = False
-    has_logged: bool = False
-    is_expected: bool = False
-    is_open: bool = False
-
-
-class _EpochNumber(NamedTuple):
-    """A reduced number of an epoch's result, and the result's own value to identify it."""
-
-    value: Tensor
-    reduced: Tensor
-
-
 class LoggedValues:
     """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
-
-    Values logged in a step are queued. A read reduces those logged so far, so that no
-    code sees this rank's own value. If only some ranks read, the others join that
-    exchange at their next one.
 
     If ranks log different values, all ranks raise. After a training step with values,
     all ranks also exchange after the next one. In all other cases they first wait for
@@ -122,9 +79,8 @@ class LoggedValues:
 
     def start_run(self) -> None:
         """Reset the state, because an earlier run may have stopped anywhere."""
-        self._step = _Step()
-        self._queue: list[tuple[Value, PendingTensor]] = []
-        self._epoch_numbers: deque[_EpochNumber] = deque()
+        self._of_step = StepValues(self._reduce)
+        self._of_epoch = EpochValues(self._strategy, self._reduce, self._can_batch)
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
@@ -134,37 +90,15 @@ class LoggedValues:
         """
         if is_training:
             report_step()
-        is_expected = is_training and self._step.has_logged and self._strategy.world_size > 1
-        self._step = _Step(is_running=True, is_expected=is_expected)
-        try:
+        follows_values = self._of_step.has_logged and self._strategy.world_size > 1
+        with self._of_step.step(is_expected=is_training and follows_values):
             yield
-            self._end_step()
-        finally:
-            self._step = _Step(has_logged=self._step.has_logged)
-            self._abandon()
         if is_training:
             report_step()  # so that a rank without values is named when the others reduce theirs
 
-    def _end_step(self) -> None:
-        is_over = not (self._queue or self._step.is_expected or self._step.is_open)
-        while not is_over:
-            is_over = self._exchange(is_last=len(self._queue) <= PER_MESSAGE).is_over
-
-    def _abandon(self) -> None:
-        """Leave values without a result as NaN.
-
-        Only an exception, in the step or in the reduction, leaves such values.
-        """
-        for value, pending in self._queue:
-            if value.tensor.is_floating_point():
-                _fill(value.tensor, math.nan)
-            pending.settle()
-        self._queue = []
-
     def flush(self) -> None:
         """Reduce the values that are queued. Collective if there are any."""
-        while self._queue:
-            self._exchange(is_last=False)
+        self._of_step.flush()
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any, reduction: Reduction) -> Any:
         """Reduce a tensor for :meth:`Reduction.__call__`."""
@@ -176,19 +110,13 @@ class LoggedValues:
             self.flush()
             return all_reduce(tensor, group, reduce_op, idle_ranks=self._evaluation.idle_ranks)
         if is_computing_epoch(self._strategy.current_trainer):
-            return self._reduce_epoch_number(result)
-        value = Value(_name_of(result), reduce_op, tensor)
-        if not self._step.is_running:
+            return self._of_epoch.reduce_next(result)
+        value = Value(name_of(result), reduce_op, tensor)
+        if not self._of_step.is_running:
             return self._reduce([value], is_last=True).results[0]
-        pending = self._enqueue(value)
+        pending = self._of_step.add(value)
         if result.meta.enable_graph:  # Lightning shows this value itself, and not a detached one
             self.flush()
-        return pending
-
-    def _enqueue(self, value: Value) -> PendingTensor:
-        self._step.has_logged = True
-        pending = PendingTensor.of(value.tensor, self.flush)
-        self._queue.append((value, pending))
         return pending
 
     def _result_of(self, reduction: Reduction) -> Any:
@@ -198,59 +126,12 @@ class LoggedValues:
             reduction.result = result_reduced_by(trainer, reduction)
         return reduction.result
 
-    def _exchange(self, *, is_last: bool) -> Reduced:
-        """Reduce the first queued values, as many as all ranks have. Collective."""
-        sent = self._queue[:PER_MESSAGE]
-        reduced = self._reduce([value for value, _ in sent], is_last=is_last)
-        # Another rank may have queued fewer values.
-        for (value, pending), result in zip(sent, reduced.results, strict=False):
-            _fill(value.tensor, result)
-            pending.settle()
-        del self._queue[: len(reduced.results)]
-        self._step.is_open = not (reduced.is_over or reduced.is_even)
-        if reduced.is_even:
-            # All ranks have logged; none waits for the end of the step.
-            self._step.is_expected = False
-        return reduced
+    def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:
+        """Whether a tensor can be reduced together with others."""
+        is_scalar = tensor.ndim == 0 and tensor.dtype in DTYPES
+        return is_scalar and op in OPS and group is None and self._strategy.world_size > 1
 
-    def _reduce_epoch_number(self, result: Any) -> Tensor:
-        """Reduce the next number of an epoch's result.
-
-        All numbers that Lightning requests next are reduced together with it.
-        """
-        is_known = bool(self._epoch_numbers) and self._epoch_numbers[0].value is result.value
-        if not is_known:
-            self._epoch_numbers = self._reduce_epoch(result)
-        return self._epoch_numbers.popleft().reduced
-
-    def _reduce_epoch(self, first: Any) -> deque[_EpochNumber]:
-        """Reduce the numbers of a result, and those of the ones that are computed next."""
-        logged = results_of(self._strategy.current_trainer).values()
-        due = [result for result in logged if self._is_due(result)]
-        if not due or due[0] is not first:
-            due = [first]
-        sources: list[Any] = []
-        values: list[Value] = []
-        for result in due[: PER_MESSAGE // 2]:  # a result has up to two numbers
-            for number in _numbers_of(result):
-                sources.append(result.value)
-                values.append(Value(_name_of(result), result.meta.sync.op, number))
-        reduced = self._reduce(values, is_last=False).results
-        # Another rank may compute fewer results.
-        return deque(map(_EpochNumber, sources, reduced))
-
-    def _is_due(self, result: Any) -> bool:
-        """Whether Lightning will reduce this result when it computes the epoch's results."""
-        meta = result.meta
-        is_of_epoch = result.is_tensor and meta.on_epoch and not result.has_reset
-        is_reduced = meta.sync.should and not meta.sync.rank_zero_only
-        if not (is_of_epoch and is_reduced) or is_computed(result):
-            return False
-        return all(
-            self._can_batch(number, meta.sync.group, meta.sync.op) for number in _numbers_of(result)
-        )
-
-    def _reduce(self, values: list[Value], *, is_last: bool) -> Reduced:
+    def _reduce(self, values: list[Value], *, is_last: bool, is_expected: bool = False) -> Reduced:
         """Reduce logged values, after waiting until all ranks do.
 
         The wait is skipped if the reduction is expected. Collective.
@@ -260,7 +141,7 @@ class LoggedValues:
         message_device = torch.device("cpu") if is_gloo(device) else device
         group = None
         if context is not None:
-            if not self._step.is_expected:
+            if not is_expected:
                 what = f"the reduction of {listed(dict.fromkeys(map(str, values)))}"
                 context.barriers.enter(what, call_site(), name="a reduction of logged values")
             if is_gloo(device):  # other code's collectives must not mix with these
@@ -272,25 +153,3 @@ class LoggedValues:
         if context is not None:
             context.peers.check()  # an aborted collective of NCCL returns arbitrary numbers
         return reduced
-
-    def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:
-        is_scalar = tensor.ndim == 0 and tensor.dtype in DTYPES
-        return is_scalar and op in OPS and group is None and self._strategy.world_size > 1
-
-
-def _fill(tensor: Tensor, value: Tensor | float) -> None:
-    with torch.inference_mode(tensor.is_inference()):  # the mode in which it was logged
-        tensor.fill_(value)
-
-
-def _name_of(logged: Any) -> str:
-    return f"{logged.meta.fx}.{logged.meta.name}"
-
-
-def _numbers_of(logged: Any) -> list[Tensor]:
-    """Return the numbers of an epoch's result that Lightning reduces, in its order."""
-    return (
-        [logged.value, logged.cumulated_batch_size]
-        if logged.meta.is_mean_reduction
-        else [logged.value]
-    )

@@ -34,7 +34,9 @@ def all_reduce(
             idle.
     """
     group = dist.group.WORLD if group is None else group
-    op = _parse_op(reduce_op)
+    op = reduce_op
+    if isinstance(reduce_op, str):
+        op = getattr(ReduceOp, reduce_op.upper().replace("MEAN", "AVG"))
     ranks = set(dist.get_process_group_ranks(group))
     active_ranks = ranks.difference(idle_ranks) or ranks
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
@@ -53,14 +55,6 @@ def all_reduce(
     dist.all_reduce(tensor, op=ReduceOp.SUM, group=group)
     count = len(active_ranks)
     return tensor / count if is_mean_of_integers else tensor.div_(count)
-
-
-def _parse_op(reduce_op: Any) -> Any:
-    """Return the ``ReduceOp`` of a name, or the argument if it is not a name."""
-    if not isinstance(reduce_op, str):
-        return reduce_op
-    name = reduce_op.upper()
-    return ReduceOp.AVG if name == "MEAN" else getattr(ReduceOp, name)
 
 
 def _neutralise(tensor: Tensor, op: Any) -> None:
