@@ -76,7 +76,10 @@ def merge(parts: Vector) -> Statistics:
 
 @dataclass(frozen=True)
 class RunningStatistics:
-    """A layer's running ``mean`` and ``var`` (C); ``momentum`` is a new batch's weight."""
+    """A layer's running ``mean`` and ``var`` (C).
+
+    ``momentum`` is the weight of a new batch in them.
+    """
 
     mean: Tensor
     var: Tensor

@@ -1,8 +1,8 @@
 """Reduce the logged values of an epoch in one collective, at its end.
 
-Lightning computes the results of an epoch one after another, and requests a reduction for
-each number in them. The first request reduces the numbers of all results that Lightning
-computes next; later requests return what is known already.
+Lightning computes the results of an epoch one after another, and requests a reduction
+for each number in them. The first request reduces the numbers of all results that
+Lightning computes next; later requests return what is known already.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reduce values of ``self.log(..., sync_dist=True)`` across ranks.
 
-Lightning calls ``Strategy.reduce`` for each value. The place of the call determines when
-the ranks communicate:
+Lightning calls ``Strategy.reduce`` for each value. The place of the call determines
+when the ranks communicate:
 
 ======================  ==============================================================
 a step                  at its end or at the first read, for all of its values

@@ -1,12 +1,13 @@
 """Queue the values that a step logs, and reduce them in one collective.
 
-The ranks exchange their queues when the step ends. A rank exchanges earlier when it reads
-a queued value, or before the strategy communicates for another reason. An exchange
-reduces the values that all ranks have queued by then, and each rank keeps the others:
+The ranks exchange their queues when the step ends. A rank exchanges earlier when it
+reads a queued value, or before the strategy communicates for another reason. An
+exchange reduces the values that all ranks have queued by then, and each rank keeps the
+others:
 
 - If all ranks have sent equally many values, no rank waits for another one.
-- Otherwise, a rank waits for values that others have not logged yet. These ranks exchange
-  again at the latest when their step ends.
+- Otherwise, a rank waits for values that others have not logged yet. These ranks
+  exchange again at the latest when their step ends.
 - When its step ends, a rank sends its last values, and exchanges until all ranks have
   done so.
 """

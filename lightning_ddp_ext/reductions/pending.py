@@ -1,4 +1,4 @@
-"""A logged value that is reduced before its first use, if it is used before the step ends."""
+"""A tensor that is reduced before its first use."""
 
 from __future__ import annotations
 

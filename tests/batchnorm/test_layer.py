@@ -75,7 +75,7 @@ def refuses_one_value(rank: int, _: Tensor) -> None:
 
 
 def test_one_value_on_all_ranks_together_is_refused(tmp_path: Path) -> None:
-    """Every rank raises, keeps its running statistics, and can go on with more values."""
+    """Every rank raises, keeps its running statistics, and takes more values later."""
     run_ranks(in_group, 2, tmp_path, refuses_one_value)
 
 

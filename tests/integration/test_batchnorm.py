@@ -62,7 +62,7 @@ class Recomputed(Joint):
 
 
 class Doubled(SyncBatchNorm):
-    """Overrides forward, and synchronises by itself."""
+    """Overrides forward, and still synchronises."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)

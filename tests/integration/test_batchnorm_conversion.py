@@ -1,4 +1,4 @@
-"""In `fit`, BatchNorm layers are converted, which is reported, and restored afterwards."""
+"""`fit` converts BatchNorm layers, reports this, and restores them afterwards."""
 
 from __future__ import annotations
 
@@ -86,20 +86,28 @@ class Record(NamedTuple):
     messages: list[str]
 
 
-def fit_and_record(
-    kind: Kind, directory: Path, by: By, error: BaseException | None = None, **options: Any
-) -> Record:
+ERRORS = {"error": ZeroDivisionError(), "Ctrl-C": KeyboardInterrupt()}
+
+
+def fit_and_record(kind: Kind, directory: Path, by: By, end: str = "success") -> Record:
     handler = BufferingHandler(capacity=10_000)
     for name in ("lightning_ddp_ext", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.INFO)
         logging.getLogger(name).addHandler(handler)
     callbacks = [SyncBatchNormConversion()] if by == "callback" else []
-    model = Records(error)
+    model = Records(ERRORS.get(end))
     before = facts(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with suppress(ZeroDivisionError, RankFailedError, SystemExit):
-            fit(kind, directory, model, *callbacks, sync_batchnorm=by == "flag", **options)
+            fit(
+                kind,
+                directory,
+                model,
+                *callbacks,
+                sync_batchnorm=by == "flag",
+                limit_train_batches=0 if end == "no batches" else 1.0,
+            )
     messages = [each.getMessage() for each in handler.buffer]
     messages += [str(each.message) for each in caught]
     about_batchnorm = [message for message in messages if "BatchNorm" in message]
@@ -134,20 +142,13 @@ def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path
     assert second.messages == []
 
 
-def fit_to_an_end(kind: Kind, directory: Path, by: By, end: str) -> Record:
-    if end == "no batches":
-        return fit_and_record(kind, directory, by, limit_train_batches=0)
-    errors = {"error": ZeroDivisionError(), "Ctrl-C": KeyboardInterrupt()}
-    return fit_and_record(kind, directory, by, errors[end])
-
-
 @WAYS
-@pytest.mark.parametrize("end", ["no batches", "error", "Ctrl-C"])
+@pytest.mark.parametrize("end", ["no batches", *ERRORS])
 def test_whatever_ends_fit_the_model_is_what_it_was(
     kind: Kind, by: By, end: str, tmp_path: Path
 ) -> None:
     """Types, modes, keys and sharing of layers are unchanged."""
-    for record in on_ranks(kind, fit_to_an_end, tmp_path, by, end):
+    for record in on_ranks(kind, fit_and_record, tmp_path, by, end):
         assert record.after == record.before
 
 

@@ -117,7 +117,7 @@ def test_data_that_differ_are_refused(
     message: str,
     tmp_path: Path,
 ) -> None:
-    """Every rank raises with the values of all ranks and a remedy, instead of waiting."""
+    """Every rank raises, instead of waiting, with the values of all and a remedy."""
     for error in run_ranks(refuse, 2, tmp_path, make, strategy, is_divided):
         assert error.endswith(message)
 

@@ -4,7 +4,6 @@ and values are those of all samples.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_ddp_ext.errors import RankAbsentError, RankFailedError
 from tests.harness.ranks import run_ranks
 from tests.harness.training import make_strategy, make_trainer
-from tests.integration.evaluating import AtTheEnd, Ragged, loader, scores
+from tests.integration.evaluating import Ragged, Scorer, loader, scores
 
 
 class Dealt(DistributedSampler[Any]):
@@ -94,27 +93,16 @@ def trainer_on(world_size: int, directory: Path) -> L.Trainer:
     return make_trainer(strategy, devices=world_size, use_distributed_sampler=False)
 
 
-class Measuring(AtTheEnd):
-    """Records the sizes of batches, by loader."""
-
-    def __init__(self, loaders: int) -> None:
-        super().__init__(loaders)
-        self.sizes: dict[int, Sizes] = defaultdict(list)
-
-    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
-        super().validation_step(batch, index, dataloader_idx)
-        self.sizes[dataloader_idx].append(len(batch["index"]))
-
-
 def divide(rank: int, world_size: int, directory: Path, name: str) -> Divided:
     """Evaluate this rank's part of each loader."""
     case = CASES[name]
     loaders = [case.make(samples, rank, world_size) for samples in case.sizes]
-    model = Measuring(len(loaders))
+    model = Scorer(len(loaders))
     trainer = trainer_on(world_size, directory)
     trainer.validate(model, loaders, verbose=False)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return Divided(logged, [model.sizes[number] for number in range(len(loaders))])
+    sizes = [[len(batch) for batch in batches] for batches in model.samples.values()]
+    return Divided(logged, sizes)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -140,7 +128,7 @@ def evaluate_one_sample(
     """Evaluate data of which only rank 0 has a sample."""
     only_on_rank_0 = make(1, rank, world_size)
     with pytest.raises((RankFailedError, RuntimeError)) as caught:
-        trainer_on(world_size, directory).validate(AtTheEnd(), only_on_rank_0, verbose=False)
+        trainer_on(world_size, directory).validate(Scorer(), only_on_rank_0, verbose=False)
     return Failure(caught.type, str(caught.value))
 
 

@@ -16,12 +16,12 @@ from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both
-from tests.integration.evaluating import AtTheEnd, loader
+from tests.integration.evaluating import Scorer, loader
 
 Mode = Literal["min_size", "max_size", "max_size_cycle"]
 
 
-class Pulls(AtTheEnd):
+class Pulls(Scorer):
     """Takes batches from an iterator."""
 
     def validation_step(self, dataloader_iter: Iterator[Any]) -> None:
@@ -29,7 +29,7 @@ class Pulls(AtTheEnd):
         super().validation_step(batch, 0)
 
 
-class Pairs(AtTheEnd):
+class Pairs(Scorer):
     """Takes batches of two loaders, of which one may have ended."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Case:
     """What a rank reads, the model, and options of the Trainer and of our strategy."""
 
     loaders: Callable[[int], Any]
-    model: type[AtTheEnd] = AtTheEnd
+    model: type[Scorer] = Scorer
     options: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
 
@@ -84,10 +84,10 @@ CASES = {
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation logged, and the samples of this rank's batches."""
+    """What an evaluation logged, and the samples of this rank's batches, by loader."""
 
     logged: Any
-    samples: list[list[int]]
+    samples: dict[int, list[list[int]]]
 
 
 def evaluate_cases(kind: Kind, directory: Path) -> dict[str, Evaluated]:
@@ -97,7 +97,7 @@ def evaluate_cases(kind: Kind, directory: Path) -> dict[str, Evaluated]:
         strategy = make_strategy(kind, directory, **case.strategy if kind == "ours" else {})
         trainer = make_trainer(strategy, **case.options)
         logged = trainer.validate(model, case.loaders(trainer.global_rank), verbose=False)
-        evaluated[name] = Evaluated(logged, model.seen)
+        evaluated[name] = Evaluated(logged, model.samples)
     return evaluated
 
 

@@ -223,7 +223,7 @@ class Collects(L.LightningModule):
 
 
 class Record(NamedTuple):
-    """A rank's record of an evaluation, see ``Collects``; ``own`` are logged values that
+    """A rank's record of an evaluation, see ``Collects``; ``own`` has logged values that
     the ranks do not reduce.
     """
 
@@ -296,7 +296,7 @@ def test_values_of_all_ranks_are_those_of_one_process(evaluations: Evaluations) 
 
 
 def test_a_rank_is_idle_where_it_repeats_a_sample(evaluations: Evaluations) -> None:
-    """Without the steps in which ``strategy.is_idle``, the ranks read each sample once."""
+    """Except in steps with ``strategy.is_idle``, the ranks read each sample once."""
     for case in UNLIMITED:
         counted = sum(record[case].counted for record in evaluations.ours)
         assert (case, counted) == (case, evaluations.alone[case].counted)

@@ -180,7 +180,7 @@ def fail_to_join(rank: int, world_size: int, directory: Path) -> dict[str, str]:
 
 
 def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
-    """Every rank raises the same error, with the value that was found and the remedy."""
+    """Every rank raises the same error, with the wrong value and the remedy."""
     first, second = ranks.run_ranks(fail_to_join, 2, tmp_path)
     assert first == second
     for beginning, error in first.items():

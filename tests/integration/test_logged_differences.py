@@ -1,4 +1,4 @@
-"""Ranks that log different values with `sync_dist=True` all raise, instead of waiting."""
+"""Ranks that log different values with `sync_dist=True` raise, instead of waiting."""
 
 from __future__ import annotations
 

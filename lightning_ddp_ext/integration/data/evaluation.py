@@ -1,6 +1,7 @@
 """Evaluate with batches of the same sizes on all ranks, and count each sample once.
 
-1. ``prepare`` makes a loader read even batches: some ranks repeat a sample in the last one.
+1. ``prepare`` makes a loader read even batches. Some ranks repeat a sample in the last
+   one.
 2. When an iterator yields a batch, the ranks that repeat a sample in it are recorded.
 3. ``step`` makes these ranks idle in the step of that batch: it does not count there.
 """
@@ -95,7 +96,7 @@ class Evaluation:
                 self._prepare_even_batches(loader, is_dealt=is_dealt)
 
     def _prepare_even_batches(self, loader: DistributedLoader, *, is_dealt: bool) -> None:
-        """Make a loader read even batches, if every rank can read the same samples so."""
+        """Make a loader read even batches, if all ranks have the same samples."""
         even = self._even_batches(loader.loader, is_dealt=is_dealt)
         samples = None if even is None else even.samples
         samples_by_rank = ranks_of(self._strategy).gather(samples)
@@ -105,7 +106,7 @@ class Evaluation:
             loader.start_evaluation = partial(self._start_even, loader, even, permanent)
 
     def _even_batches(self, loader: Any, *, is_dealt: bool) -> EvenBatches | None:
-        """Return even batches for a loader; ``None`` if it must not or cannot read them."""
+        """Return even batches for a loader, or ``None`` to keep its own batches."""
         batch_sampler = index_sampler_of(loader)
         sampler = batch_sampler
         if not isinstance(sampler, GlobalOrderSampler):
@@ -127,7 +128,7 @@ class Evaluation:
     def _start_even(
         self, loader: DistributedLoader, even: EvenBatches, permanent: PermanentBatchSampler
     ) -> Iterator[Any]:
-        """Start an iterator whose last batch does not count on ranks that repeat a sample."""
+        """Start an iterator; a batch does not count on ranks that repeat a sample in it."""
         idle_ranks_by_batch = deque[IdleRanks]()
         # Workers that are spawned get a copy of the sampler, so this can be pickled.
         permanent.draw_next_by(partial(_draw_indices, even, idle_ranks_by_batch))
@@ -135,7 +136,7 @@ class Evaluation:
         return self._recorded((batch, idle_ranks_by_batch.popleft()) for batch in batches)
 
     def _recorded(self, batches: Iterator[tuple[Any, IdleRanks]]) -> Iterator[Any]:
-        """Yield batches, and record the ranks that are idle in the step of each batch."""
+        """Yield batches, and record which ranks are idle in the step of each one."""
         for batch, idle_ranks in batches:
             self._idle_ranks_of_steps.append(idle_ranks)
             yield batch

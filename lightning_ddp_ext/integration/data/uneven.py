@@ -1,4 +1,4 @@
-"""Handle ranks with different numbers of training batches: end together, or refuse them.
+"""End the ranks' training epochs together, or refuse different numbers of batches.
 
 1. ``agree_on_length`` sets the length of a new loader, before the first epoch.
 2. ``give_batches`` ends an iterator on all ranks together.
@@ -57,7 +57,7 @@ class UnevenInputs:
     @property
     def _ends_together(self) -> bool:
         """Whether the ranks end an epoch together, and not each one separately."""
-        return self._mode is not None and dist.is_initialized() and self._strategy.world_size > 1
+        return self._mode is not None and self._strategy.world_size > 1
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
         """Set a training loader's length if the ranks end together.
@@ -65,24 +65,24 @@ class UnevenInputs:
         Collective in that case.
         """
         self._has_new_loaders = True
-        if self._mode is not None and self._strategy.world_size > 1 and not dist.is_initialized():
+        if not self._ends_together:
+            return
+        if not dist.is_initialized():
             raise ConfigurationError(
                 f"uneven_inputs={self._mode!r} needs all ranks when the training data is loaded,"
                 " but configure_callbacks runs before they connect; read"
                 " estimated_stepping_batches in setup instead"
             )
-        if not self._ends_together:
-            return
         lengths = self._gather(batches_of(loader))
-        if math.inf in lengths and min(lengths) < math.inf:
+        if math.inf not in lengths:
+            loader.length = min(lengths)
+        elif min(lengths) < math.inf:
             problem = (
                 f"training loader {type(loader.loader).__name__} must have a length on every rank"
                 f" or on none, or training would hang (lengths by rank: {lengths}; inf means no"
                 " length); define __len__ on every rank"
             )
             refuse(self._strategy, SamplingError(problem))
-        if math.inf not in lengths:
-            loader.length = min(lengths)
 
     def give_batches(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
         """Yield the batches of a new iterator, and count them in ``position``.
