@@ -1,6 +1,4 @@
-"""Conversion changes the layers that were meant, in nothing but their statistics, and
-is undone exactly.
-"""
+"""Conversion makes the chosen layers synchronise, and is undone exactly."""
 
 from __future__ import annotations
 
@@ -92,9 +90,7 @@ def facts(model: nn.Module) -> list[Any]:
     ],
 )
 def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]) -> None:
-    """Names, patterns and classes choose layers, by themselves or by a module that they
-    are in.
-    """
+    """Names, patterns and classes choose layers, or modules that contain them."""
     assert synchronised(convert_sync_batchnorm(network(), **arguments)) == names
 
 
@@ -129,8 +125,9 @@ def test_the_error_of_a_selection_lists_the_first_five_layers() -> None:
 
 
 def test_layers_that_were_not_meant_are_not_touched() -> None:
-    """Other norms, and what the user wrote as a synchronised layer, are neither
-    converted nor restored.
+    """Other norms and layers that synchronise already do not change.
+
+    They are neither converted nor restored.
     """
     others = [
         nn.InstanceNorm2d(3),
@@ -162,8 +159,10 @@ def every_kind() -> nn.ModuleList:
 
 
 def test_restoring_leaves_nothing_behind() -> None:
-    """Types, objects, modes, attributes and the order of the state dict are those of
-    before, for each kind of layer.
+    """Each kind of layer is restored exactly.
+
+    Types, objects, modes, attributes and the order of the state dict are those of
+    before.
     """
     model = every_kind()
     before = facts(model)
@@ -197,8 +196,9 @@ def warnings_of(model: nn.Module, **choice: Any) -> list[str]:
 
 
 def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
-    """These layers are unchanged; the warning has their names, classes and reasons, and
-    the arguments that avoid it.
+    """The warning has names, classes and reasons, and the arguments that avoid it.
+
+    These layers are unchanged.
     """
     layers = [
         (Scaled(3), "0 (Scaled) overrides forward; "),

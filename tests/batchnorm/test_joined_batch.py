@@ -1,6 +1,4 @@
-"""The synchronised BatchNorm layer gives what one process gives for all ranks' batches
-joined.
-"""
+"""Several ranks' layers give what one process gives for the joined batch."""
 
 from __future__ import annotations
 
@@ -77,9 +75,7 @@ class Case:
         return [self._batch(shape, generator) for shape in shapes]
 
     def layer(self, kind: type[nn.Module]) -> Any:
-        """Return a layer of this kind, with parameters and running statistics that are
-        not those of a new one.
-        """
+        """Return a layer whose parameters and statistics are not initial ones."""
         layer = kind(self.shapes[0][1], **self.options, dtype=self.dtype)
         generator = torch.Generator().manual_seed(0)
         for value in layer.state_dict().values():
@@ -100,8 +96,9 @@ class Case:
 
 
 def rows(batch: Tensor) -> Tensor:
-    """Reshape a batch (N, C, ...) to (values per channel, C), so that batches of all
-    shapes can be joined.
+    """Reshape a batch (N, C, ...) to (values per channel, C).
+
+    Batches of all shapes can then be joined.
     """
     return batch.movedim(1, -1).flatten(0, -2)
 
@@ -177,8 +174,10 @@ CASES = [
 
 @dataclass(frozen=True)
 class Way:
-    """How ranks compute; torch's kernels on a GPU merge what each rank has rounded to
-    float32, which costs a digit.
+    """How ranks compute.
+
+    Torch's kernels on a GPU merge what each rank has rounded to float32, which costs a
+    digit, for which there is ``slack``.
     """
 
     kind: type[SyncBatchNorm] = SyncBatchNorm
@@ -188,17 +187,17 @@ class Way:
     slack: float = 1.0
 
     def takes(self, case: Case) -> bool:
-        """One value is an error; on a GPU the host does not read their number, so zero
-        or one is not detected.
+        """Whether ranks can compute a case.
+
+        One value is an error. On a GPU the host does not read their number, so zero or
+        one is not detected.
         """
         values = sum(len(rows(batch.input)) for batch in case.batches(self.world_size, step=0))
         return values > 1 or (values == 0 and self.slack == 1.0)
 
 
 def results_of_layer(case: Case, way: Way, rank: int) -> Results:
-    """Return the results of the ranks' layers on this rank, with summed parameter
-    gradients.
-    """
+    """Return this rank's results of several ranks, with summed parameter gradients."""
     layer = case.layer(way.kind).to(way.device)
     results: Results = {}
     for step in range(STEPS):
@@ -213,8 +212,9 @@ def results_of_layer(case: Case, way: Way, rank: int) -> Results:
 def results_of_one_process(
     case: Case, way: Way, rank: int, dtype: torch.dtype | None = None
 ) -> Results:
-    """Return torch's result for the joined batch, this rank's part; computed in
-    ``dtype`` (None: the case's).
+    """Return this rank's part of torch's results for the joined batch.
+
+    They are computed in ``dtype``; ``None`` is the case's.
     """
     layer = case.layer(nn.BatchNorm1d).to(way.device, dtype)
     results: Results = {}
@@ -253,9 +253,7 @@ def on_cpu(results: Results) -> Results:
 
 
 def deviations(case: Case, way: Way, rank: int) -> list[str]:
-    """Return results that are neither exact nor as near to exact as torch's, within the
-    path's tolerance.
-    """
+    """Describe results that are neither exact nor as near to exact as torch's."""
     ours = results_of_layer(case, way, rank)
     exact = results_of_one_process(case, replace(way, device="cpu"), rank, torch.float64)
     is_exact = case.dtype == torch.float64
@@ -299,8 +297,9 @@ def all_deviations(rank: int, world_size: int, directory: Path, way: Way) -> lis
 
 
 def test_equals_the_joined_batch(tmp_path: Path) -> None:
-    """Outputs, gradients and running statistics of several steps, whatever the input;
-    `make gpu` has the others.
+    """Outputs, gradients and running statistics are those of the joined batch.
+
+    This holds for several steps and any input on CPU; `make gpu` checks CUDA.
     """
     way = Way()
     assert run_ranks(all_deviations, way.world_size, tmp_path, way) == [[]] * way.world_size

@@ -1,6 +1,4 @@
-"""What the synchronised BatchNorm layer does alone and in groups of ranks, and what it
-refuses.
-"""
+"""The synchronised BatchNorm layer alone and in groups of ranks, and its errors."""
 
 from __future__ import annotations
 
@@ -115,8 +113,9 @@ OPTIONS += [{"bias": False}] if "bias" in inspect.signature(nn.BatchNorm2d).para
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_process_is_torchs(options: dict[str, Any]) -> None:
-    """Without a process group it is torch's layer, to the last bit, and the state dict
-    of one fits the other.
+    """Without a process group the layer is torch's, to the last bit.
+
+    The state dict of one fits the other.
     """
     ours = SyncBatchNorm(3, **options)
     plain = nn.BatchNorm2d(3, **options)
@@ -150,8 +149,9 @@ def test_what_cannot_be_a_group_is_refused(ranks: Any, message: str) -> None:
 
 
 def mean_of_group(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Return the mean over this rank's group, for each form of the argument; rank r's
-    batch has the mean 2 ** r.
+    """Return the mean over this rank's group, for each form of the argument.
+
+    The batch of rank r has the mean 2 ** r.
     """
     with stock_group(rank, world_size, directory):
         by_hand = dist.new_group([0, 3]), dist.new_group([1, 2])

@@ -36,9 +36,7 @@ class Joint(training.Net):
 
 
 class Manual(Joint):
-    """Optimises by hand: two forward passes for one backward pass, then one of each,
-    for one step.
-    """
+    """Optimises by hand, with three forward and two backward passes for a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,8 +75,10 @@ def hooked(layer: nn.Module) -> nn.Module:
 
 
 class Odd(Joint):
-    """Has one layer in two places, and layers with hooks, a parametrisation, another
-    mode and a class of the user's.
+    """Has layers of all kinds that can be converted.
+
+    One is in two places, and others have hooks, a parametrisation, another mode or a
+    class of the user's.
     """
 
     def __init__(self) -> None:
@@ -104,8 +104,10 @@ class Odd(Joint):
 
 @dataclass
 class Feature:
-    """A feature that users combine with BatchNorm, with options of the Trainer and of
-    the strategy, and the ways to convert: our callback or the Trainer's flag.
+    """A feature that users combine with BatchNorm.
+
+    It has options of the Trainer and of the strategy, and the ways to convert layers:
+    our callback or the Trainer's flag.
     """
 
     model: Callable[[], Joint] = Joint
@@ -166,8 +168,10 @@ def learn(kind: training.Kind, directory: Path, names: Collection[str]) -> dict[
 
 
 def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
-    """Ranks learn the same to the last bit, and up to rounding what one process learns,
-    with any layer, DDP's options and Lightning's ways to optimise.
+    """Ranks learn what one process learns, up to rounding.
+
+    This holds with any layer, DDP's options and Lightning's ways to optimise. Ranks are
+    equal to the last bit.
     """
     (alone,) = ranks.run_ranks(learn_alone, 1, list(FEATURES))
     first, second = training.on_ranks("ours", learn, tmp_path, list(FEATURES))

@@ -1,6 +1,4 @@
-"""Ranks whose training data do not fit together are refused, and ranks with the same
-data are warned.
-"""
+"""Ranks with different training data are refused, and those with the same warned."""
 
 from __future__ import annotations
 
@@ -148,8 +146,9 @@ def count_too_early(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_lengths_that_the_ranks_cannot_compare_yet_are_refused(tmp_path: Path) -> None:
-    """`configure_callbacks` runs before the ranks connect; the error names a hook that
-    runs afterwards.
+    """The error names a hook that runs after the ranks have connected.
+
+    `configure_callbacks` runs before.
     """
     for error in run_ranks(count_too_early, 2, tmp_path):
         assert (
@@ -178,8 +177,9 @@ def train_and_catch(rank: int, world_size: int, directory: Path) -> dict[str, li
 
 @pytest.mark.lowest
 def test_ranks_that_read_the_same_are_warned_once(tmp_path: Path) -> None:
-    """Rank 0 names the class of data that are not divided among the ranks; other data
-    cause no warning.
+    """Rank 0 names the class of data that are not divided among the ranks.
+
+    Other data cause no warning.
     """
     first, second = run_ranks(train_and_catch, 2, tmp_path)
     (of_stream,) = first.pop("the same stream")

@@ -1,6 +1,4 @@
-"""Evaluation of data that the user divides among ranks: each rank evaluates its part,
-and values are those of all samples.
-"""
+"""Ranks evaluate data that the user divides, and values are those of all samples."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ from tests.integration.evaluating import Ragged, Scorer, loader, scores
 
 
 class Dealt(DistributedSampler[Any]):
-    """A user's sampler for several ranks that repeats nothing, so that some have more
-    samples or none.
+    """A user's sampler for several ranks that repeats nothing.
+
+    Some ranks have more samples than others, or none.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -64,8 +63,10 @@ Sizes = list[int]  # of a rank's batches
 
 
 class Case(NamedTuple):
-    """How data are divided: by number of samples in a loader, the sizes of the batches
-    that each of three ranks evaluates.
+    """How data are divided.
+
+    By the number of samples in a loader, ``sizes`` has those of the batches that each
+    of three ranks evaluates.
     """
 
     make: Callable[[int, int, int], DataLoader[Any]]

@@ -1,5 +1,6 @@
-"""Ways to read and to collect in an evaluation: logged values are one process's,
-everything else is stock's.
+"""An evaluation on several ranks counts each sample once, however it is read.
+
+Logged values are those of one process. Everything else that a rank collects is stock's.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ class InPlace(Metric):
 
 
 class Items(Metric):
-    """Keeps each batch in a list that torchmetrics gathers item by item, next to a
-    number that it reduces.
+    """Keeps each batch in a list that torchmetrics gathers item by item.
+
+    Next to it is a number that torchmetrics reduces.
     """
 
     kept: list[Tensor]
@@ -223,8 +225,9 @@ class Collects(L.LightningModule):
 
 
 class Record(NamedTuple):
-    """A rank's record of an evaluation, see ``Collects``; ``own`` has logged values that
-    the ranks do not reduce.
+    """A rank's record of an evaluation, see ``Collects``.
+
+    ``own`` has logged values that the ranks do not reduce.
     """
 
     of_all_ranks: dict[str, Any]
@@ -235,9 +238,7 @@ class Record(NamedTuple):
 
 
 def evaluate(kind: Kind, directory: Any, cases: list[Case], ranks: int) -> dict[Case, Record]:
-    """Return the record of each case, of its second evaluation with the same loaders if
-    these repeat nothing.
-    """
+    """Return the record of each case, with loaders like ``UNREPEATING`` of a second run."""
     records = {}
     for case in cases:
         loaders = case.loaders()

@@ -85,8 +85,9 @@ def predict_numbers(rank: int, world_size: int, directory: Path, name: str) -> G
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_prediction_is_gathered_once_and_in_order(name: str, tmp_path: Path) -> None:
-    """Rank 0 has all predictions in the dataset's order, the others have None; the
-    ranks read each sample once.
+    """Rank 0 has all predictions in the dataset's order, the others have None.
+
+    The ranks read each sample once.
     """
     first, *others = ranks.run_ranks(predict_numbers, 3, tmp_path, name)
     numbers = list(range(SAMPLES[name]))
@@ -123,8 +124,10 @@ def predict_in_all_ways(kind: training.Kind, directory: Path) -> Predictions:
 
 @pytest.mark.lowest
 def test_structures_loaders_and_limits(tmp_path: Path) -> None:
-    """Ours and stock return structures as of one batch, loaders in a list, and limited
-    ones as far as read.
+    """Predictions have the structure of one batch, with ours and with stock.
+
+    Those of several loaders are in a list. With a limit, they are those of the batches
+    that were read.
     """
     for first, second in training.on_both(predict_in_all_ways, tmp_path):
         training.assert_same(first.structure, structured(torch.arange(5.0)))
@@ -194,8 +197,9 @@ def predict_on_two_hosts(rank: int, world_size: int, init_method: str) -> Any:
 
 @pytest.mark.netns
 def test_predictions_of_hosts_whose_names_are_loopback_addresses(two_hosts: Network) -> None:
-    """Debian gives a host's own name the address 127.0.1.1, at which gloo would wait for
-    the other host.
+    """A host whose name has the address 127.0.1.1, as on Debian, sends its predictions.
+
+    Gloo would wait for the other host at this address.
     """
     for host in two_hosts:
         known = host.hosts_file.read_text()

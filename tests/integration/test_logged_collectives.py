@@ -33,8 +33,10 @@ class Logs(Net):
 
 
 class Collectives(NamedTuple):
-    """The numbers of collectives, by kind: those of two steps without values, and the
-    additional ones of an epoch with values.
+    """The numbers of collectives, by kind.
+
+    They are those of two steps without values, and the additional ones of an epoch with
+    values.
     """
 
     two_steps: Counter[str]
@@ -62,8 +64,9 @@ def count_collectives(kind: Kind, directory: Path) -> Collectives:
 
 @pytest.mark.nightly
 def test_a_step_makes_one_collective(tmp_path: Path) -> None:
-    """This holds for up to 127 values, also at an epoch's end; stock makes a barrier
-    and an all-reduce for each value.
+    """A step with up to 127 values makes one collective, and so does an epoch's end.
+
+    Stock makes a barrier and an all-reduce for each value.
 
     A step without values makes stock's exchanges, but for the broadcast of whether
     there was a signal.

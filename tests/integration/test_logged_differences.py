@@ -20,8 +20,9 @@ LAST_STEP = 3
 
 @dataclass(frozen=True)
 class Case:
-    """The names that rank 1 logs from a step on, where rank 0 logs ``common``; and the
-    error of all ranks.
+    """The names that rank 1 logs from a step on, and the error of all ranks.
+
+    Rank 0 logs ``common`` in all steps, and so does rank 1 before.
     """
 
     names: list[str]

@@ -20,9 +20,7 @@ ENOUGH_VALUES = 500  # of all reads; so many show that the model logs as it shou
 
 
 class AllKinds(Net):
-    """Logs in every way that there is, from everywhere, and reads it before and after
-    each step.
-    """
+    """Logs in every way that there is, and reads it before and after each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,9 +121,7 @@ def train_all_kinds(kind: Kind, directory: Path) -> Metrics:
 
 @pytest.mark.lowest
 def test_everything_that_reads_metrics_sees_what_it_sees_with_stock_ddp(tmp_path: Path) -> None:
-    """Values, types and order are stock's before and after each step and after each
-    epoch, on each rank.
-    """
+    """Values, types and order are stock's before and after each step and epoch."""
     ours, stock = on_both(train_all_kinds, tmp_path)
     for metrics, of_stock in zip(ours, stock, strict=True):
         names = [name for read in metrics.reads for name in read]
@@ -135,8 +131,9 @@ def test_everything_that_reads_metrics_sees_what_it_sees_with_stock_ddp(tmp_path
 
 
 class Reads(Net):
-    """Logs the rank and reads it within the step: on all ranks, on rank 1 only, in
-    hooks, and between collectives.
+    """Logs the rank and reads it within the step.
+
+    All ranks read it, or rank 1 only, in hooks and between collectives.
     """
 
     def __init__(self, is_automatic: bool) -> None:
@@ -187,8 +184,9 @@ def read_within_steps(kind: Kind, directory: Path, is_automatic: bool) -> list[f
 @pytest.mark.lowest
 @pytest.mark.parametrize("is_automatic", [True, False])
 def test_no_read_sees_a_value_that_is_not_reduced(is_automatic: bool, tmp_path: Path) -> None:
-    """A read on all ranks or on one, anywhere in a step, returns stock's value, also
-    between backward passes.
+    """A read anywhere in a step, on all ranks or on one, returns stock's value.
+
+    This is so also between backward passes.
     """
     mean_of_ranks = (0 + 1) / 2
     ours, stock = on_both(read_within_steps, tmp_path, is_automatic)

@@ -1,5 +1,6 @@
-"""With `uneven_inputs="stop_at_shortest"`, ranks with different numbers of training
-batches end epochs together.
+"""Ranks with different numbers of batches end epochs together.
+
+They do so with `uneven_inputs="stop_at_shortest"`.
 """
 
 from __future__ import annotations
@@ -141,8 +142,9 @@ def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, Runs]:
 
 
 def test_an_epoch_ends_as_if_no_rank_had_more_data_than_the_shortest(tmp_path: Path) -> None:
-    """Steps, validations, ends of epochs, counts and weights are those of data that are
-    cut to equal lengths.
+    """A run is the same as on data that are cut to equal lengths.
+
+    Steps, validations, ends of epochs, counts and weights are equal.
     """
     by_rank = run_ranks(run_cases, 2, tmp_path)
     for runs in by_rank:
@@ -166,8 +168,9 @@ def resume(rank: int, world_size: int, directory: Path, loaders: Loaders) -> dic
 def test_an_epoch_that_will_end_early_can_be_resumed_in_its_middle(
     loaders: Loaders, tmp_path: Path
 ) -> None:
-    """From each checkpoint a run trains on the same batches as without a stop, and its
-    epochs end at the same step.
+    """From each checkpoint a run trains on the same batches as without a stop.
+
+    Its epochs end at the same step.
     """
     assert run_ranks(resume, 2, tmp_path, loaders) == [{}, {}]
 
@@ -188,7 +191,5 @@ def break_on_one(rank: int, world_size: int, directory: Path) -> int | None:
 
 
 def test_data_that_raise_on_one_rank_end_all(tmp_path: Path) -> None:
-    """The other ranks wait for the exchange about the next batch, and raise the cause
-    instead.
-    """
+    """The other rank, which waits for the next exchange, raises the cause."""
     assert run_ranks(break_on_one, 2, tmp_path) == [1, None]
