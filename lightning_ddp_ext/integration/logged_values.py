@@ -79,8 +79,8 @@ class LoggedValues:
 
     def start_run(self) -> None:
         """Reset the state, because an earlier run may have stopped anywhere."""
-        self._of_step = StepValues(self._reduce)
-        self._of_epoch = EpochValues(self._strategy, self._reduce, self._can_batch)
+        self._step_values = StepValues(self._reduce)
+        self._epoch_values = EpochValues(self._strategy, self._reduce, self._can_batch)
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
@@ -90,15 +90,15 @@ class LoggedValues:
         """
         if is_training:
             report_step()
-        follows_values = self._of_step.has_logged and self._strategy.world_size > 1
-        with self._of_step.step(is_expected=is_training and follows_values):
+        follows_values = self._step_values.has_logged and self._strategy.world_size > 1
+        with self._step_values.step(is_expected=is_training and follows_values):
             yield
         if is_training:
             report_step()  # so that a rank without values is named when the others reduce theirs
 
     def flush(self) -> None:
         """Reduce the values that are queued. Collective if there are any."""
-        self._of_step.flush()
+        self._step_values.flush()
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any, reduction: Reduction) -> Any:
         """Reduce a tensor for :meth:`Reduction.__call__`."""
@@ -110,11 +110,11 @@ class LoggedValues:
             self.flush()
             return all_reduce(tensor, group, reduce_op, idle_ranks=self._evaluation.idle_ranks)
         if is_computing_epoch(self._strategy.current_trainer):
-            return self._of_epoch.reduce_next(result)
+            return self._epoch_values.reduce_next(result)
         value = Value(name_of(result), reduce_op, tensor)
-        if not self._of_step.is_running:
+        if not self._step_values.is_running:
             return self._reduce([value], is_last=True).results[0]
-        pending = self._of_step.add(value)
+        pending = self._step_values.add(value)
         if result.meta.enable_graph:  # Lightning shows this value itself, and not a detached one
             self.flush()
         return pending

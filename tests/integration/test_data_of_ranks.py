@@ -182,12 +182,12 @@ def test_ranks_that_read_the_same_are_warned_once(tmp_path: Path) -> None:
     Other data cause no warning.
     """
     first, second = run_ranks(train_and_catch, 2, tmp_path)
-    (of_stream,) = first.pop("the same stream")
-    (of_tensor,) = first.pop("the same tensor")
-    assert of_stream.startswith(
+    (stream_warning,) = first.pop("the same stream")
+    (tensor_warning,) = first.pop("the same tensor")
+    assert stream_warning.startswith(
         "the first training batch is the same on ranks 0, 1: Stream is probably not split among the"
         " ranks, so each sample is trained on 2 times per epoch; in __iter__, yield only the"
         " samples of this rank (call torch.distrib"
     )
-    assert "Tensor is probably not split" in of_tensor
+    assert "Tensor is probably not split" in tensor_warning
     assert not any([*first.values(), *second.values()])

@@ -155,8 +155,8 @@ class Collects(L.LightningModule):
     """Collects what it evaluates in every way that there is, and trains on anything.
 
     Attributes:
-        of_all_ranks: values of the samples of all ranks, by name.
-        of_rank: what depends on the samples of each rank, repeated ones included.
+        joint: values of the samples of all ranks, by name.
+        collected: what depends on the samples of each rank, repeated ones included.
         sizes: the loader and the size of each batch of the last evaluation.
         counted: the samples in steps of this evaluation in which the rank was not idle.
     """
@@ -166,8 +166,8 @@ class Collects(L.LightningModule):
         self.weight = nn.Parameter(torch.ones(1))
         self.trained = InPlace()
         self.metrics = nn.ModuleList(make_metrics() for _ in range(loaders))
-        self.of_all_ranks: dict[str, Any] = {}
-        self.of_rank: dict[str, Any] = {}
+        self.joint: dict[str, Any] = {}
+        self.collected: dict[str, Any] = {}
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         self.trained.update(batch["x"])  # also after an evaluation, which is in inference mode
@@ -211,15 +211,15 @@ class Collects(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         outputs = torch.cat(self.outputs)
-        self.of_rank = {"own": outputs, "gathered": self.all_gather(outputs)}
+        self.collected = {"own": outputs, "gathered": self.all_gather(outputs)}
         for number, metrics in enumerate(self.metrics):
             computed = {name: metrics[name].compute() for name in UNLOGGED}
             seen = computed["seen"].sort().values
-            self.of_all_ranks[f"seen {number}"] = seen
+            self.joint[f"seen {number}"] = seen
             if seen.numel() >= ENOUGH_FOR_PEARSON:
-                self.of_all_ranks[f"pearson {number}"] = computed["pearson"]
-            self.of_rank[f"each {number}"] = computed["each"]
-            self.of_rank[f"ranking {number}"] = computed["ranking"]
+                self.joint[f"pearson {number}"] = computed["pearson"]
+            self.collected[f"each {number}"] = computed["each"]
+            self.collected[f"ranking {number}"] = computed["ranking"]
             for name in UNLOGGED:
                 metrics[name].reset()
 
@@ -230,8 +230,8 @@ class Record(NamedTuple):
     ``own`` has logged values that the ranks do not reduce.
     """
 
-    of_all_ranks: dict[str, Any]
-    of_rank: dict[str, Any]
+    joint: dict[str, Any]
+    collected: dict[str, Any]
     own: dict[str, Tensor]
     sizes: list[tuple[int, int]]
     counted: int
@@ -265,7 +265,7 @@ def evaluate_case(
         name: value for name, value in trainer.callback_metrics.items() if "_step" not in name
     }
     own = {name: logged.pop(name) for name in list(logged) if name.startswith("own")}
-    return Record(logged | model.of_all_ranks, model.of_rank, own, model.sizes, model.counted)
+    return Record(logged | model.joint, model.collected, own, model.sizes, model.counted)
 
 
 class Evaluations(NamedTuple):
@@ -292,8 +292,8 @@ def test_values_of_all_ranks_are_those_of_one_process(evaluations: Evaluations) 
     """Logged values and metrics count each sample once, on every rank."""
     for record in evaluations.ours:
         for case in UNLIMITED:
-            alone = evaluations.alone[case].of_all_ranks
-            torch.testing.assert_close({case: record[case].of_all_ranks}, {case: alone})
+            alone = evaluations.alone[case].joint
+            torch.testing.assert_close({case: record[case].joint}, {case: alone})
 
 
 def test_a_rank_is_idle_where_it_repeats_a_sample(evaluations: Evaluations) -> None:
@@ -307,7 +307,7 @@ def test_a_rank_collects_what_it_collects_with_stock(evaluations: Evaluations) -
     """A rank has stock's samples in stock's order, including those that it repeats."""
     for record, stock in zip(evaluations.ours, evaluations.stock, strict=True):
         for case in stock:
-            assert_same({case: record[case].of_rank}, {case: stock[case].of_rank})
+            assert_same({case: record[case].collected}, {case: stock[case].collected})
 
 
 def test_the_step_with_repeated_samples_is_the_only_further_one(evaluations: Evaluations) -> None:

@@ -123,11 +123,11 @@ def train_all_kinds(kind: Kind, directory: Path) -> Metrics:
 def test_everything_that_reads_metrics_sees_what_it_sees_with_stock_ddp(tmp_path: Path) -> None:
     """Values, types and order are stock's before and after each step and epoch."""
     ours, stock = on_both(train_all_kinds, tmp_path)
-    for metrics, of_stock in zip(ours, stock, strict=True):
+    for metrics, stock_metrics in zip(ours, stock, strict=True):
         names = [name for read in metrics.reads for name in read]
         assert len(names) > ENOUGH_VALUES
-        assert names == [name for read in of_stock.reads for name in read]
-        assert_same(metrics, of_stock)
+        assert names == [name for read in stock_metrics.reads for name in read]
+        assert_same(metrics, stock_metrics)
 
 
 class Reads(Net):

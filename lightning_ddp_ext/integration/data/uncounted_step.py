@@ -42,15 +42,15 @@ def uncounted(results: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
             those logged from elsewhere.
     """
     metrics = _restorable_metrics(results, module)
-    earlier_metrics = {id(metric): _EarlierMetric(metric) for metric in metrics}
+    earlier_metrics = {key: _EarlierMetric(metric) for key, metric in metrics.items()}
     # A logged value never changes in place.
     earlier_values = {
         key: dict(vars(result)) for key, result in results.items() if not result.has_reset
     }
     yield
-    for metric in _restorable_metrics(results, module):
-        if id(metric) in earlier_metrics:
-            earlier_metrics[id(metric)].restore()
+    for key, metric in _restorable_metrics(results, module).items():
+        if key in earlier_metrics:
+            earlier_metrics[key].restore()
         elif isinstance(metric, Metric):
             metric.reset()
     for key, result in results.items():
@@ -58,12 +58,18 @@ def uncounted(results: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
             _restore_result(result, earlier_values.get(key))
 
 
-def _restorable_metrics(results: Mapping[str, Any], module: nn.Module) -> list[nn.Module]:
-    """Return the metrics and metric collections that can be restored, each once."""
-    logged = (result.value for result in results.values() if not result.is_tensor)
-    modules = (each for root in (module, *logged) for each in root.modules())
-    # The hash of a metric changes with its states.
-    return list({id(each): each for each in modules if _is_restorable(each)}.values())
+def _restorable_metrics(results: Mapping[str, Any], module: nn.Module) -> dict[int, nn.Module]:
+    """Return the metrics and metric collections that can be restored, by ``id``.
+
+    The hash of a metric changes with its states.
+    """
+    logged = [result.value for result in results.values() if not result.is_tensor]
+    return {
+        id(metric): metric
+        for root in (module, *logged)
+        for metric in root.modules()
+        if _is_restorable(metric)
+    }
 
 
 def _is_restorable(module: nn.Module) -> bool:
