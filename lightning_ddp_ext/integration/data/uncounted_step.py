@@ -42,15 +42,15 @@ def uncounted(results: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
             those logged from elsewhere.
     """
     metrics = _restorable_metrics(results, module)
-    earlier_metrics = {key: _EarlierMetric(metric) for key, metric in metrics.items()}
+    earlier_metrics = {number: _EarlierMetric(metric) for number, metric in metrics.items()}
     # A logged value never changes in place.
     earlier_values = {
         key: dict(vars(result)) for key, result in results.items() if not result.has_reset
     }
     yield
-    for key, metric in _restorable_metrics(results, module).items():
-        if key in earlier_metrics:
-            earlier_metrics[key].restore()
+    for number, metric in _restorable_metrics(results, module).items():
+        if number in earlier_metrics:
+            earlier_metrics[number].restore()
         elif isinstance(metric, Metric):
             metric.reset()
     for key, result in results.items():
