@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -237,7 +238,7 @@ class Record(NamedTuple):
     counted: int
 
 
-def evaluate(kind: Kind, directory: Any, cases: list[Case], ranks: int) -> dict[Case, Record]:
+def evaluate(kind: Kind, directory: Path, cases: list[Case], ranks: int) -> dict[Case, Record]:
     """Return the record of each case, with loaders like ``UNREPEATING`` of a second run."""
     records = {}
     for case in cases:
@@ -250,7 +251,7 @@ def evaluate(kind: Kind, directory: Any, cases: list[Case], ranks: int) -> dict[
 
 
 def evaluate_case(
-    kind: Kind, directory: Any, case: Case, loaders: list[DataLoader[Any]], ranks: int
+    kind: Kind, directory: Path, case: Case, loaders: list[DataLoader[Any]], ranks: int
 ) -> Record:
     strategy = make_strategy(kind, directory) if ranks > 1 else "auto"
     limit: Any = {"limit_val_batches": 1} if case.reader == "limited" else {}
@@ -277,7 +278,9 @@ class Evaluations(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def evaluations(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Evaluations:
+def evaluations(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Evaluations:
     """Evaluate all cases on two or three ranks, and in one process."""
     ranks = request.param
     directory = tmp_path_factory.mktemp("evaluations")
