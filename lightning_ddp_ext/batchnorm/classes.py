@@ -54,14 +54,16 @@ def _reduce(layer: Any, protocol: Any) -> Any:
     """
     made = type(layer)
     former = vars(made)[_FORMER_CLASS]
-    function, arguments, *rest = super(made, layer).__reduce_ex__(protocol)
-    function, *arguments = (former if part is made else part for part in (function, *arguments))
-    return (_make_again, (vars(layer)[CONTEXT], function, arguments), *rest)
+    create, arguments, *state = super(made, layer).__reduce_ex__(protocol)
+    # The class is the function, or an argument of one such as copyreg.__newobj__.
+    create, *arguments = (former if part is made else part for part in (create, *arguments))
+    return (_make_again, (vars(layer)[CONTEXT], create, arguments), *state)
 
 
 def _make_again(
-    context: SyncContext, function: Callable[..., Any], arguments: list[object]
+    context: SyncContext, create: Callable[..., Any], arguments: list[object]
 ) -> Module:
-    layer: Module = function(*arguments)
+    """Create a layer of the former class, and convert it."""
+    layer: Module = create(*arguments)
     synchronise(layer, context)
     return layer

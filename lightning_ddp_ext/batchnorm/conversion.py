@@ -139,8 +139,8 @@ def convert(
             unsupported[f"{name or 'the module'} ({type(layer).__name__})"] = reason
         else:
             converted[name or type(layer).__name__] = layer
-    widest = max((layer.num_features for layer in converted.values()), default=0)
-    context = SyncContext(process_group, tuple(converted), max_features=widest)
+    max_features = max((layer.num_features for layer in converted.values()), default=0)
+    context = SyncContext(process_group, tuple(converted), max_features=max_features)
     for index, layer in enumerate(converted.values()):
         synchronise(layer, replace(context, index=index))
     return Conversion(tuple(converted), left_alone, unsupported, context.world_size)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ddp_ext.batchnorm.statistics import (
-    Running,
+    RunningStatistics,
     as_tensor,
     dense,
     has_large_offset,
@@ -34,7 +34,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        running: Running,
+        running: RunningStatistics | None,
         eps: float,
         context: SyncContext,
     ) -> Tensor:
@@ -56,16 +56,17 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
                 f"{context.name} needs more than 1 value per channel in training (the batches of"
                 " all ranks together have 1); use larger batches, or drop the incomplete last one"
             )
-        running.update(joint)
-        weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
-        statistics = as_tensor(joint.mean, x.dtype), as_tensor(joint.var, x.dtype)
-        ctx.save_for_backward(x, weight, *statistics)
+        if running is not None:
+            running.update(joint)
+        mean_of_all = as_tensor(joint.mean, x.dtype)
+        var_of_all = as_tensor(joint.var, x.dtype)
+        weight, bias = (None if value is None else value.to(x.dtype) for value in (weight, bias))
+        ctx.save_for_backward(x, weight, mean_of_all, var_of_all)
         ctx.count = max(joint.count, 1.0)  # it is 0 if the batches of all ranks are empty
         ctx.eps = eps
         ctx.context = context
-        return torch.native_batch_norm(x, weight, bias, *statistics, False, 0.0, eps)[0].to(
-            input.dtype
-        )
+        output = _normalise(x, weight, bias, mean_of_all, var_of_all, eps)
+        return output.to(input.dtype)
 
     @staticmethod
     @once_differentiable
@@ -73,35 +74,36 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients. Collective if the input needs a gradient."""
         x, weight, mean, var = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, *others = ctx.needs_input_grad
         dy = grad_outputs[0].to(x.dtype)
         grad_weight, grad_bias = _parameter_gradients(dy, x, mean, var, ctx.eps)
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_input = None
         if needs_input:
-            sums = (
-                ctx.context.gather("backward", grad_weight.numpy(), grad_bias.numpy())
-                .sum(0)
-                .reshape(2, -1)
-            )
+            sums_by_rank = ctx.context.gather("backward", grad_weight.numpy(), grad_bias.numpy())
+            sums = sums_by_rank.sum(0).reshape(2, -1)
             scale = 1 / np.sqrt(var.numpy() + ctx.eps)
-            scale = scale if weight is None else scale * weight.detach().numpy()
+            if weight is not None:
+                scale = scale * weight.detach().numpy()
             # scale * (dy - normalised x * mean(dy * normalised x) - mean(dy)), with
-            # means over all ranks' batches. The kernel of the forward pass computes
-            # normalised x * factor + shift.
-            factor = as_tensor(sums[0] * (-scale / ctx.count), x.dtype)
-            shift = as_tensor(sums[1] * (-scale / ctx.count), x.dtype)
-            normalised = torch.native_batch_norm(x, factor, shift, mean, var, False, 0.0, ctx.eps)
-            grad_input = normalised[0].addcmul_(
-                dy, as_tensor(scale, x.dtype).view([1, -1] + [1] * (x.dim() - 2))
-            )
+            # means over all ranks' batches.
+            factor, shift = (as_tensor(row * (-scale / ctx.count), x.dtype) for row in sums)
+            scale_by_channel = as_tensor(scale, x.dtype).view(-1, *[1] * (x.dim() - 2))
+            grad_input = _normalise(x, factor, shift, mean, var, ctx.eps)
+            grad_input.addcmul_(dy, scale_by_channel)
         return (
             grad_input,
             grad_weight if needs_weight else None,
             grad_bias if needs_bias else None,
-            None,
-            None,
-            None,
+            *[None] * len(others),
         )
+
+
+def _normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> Tensor:
+    """Return normalised ``x`` × ``weight`` + ``bias``."""
+    outputs = torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)
+    return outputs[0]
 
 
 def _parameter_gradients(

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ddp_ext.batchnorm import cuda
 from lightning_ddp_ext.batchnorm.cpu import SyncBatchNormOnCPU
-from lightning_ddp_ext.batchnorm.statistics import Running
+from lightning_ddp_ext.batchnorm.statistics import RunningStatistics
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import BatchNormError
 
@@ -125,11 +125,11 @@ class SyncBatchNorm(BatchNorm):
         if self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
 
-    def _running_statistics(self) -> Running:
-        """Return the running statistics with the weight of the batch counted last."""
-        if not self.track_running_stats:
-            return Running(None, None, 0.0)
+    def _running_statistics(self) -> RunningStatistics | None:
+        """Return the running statistics, if any, with the weight of the last batch."""
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return None
         momentum = self.momentum
         if momentum is None and self.num_batches_tracked is not None:  # a cumulative average
             momentum = 1.0 / float(self.num_batches_tracked)
-        return Running(self.running_mean, self.running_var, momentum or 0.0)
+        return RunningStatistics(self.running_mean, self.running_var, momentum or 0.0)

@@ -35,8 +35,8 @@ class Choice:
             ConfigurationError: a selector matches no layer, or is neither a pattern nor
                 a class.
         """
-        included = _matching(model, self.include, "include")
-        excluded = _matching(model, self.exclude, "exclude")
+        included = _selected(model, self.include, "include")
+        excluded = _selected(model, self.exclude, "exclude")
         reasons: dict[Module, str] = {}
         for layer in batchnorm_layers(model):
             if self.include is not None and layer not in included:
@@ -46,30 +46,27 @@ class Choice:
         return reasons
 
 
-def _matching(model: Module, selection: Selection, field: str) -> set[Module]:
+def _selected(model: Module, selection: Selection, field: str) -> set[Module]:
     """Return the modules that match a selection, and the modules inside them."""
     if selection is None:
         return set()
-    is_several = isinstance(selection, Iterable) and not isinstance(selection, (str, type))
-    selectors: Iterable[Any] = selection if is_several else [selection]  # type: ignore[assignment]
-    return {module for selector in selectors for module in _fitting(model, selector, field)}
+    is_one = isinstance(selection, (str, type)) or not isinstance(selection, Iterable)
+    selectors: Iterable[Any] = [selection] if is_one else selection  # type: ignore[assignment]
+    return set().union(*(_selected_by(selector, model, field) for selector in selectors))
 
 
-def _fitting(model: Module, selector: Any, field: str) -> set[Module]:
+def _selected_by(selector: Any, model: Module, field: str) -> set[Module]:
     if not isinstance(selector, (str, type)):
         raise ConfigurationError(
             f"{field} takes patterns of layer names and classes of layers (got {selector!r}); "
             "for any other choice, pass a list of names"
         )
-    modules = model.named_modules(remove_duplicate=False)
-    fitting = {
-        layer
-        for name, module in modules
-        if _fits(selector, name, module)
-        for layer in module.modules()
-    }
+    selected: set[Module] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if _matches(selector, name, module):
+            selected.update(module.modules())
     layers = batchnorm_layers(model)
-    if layers and fitting.isdisjoint(layers):
+    if layers and selected.isdisjoint(layers):
         names = ", ".join(name or "the module" for name in list(layers.values())[:5])
         more = ", …" if len(layers) > 5 else ""
         shown = repr(selector) if isinstance(selector, str) else selector.__name__
@@ -77,10 +74,10 @@ def _fitting(model: Module, selector: Any, field: str) -> set[Module]:
             f"{field}={shown} matches no BatchNorm layer; choose among {names}{more}, or modules"
             " that contain them"
         )
-    return fitting
+    return selected
 
 
-def _fits(selector: Selector, name: str, module: Module) -> bool:
+def _matches(selector: Selector, name: str, module: Module) -> bool:
     if isinstance(selector, str):
         return fnmatch.fnmatchcase(name, selector)
     return isinstance(module, selector)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -75,19 +74,20 @@ def merge(parts: Vector) -> Statistics:
     return Statistics(mean, var, count)
 
 
-class Running(NamedTuple):
-    """A layer's running statistics (C), and the weight of a new batch in them.
+@dataclass(frozen=True)
+class RunningStatistics:
+    """A layer's running ``mean`` and ``var`` (C).
 
-    The statistics are ``None`` if the layer does not have them.
+    ``momentum`` is the weight of a new batch in them.
     """
 
-    mean: Tensor | None
-    var: Tensor | None
+    mean: Tensor
+    var: Tensor
     momentum: float
 
     def update(self, joint: Statistics) -> None:
         """Add a batch, with its unbiased variance, as torch does."""
-        if self.mean is None or self.var is None or joint.count == 0:
+        if joint.count == 0:
             return
         unbiased_var = joint.var * (joint.count / (joint.count - 1))
         _move_towards(self.mean, joint.mean, self.momentum)

@@ -80,14 +80,6 @@ class SyncContext:
         name = self.names[self.index]
         return f"BatchNorm layer {name!r}" if name else "a BatchNorm layer"
 
-    @property
-    def _message_length(self) -> int:
-        """The length of every layer's messages.
-
-        The widest layer sends most: a count, and two values per channel.
-        """
-        return _HEADER + 1 + 2 * self.max_features
-
     def gather(self, which_pass: _Pass, *vectors: ArrayLike) -> NDArray[np.float64]:
         """Concatenate the vectors, and return those of all ranks, (ranks, n).
 
@@ -110,8 +102,10 @@ class SyncContext:
         return received[:, _HEADER : _HEADER + len(values)]
 
     def _message(self, which_pass: _Pass, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        # It is longer than usual if a layer got more channels after the conversion.
-        message = np.zeros(max(self._message_length, _HEADER + len(values)))
+        # The widest layer sends most: a count, and two values per channel. A layer may
+        # have more channels than at the conversion.
+        length = max(1 + 2 * self.max_features, len(values))
+        message = np.zeros(_HEADER + length)
         message[:_HEADER] = self.index, _PASSES.index(which_pass)
         message[_HEADER : _HEADER + len(values)] = values
         return message

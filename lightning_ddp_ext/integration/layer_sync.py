@@ -1,6 +1,6 @@
-"""Synchronise layers in training, for the Trainer's option and for our callback.
+"""Synchronise BatchNorm layers in training.
 
-The option is ``Trainer(sync_batchnorm=True)``.
+``Trainer(sync_batchnorm=True)`` and our callback use this.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class RanksLayerSync(pl.plugins.LayerSync):
         check_ranks(process_group)
         self._ranks = process_group
         self._choice = choice or Choice()
-        self._converted: Module | None = None
+        self._converted: Module | None = None  # the model, while its layers synchronise
 
     def refuse_alongside(self, other: pl.plugins.LayerSync | None) -> None:
         """Raise if this selects layers or ranks, and ``other`` synchronises all."""
-        if other is not None and (self._ranks is not None or self._choice != Choice()):
+        selects = self._ranks is not None or self._choice != Choice()
+        if other is not None and selects:
             raise ConfigurationError(
                 "sync_batchnorm=True synchronises all layers across all ranks, but"
                 " SyncBatchNormConversion selects some of them; remove sync_batchnorm=True"
@@ -60,8 +61,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
     @override
     def revert(self, model: Module) -> Module:
         """Restore the layers, if they were converted."""
-        converted = self._converted
-        self._converted = None
-        if converted is not None:
-            restore_batchnorm(converted)
+        if self._converted is not None:
+            restore_batchnorm(self._converted)
+            self._converted = None
         return model

@@ -1,15 +1,21 @@
 """Reduce values of ``self.log(..., sync_dist=True)`` across ranks.
 
-All values of a step are reduced in one collective.
+Lightning calls ``Strategy.reduce`` for each value. The place of the call determines
+when the ranks communicate:
+
+======================  ==============================================================
+a step                  at its end or at the first read, for all of its values
+                        together (``step_values``)
+the end of an epoch     at the first call, for all of its values together
+                        (``epoch_values``)
+anywhere else           immediately
+======================  ==============================================================
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,29 +25,17 @@ from torch import Tensor
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
-from lightning_ddp_ext.reductions.batched import (
-    DTYPES,
-    OPS,
-    PER_MESSAGE,
-    PendingTensor,
-    Reduced,
-    Value,
-    reduce_common,
-)
-from lightning_ddp_ext.supervision.session import current_session
+from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Reduced, Value, reduce_common
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.stacks import call_site
 
 from .checkpoints.collective import Checkpoints
 from .data.evaluation import Evaluation
+from .epoch_values import EpochValues, name_of
 from .named_calls import report_step
-from .private.compat import (
-    is_computed,
-    is_computing_epoch,
-    result_reduced_by,
-    results_of,
-    trainer_of,
-)
+from .private.compat import is_computing_epoch, result_reduced_by, trainer_of
 from .start.devices import RankDevicesStrategy
+from .step_values import StepValues
 
 
 class Reduction:
@@ -60,39 +54,15 @@ class Reduction:
         """Reduce a tensor and return it, or another object unchanged. Collective."""
         return self._values.reduce(tensor, group, reduce_op, self)
 
-    def __eq__(
-        self, other: object
-    ) -> bool:  # Lightning compares the arguments with which a name is logged
+    # Lightning compares the arguments with which a name is logged.
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, Reduction) and self._values is other._values
 
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass
-class _Step:
-    """The values of the running step, or of the last one.
-
-    Attributes:
-        is_running: whether the step is running.
-        has_logged: whether it has logged values.
-        is_expected: whether all ranks exchange after the step, even without values.
-        is_open: whether another rank waits for this rank's further values.
-    """
-
-    is_running: bool = False
-    has_logged: bool = False
-    is_expected: bool = False
-    is_open: bool = False
-
-
 class LoggedValues:
     """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
-
-    Values logged in a step are queued, and reduced together at the end of the step or
-    before a call of the strategy that communicates. A read before that reduces the
-    values logged so far, so that no code sees this rank's own value. If only some ranks
-    read, the others join that exchange at their next one. The values of an epoch are
-    reduced together at its end. Everything else is reduced immediately.
 
     If ranks log different values, all ranks raise. After a training step with values,
     all ranks also exchange after the next one. In all other cases they first wait for
@@ -109,11 +79,8 @@ class LoggedValues:
 
     def start_run(self) -> None:
         """Reset the state, because an earlier run may have stopped anywhere."""
-        self._step = _Step()
-        self._queue: list[tuple[Value, PendingTensor]] = []
-        # The results that Lightning requests next at the end of an epoch, each with its
-        # source.
-        self._epoch_results: deque[tuple[Tensor, Tensor]] = deque()
+        self._step_values = StepValues(self._reduce)
+        self._epoch_values = EpochValues(self._strategy, self._reduce, self._can_batch)
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
@@ -123,37 +90,15 @@ class LoggedValues:
         """
         if is_training:
             report_step()
-        is_expected = is_training and self._step.has_logged and self._strategy.world_size > 1
-        self._step = _Step(is_running=True, is_expected=is_expected)
-        try:
+        follows_values = self._step_values.has_logged and self._strategy.world_size > 1
+        with self._step_values.step(is_expected=is_training and follows_values):
             yield
-            self._end_step()
-        finally:
-            self._step = _Step(has_logged=self._step.has_logged)
-            self._abandon()
         if is_training:
             report_step()  # so that a rank without values is named when the others reduce theirs
 
-    def _end_step(self) -> None:
-        is_due = bool(self._queue) or self._step.is_expected or self._step.is_open
-        while is_due:
-            is_due = not self._exchange(is_last=len(self._queue) <= PER_MESSAGE).is_over
-
-    def _abandon(self) -> None:
-        """Leave values without a result as NaN.
-
-        Only an exception, in the step or in the reduction, leaves such values.
-        """
-        for value, pending in self._queue:
-            if value.tensor.is_floating_point():
-                _fill(value.tensor, math.nan)
-            pending.settle()
-        self._queue = []
-
     def flush(self) -> None:
         """Reduce the values that are queued. Collective if there are any."""
-        while self._queue:
-            self._exchange(is_last=False)
+        self._step_values.flush()
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any, reduction: Reduction) -> Any:
         """Reduce a tensor for :meth:`Reduction.__call__`."""
@@ -165,13 +110,11 @@ class LoggedValues:
             self.flush()
             return all_reduce(tensor, group, reduce_op, idle_ranks=self._evaluation.idle_ranks)
         if is_computing_epoch(self._strategy.current_trainer):
-            return self._reduce_epoch(result)
-        value = Value(_name_of(result), reduce_op, tensor)
-        if not self._step.is_running:
+            return self._epoch_values.reduce_next(result)
+        value = Value(name_of(result), reduce_op, tensor)
+        if not self._step_values.is_running:
             return self._reduce([value], is_last=True).results[0]
-        self._step.has_logged = True
-        pending = PendingTensor.of(tensor, self.flush)
-        self._queue.append((value, pending))
+        pending = self._step_values.add(value)
         if result.meta.enable_graph:  # Lightning shows this value itself, and not a detached one
             self.flush()
         return pending
@@ -183,99 +126,30 @@ class LoggedValues:
             reduction.result = result_reduced_by(trainer, reduction)
         return reduction.result
 
-    def _exchange(self, *, is_last: bool) -> Reduced:
-        """Reduce the first queued values, as many as all ranks have. Collective."""
-        sent = self._queue[:PER_MESSAGE]
-        reduced = self._reduce([value for value, _ in sent], is_last=is_last)
-        # Another rank may have queued fewer values.
-        for (value, pending), result in zip(sent, reduced.results, strict=False):
-            _fill(value.tensor, result)
-            pending.settle()
-        del self._queue[: len(reduced.results)]
-        self._step.is_open = not (reduced.is_over or reduced.is_even)
-        if reduced.is_even:
-            # All ranks have logged; none waits for the end of the step.
-            self._step.is_expected = False
-        return reduced
+    def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:
+        """Whether a tensor can be reduced together with others."""
+        is_scalar = tensor.ndim == 0 and tensor.dtype in DTYPES
+        return is_scalar and op in OPS and group is None and self._strategy.world_size > 1
 
-    def _reduce_epoch(self, logged: Any) -> Tensor:
-        """Reduce a number of an epoch's result, and others together with it.
-
-        The others are those of all results that Lightning computes next.
-        """
-        if not (self._epoch_results and self._epoch_results[0][0] is logged.value):
-            due = [
-                each
-                for each in results_of(self._strategy.current_trainer).values()
-                if self._is_due(each)
-            ]
-            due = due if due and due[0] is logged else [logged]
-            together = due[: PER_MESSAGE // 2]  # a result has up to two numbers
-            numbers = [(each, number) for each in together for number in _numbers_of(each)]
-            values = [Value(_name_of(each), each.meta.sync.op, number) for each, number in numbers]
-            results = self._reduce(values, is_last=False).results
-            # Another rank may compute fewer results.
-            self._epoch_results = deque(
-                (each.value, result) for (each, _), result in zip(numbers, results, strict=False)
-            )
-        return self._epoch_results.popleft()[1]
-
-    def _is_due(self, result: Any) -> bool:
-        """Whether Lightning will compute this result of the epoch next.
-
-        It must also reduce the result across all ranks.
-        """
-        meta = result.meta
-        sync = meta.sync
-        is_over = (
-            result.has_reset or is_computed(result) or not (result.is_tensor and meta.on_epoch)
-        )
-        if is_over or not sync.should or sync.rank_zero_only:
-            return False
-        return all(self._can_batch(number, sync.group, sync.op) for number in _numbers_of(result))
-
-    def _reduce(self, values: list[Value], *, is_last: bool) -> Reduced:
+    def _reduce(self, values: list[Value], *, is_last: bool, is_expected: bool = False) -> Reduced:
         """Reduce logged values, after waiting until all ranks do.
 
         The wait is skipped if the reduction is expected. Collective.
         """
-        session = current_session()
+        context = current()
         device = self._strategy.root_device
+        message_device = torch.device("cpu") if is_gloo(device) else device
         group = None
-        if session is not None:
-            context = session.context
-            if not self._step.is_expected:
+        if context is not None:
+            if not is_expected:
                 what = f"the reduction of {listed(dict.fromkeys(map(str, values)))}"
                 context.barriers.enter(what, call_site(), name="a reduction of logged values")
             if is_gloo(device):  # other code's collectives must not mix with these
                 group = context.new_group(backend="gloo", purpose="logged values")
-        message_device = torch.device("cpu") if is_gloo(device) else device
         idle_ranks = self._evaluation.idle_ranks
         reduced = reduce_common(
             values, is_last=is_last, device=message_device, group=group, idle_ranks=idle_ranks
         )
-        if session is not None:
-            session.context.peers.check()  # an aborted collective of NCCL returns arbitrary numbers
+        if context is not None:
+            context.peers.check()  # an aborted collective of NCCL returns arbitrary numbers
         return reduced
-
-    def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:
-        is_scalar = tensor.ndim == 0 and tensor.dtype in DTYPES
-        return is_scalar and op in OPS and group is None and self._strategy.world_size > 1
-
-
-def _fill(tensor: Tensor, value: Tensor | float) -> None:
-    with torch.inference_mode(tensor.is_inference()):  # the mode in which it was logged
-        tensor.fill_(value)
-
-
-def _name_of(logged: Any) -> str:
-    return f"{logged.meta.fx}.{logged.meta.name}"
-
-
-def _numbers_of(logged: Any) -> list[Tensor]:
-    """Return the numbers of an epoch's result that Lightning reduces, in its order."""
-    return (
-        [logged.value, logged.cumulated_batch_size]
-        if logged.meta.is_mean_reduction
-        else [logged.value]
-    )

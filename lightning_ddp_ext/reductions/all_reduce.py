@@ -34,28 +34,31 @@ def all_reduce(
             idle.
     """
     group = dist.group.WORLD if group is None else group
-    name = reduce_op.upper() if isinstance(reduce_op, str) else ""
-    op = getattr(ReduceOp, "AVG" if name == "MEAN" else name) if name else reduce_op
+    op = reduce_op
+    if isinstance(reduce_op, str):
+        op = getattr(ReduceOp, reduce_op.upper().replace("MEAN", "AVG"))
     ranks = set(dist.get_process_group_ranks(group))
-    idle = ranks.intersection(idle_ranks) if not ranks.issubset(idle_ranks) else set()
-    is_mean_of_integers = op == ReduceOp.AVG and not (
-        tensor.is_floating_point() or tensor.is_complex()
-    )
+    active_ranks = ranks.difference(idle_ranks) or ranks
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    is_mean_of_integers = op == ReduceOp.AVG and is_integer
     if is_mean_of_integers:
         tensor = tensor.to(torch.int64, copy=True)
-    if dist.get_rank() in idle:
+    if dist.get_rank() not in active_ranks:
         _neutralise(tensor, op)
-    if op == ReduceOp.AVG and (idle or is_mean_of_integers or is_gloo(tensor.device, group)):
-        # Gloo has no AVG.
-        dist.all_reduce(tensor, op=ReduceOp.SUM, group=group)
-        count = len(ranks) - len(idle)
-        return tensor / count if is_mean_of_integers else tensor.div_(count)
-    dist.all_reduce(tensor, op=op, group=group)
-    return tensor
+    is_whole_group = active_ranks == ranks
+    # Gloo has no AVG, and NCCL's would round integers and divide by all ranks.
+    if op != ReduceOp.AVG or (
+        is_whole_group and not is_integer and not is_gloo(tensor.device, group)
+    ):
+        dist.all_reduce(tensor, op=op, group=group)
+        return tensor
+    dist.all_reduce(tensor, op=ReduceOp.SUM, group=group)
+    count = len(active_ranks)
+    return tensor / count if is_mean_of_integers else tensor.div_(count)
 
 
 def _neutralise(tensor: Tensor, op: Any) -> None:
-    """Fill the tensor with the neutral element of the reduction."""
+    """Fill the tensor with a value that does not change the result of the reduction."""
     is_float = tensor.is_floating_point()
     if op in (ReduceOp.AVG, ReduceOp.SUM):
         tensor.zero_()

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_ddp_ext.errors import DivergenceError
-from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
 DTYPES = (torch.float32, torch.float64, torch.int64)
@@ -49,6 +47,10 @@ class Value:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.op})"
+
+    def with_dtype(self) -> str:
+        """Return the value's name, op and dtype for an error."""
+        return f"{self.name} ({self.op}, {str(self.tensor.dtype).removeprefix('torch.')})"
 
 
 @dataclass(frozen=True)
@@ -147,65 +149,34 @@ def _digest(value: Value) -> int:
     return 1 + zlib.crc32(f"{value} {value.tensor.dtype}".encode())
 
 
-class PendingTensor(Tensor):
-    """A view of a tensor that is not reduced yet.
-
-    It is an ordinary tensor from its first use on.
-    """
-
-    reduce_now: Callable[[], object]
-
-    @staticmethod
-    def of(tensor: Tensor, reduce_now: Callable[[], object]) -> PendingTensor:
-        """Return a view of a tensor that ``reduce_now`` fills before its first use.
-
-        ``reduce_now`` must also call :meth:`settle`.
-        """
-        pending = tensor.as_subclass(PendingTensor)
-        pending.reduce_now = reduce_now
-        return pending
-
-    @classmethod
-    @override
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in values_of((args, kwargs)):
-            if isinstance(each, PendingTensor):
-                each.reduce_now()
-        return func(*args, **(kwargs or {}))
-
-    def settle(self) -> None:
-        """Make this an ordinary tensor."""
-        vars(self).pop("reduce_now")
-        self.__class__ = Tensor  # type: ignore[assignment] # as torch's uninitialised parameters do
-
-
 def _mismatch(values: Sequence[Value], group: dist.ProcessGroup | None) -> DivergenceError:
     """Return an error that describes how the ranks differ. Collective."""
-    values_by_rank: list[Any] = [None] * dist.get_world_size(group)
-    described = [(value.name, value.op, str(value.tensor.dtype)) for value in values]
-    dist.all_gather_object(values_by_rank, described, group=group)
+    described = [(str(value), value.with_dtype()) for value in values]
+    described_by_rank: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(described_by_rank, described, group=group)
     with suppress(RuntimeError):
         # This rank raises the error even if another one has closed its group.
         dist.barrier(group)
-    by_rank = [tuple(f"{name} ({op})" for name, op, _ in rank) for rank in values_by_rank]
-    if len(set(by_rank)) == 1:
-        by_rank = [
-            tuple(f"{name} ({op}, {dtype.removeprefix('torch.')})" for name, op, dtype in rank)
-            for rank in values_by_rank
-        ]
+    by_rank = [tuple(name for name, _ in rank) for rank in described_by_rank]
+    is_same_without_dtypes = len(set(by_rank)) == 1
+    if is_same_without_dtypes:
+        by_rank = [tuple(name for _, name in rank) for rank in described_by_rank]
+    return DivergenceError(
+        f"ranks logged different values with sync_dist=True: {_difference(by_rank)}; every rank"
+        " must log the same names in the same order, so log them outside of code that only some"
+        " ranks run, or omit sync_dist"
+    )
+
+
+def _difference(by_rank: Sequence[tuple[str, ...]]) -> str:
+    """Compare the values of each rank with those that most ranks logged."""
     usual, _ = Counter(by_rank).most_common(1)[0]
     usual_ranks = [rank for rank, names in enumerate(by_rank) if names == usual]
     deviations = {
         rank: _deviation(names, usual) for rank, names in enumerate(by_rank) if names != usual
     }
-    differences = listed(
-        f"{ranks_in_words(ranks)} {deviation}" for deviation, ranks in grouped(deviations)
-    )
-    return DivergenceError(
-        f"ranks logged different values with sync_dist=True: {differences} (compared with"
-        f" {ranks_in_words(usual_ranks)}); every rank must log the same names in the same order, so"
-        " log them outside of code that only some ranks run, or omit sync_dist"
-    )
+    texts = [f"{ranks_in_words(ranks)} {deviation}" for deviation, ranks in grouped(deviations)]
+    return f"{listed(texts)} (compared with {ranks_in_words(usual_ranks)})"
 
 
 def _deviation(names: tuple[str, ...], usual: tuple[str, ...]) -> str:

@@ -22,7 +22,8 @@ def average_gradients(parameters: Iterable[Tensor]) -> None:
     for bucket in _buckets(parameters):
         message = _pack(bucket)
         dist.all_reduce(message.div_(dist.get_world_size()))  # in DDP's order of operations
-        *means, fractions = message.split([*(each.numel() for each in bucket), len(bucket)])
+        sizes = [parameter.numel() for parameter in bucket]
+        *means, fractions = message.split([*sizes, len(bucket)])
         for parameter, mean, fraction_with_gradient in zip(bucket, means, fractions, strict=True):
             is_used_anywhere = bool(fraction_with_gradient > 0)
             _set_gradient(parameter, mean.view_as(parameter), is_used_anywhere=is_used_anywhere)
@@ -31,22 +32,24 @@ def average_gradients(parameters: Iterable[Tensor]) -> None:
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield parameters of the same type and device, as many as fit into a message."""
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for each in parameters:
-        bucket = buckets[each.dtype, each.device]
-        if bucket and sum(other.nbytes for other in bucket) + each.nbytes > _BUCKET_BYTES:
+    for parameter in parameters:
+        bucket = buckets[parameter.dtype, parameter.device]
+        size = sum(other.nbytes for other in bucket) + parameter.nbytes
+        if bucket and size > _BUCKET_BYTES:
             yield [*bucket]
             bucket.clear()
-        bucket.append(each)
+        bucket.append(parameter)
     yield from buckets.values()
 
 
 def _pack(bucket: Sequence[Tensor]) -> Tensor:
     """Return the gradients in one vector, and for each parameter whether it has one."""
     gradients = [
-        torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in bucket
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+        for parameter in bucket
     ]
-    has_gradient = torch.tensor([each.grad is not None for each in bucket]).to(gradients[0])
-    return torch.cat([*(each.flatten() for each in gradients), has_gradient])
+    has_gradient = torch.tensor([parameter.grad is not None for parameter in bucket])
+    return torch.cat([*map(torch.flatten, gradients), has_gradient.to(gradients[0])])
 
 
 def _set_gradient(parameter: Tensor, mean: Tensor, *, is_used_anywhere: bool) -> None:

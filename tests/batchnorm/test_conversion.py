@@ -1,6 +1,4 @@
-"""Conversion changes the layers that were meant, in nothing but their statistics, and
-is undone exactly.
-"""
+"""Conversion makes the chosen layers synchronise, and is undone exactly."""
 
 from __future__ import annotations
 
@@ -39,6 +37,14 @@ class Derived(nn.BatchNorm2d):
         super().__init__(num_features, eps=1e-3)
 
 
+class Split(Derived):
+    """Has a separate layer inside."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.second = nn.BatchNorm2d(num_features)
+
+
 class Block(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -59,20 +65,15 @@ def synchronised(model: nn.Module) -> list[str]:
 
 def facts(model: nn.Module) -> list[Any]:
     """Return the state that a conversion must not change, objects by their identity."""
-    return [
-        (
-            name,
-            id(module),
-            type(module),
-            module.training,
-            list(vars(module)),
-            list(type(module).__mro__),
-        )
+    modules = [
+        (name, id(module), type(module), type(module).__mro__, module.training, list(vars(module)))
         for name, module in model.named_modules(remove_duplicate=False)
-    ] + [
+    ]
+    tensors = [
         (name, id(tensor), tensor.requires_grad)
         for name, tensor in model.state_dict(keep_vars=True).items()
     ]
+    return [*modules, *tensors]
 
 
 @pytest.mark.parametrize(
@@ -89,14 +90,12 @@ def facts(model: nn.Module) -> list[Any]:
     ],
 )
 def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]) -> None:
-    """Names, patterns and classes choose layers, by themselves or by a module that they
-    are in.
-    """
+    """Names, patterns and classes choose layers, or modules that contain them."""
     assert synchronised(convert_sync_batchnorm(network(), **arguments)) == names
 
 
 @pytest.mark.parametrize(
-    ("selection", "told"),
+    ("selection", "message"),
     [
         (
             {"include": ["stem", "backbone.*"]},
@@ -110,19 +109,25 @@ def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]
         ({"include": [["stem"]]}, r"^include takes patterns of layer names and classes"),
     ],
 )
-def test_a_selection_of_nothing_is_an_error(selection: dict[str, Any], told: str) -> None:
+def test_a_selection_of_nothing_is_an_error(selection: dict[str, Any], message: str) -> None:
     """The error names the selector and the model's layers, and nothing is converted."""
     model = network()
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=message):
         convert_sync_batchnorm(model, **selection)
     assert synchronised(model) == []
+
+
+def test_the_error_of_a_selection_lists_the_first_five_layers() -> None:
+    """A large model does not flood the screen."""
+    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(6)))
     with pytest.raises(ConfigurationError, match=r"choose among 0, 1, 2, 3, 4, …, or modules"):
-        convert_sync_batchnorm(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(6))), include="a")
+        convert_sync_batchnorm(model, include="a")
 
 
 def test_layers_that_were_not_meant_are_not_touched() -> None:
-    """Other norms, and what the user wrote as a synchronised layer, are neither
-    converted nor restored.
+    """Other norms and layers that synchronise already do not change.
+
+    They are neither converted nor restored.
     """
     others = [
         nn.InstanceNorm2d(3),
@@ -138,28 +143,33 @@ def test_layers_that_were_not_meant_are_not_touched() -> None:
 
 
 def every_kind() -> nn.ModuleList:
-    """Return layers that differ from each other in one property each."""
+    """Return layers that differ from each other in one property each; one is shared."""
     half_frozen = nn.BatchNorm2d(3, momentum=None)
-    with_attributes = nn.BatchNorm2d(3)
     half_frozen.weight.requires_grad_(False)
+    with_attributes = nn.BatchNorm2d(3)
     with_attributes.note = "mine"
     with_attributes.extra = nn.Parameter(torch.ones(2))
     hooked = nn.BatchNorm2d(3)
     hooked.register_full_backward_hook(lambda _, gradients, __: None)
     meta = nn.BatchNorm2d(3, track_running_stats=False, device="meta")
-    layers = [meta, half_frozen, with_attributes, hooked, Derived(3)]
-    return nn.ModuleList([nn.BatchNorm1d(3).eval(), *layers])
+    shared = nn.BatchNorm1d(3).eval()
+    return nn.ModuleList(
+        [shared, meta, half_frozen, with_attributes, hooked, Derived(3), Split(3), shared]
+    )
 
 
 def test_restoring_leaves_nothing_behind() -> None:
-    """Types, objects, modes, attributes and the order of the state dict are those of
-    before, for each kind of layer.
+    """Each kind of layer is restored exactly.
+
+    Types, objects, modes, attributes and the order of the state dict are those of
+    before.
     """
     model = every_kind()
     before = facts(model)
     convert_sync_batchnorm(convert_sync_batchnorm(model))
-    assert all(isinstance(layer, SyncBatchNorm) for layer in model)
-    assert [fact[:2] for fact in facts(model)] == [fact[:2] for fact in before]
+    assert all(isinstance(layer, SyncBatchNorm) for layer in [*model, model[6].second])
+    names_and_objects = [fact[:2] for fact in facts(model)]
+    assert names_and_objects == [fact[:2] for fact in before]
     assert facts(restore_batchnorm(model)) == before
 
 
@@ -186,8 +196,9 @@ def warnings_of(model: nn.Module, **choice: Any) -> list[str]:
 
 
 def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
-    """These layers are unchanged; the warning has their names, classes and reasons, and
-    the arguments that avoid it.
+    """The warning has names, classes and reasons, and the arguments that avoid it.
+
+    These layers are unchanged.
     """
     layers = [
         (Scaled(3), "0 (Scaled) overrides forward; "),
@@ -205,9 +216,18 @@ def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
     model = nn.ModuleList([*(layer for layer, _ in layers), nn.BatchNorm2d(3)])
     types = [type(layer) for layer in model]
     (message,) = warnings_of(model)
-    assert [told for _, told in layers if told not in message] == []
+    assert [part for _, part in layers if part not in message] == []
     assert message.endswith("to leave a layer out without this warning, use exclude=")
     assert [isinstance(layer, SyncBatchNorm) for layer in model] == [False] * 5 + [True]
     assert [type(layer) for layer in restore_batchnorm(model)] == types
+
+
+def test_a_layer_without_a_name_is_named_the_module() -> None:
+    """A model may consist of one layer, which has an empty name."""
+    (message,) = warnings_of(Scaled(3), include="*")
+    assert "the module (Scaled) overrides forward" in message
+
+
+def test_layers_that_are_excluded_cause_no_warning() -> None:
+    """``exclude`` is the remedy that the warning names."""
     assert warnings_of(nn.Sequential(Scaled(3)), exclude="0") == []
-    assert "the module (Scaled) overrides forward" in warnings_of(Scaled(3), include="*")[0]

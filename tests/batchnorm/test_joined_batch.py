@@ -1,6 +1,4 @@
-"""The synchronised BatchNorm layer gives what one process gives for all ranks' batches
-joined.
-"""
+"""Several ranks' layers give what one process gives for the joined batch."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +34,16 @@ def unchanged(value: Any) -> Any:
     return value
 
 
+class Batch(NamedTuple):
+    """A rank's input, and the gradient of its output."""
+
+    input: Tensor
+    gradient: Tensor
+
+    def to(self, *target: Any) -> Batch:
+        return Batch(self.input.to(*target), self.gradient.to(*target))
+
+
 @dataclass(frozen=True)
 class Case:
     """A layer and what it is given.
@@ -60,45 +68,37 @@ class Case:
     def __str__(self) -> str:
         return f"{self.name} ({self.dtype}, input {self.input_dtype or self.dtype})"
 
-    def shares(self, world_size: int, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return inputs of all ranks, and gradients of their outputs; the same on every
-        rank.
-        """
+    def batches(self, world_size: int, step: int) -> list[Batch]:
+        """Return the batches of all ranks in a step, the same in each call."""
         generator = torch.Generator().manual_seed(step)
         shapes = [self.shapes[rank % len(self.shapes)] for rank in range(world_size)]
-        return [self._share(shape, generator) for shape in shapes]
+        return [self._batch(shape, generator) for shape in shapes]
 
     def layer(self, kind: type[nn.Module]) -> Any:
-        """Return a layer of this kind, with parameters and running statistics that are
-        not those of a new one.
-        """
+        """Return a layer whose parameters and statistics are not initial ones."""
         layer = kind(self.shapes[0][1], **self.options, dtype=self.dtype)
         generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for value in layer.state_dict().values():
-                if value.is_floating_point():
-                    value.copy_(
-                        torch.rand(value.shape, generator=generator, dtype=torch.float64) + 0.5
-                    )
+        for value in layer.state_dict().values():
+            if value.is_floating_point():
+                drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64)
+                value.copy_(drawn + 0.5)
         self.prepare(layer)
         return layer
 
-    def _share(self, shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        noise, other = (
-            torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)
-        )
+    def _batch(self, shape: Shape, generator: torch.Generator) -> Batch:
+        noise, other = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+        dtype = self.input_dtype or self.dtype
         # Gradients of parameters, which are sums over the batch, are not to be
         # differences of large numbers.
-        dtype = self.input_dtype or self.dtype
+        gradient = (other + noise + 1).to(dtype)
         layout_of_gradient = self.layout_of_gradient or self.layout
-        return self.layout(self.fill(noise).to(dtype)), layout_of_gradient(
-            (other + noise + 1).to(dtype)
-        )
+        return Batch(self.layout(self.fill(noise).to(dtype)), layout_of_gradient(gradient))
 
 
 def rows(batch: Tensor) -> Tensor:
-    """Reshape a batch (N, C, ...) to (values per channel, C), so that batches of all
-    shapes can be joined.
+    """Reshape a batch (N, C, ...) to (values per channel, C).
+
+    Batches of all shapes can then be joined.
     """
     return batch.movedim(1, -1).flatten(0, -2)
 
@@ -174,8 +174,10 @@ CASES = [
 
 @dataclass(frozen=True)
 class Way:
-    """How ranks compute; torch's kernels on a GPU merge what each rank has rounded to
-    float32, which costs a digit.
+    """How ranks compute.
+
+    Torch's kernels on a GPU merge what each rank has rounded to float32, which costs a
+    digit, for which there is ``slack``.
     """
 
     kind: type[SyncBatchNorm] = SyncBatchNorm
@@ -185,97 +187,101 @@ class Way:
     slack: float = 1.0
 
     def takes(self, case: Case) -> bool:
-        """One value is an error; on a GPU the host does not read their number, so zero
-        or one is not detected.
+        """Whether ranks can compute a case.
+
+        One value is an error. On a GPU the host does not read their number, so zero or
+        one is not detected.
         """
-        values = sum(len(rows(input)) for input, _ in case.shares(self.world_size, 0))
+        values = sum(len(rows(batch.input)) for batch in case.batches(self.world_size, step=0))
         return values > 1 or (values == 0 and self.slack == 1.0)
 
 
-def of_layer(case: Case, way: Way, rank: int) -> Results:
-    """Return the results of the ranks' layers on this rank, with summed parameter
-    gradients.
-    """
+def results_of_layer(case: Case, way: Way, rank: int) -> Results:
+    """Return this rank's results of several ranks, with summed parameter gradients."""
     layer = case.layer(way.kind).to(way.device)
     results: Results = {}
     for step in range(STEPS):
-        input, gradient = (
-            tensor.to(way.device) for tensor in case.shares(way.world_size, step)[rank]
-        )
-        results |= _of_step(case, layer, input, gradient, step)
-    gradients = _of_parameters(layer)
-    for value in gradients.values():
-        dist.all_reduce(value)
-    return {
-        name: value.cpu()
-        for name, value in (results | gradients | dict(layer.named_buffers())).items()
-    }
+        batches = case.batches(way.world_size, step)
+        results |= run_step(case, layer, batches[rank].to(way.device), step)
+    gradients = parameter_gradients(layer)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return on_cpu(results | gradients | dict(layer.named_buffers()))
 
 
-def of_one_process(case: Case, way: Way, rank: int, dtype: torch.dtype | None = None) -> Results:
-    """Return torch's result for the joined batch, this rank's part; computed in
-    ``dtype`` (None: the case's).
+def results_of_one_process(
+    case: Case, way: Way, rank: int, dtype: torch.dtype | None = None
+) -> Results:
+    """Return this rank's part of torch's results for the joined batch.
+
+    They are computed in ``dtype``; ``None`` is the case's.
     """
     layer = case.layer(nn.BatchNorm1d).to(way.device, dtype)
     results: Results = {}
     for step in range(STEPS):
-        shares = [
-            (rows(input), rows(gradient)) for input, gradient in case.shares(way.world_size, step)
-        ]
-        input, gradient = (
-            torch.cat(parts).to(way.device, dtype) for parts in zip(*shares, strict=True)
+        batches = case.batches(way.world_size, step)
+        joined = Batch(
+            torch.cat([rows(batch.input) for batch in batches]),
+            torch.cat([rows(batch.gradient) for batch in batches]),
         )
-        sizes = [len(input) for input, _ in shares]
-        joint = _of_step(case, layer, input, gradient, step)
-        results |= {name: value.split(sizes)[rank] for name, value in joint.items()}
-    results |= _of_parameters(layer) | dict(layer.named_buffers())
-    return {name: value.cpu() for name, value in results.items()}
+        sizes = [len(rows(batch.input)) for batch in batches]
+        results_of_all = run_step(case, layer, joined.to(way.device, dtype), step)
+        results |= {name: value.split(sizes)[rank] for name, value in results_of_all.items()}
+    return on_cpu(results | parameter_gradients(layer) | dict(layer.named_buffers()))
 
 
-def _of_step(case: Case, layer: nn.Module, input: Tensor, gradient: Tensor, step: int) -> Results:
-    input = input.detach().requires_grad_(case.input_needs_grad)
+def run_step(case: Case, layer: nn.Module, batch: Batch, step: int) -> Results:
+    input = batch.input.detach().requires_grad_(case.input_needs_grad)
     output = layer(input)
     if case.layout is channels_last and input.dim() > 2:
         assert output.stride() == input.stride()
     results = {f"output {step}": rows(output.detach())}
     if output.requires_grad:
-        output.backward(gradient)
+        output.backward(batch.gradient)
     if input.grad is not None:
         results[f"input gradient {step}"] = rows(input.grad)
     return results
 
 
-def _of_parameters(layer: nn.Module) -> Results:
+def parameter_gradients(layer: nn.Module) -> Results:
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {f"gradient of {name}": value for name, value in gradients.items() if value is not None}
 
 
+def on_cpu(results: Results) -> Results:
+    return {name: value.cpu() for name, value in results.items()}
+
+
 def deviations(case: Case, way: Way, rank: int) -> list[str]:
-    """Return results that are neither exact nor as near to exact as torch's, within the
-    path's tolerance.
-    """
-    ours = of_layer(case, way, rank)
-    exact = of_one_process(case, replace(way, device="cpu"), rank, torch.float64)
-    torchs = exact if case.dtype == torch.float64 else of_one_process(case, way, rank)
+    """Describe results that are neither exact nor as near to exact as torch's."""
+    ours = results_of_layer(case, way, rank)
+    exact = results_of_one_process(case, replace(way, device="cpu"), rank, torch.float64)
+    is_exact = case.dtype == torch.float64
+    torchs = exact if is_exact else results_of_one_process(case, way, rank)
     assert ours.keys() == exact.keys()
     found = []
     for name, value in ours.items():
-        assert (value.shape, value.dtype) == (
-            torchs[name].shape,
-            torchs[name].dtype,
-        ), f"{case}: {name}"
-        largest = max(
-            _distance(exact[name], 0 * exact[name]), 1.0 if value.dtype == torch.float64 else 0.0
-        )
-        allowed = way.slack * max(
-            _distance(torchs[name], exact[name]), _EXACT.get(value.dtype, 0.0) * largest
-        )
-        if (error := _distance(value, exact[name])) > allowed:
+        expected = torchs[name]
+        assert value.shape == expected.shape, f"{case}: {name}"
+        assert value.dtype == expected.dtype, f"{case}: {name}"
+        error = distance(value, exact[name])
+        error_of_torch = distance(expected, exact[name])
+        allowed = way.slack * max(error_of_torch, rounding(exact[name], value.dtype))
+        if error > allowed:
             found.append(f"{case}: {name} is {error:.2e} off instead of {allowed:.2e}")
     return found
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
+def rounding(exact: Tensor, dtype: torch.dtype) -> float:
+    """Return the error of a result in this dtype that counts as none."""
+    largest = distance(exact, torch.zeros_like(exact))
+    if dtype == torch.float64:
+        largest = max(largest, 1.0)
+    return _EXACT.get(dtype, 0.0) * largest
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference."""
     return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
 
 
@@ -291,8 +297,9 @@ def all_deviations(rank: int, world_size: int, directory: Path, way: Way) -> lis
 
 
 def test_equals_the_joined_batch(tmp_path: Path) -> None:
-    """Outputs, gradients and running statistics of several steps, whatever the input;
-    `make gpu` has the others.
+    """Outputs, gradients and running statistics are those of the joined batch.
+
+    This holds for several steps and any input on CPU; `make gpu` checks CUDA.
     """
     way = Way()
     assert run_ranks(all_deviations, way.world_size, tmp_path, way) == [[]] * way.world_size

@@ -1,12 +1,11 @@
-"""What the synchronised BatchNorm layer does alone and in groups of ranks, and what it
-refuses.
-"""
+"""The synchronised BatchNorm layer alone and in groups of ranks, and its errors."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,44 +21,47 @@ from tests.harness.ranks import run_ranks
 from tests.harness.training import stock_group
 
 
-def use(rank: int, world_size: int, directory: Path) -> None:
+def in_group(
+    rank: int, world_size: int, directory: Path, check: Callable[[int, Tensor], None]
+) -> None:
+    """Call ``check`` with this rank and its batch, in a process group."""
     with stock_group(rank, world_size, directory):
-        share = torch.randn(4 + rank, 3)
-        is_alone_in_evaluation_and_outside_its_group(rank, share)
-        refuses_inputs_that_cannot_be(share)
-        refuses_one_value(rank)
-        makes_one_collective_each_way(share)
-        cannot_be_differentiated_twice(share)
+        check(rank, torch.randn(4 + rank, 3))
 
 
-def is_alone_in_evaluation_and_outside_its_group(rank: int, share: Tensor) -> None:
-    options: Any = {"track_running_stats": False}
-    if rank == 0:  # the other rank would be waited for
-        assert torch.equal(
-            SyncBatchNorm(3, **options).eval()(share), nn.BatchNorm1d(3, **options)(share)
-        )
+def normalises_alone(rank: int, batch: Tensor) -> None:
+    if rank == 0:  # it must not wait for the other rank
+        options: Any = {"track_running_stats": False}
+        evaluated = SyncBatchNorm(3, **options).eval()(batch)
+        assert torch.equal(evaluated, nn.BatchNorm1d(3, **options)(batch))
     first: Any = dist.new_group([0])
-    torch.testing.assert_close(
-        SyncBatchNorm(3, process_group=first)(share), nn.BatchNorm1d(3)(share)
-    )
+    normalised = SyncBatchNorm(3, process_group=first)(batch)
+    torch.testing.assert_close(normalised, nn.BatchNorm1d(3)(batch))
 
 
-def refuses_inputs_that_cannot_be(share: Tensor) -> None:
+def test_ranks_do_not_wait_in_evaluation_and_outside_of_the_group(tmp_path: Path) -> None:
+    """The layer then normalises this rank's batch as torch's does."""
+    run_ranks(in_group, 2, tmp_path, normalises_alone)
+
+
+def refuses_inputs(rank: int, batch: Tensor) -> None:
     with pytest.raises(ValueError, match=r"expected 2D to 5D input \(got 1D input\)"):
         SyncBatchNorm(3)(torch.ones(3))
     for channels in (1, 5):
-        with pytest.raises(
-            BatchNormError, match=rf"expects inputs with 3 channels \(got shape \(2, {channels}\)"
-        ):
+        message = rf"expects inputs with 3 channels \(got shape \(2, {channels}\)"
+        with pytest.raises(BatchNormError, match=message):
             SyncBatchNorm(3, affine=False)(torch.ones(2, channels))
-    with pytest.raises(
-        BatchNormError,
-        match=r"a BatchNorm layer supports inputs on cpu and cuda \(got one on meta\)",
-    ):
-        SyncBatchNorm(3)(share.to("meta"))
+    message = r"a BatchNorm layer supports inputs on cpu and cuda \(got one on meta\)"
+    with pytest.raises(BatchNormError, match=message):
+        SyncBatchNorm(3)(batch.to("meta"))
 
 
-def refuses_one_value(rank: int) -> None:
+def test_inputs_that_the_kernels_cannot_take_are_refused(tmp_path: Path) -> None:
+    """Every rank raises an error with the dimensions, the shape or the device."""
+    run_ranks(in_group, 2, tmp_path, refuses_inputs)
+
+
+def refuses_one_value(rank: int, _: Tensor) -> None:
     layer = SyncBatchNorm(3)
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(
@@ -70,33 +72,39 @@ def refuses_one_value(rank: int) -> None:
     assert layer(torch.full((1, 3), float(rank))).shape == (1, 3)
 
 
-def makes_one_collective_each_way(share: Tensor) -> None:
+def test_one_value_on_all_ranks_together_is_refused(tmp_path: Path) -> None:
+    """Every rank raises, keeps its running statistics, and takes more values later."""
+    run_ranks(in_group, 2, tmp_path, refuses_one_value)
+
+
+def count_collectives(run: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        run()
+    return sum("gloo:" in event.name for event in recorded.events())
+
+
+def makes_one_collective_each_way(_: int, batch: Tensor) -> None:
     layer = SyncBatchNorm(3)
     outputs = list[Tensor]()
-    passes = {
-        "forward": lambda: outputs.append(layer(share.clone().requires_grad_())),
-        "backward": lambda: outputs[0].sum().backward(),
-    }
-    for name, run in passes.items():
-        with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            run()
-        assert sum("gloo:" in event.name for event in recorded.events()) == 1, name
+    assert count_collectives(lambda: outputs.append(layer(batch.requires_grad_()))) == 1
+    assert count_collectives(outputs[0].sum().backward) == 1
 
 
-def cannot_be_differentiated_twice(share: Tensor) -> None:
-    loss = SyncBatchNorm(3)(share.requires_grad_()).square().sum()
-    (gradient,) = torch.autograd.grad(loss, share, create_graph=True)
+def test_a_pass_makes_one_collective(tmp_path: Path) -> None:
+    """The forward pass makes one, and so does the backward pass."""
+    run_ranks(in_group, 2, tmp_path, makes_one_collective_each_way)
+
+
+def refuses_second_derivative(_: int, batch: Tensor) -> None:
+    loss = SyncBatchNorm(3)(batch.requires_grad_()).square().sum()
+    (gradient,) = torch.autograd.grad(loss, batch, create_graph=True)
     with pytest.raises(RuntimeError, match="trying to differentiate twice a function"):
         gradient.square().sum().backward()
 
 
-def test_what_it_does_alone_and_what_it_refuses(tmp_path: Path) -> None:
-    """Evaluation, and training outside of a layer's group, do not wait for other ranks;
-    every rank raises a refusal.
-
-    A forward pass makes one collective, and a backward pass one.
-    """
-    run_ranks(use, 2, tmp_path)
+def test_the_layer_cannot_be_differentiated_twice(tmp_path: Path) -> None:
+    """Every rank raises an error, instead of computing a wrong gradient."""
+    run_ranks(in_group, 2, tmp_path, refuses_second_derivative)
 
 
 OPTIONS: list[dict[str, Any]] = [{}, {"affine": False}, {"track_running_stats": False}]
@@ -105,8 +113,9 @@ OPTIONS += [{"bias": False}] if "bias" in inspect.signature(nn.BatchNorm2d).para
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_process_is_torchs(options: dict[str, Any]) -> None:
-    """Without a process group it is torch's layer, to the last bit, and the state dict
-    of one fits the other.
+    """Without a process group the layer is torch's, to the last bit.
+
+    The state dict of one fits the other.
     """
     ours = SyncBatchNorm(3, **options)
     plain = nn.BatchNorm2d(3, **options)
@@ -118,28 +127,31 @@ def test_one_process_is_torchs(options: dict[str, Any]) -> None:
     plain.load_state_dict(ours.state_dict())
 
 
-@pytest.mark.parametrize("ranks", [0, True, "nodes", 2.5, [0, 1], "node", 2])
-def test_what_cannot_be_a_group_is_refused(ranks: Any) -> None:
-    """The error has the value and the allowed ones; "node" and numbers need a process
-    group.
-    """
-    told = (
-        "process_group must be None, 'node', a positive number of ranks, or a ProcessGroup (got"
-        " {!r}); omit it"
-    )
-    told = (
-        "process_group={!r} needs a process group, which is not initialised yet"
-        if ranks in ("node", 2)
-        else told
-    )
+NOT_A_GROUP = (
+    "process_group must be None, 'node', a positive number of ranks, or a ProcessGroup (got"
+    " {!r}); omit it"
+)
+TOO_EARLY = "process_group={!r} needs a process group, which is not initialised yet"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        *((ranks, NOT_A_GROUP) for ranks in (0, True, "nodes", 2.5, [0, 1])),
+        *((ranks, TOO_EARLY) for ranks in ("node", 2)),
+    ],
+)
+def test_what_cannot_be_a_group_is_refused(ranks: Any, message: str) -> None:
+    """The error has the value and the allowed ones, or says what is missing."""
     with pytest.raises(ConfigurationError) as raised:
-        convert_sync_batchnorm(torch.nn.BatchNorm1d(3), process_group=ranks)
-    assert str(raised.value).startswith(told.format(ranks))
+        convert_sync_batchnorm(nn.BatchNorm1d(3), process_group=ranks)
+    assert str(raised.value).startswith(message.format(ranks))
 
 
-def members(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Return the mean over this rank's group, for each form of the argument; rank r's
-    batch has the mean 2 ** r.
+def mean_of_group(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Return the mean over this rank's group, for each form of the argument.
+
+    The batch of rank r has the mean 2 ** r.
     """
     with stock_group(rank, world_size, directory):
         by_hand = dist.new_group([0, 3]), dist.new_group([1, 2])
@@ -150,15 +162,13 @@ def members(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
             "of others": dist.new_group([0, 1]),
         }
         layers: dict[str, Any] = {
-            way: convert_sync_batchnorm(torch.nn.BatchNorm1d(1, momentum=1.0), process_group=ranks)
+            way: convert_sync_batchnorm(nn.BatchNorm1d(1, momentum=1.0), process_group=ranks)
             for way, ranks in ways.items()
         }
         layers["copied"] = copy.deepcopy(layers["by hand"])
         layers["pickled"] = pickle.loads(pickle.dumps(layers["by hand"]))
-        assert (layers["copied"].process_group, layers["pickled"].process_group) == (
-            ways["by hand"],
-            None,
-        )
+        assert layers["copied"].process_group == ways["by hand"]
+        assert layers["pickled"].process_group is None
         for layer in layers.values():
             layer(torch.tensor([[-1.0], [1.0]]) + 2**rank)
         return {way: layer.running_mean.item() for way, layer in layers.items()}
@@ -169,8 +179,8 @@ def test_statistics_are_those_of_the_ranks_in_the_group(tmp_path: Path) -> None:
 
     A pickled layer uses all ranks.
     """
-    found = run_ranks(members, 4, tmp_path)
-    expected = {
+    means = run_ranks(mean_of_group, 4, tmp_path)
+    ranks_by_group = {
         "None": [[0, 1, 2, 3]],
         "9": [[0, 1, 2, 3]],
         "pickled": [[0, 1, 2, 3]],
@@ -181,7 +191,7 @@ def test_statistics_are_those_of_the_ranks_in_the_group(tmp_path: Path) -> None:
         "copied": [[0, 3], [1, 2]],
         "of others": [[0, 1], [2], [3]],
     }
-    for way, parts in expected.items():
-        for part in parts:
-            mean = pytest.approx(sum(2**rank for rank in part) / len(part))
-            assert [found[rank][way] for rank in part] == [mean] * len(part), way
+    for way, groups in ranks_by_group.items():
+        for ranks in groups:
+            mean = sum(2**rank for rank in ranks) / len(ranks)
+            assert [means[rank][way] for rank in ranks] == pytest.approx([mean] * len(ranks)), way

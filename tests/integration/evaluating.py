@@ -15,17 +15,24 @@ Batch = dict[str, Tensor]
 
 
 def scores(samples: int) -> list[Batch]:
-    """Return rows of a score, a label, a group and an index; always the same."""
+    """Return the same rows in each call: score, target, label, group and index."""
     drawn = torch.rand(samples, 2, generator=torch.Generator().manual_seed(samples))
     return [
-        {"x": x, "label": (y < 0.5).long(), "group": torch.tensor(i % 3), "index": torch.tensor(i)}
-        for i, (x, y) in enumerate(drawn)
+        {
+            "x": x,
+            "y": y,
+            "label": (y < 0.5).long(),
+            "group": torch.tensor(index % 3),
+            "index": torch.tensor(index),
+        }
+        for index, (x, y) in enumerate(drawn)
     ]
 
 
 def loader(
     samples: int, batch_size: int | None = 1, kind: Any = DataLoader, **options: Any
 ) -> DataLoader[Any]:
+    """Return a loader of a number of samples."""
     chosen = options if "batch_sampler" in options else {"batch_size": batch_size, **options}
     loader: DataLoader[Any] = kind(scores(samples), **chosen)
     return loader
@@ -46,13 +53,17 @@ class Ragged(BatchSampler):
         return sum(1 for _ in self)
 
 
-class AtTheEnd(L.LightningModule):
-    """Logs at the end of the epoch only, and remembers what its own hooks saw."""
+class Scorer(L.LightningModule):
+    """Logs a metric of each loader, and values, at the end of an epoch.
+
+    Attributes:
+        samples: those of each batch that this rank evaluated, by loader.
+    """
 
     def __init__(self, loaders: int = 1) -> None:
         super().__init__()
         self.aurocs = nn.ModuleList(BinaryAUROC() for _ in range(loaders))
-        self.seen: list[list[int]] = []
+        self.samples: dict[int, list[list[int]]] = {number: [] for number in range(loaders)}
 
     def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
         x = batch["x"]
@@ -61,4 +72,4 @@ class AtTheEnd(L.LightningModule):
         self.log(f"auroc {dataloader_idx}", auroc)
         self.log("mean", x.mean(), sync_dist=True, batch_size=len(x))
         self.log("greatest", x.max(), reduce_fx="max", sync_dist=True, batch_size=len(x))
-        self.seen.append(batch["index"].tolist())
+        self.samples[dataloader_idx].append(batch["index"].tolist())

@@ -1,10 +1,7 @@
-"""Evaluation of data that the user divides among ranks: each rank evaluates its part,
-and values are those of all samples.
-"""
+"""Ranks evaluate data that the user divides, and values are those of all samples."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +14,13 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_ddp_ext.errors import RankAbsentError, RankFailedError
 from tests.harness.ranks import run_ranks
 from tests.harness.training import make_strategy, make_trainer
-from tests.integration import evaluating
+from tests.integration.evaluating import Ragged, Scorer, loader, scores
 
 
 class Dealt(DistributedSampler[Any]):
-    """A user's sampler for several ranks that repeats nothing, so that some have more
-    samples or none.
+    """A user's sampler for several ranks that repeats nothing.
+
+    Some ranks have more samples than others, or none.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -40,18 +38,17 @@ class Part(IterableDataset[Any]):
         self.part = slice(rank, None, world_size)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(evaluating.scores(self.samples)[self.part])
+        return iter(scores(self.samples)[self.part])
 
 
-class Unsized(evaluating.Ragged):
+class Unsized(Ragged):
     """Yields batches of one, two, three and more samples, and has no length."""
 
     __len__ = None
 
 
 def sampled(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
-    sampler = Dealt(evaluating.scores(samples), world_size, rank)
-    return evaluating.loader(samples, 1, sampler=sampler)
+    return loader(samples, sampler=Dealt(scores(samples), world_size, rank))
 
 
 def streamed(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
@@ -59,71 +56,64 @@ def streamed(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
 
 
 def unsized(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
-    batches = Unsized(range(rank, samples, world_size), 2, False)
-    return DataLoader(evaluating.scores(samples), batch_sampler=batches)
+    return loader(samples, batch_sampler=Unsized(range(rank, samples, world_size), 2, False))
+
+
+Sizes = list[int]  # of a rank's batches
 
 
 class Case(NamedTuple):
-    """How data are divided, and for each loader its number of samples and the sizes of
-    the batches that each of three ranks evaluates.
+    """How data are divided.
+
+    By the number of samples in a loader, ``sizes`` has those of the batches that each
+    of three ranks evaluates.
     """
 
     make: Callable[[int, int, int], DataLoader[Any]]
-    loaders: list[tuple[int, list[list[int]]]]
+    sizes: dict[int, list[Sizes]]
 
 
 CASES = {
     # Five samples in batches of one are two, two and one.
-    "sampler": Case(sampled, [(5, [[1, 1], [1, 1], [1]]), (4, [[1, 1], [1], [1]])]),
+    "sampler": Case(sampled, {5: [[1, 1], [1, 1], [1]], 4: [[1, 1], [1], [1]]}),
     # Seven samples in batches of two are three, two and two.
-    "stream": Case(streamed, [(7, [[2, 1], [2], [2]]), (9, [[2, 1], [2, 1], [2, 1]])]),
-    "without length": Case(unsized, [(9, [[1, 2], [1, 2], [1, 2]])]),
+    "stream": Case(streamed, {7: [[2, 1], [2], [2]], 9: [[2, 1], [2, 1], [2, 1]]}),
+    "without length": Case(unsized, {9: [[1, 2], [1, 2], [1, 2]]}),
 }
-
-
-class Sizes(evaluating.AtTheEnd):
-    """Records the sizes of batches, by loader."""
-
-    def __init__(self, loaders: int) -> None:
-        super().__init__(loaders)
-        self.sizes: dict[int, list[int]] = defaultdict(list)
-
-    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
-        super().validation_step(batch, index, dataloader_idx)
-        self.sizes[dataloader_idx].append(len(batch["index"]))
 
 
 class Divided(NamedTuple):
     """What an evaluation logged, and the sizes of this rank's batches by loader."""
 
     logged: dict[str, float]
-    sizes: dict[int, list[int]]
+    sizes: list[Sizes]
 
 
-def make_on(world_size: int, directory: Path) -> L.Trainer:
+def trainer_on(world_size: int, directory: Path) -> L.Trainer:
     strategy: Any = make_strategy("ours", directory) if world_size > 1 else "auto"
     return make_trainer(strategy, devices=world_size, use_distributed_sampler=False)
 
 
 def divide(rank: int, world_size: int, directory: Path, name: str) -> Divided:
+    """Evaluate this rank's part of each loader."""
     case = CASES[name]
-    loaders = [case.make(samples, rank, world_size) for samples, _ in case.loaders]
-    model = Sizes(len(loaders))
-    logged: dict[str, float] = {}
-    for values in make_on(world_size, directory).validate(model, loaders, verbose=False):
-        logged.update(values)
-    return Divided(logged, dict(model.sizes))
+    loaders = [case.make(samples, rank, world_size) for samples in case.sizes]
+    model = Scorer(len(loaders))
+    trainer = trainer_on(world_size, directory)
+    trainer.validate(model, loaders, verbose=False)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    sizes = [[len(batch) for batch in batches] for batches in model.samples.values()]
+    return Divided(logged, sizes)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_have_other_numbers_of_batches(name: str, tmp_path: Path) -> None:
     """Each rank evaluates its own batches, and values are those of all samples."""
     (alone,) = run_ranks(divide, 1, tmp_path, name)
-    by_rank = run_ranks(divide, 3, tmp_path, name)
-    for found in by_rank:
-        assert found.logged == pytest.approx(alone.logged, rel=1e-6)
-    for number, (_, sizes) in enumerate(CASES[name].loaders):
-        assert [found.sizes[number] for found in by_rank] == sizes
+    sizes_of_ranks = zip(*CASES[name].sizes.values(), strict=True)
+    for divided, sizes in zip(run_ranks(divide, 3, tmp_path, name), sizes_of_ranks, strict=True):
+        assert divided.logged == pytest.approx(alone.logged, rel=1e-6)
+        assert divided.sizes == list(sizes)
 
 
 class Failure(NamedTuple):
@@ -139,9 +129,7 @@ def evaluate_one_sample(
     """Evaluate data of which only rank 0 has a sample."""
     only_on_rank_0 = make(1, rank, world_size)
     with pytest.raises((RankFailedError, RuntimeError)) as caught:
-        make_on(world_size, directory).validate(
-            evaluating.AtTheEnd(), only_on_rank_0, verbose=False
-        )
+        trainer_on(world_size, directory).validate(Scorer(), only_on_rank_0, verbose=False)
     return Failure(caught.type, str(caught.value))
 
 

@@ -1,16 +1,16 @@
-"""Ways to read and to collect in an evaluation: logged values are one process's,
-everything else is stock's.
+"""An evaluation on several ranks counts each sample once, however it is read.
+
+Logged values are those of one process. Everything else that a rank collects is stock's.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -18,77 +18,70 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchmetrics import (
-    CatMetric,
-    MeanMetric,
-    Metric,
-    MetricCollection,
-    PearsonCorrCoef,
-)
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecall
 from torchmetrics.retrieval import RetrievalMRR
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
-from tests.harness import training
-from tests.integration.continuing import KEPT
+from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_ranks
+from tests.integration.continuing import workers
 from tests.integration.evaluating import Batch, Ragged, loader
 
+WORKERS = workers(2, persistent_workers=True)
+SIZES_OF_SEVERAL = ((7, 1), (10, 3), (1, 1), (23, 6))
 
-@dataclass(frozen=True)
-class Case:
-    """What is read, by how many ranks, and how."""
+READERS: dict[str, Callable[[int, int], list[DataLoader[Any]]]] = {
+    "batches": lambda samples, size: [loader(samples, size)],
+    "limited": lambda samples, size: [loader(samples, size)],
+    "items": lambda samples, size: [loader(samples, None)],
+    "workers": lambda samples, size: [loader(samples, size, **WORKERS)],
+    "stateful": lambda samples, size: [loader(samples, size, StatefulDataLoader)],
+    "ragged": lambda samples, size: [
+        loader(samples, batch_sampler=Ragged(range(samples), 2, False))
+    ],
+    "two": lambda samples, size: [loader(samples, size), loader(samples + 1, size)],
+    "several": lambda samples, size: [
+        loader(samples, size),
+        *(loader(*sizes) for sizes in SIZES_OF_SEVERAL),
+    ],
+    "fit": lambda samples, size: [loader(samples, size), loader(samples + 1, size, **WORKERS)],
+    "shuffled": lambda samples, size: [loader(samples, size, shuffle=True)],
+    "subset": lambda samples, size: [
+        loader(samples, size, sampler=SubsetRandomSampler(range(0, samples, 2)))
+    ],
+    "unrepeating": lambda samples, size: [
+        loader(samples, size, sampler=ExactDistributedSampler(range(samples)))
+    ],
+    "unrepeating, stateful": lambda samples, size: [
+        loader(samples, size, StatefulDataLoader, sampler=ExactDistributedSampler(range(samples)))
+    ],
+}
+
+
+class Case(NamedTuple):
+    """A way to read, and the numbers of samples and of those in a batch."""
 
     reader: str
     samples: int
     batch_size: int
-    ranks: int
-
-    @property
-    def reads_other_samples_than_stock(self) -> bool:
-        return self.reader in ("shuffled", "subset", "fit") or self.has_unrepeating_sampler
-
-    @property
-    def has_unrepeating_sampler(self) -> bool:
-        """Whether the user's sampler leaves some ranks a batch less, for which stock's
-        ranks would wait.
-        """
-        return self.reader.startswith("unrepeating")
-
-    @property
-    def is_filled_up(self) -> bool:
-        """Whether the step that fills up is not beyond the limit of one batch."""
-        return self.reader != "limited" or math.ceil(self.samples / self.ranks) > self.batch_size
 
     def loaders(self) -> list[DataLoader[Any]]:
-        load = partial(loader, self.samples, batch_size=self.batch_size)
-        if self.reader in ("two", "fit"):
-            return [
-                load(),
-                loader(self.samples + 1, self.batch_size, **KEPT if self.reader == "fit" else {}),
-            ]
-        if self.reader == "several":
-            return [load(), *(loader(*size) for size in ((7, 1), (10, 3), (1, 1), (23, 6)))]
-        unrepeating = ExactDistributedSampler(range(self.samples))
-        ways: dict[str, dict[str, Any]] = {
-            "ragged": {"batch_sampler": Ragged(range(self.samples), 2, False)},
-            "items": {"batch_size": None},
-            "workers": {**KEPT, "num_workers": 2},
-            "shuffled": {"shuffle": True},
-            "subset": {"sampler": SubsetRandomSampler(range(0, self.samples, 2))},
-            "stateful": {"kind": StatefulDataLoader},
-            "unrepeating": {"sampler": unrepeating},
-            "unrepeating, stateful": {"sampler": unrepeating, "kind": StatefulDataLoader},
-        }
-        return [load(**ways.get(self.reader, {}))]
+        return READERS[self.reader](self.samples, self.batch_size)
 
 
-CASES = [
-    *product(["batches"], (1, 4, 5, 13), (1, 3)),
-    *((reader, *size) for reader in ("items", "stateful", "two") for size in ((1, 2), (13, 3))),
-    *((reader, *size) for reader in ("ragged", "limited") for size in ((1, 2), (5, 2), (13, 3))),
-    *(("workers", 13, 3), ("several", 2, 2), ("shuffled", 13, 4), ("subset", 20, 2)),
-    *(("unrepeating", 10, 3), ("unrepeating, stateful", 10, 3), ("fit", 5, 2)),
+LIMITED = [Case("limited", 1, 2), Case("limited", 13, 3)]  # to one batch
+READ_AS_STOCK = [
+    *(Case("batches", samples, size) for samples in (1, 4, 5, 13) for size in (1, 3)),
+    *(Case(reader, 1, 2) for reader in ("items", "stateful", "two", "ragged")),
+    *(Case(reader, 13, 3) for reader in ("items", "stateful", "two", "ragged", "workers")),
+    Case("ragged", 5, 2),
+    Case("several", 2, 2),
 ]
+# Stock's ranks read others of the samples.
+READ_OTHERWISE = [Case("shuffled", 13, 4), Case("subset", 20, 2), Case("fit", 5, 2)]
+# Stock's ranks would wait for a rank that has a batch less.
+UNREPEATING = [Case("unrepeating", 10, 3), Case("unrepeating, stateful", 10, 3)]
+UNLIMITED = [*READ_AS_STOCK, *READ_OTHERWISE, *UNREPEATING]
 
 
 class InPlace(Metric):
@@ -108,8 +101,9 @@ class InPlace(Metric):
 
 
 class Items(Metric):
-    """Keeps each batch in a list that torchmetrics gathers item by item, next to a
-    number that it reduces.
+    """Keeps each batch in a list that torchmetrics gathers item by item.
+
+    Next to it is a number that torchmetrics reduces.
     """
 
     kept: list[Tensor]
@@ -129,7 +123,21 @@ class Items(Metric):
         return torch.cat(self.kept).sort().values
 
 
-def measures() -> nn.ModuleDict:
+INPUTS_OF_METRICS = {
+    "mean": ["x"],
+    "sum": ["x"],
+    "auroc": ["x", "label"],
+    "shared": ["x", "label"],
+    "seen": ["index"],
+    "pearson": ["x", "y"],
+    "each": ["x"],
+    "ranking": ["x", "label", "group"],
+}
+UNLOGGED = ("seen", "pearson", "each", "ranking")
+ENOUGH_FOR_PEARSON = 10  # samples, since it is NaN where a rank has one of them
+
+
+def make_metrics() -> nn.ModuleDict:
     return nn.ModuleDict(
         {
             "mean": MeanMetric(),
@@ -144,21 +152,22 @@ def measures() -> nn.ModuleDict:
     )
 
 
-UNLOGGED = ("seen", "pearson", "each", "ranking")
-
-
 class Collects(L.LightningModule):
-    """Collects what it evaluates in every way that there is, and trains on anything."""
+    """Collects what it evaluates in every way that there is, and trains on anything.
+
+    Attributes:
+        joint: values of the samples of all ranks, by name.
+        collected: what depends on the samples of each rank, repeated ones included.
+        sizes: the loader and the size of each batch of the last evaluation.
+        counted: the samples in steps of this evaluation in which the rank was not idle.
+    """
 
     def __init__(self, loaders: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
         self.trained = InPlace()
-        self.metrics = nn.ModuleList(measures() for _ in range(loaders))
-        self.outputs: list[Tensor] = []
-        self.written: list[tuple[int, int, int]] = []
-        self.counted = 0
-        self.of_all_ranks: dict[str, Any] = {}
+        self.metrics = nn.ModuleList(make_metrics() for _ in range(loaders))
+        self.joint: dict[str, Any] = {}
         self.collected: dict[str, Any] = {}
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
@@ -168,26 +177,28 @@ class Collects(L.LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        x, label, group, index = (
-            batch[name].reshape(-1) for name in ("x", "label", "group", "index")
+    def on_validation_epoch_start(self) -> None:
+        self.outputs: list[Tensor] = []
+        self.sizes: list[tuple[int, int]] = []
+        self.counted = 0
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        batch = {name: values.reshape(-1) for name, values in batch.items()}
+        x = batch["x"]
+        metrics: Any = self.metrics[dataloader_idx]
+        for name, inputs in INPUTS_OF_METRICS.items():
+            metrics[name].update(*(batch[field] for field in inputs))
+        self.log("mean metric", metrics["mean"], on_step=True, on_epoch=True)
+        self.log_dict(
+            {"sum metric": metrics["sum"], "auroc": metrics["auroc"], **metrics["shared"]}
         )
-        own: Any = self.metrics[dataloader_idx]
-        for name, values in {"mean": (x,), "sum": (x,), "seen": (index,), "each": (x,)}.items():
-            own[name].update(*values)
-        for name in ("auroc", "shared"):
-            own[name].update(x, label)
-        own["pearson"].update(x, label.float())
-        own["ranking"].update(x, label, group)
-        self.log_values(x, label)
-        self.log("mean metric", own["mean"], on_step=True, on_epoch=True)
-        self.log_dict({"sum metric": own["sum"], "auroc": own["auroc"], **own["shared"]})
+        self.log_values(x, batch["label"])
         self.outputs.append(x)
+        self.sizes.append((dataloader_idx, len(x)))
         if not getattr(self.trainer.strategy, "is_idle", False):
             self.counted += len(x)
-        everywhere: Any = self.all_gather(x)  # has the same shape on all ranks
-        assert everywhere.numel() == len(x) * self.trainer.world_size
-        return x
+        gathered: Any = self.all_gather(x)
+        assert gathered.numel() == len(x) * self.trainer.world_size, "ranks have other shapes"
 
     def log_values(self, x: Tensor, label: Tensor) -> None:
         log = partial(self.log, sync_dist=True, batch_size=len(x))
@@ -199,126 +210,126 @@ class Collects(L.LightningModule):
         log("least", label.min(), reduce_fx="min")
         self.log("own", x.mean(), batch_size=len(x))
 
-    def on_validation_batch_end(
-        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self.written.append((dataloader_idx, batch_idx, len(outputs)))
-
     def on_validation_epoch_end(self) -> None:
         outputs = torch.cat(self.outputs)
-        self.outputs.clear()
-        self.collected |= {"own": outputs, "gathered": self.all_gather(outputs)}
-        for number, own in enumerate(self.metrics):
-            computed = {name: own[name].compute() for name in UNLOGGED}
-            self.of_all_ranks[f"seen {number}"] = computed["seen"].sort().values
-            if computed["seen"].numel() > 3 * self.trainer.world_size:
-                # NaN where a rank has one sample.
-                self.of_all_ranks[f"pearson {number}"] = computed["pearson"]
-            self.collected |= {f"{name} {number}": computed[name] for name in ("each", "ranking")}
+        self.collected = {"own": outputs, "gathered": self.all_gather(outputs)}
+        for number, metrics in enumerate(self.metrics):
+            computed = {name: metrics[name].compute() for name in UNLOGGED}
+            seen = computed["seen"].sort().values
+            self.joint[f"seen {number}"] = seen
+            if seen.numel() >= ENOUGH_FOR_PEARSON:
+                self.joint[f"pearson {number}"] = computed["pearson"]
+            self.collected[f"each {number}"] = computed["each"]
+            self.collected[f"ranking {number}"] = computed["ranking"]
             for name in UNLOGGED:
-                own[name].reset()
+                metrics[name].reset()
 
 
-@dataclass
-class Found:
-    """A rank's record: values of all ranks, what else it collected, number and sizes of
-    its batches, and the samples of steps in which it was not idle.
+class Record(NamedTuple):
+    """A rank's record of an evaluation, see ``Collects``.
+
+    ``own`` has logged values that the ranks do not reduce.
     """
 
-    of_all_ranks: dict[str, Any]
+    joint: dict[str, Any]
     collected: dict[str, Any]
-    written: list[tuple[int, int, int]]
+    own: dict[str, Tensor]
+    sizes: list[tuple[int, int]]
     counted: int
 
-    @property
-    def sizes(self) -> list[tuple[int, int]]:
-        return [(loader, size) for loader, _, size in self.written]
+
+def evaluate(kind: Kind, directory: Path, cases: list[Case], ranks: int) -> dict[Case, Record]:
+    """Return the record of each case, with loaders like ``UNREPEATING`` of a second run."""
+    records = {}
+    for case in cases:
+        loaders = case.loaders()
+        batch_samplers = [each.batch_sampler for each in loaders]
+        for _ in range(2 if case in UNREPEATING else 1):
+            records[case] = evaluate_case(kind, directory, case, loaders, ranks)
+        assert [each.batch_sampler for each in loaders] == batch_samplers, case
+    return records
 
 
-def found_by(trainer: L.Trainer, model: Collects) -> Found:
+def evaluate_case(
+    kind: Kind, directory: Path, case: Case, loaders: list[DataLoader[Any]], ranks: int
+) -> Record:
+    strategy = make_strategy(kind, directory) if ranks > 1 else "auto"
+    limit: Any = {"limit_val_batches": 1} if case.reader == "limited" else {}
+    trainer = make_trainer(strategy, devices=ranks, **limit)
+    torch.manual_seed(trainer.global_rank)  # users' samplers may draw differently on each rank
+    model = Collects(len(loaders))
+    if case.reader == "fit":
+        trainer.fit(model, loader(6), loaders)
+    else:
+        trainer.validate(model, loaders, verbose=False)
     logged = {
         name: value for name, value in trainer.callback_metrics.items() if "_step" not in name
     }
-    own = [logged.pop(name) for name in list(logged) if name.startswith("own")]
-    assert all(map(math.isfinite, own)), "what no rank reduces is some number even on an idle rank"
-    return Found(logged | model.of_all_ranks, model.collected, model.written, model.counted)
+    own = {name: logged.pop(name) for name in list(logged) if name.startswith("own")}
+    return Record(logged | model.joint, model.collected, own, model.sizes, model.counted)
 
 
-def evaluate(kind: training.Kind, directory: Path, cases: list[Case]) -> dict[Case, Found]:
-    found = {}
-    for case in cases:
-        strategy = training.make_strategy(kind, directory) if case.ranks > 1 else "auto"
-        limits: Any = {"limit_val_batches": 1} if case.reader == "limited" else {}
-        trainer = training.make_trainer(strategy, devices=case.ranks, **limits)
-        loaders = case.loaders()
-        before = [each.batch_sampler for each in loaders]
-        # As it may be: users' samplers draw differently on each rank.
-        torch.manual_seed(trainer.global_rank)
-        model = Collects(len(loaders))
-        if case.reader == "fit":
-            trainer.fit(model, loader(6), loaders)
-        else:
-            trainer.validate(model, loaders, verbose=False)
-        if case.has_unrepeating_sampler:  # once more: nothing has put a sampler in
-            model = Collects(len(loaders))
-            trainer.validate(model, loaders, verbose=False)
-        found[case] = found_by(trainer, model)
-        assert all(each.batch_sampler is was for each, was in zip(loaders, before, strict=True))
-    return found
+class Evaluations(NamedTuple):
+    """The records of our ranks, of stock's ranks, and of one process."""
+
+    ours: list[dict[Case, Record]]
+    stock: list[dict[Case, Record]]
+    alone: dict[Case, Record]
 
 
-def assert_as_one_process(case: Case, mine: Found, one: Found) -> None:
-    """Values are those of all samples in one process."""
-    missing = one.of_all_ranks.keys() - mine.of_all_ranks.keys()
-    assert all(name.startswith("pearson") for name in missing), (case, missing)
-    expected = {name: value for name, value in one.of_all_ranks.items() if name not in missing}
-    torch.testing.assert_close({case: mine.of_all_ranks}, {case: expected})
+@pytest.fixture(scope="module", params=[2, 3])
+def evaluations(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Evaluations:
+    """Evaluate all cases on two or three ranks, and in one process."""
+    ranks = request.param
+    directory = tmp_path_factory.mktemp("evaluations")
+    cases_of_stock = [*READ_AS_STOCK, *LIMITED]
+    ours = on_ranks("ours", evaluate, directory, [*UNLIMITED, *LIMITED], ranks, world_size=ranks)
+    stock = on_ranks("stock", evaluate, directory, cases_of_stock, ranks, world_size=ranks)
+    (alone,) = on_ranks("stock", evaluate, directory / "stock", UNLIMITED, 1, world_size=1)
+    return Evaluations(ours, stock, alone)
 
 
-# At most one batch, half of the samples, and all of them in each of three evaluations.
-READ_OTHERWISE_THAN_ONCE = ("limited", "subset", "fit")
+def test_values_of_all_ranks_are_those_of_one_process(evaluations: Evaluations) -> None:
+    """Logged values and metrics count each sample once, on every rank."""
+    for record in evaluations.ours:
+        for case in UNLIMITED:
+            alone = evaluations.alone[case].joint
+            torch.testing.assert_close({case: record[case].joint}, {case: alone})
 
 
-def assert_each_sample_counts_once(case: Case, of_ranks: list[Found]) -> None:
-    """``strategy.is_idle`` is true where a rank repeats a sample."""
-    samples = sum(len(each.dataset) for each in case.loaders())
-    assert sum(found.counted for found in of_ranks) == samples, case
+def test_a_rank_is_idle_where_it_repeats_a_sample(evaluations: Evaluations) -> None:
+    """Except in steps with ``strategy.is_idle``, the ranks read each sample once."""
+    for case in UNLIMITED:
+        counted = sum(record[case].counted for record in evaluations.ours)
+        assert (case, counted) == (case, evaluations.alone[case].counted)
 
 
-def assert_as_stock(case: Case, mine: Found, stocks: Found) -> None:
-    """A rank collects stock's samples in stock's order."""
-    training.assert_same({case: mine.collected}, {case: stocks.collected})
+def test_a_rank_collects_what_it_collects_with_stock(evaluations: Evaluations) -> None:
+    """A rank has stock's samples in stock's order, including those that it repeats."""
+    for record, stock in zip(evaluations.ours, evaluations.stock, strict=True):
+        for case in stock:
+            assert_same({case: record[case].collected}, {case: stock[case].collected})
 
 
-def assert_at_most_one_step_more(case: Case, mine: Found, stocks: Found) -> None:
-    """A rank takes as many steps as with stock, or one more with each loader."""
-    ours = Counter(number for number, _ in mine.sizes)
-    for number, steps in Counter(number for number, _ in stocks.sizes).items():
-        assert steps <= ours[number] <= steps + 1, case
+def test_the_step_with_repeated_samples_is_the_only_further_one(evaluations: Evaluations) -> None:
+    """With each loader a rank takes as many steps as with stock, or one more."""
+    for record, stock in zip(evaluations.ours, evaluations.stock, strict=True):
+        for case in stock:
+            steps = Counter(number for number, _ in record[case].sizes)
+            for number, steps_of_stock in Counter(n for n, _ in stock[case].sizes).items():
+                assert steps_of_stock <= steps[number] <= steps_of_stock + 1, case
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_values_are_those_of_one_process_and_all_else_is_stocks(ranks: int, tmp_path: Path) -> None:
-    """Every rank has stock's samples in stock's order, and one process's values.
+def test_batches_have_the_same_sizes_on_all_ranks(evaluations: Evaluations) -> None:
+    """The ranks make the same calls, and collectives in a step have the same shapes."""
+    first, *others = ({case: rank[case].sizes for case in rank} for rank in evaluations.ours)
+    assert others == [first] * len(others)
 
-    It takes at most one step more, which only fills up.
-    """
-    cases = [Case(*case, ranks) for case in CASES]
-    alone = [Case(*case, 1) for case in CASES]
-    even = [case for case in cases if not case.has_unrepeating_sampler]
-    ours = training.on_ranks("ours", evaluate, tmp_path, cases, world_size=ranks)
-    stock = training.on_ranks("stock", evaluate, tmp_path, even, world_size=ranks)
-    (one,) = training.on_ranks("stock", evaluate, tmp_path / "stock", alone, world_size=1)
-    for case in cases:
-        if case.reader not in READ_OTHERWISE_THAN_ONCE:
-            assert_each_sample_counts_once(case, [rank[case] for rank in ours])
-    for mine, stocks in zip(ours, stock, strict=True):
-        for case, single in zip(cases, alone, strict=True):
-            assert mine[case].sizes == ours[0][case].sizes, case
-            if case.reader != "limited":  # one process with the same limit reads other samples
-                assert_as_one_process(case, mine[case], one[single])
-        for case in even:
-            if not case.reads_other_samples_than_stock:
-                assert_at_most_one_step_more(case, mine[case], stocks[case])
-                if case.is_filled_up:
-                    assert_as_stock(case, mine[case], stocks[case])
+
+def test_values_that_the_ranks_do_not_reduce_are_numbers(evaluations: Evaluations) -> None:
+    """This is so even on a rank that is idle in its only step."""
+    for record in evaluations.ours:
+        for case in record:
+            assert all(map(math.isfinite, record[case].own.values())), case

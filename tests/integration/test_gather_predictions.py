@@ -39,7 +39,7 @@ def structured(x: Tensor) -> Any:
 
 
 class Predicts(L.LightningModule):
-    """Returns a given function of a batch, and records the samples that it has seen."""
+    """Returns a given function of a batch, and records the samples that it has read."""
 
     def __init__(self, predict: Callable[[Tensor], Any] = torch.clone) -> None:
         super().__init__()
@@ -52,77 +52,99 @@ class Predicts(L.LightningModule):
 
 
 def loader(samples: int, **options: Any) -> DataLoader[Any]:
+    """Return a loader of these numbers, in batches of two."""
     chosen = options if "batch_sampler" in options else {"batch_size": 2, **options}
     return DataLoader(torch.arange(float(samples)), **chosen)
 
 
 def predict(
-    trainer: L.Trainer, loaders: Any, *function: Callable[[Tensor], Any]
-) -> tuple[Any, list[float]]:
-    """Return the gathered predictions, and the samples that this rank read."""
-    model = Predicts(*function)
-    trainer.predict(model, loaders)
-    return gather_predictions(trainer), model.read
+    trainer: L.Trainer, loaders: Any, function: Callable[[Tensor], Any] = torch.clone
+) -> Any:
+    trainer.predict(Predicts(function), loaders)
+    return gather_predictions(trainer)
 
 
-def several(rank: int, world_size: int, directory: Path) -> list[Any]:
+SAMPLES = {"fewer than ranks": 1, "several": 7, "the user's sampler": 7}
+
+
+class Gathered(NamedTuple):
+    """The gathered predictions, and the samples that this rank read."""
+
+    predictions: Any
+    read: list[float]
+
+
+def predict_numbers(rank: int, world_size: int, directory: Path, name: str) -> Gathered:
+    samples = SAMPLES[name]
+    own = {"sampler": ExactDistributedSampler(range(samples))} if "sampler" in name else {}
     trainer = training.make_trainer(training.make_strategy("ours", directory), devices=world_size)
-    own = loader(7, sampler=ExactDistributedSampler(range(7)))
-    return [predict(trainer, each) for each in (loader(1), loader(7), own)]
+    model = Predicts()
+    trainer.predict(model, loader(samples, **own))
+    return Gathered(gather_predictions(trainer), model.read)
 
 
-def test_every_prediction_is_gathered_once_and_in_order(tmp_path: Path) -> None:
-    """Rank 0 has all predictions in the dataset's order, also of fewer samples than
-    ranks, the others have None.
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_prediction_is_gathered_once_and_in_order(name: str, tmp_path: Path) -> None:
+    """Rank 0 has all predictions in the dataset's order, the others have None.
+
+    The ranks read each sample once.
     """
-    by_rank = ranks.run_ranks(several, 3, tmp_path)
-    for samples, of_ranks in zip((1, 7, 7), zip(*by_rank, strict=True), strict=True):
-        first, *others = (gathered for gathered, _ in of_ranks)
-        assert (first.tolist(), others) == (list(range(samples)), [None, None])
-        # Nothing was predicted that is not among them.
-        assert sorted(x for _, read in of_ranks for x in read) == list(range(samples))
+    first, *others = ranks.run_ranks(predict_numbers, 3, tmp_path, name)
+    numbers = list(range(SAMPLES[name]))
+    assert first.predictions.tolist() == numbers
+    assert [rank.predictions for rank in others] == [None, None]
+    assert sorted(sum((rank.read for rank in others), first.read)) == numbers
 
 
-def structures(kind: training.Kind, directory: Path) -> list[Any]:
-    trainer = training.make_trainer(training.make_strategy(kind, directory))
-    own_batches = loader(5, batch_sampler=BatchSampler(range(5), 2, True))
-    repeating = loader(
-        5, sampler=DistributedSampler(range(5), 2, trainer.global_rank, shuffle=False)
+class Predictions(NamedTuple):
+    """What ``gather_predictions`` returns on a rank, by the way to predict."""
+
+    structure: Any
+    several_loaders: Any
+    own_batches: Any
+    repeating: Any
+    limited: Any
+
+
+def predict_in_all_ways(kind: training.Kind, directory: Path) -> Predictions:
+    def make_trainer(**options: Any) -> L.Trainer:
+        return training.make_trainer(training.make_strategy(kind, directory), **options)
+
+    trainer = make_trainer()
+    rank = trainer.global_rank
+    repeating = DistributedSampler(range(5), 2, rank, shuffle=False)
+    return Predictions(
+        structure=predict(trainer, loader(5), structured),
+        several_loaders=predict(trainer, [loader(5), loader(5, shuffle=True), loader(2)]),
+        own_batches=predict(trainer, loader(5, batch_sampler=BatchSampler(range(5), 2, True))),
+        repeating=predict(trainer, loader(5, sampler=repeating), lambda x: x * 10 + rank),
+        limited=predict(make_trainer(limit_predict_batches=1), loader(7)),
     )
-    gathered = [
-        predict(trainer, loader(5), structured)[0],
-        predict(trainer, [loader(5), loader(5, shuffle=True), loader(2)])[0],
-        predict(trainer, own_batches)[0],
-        predict(trainer, repeating, lambda x: x * 10 + trainer.global_rank)[0],
-    ]
-    return [
-        *gathered,
-        predict(
-            training.make_trainer(training.make_strategy(kind, directory), limit_predict_batches=1),
-            loader(7),
-        )[0],
-    ]
 
 
 @pytest.mark.lowest
 def test_structures_loaders_and_limits(tmp_path: Path) -> None:
-    """Ours and stock return structures as of one batch, loaders in a list, and limited
-    ones as far as read.
+    """Predictions have the structure of one batch, with ours and with stock.
+
+    Those of several loaders are in a list. With a limit, they are those of the batches
+    that were read.
     """
-    for by_rank in training.on_both(structures, tmp_path):
-        (structure, loaders, own_batches, repeating, limited), others = by_rank
-        training.assert_same(structure, structured(torch.arange(5.0)))
-        assert isinstance(structure["pair"], Pair)
-        assert isinstance(structure["array"], np.ndarray)
-        assert [each.tolist() for each in loaders[::2]] == [[0, 1, 2, 3, 4], [0, 1]]
-        assert sorted(set(loaders[1].tolist())) == loaders[1].tolist()
-        assert own_batches.tolist() == [0, 1, 2, 3, 4]
-        assert repeating.tolist() == [0, 11, 20, 31, 40]  # rank 1 predicts sample 0 again
-        assert limited.tolist() == [0, 1, 2, 3]
-        assert others == [None] * 5
+    for first, second in training.on_both(predict_in_all_ways, tmp_path):
+        training.assert_same(first.structure, structured(torch.arange(5.0)))
+        assert isinstance(first.structure["pair"], Pair)
+        assert isinstance(first.structure["array"], np.ndarray)
+        in_order, shuffled, short = (each.tolist() for each in first.several_loaders)
+        assert in_order == [0, 1, 2, 3, 4]
+        assert shuffled == sorted(set(shuffled))
+        assert short == [0, 1]
+        assert first.own_batches.tolist() == [0, 1, 2, 3, 4]
+        assert first.repeating.tolist() == [0, 11, 20, 31, 40]  # rank 1 predicts sample 0 again
+        assert first.limited.tolist() == [0, 1, 2, 3]
+        assert list(second) == [None] * len(Predictions._fields)
 
 
-REFUSED: dict[str, Callable[[Tensor], Any]] = {
+# The predictions of a step, by the beginning of the error.
+NOT_JOINED: dict[str, Callable[[Tensor], Any]] = {
     "predictions must have one row per sample, 2 in this batch (got Tensor, rows: none": torch.mean,
     "predictions['x'] must have one row per sample, 2 in this batch (got Tensor": lambda x: {
         "x": x[:1]
@@ -135,47 +157,49 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Return every rank's error on predictions that cannot be joined."""
+NOT_PREDICTED = "trainer has no predictions; first call trainer.predict with data on every rank"
+NOT_KEPT = "trainer.predict must keep its predictions (got return_predictions=False);"
+NOT_RECORDED = "loader 0 must record the samples of each batch (got Tensor, which does not);"
+
+
+def fail_to_join(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    """Return this rank's errors by the beginnings that they should have."""
     trainer = training.make_trainer(training.make_strategy("ours", directory))
 
-    def gather(
-        loaders: Any = None, function: Callable[[Tensor], Any] = torch.clone, **options: Any
-    ) -> str:
-        if loaders is not None:
-            trainer.predict(Predicts(function), loaders, **options)
-        with pytest.raises(SamplingError) as error:
+    def error() -> str:
+        with pytest.raises(SamplingError) as caught:
             gather_predictions(trainer)
-        return str(error.value)
+        return str(caught.value)
 
-    without = gather()
-    told = [gather(loader(3), each) for each in REFUSED.values()]
-    return [without, gather(loader(3), return_predictions=False), gather([torch.ones(2, 1)]), *told]
+    errors = {NOT_PREDICTED: error()}
+    trainer.predict(Predicts(), loader(3), return_predictions=False)
+    errors[NOT_KEPT] = error()
+    trainer.predict(Predicts(), [torch.ones(2, 1)])
+    errors[NOT_RECORDED] = error()
+    for message, function in NOT_JOINED.items():
+        trainer.predict(Predicts(function), loader(3))
+        errors[message] = error()
+    return errors
 
 
 def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
-    """Every rank raises the same error, with the value that was found and the remedy."""
-    first, second = ranks.run_ranks(refuse, 2, tmp_path)
+    """Every rank raises the same error, with the wrong value and the remedy."""
+    first, second = ranks.run_ranks(fail_to_join, 2, tmp_path)
     assert first == second
-    starts = [
-        "trainer has no predictions; first call trainer.predict with data on every rank",
-        "trainer.predict must keep its predictions (got return_predictions=False);",
-        "loader 0 must record the samples of each batch (got Tensor, which does not);",
-        *REFUSED,
-    ]
-    assert [message[: len(start)] for message, start in zip(first, starts, strict=True)] == starts
+    for beginning, error in first.items():
+        assert error.startswith(beginning)
 
 
 def predict_on_two_hosts(rank: int, world_size: int, init_method: str) -> Any:
     strategy = DDPExtStrategy(init_method, process_group_backend=training.backend("nccl_stand_in"))
-    gathered, _ = predict(training.make_trainer(strategy, devices=1, num_nodes=2), loader(5))
-    return gathered
+    return predict(training.make_trainer(strategy, devices=1, num_nodes=2), loader(5))
 
 
 @pytest.mark.netns
 def test_predictions_of_hosts_whose_names_are_loopback_addresses(two_hosts: Network) -> None:
-    """Debian gives a host's own name the address 127.0.1.1, at which gloo would wait for
-    the other host.
+    """A host whose name has the address 127.0.1.1, as on Debian, sends its predictions.
+
+    Gloo would wait for the other host at this address.
     """
     for host in two_hosts:
         known = host.hosts_file.read_text()
@@ -184,10 +208,11 @@ def test_predictions_of_hosts_whose_names_are_loopback_addresses(two_hosts: Netw
         host.hosts_file.write_text(known.replace(own, f"127.0.1.1 {host.name}"))
     env = {**ranks.by_hand_env(2), "LOCAL_RANK": "0", "NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
     init_method = f"tcp://{two_hosts[0].address}:29874"
-    gathered, nothing = ranks.run_ranks(
+    first, second = ranks.run_ranks(
         predict_on_two_hosts, 2, init_method, env=env, namespaces=list(two_hosts)
     )
-    assert (gathered.tolist(), nothing) == ([0, 1, 2, 3, 4], None)
+    assert first.tolist() == [0, 1, 2, 3, 4]
+    assert second is None
 
 
 def test_other_mappings_are_joined_as_dicts_at_any_depth() -> None:

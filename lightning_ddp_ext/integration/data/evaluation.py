@@ -1,4 +1,10 @@
-"""Evaluate with batches of the same sizes on all ranks, and count each sample once."""
+"""Evaluate with batches of the same sizes on all ranks, and count each sample once.
+
+1. ``prepare`` makes a loader read even batches. Some ranks repeat a sample in the last
+   one.
+2. When an iterator yields a batch, the ranks that repeat a sample in it are recorded.
+3. ``step`` makes these ranks idle in the step of that batch: it does not count there.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +34,8 @@ from ..private.lightning_tree import RunningStage
 from ..start.devices import RankDevicesStrategy
 from .uncounted_step import uncounted
 
+IdleRanks = tuple[int, ...]  # the ranks whose batches do not count in a step
+
 EVALUATED = (
     RunningStage.VALIDATING,
     RunningStage.TESTING,
@@ -41,8 +49,8 @@ class Evaluation:
 
     As in stock Lightning, every rank reads the same number of samples, in batches of
     the same sizes; some ranks repeat a sample for this. The repeated samples are alone
-    in the last step, and on a rank that repeats one, this step does not count: logged
-    values and metrics are restored after the step, and reductions leave the rank out.
+    in the last step. On an idle rank, logged values and metrics are restored after the
+    step, and reductions leave the rank out.
 
     Attributes:
         is_idle: whether this rank's batch does not count in the current step, or did
@@ -58,8 +66,8 @@ class Evaluation:
     def end(self) -> None:
         """End the evaluation, after which no rank is idle."""
         # Lightning may read a batch before the step of an earlier one.
-        self._idle_ranks_of_steps: deque[tuple[int, ...]] = deque()
-        self.idle_ranks: tuple[int, ...] = ()
+        self._idle_ranks_of_steps: deque[IdleRanks] = deque()
+        self.idle_ranks: IdleRanks = ()
         self.is_idle = False
 
     # Loaders.
@@ -81,12 +89,14 @@ class Evaluation:
             if batches_of(loader) == 0:
                 # Lightning refuses a length of 0; the iterator still yields nothing
                 loader.length = 1
-            return
-        if not self._counts_once:
-            return
-        loader.start_evaluation = partial(self._start, loader)
-        if takes_iterator(self._strategy.lightning_module, stage):
-            return  # such a step may fetch several batches, of which some count
+        elif self._counts_once:
+            loader.start_evaluation = partial(self._start, loader)
+            # A step that takes an iterator may fetch several batches, of which some count.
+            if not takes_iterator(self._strategy.lightning_module, stage):
+                self._prepare_even_batches(loader, is_dealt=is_dealt)
+
+    def _prepare_even_batches(self, loader: DistributedLoader, *, is_dealt: bool) -> None:
+        """Make a loader read even batches, if all ranks have the same samples."""
         even = self._even_batches(loader.loader, is_dealt=is_dealt)
         samples = None if even is None else even.samples
         samples_by_rank = ranks_of(self._strategy).gather(samples)
@@ -96,24 +106,19 @@ class Evaluation:
             loader.start_evaluation = partial(self._start_even, loader, even, permanent)
 
     def _even_batches(self, loader: Any, *, is_dealt: bool) -> EvenBatches | None:
-        """Return even batches for a loader if each sample is to be read once.
-
-        Otherwise, return ``None``.
-        """
+        """Return even batches for a loader, or ``None`` to keep its own batches."""
         batch_sampler = index_sampler_of(loader)
         sampler = batch_sampler
         if not isinstance(sampler, GlobalOrderSampler):
             sampler = getattr(batch_sampler, "sampler", None)
         if not isinstance(sampler, GlobalOrderSampler) or not can_count_once(loader):
             return None
-        if not is_dealt and sampler.uneven != "exact":
+        is_to_count_once = is_dealt or sampler.uneven == "exact"
+        if not is_to_count_once:
             return None
-        even = EvenBatches(batch_sampler, sampler, partial(_is_sequential, self._loop))
+        loop = active_loop_of(self._strategy.current_trainer)
+        even = EvenBatches(batch_sampler, sampler, partial(_is_sequential, loop))
         return even if even.reads_all_of_its_sampler() else None
-
-    @property
-    def _loop(self) -> Any:
-        return active_loop_of(self._strategy.current_trainer)
 
     # Iterators over a loader.
 
@@ -123,18 +128,15 @@ class Evaluation:
     def _start_even(
         self, loader: DistributedLoader, even: EvenBatches, permanent: PermanentBatchSampler
     ) -> Iterator[Any]:
-        """Start an iterator whose last batch may not count on some ranks.
-
-        It does not count on the ranks that repeat a sample.
-        """
-        idle_ranks_by_batch = deque[tuple[int, ...]]()
+        """Start an iterator; a batch does not count on ranks that repeat a sample in it."""
+        idle_ranks_by_batch = deque[IdleRanks]()
         # Workers that are spawned get a copy of the sampler, so this can be pickled.
         permanent.draw_next_by(partial(_draw_indices, even, idle_ranks_by_batch))
         batches = iter(loader.loader)
         return self._recorded((batch, idle_ranks_by_batch.popleft()) for batch in batches)
 
-    def _recorded(self, batches: Iterator[tuple[Any, tuple[int, ...]]]) -> Iterator[Any]:
-        """Yield batches, and record which ranks are idle in the step of each batch."""
+    def _recorded(self, batches: Iterator[tuple[Any, IdleRanks]]) -> Iterator[Any]:
+        """Yield batches, and record which ranks are idle in the step of each one."""
         for batch, idle_ranks in batches:
             self._idle_ranks_of_steps.append(idle_ranks)
             yield batch
@@ -158,7 +160,7 @@ class Evaluation:
             self.idle_ranks = ()
 
 
-def _draw_indices(even: EvenBatches, idle_ranks_by_batch: deque[tuple[int, ...]]) -> Iterator[Any]:
+def _draw_indices(even: EvenBatches, idle_ranks_by_batch: deque[IdleRanks]) -> Iterator[Any]:
     """Yield the indices of batches, and append the ranks that are idle in each."""
     for indices, idle_ranks in even.draw():
         idle_ranks_by_batch.append(idle_ranks)

@@ -140,7 +140,7 @@ def _predicted_batches(loader: Any, outputs: list[Any], name: str) -> list[Predi
 def _join_ranks(ranks: Iterable[Predicted]) -> Any:
     """Return each loader's predictions, joined."""
     joined = [_join_in_turn(by_rank) for by_rank in zip(*ranks, strict=True)]
-    if all(each is None for each in joined):
+    if all(predictions is None for predictions in joined):
         raise SamplingError(_NO_PREDICTIONS)
     return joined if len(joined) > 1 else joined[0]
 

@@ -1,4 +1,19 @@
-"""Run a step that does not count: restore logged values and metrics after it."""
+"""Run a step that does not count: restore logged values and metrics after it.
+
+A rank that repeats a sample runs the same step as the other ranks, which wait for it in
+collectives. Afterwards, metrics and logged values are as if there had been no step,
+except that they have the same names, types and shapes as on the other ranks:
+
+================================  ===================================================
+metric                            its states of before
+state without a value before      an empty tensor, or the neutral value in the shape
+                                  that the step gave it
+metric created in the step        reset
+logged value                      its value of before, or the neutral one if it was
+                                  logged for the first time
+value not reduced across ranks    unchanged, so this rank's own value counts the step
+================================  ===================================================
+"""
 
 from __future__ import annotations
 
@@ -15,52 +30,49 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 
 @contextmanager
-def uncounted(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
-    """Make ``self.log`` and torchmetrics work on copies within the block.
-
-    The copies are discarded after the block. A key that is logged for the first time is
-    kept with a value that does not affect any reduction, so that this rank takes part
-    in the reductions at the end of the epoch. A value that is not reduced across ranks
-    counts the step.
+def uncounted(results: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
+    """Restore logged values and metrics after the block.
 
     A metric with a list that torchmetrics gathers item by item counts the step, because
     this list must have the same number of items on all ranks.
 
     Args:
         results: Lightning's collection of logged values, by key.
-        module: the module whose metrics are preserved, at any depth; ``results`` has
+        module: the module whose metrics are restored, at any depth; ``results`` has
             those logged from elsewhere.
     """
-    metrics_before = _metrics(results, module)
-    attributes_before = {id(metric): dict(vars(metric)) for metric in metrics_before}
-    # Values never change in place.
-    logged_before = {key: dict(vars(result)) for key, result in results.items()}
-    for metric in metrics_before:
-        for name, value in attributes_before[id(metric)].items():
-            if name != "_modules":
-                vars(metric)[name] = _copied(value)
+    metrics = _restorable_metrics(results, module)
+    earlier_metrics = {number: _EarlierMetric(metric) for number, metric in metrics.items()}
+    # A logged value never changes in place.
+    earlier_values = {
+        key: dict(vars(result)) for key, result in results.items() if not result.has_reset
+    }
     yield
-    for metric in _metrics(results, module):
-        if id(metric) in attributes_before:
-            _restore(metric, attributes_before[id(metric)])
+    for number, metric in _restorable_metrics(results, module).items():
+        if number in earlier_metrics:
+            earlier_metrics[number].restore()
         elif isinstance(metric, Metric):
             metric.reset()
     for key, result in results.items():
         if not result.has_reset:
-            _restore_result(result, logged_before.get(key))
+            _restore_result(result, earlier_values.get(key))
 
 
-def _metrics(results: Mapping[str, Any], module: nn.Module) -> list[nn.Module]:
-    """Return the metrics that a step can be taken out of, each once.
+def _restorable_metrics(results: Mapping[str, Any], module: nn.Module) -> dict[int, nn.Module]:
+    """Return the metrics and metric collections that can be restored, by ``id``.
 
-    Metric collections are included.
+    The hash of a metric changes with its states.
     """
-    logged = (result.value for result in results.values() if not result.is_tensor)
-    modules = (each for root in (module, *logged) for each in root.modules())
-    return list({id(each): each for each in modules if _can_be_restored(each)}.values())
+    logged = [result.value for result in results.values() if not result.is_tensor]
+    return {
+        id(metric): metric
+        for root in (module, *logged)
+        for metric in root.modules()
+        if _is_restorable(metric)
+    }
 
 
-def _can_be_restored(module: nn.Module) -> bool:
+def _is_restorable(module: nn.Module) -> bool:
     """Whether a module is a metric without a list that is gathered item by item.
 
     Torchmetrics joins the items of other lists first.
@@ -73,6 +85,28 @@ def _can_be_restored(module: nn.Module) -> bool:
     return isinstance(module, MetricCollection)
 
 
+class _EarlierMetric:
+    """The attributes of a metric before the step, which changes copies of them."""
+
+    def __init__(self, metric: nn.Module) -> None:
+        self._metric = metric
+        self._attributes = dict(vars(metric))
+        for name, value in self._attributes.items():
+            if name != "_modules":  # metrics in it are restored separately
+                vars(metric)[name] = _copied(value)
+
+    def restore(self) -> None:
+        metric = self._metric
+        if isinstance(metric, Metric):
+            for name in metric._reductions:
+                earlier = self._attributes[name]
+                self._attributes[name] = _with_form_of(getattr(metric, name), earlier)
+            # A result to reuse, or none, as on the ranks that count the step.
+            self._attributes["_computed"] = metric._computed
+        vars(metric).clear()
+        vars(metric).update(self._attributes)
+
+
 def _copied(value: Any) -> Any:
     """Copy state that a metric may change in place.
 
@@ -82,64 +116,39 @@ def _copied(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):  # such as the groups of a collection
         copied = copy.copy(value)
-        for name, each in value.items():
-            copied[name] = _copied(each)  # Counter.update would add
+        for name, item in value.items():
+            copied[name] = _copied(item)  # Counter.update would add
         return copied
     return copy.copy(value) if isinstance(value, (list, set, deque)) else value
 
 
-def _restore(metric: nn.Module, before: dict[str, Any]) -> None:
-    if isinstance(metric, Metric):
-        before.update(_empty_lists(metric, before))
-        before.update(_shaped(metric, before))
-        # A result to reuse, or none, as on the ranks that count the step.
-        before["_computed"] = metric._computed
-    vars(metric).clear()
-    vars(metric).update(before)
+def _with_form_of(state: Any, earlier: Any) -> Any:
+    """Return the earlier state with the type and shape that the step has given it.
 
-
-def _shaped(metric: Metric, before: dict[str, Any]) -> dict[str, Tensor]:
-    """Return earlier states in the shape that the step has given them.
-
-    The ranks must have this shape in common.
+    The ranks must have these in common when they reduce the states.
     """
-    states = {name: (before[name], getattr(metric, name)) for name in metric._reductions}
-    return {
-        name: earlier.expand(now.shape).clone()
-        for name, (earlier, now) in states.items()
-        if isinstance(earlier, Tensor) and isinstance(now, Tensor) and earlier.ndim < now.ndim
-    }
+    if isinstance(earlier, Tensor) and isinstance(state, Tensor) and earlier.ndim < state.ndim:
+        return earlier.expand(state.shape).clone()
+    if isinstance(earlier, list) and not earlier and state:
+        return [torch.atleast_1d(state[0])[:0]]
+    return earlier
 
 
-def _empty_lists(metric: Metric, before: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """Return an empty tensor for each list that was empty before the step.
+def _restore_result(result: Any, earlier: dict[str, Any] | None) -> None:
+    """Restore a logged value to its attributes of before the step.
 
-    It has the type and shape of the rows that the step added.
+    They are ``None`` if the epoch had no value yet.
     """
-    lists = [
-        name
-        for name, join in metric._reductions.items()
-        if join is dim_zero_cat and before[name] == []
-    ]
-    states = {name: getattr(metric, name) for name in lists}
-    return {name: [torch.atleast_1d(rows[0])[:0]] for name, rows in states.items() if rows}
-
-
-def _restore_result(result: Any, before: dict[str, Any] | None) -> None:
-    """Restore the earlier value; if it is missing or was reset, set a neutral one.
-
-    A value that the ranks do not reduce is this rank's own; user code may have reduced
-    it, and it stays.
-    """
-    if before is not None and before["has_reset"]:
-        before = None
+    is_metric = not result.is_tensor
     is_reduced = result.meta.sync.should and not result.meta.sync.rank_zero_only
-    if not result.is_tensor:
-        result._forward_cache = before["_forward_cache"] if before else None
-    elif is_reduced and before:
-        value_of_step = result._forward_cache  # reduced over the ranks that count
-        vars(result).update(before)
-        result._forward_cache = value_of_step
-    elif is_reduced:
-        for state, neutral in result._defaults.items():
-            setattr(result, state, neutral.clone().to(getattr(result, state).device))
+    if is_metric:
+        result._forward_cache = earlier["_forward_cache"] if earlier else None
+    elif not is_reduced:
+        return  # user code may have reduced it
+    elif earlier:
+        reduced_in_step = result._forward_cache  # over the ranks that count
+        vars(result).update(earlier)
+        result._forward_cache = reduced_in_step
+    else:
+        for name, neutral in result._defaults.items():
+            setattr(result, name, neutral.clone().to(getattr(result, name).device))

@@ -1,0 +1,181 @@
+"""`fit` converts BatchNorm layers, reports this, and restores them afterwards."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import warnings
+from contextlib import suppress
+from logging.handlers import BufferingHandler
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pytest
+from torch import Tensor, nn
+
+from lightning_ddp_ext import SyncBatchNorm, SyncBatchNormConversion
+from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
+from tests.harness.ranks import run_ranks
+from tests.harness.training import Batch, Kind, Net, fit, make_trainer, on_ranks
+
+By = Literal["callback", "flag"]  # what converts: our callback, or the Trainer's flag
+
+WAYS = pytest.mark.parametrize(
+    ("kind", "by"), [pytest.param("ours", "flag", marks=pytest.mark.lowest), ("stock", "callback")]
+)
+
+
+class Scaled(nn.BatchNorm1d):
+    """Overrides forward, so it is not converted."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Facts(NamedTuple):
+    """The properties of a model that a conversion could change."""
+
+    modules: list[tuple[str, int, int, bool]]
+    keys: list[str]
+    attributes: list[list[str]]
+
+
+def facts(model: Any) -> Facts:
+    modules = [
+        (name, id(module), id(type(module)), module.training)
+        for name, module in model.named_modules(remove_duplicate=False)
+    ]
+    attributes = [sorted(vars(layer)) for layer in model.layers]
+    return Facts(modules, list(model.state_dict()), attributes)
+
+
+class Records(Net):
+    """Records its facts in hooks.
+
+    Args:
+        error: what the second training step raises.
+    """
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()
+        shared = nn.BatchNorm1d(8)  # converted: one layer in two places
+        layers = [shared, shared, nn.BatchNorm1d(8).eval(), Scaled(8), SyncBatchNorm(8)]
+        self.layers = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 1))
+        self.error = error
+        self.seen: dict[str, Facts] = {}
+
+    def training_step(self, batch: Batch, index: int) -> Any:
+        if index == 1 and self.error is not None:
+            raise self.error
+        self.seen["training"] = facts(self)
+        return super().training_step(batch, index)
+
+    def on_train_end(self) -> None:
+        self.seen["on_train_end"] = facts(self)
+
+    def on_fit_end(self) -> None:
+        self.seen["on_fit_end"] = facts(self)
+
+
+class Record(NamedTuple):
+    """A model's facts before, during and after a fit, and the messages on BatchNorm."""
+
+    before: Facts
+    seen: dict[str, Facts]
+    after: Facts
+    messages: list[str]
+
+
+ERRORS = {"error": ZeroDivisionError(), "Ctrl-C": KeyboardInterrupt()}
+
+
+def fit_and_record(kind: Kind, directory: Path, by: By, end: str = "success") -> Record:
+    handler = BufferingHandler(capacity=10_000)
+    for name in ("lightning_ddp_ext", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).addHandler(handler)
+    callbacks = [SyncBatchNormConversion()] if by == "callback" else []
+    model = Records(ERRORS.get(end))
+    before = facts(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with suppress(ZeroDivisionError, RankFailedError, SystemExit):
+            fit(
+                kind,
+                directory,
+                model,
+                *callbacks,
+                sync_batchnorm=by == "flag",
+                limit_train_batches=0 if end == "no batches" else 1.0,
+            )
+    messages = [each.getMessage() for each in handler.buffer]
+    messages += [str(each.message) for each in caught]
+    about_batchnorm = [message for message in messages if "BatchNorm" in message]
+    return Record(before, model.seen, facts(model), about_batchnorm)
+
+
+@WAYS
+def test_layers_are_converted_during_training_only(kind: Kind, by: By, tmp_path: Path) -> None:
+    """The state dict keeps its keys meanwhile.
+
+    The callback restores layers before ``on_train_end``, the flag before
+    ``on_fit_end``.
+    """
+    for record in on_ranks(kind, fit_and_record, tmp_path, by):
+        assert record.seen["training"].modules != record.before.modules
+        assert record.seen["training"].keys == record.before.keys
+        assert record.seen["on_fit_end"] == record.after == record.before
+        if by == "callback":
+            assert record.seen["on_train_end"] == record.before
+
+
+@WAYS
+def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path) -> None:
+    """Rank 0 logs a line about converted layers, and names the others in a warning."""
+    first, second = on_ranks(kind, fit_and_record, tmp_path, by)
+    summary, warning = first.messages
+    assert (
+        summary == "SyncBatchNorm: 2 of 4 layers, statistics over 2 ranks; "
+        "not converted: 1 overrides forward, 1 synchronises already"
+    )
+    assert "layers.4 (Scaled) overrides forward. A class that" in warning
+    assert second.messages == []
+
+
+@WAYS
+@pytest.mark.parametrize("end", ["no batches", *ERRORS])
+def test_whatever_ends_fit_the_model_is_what_it_was(
+    kind: Kind, by: By, end: str, tmp_path: Path
+) -> None:
+    """Types, modes, keys and sharing of layers are unchanged."""
+    for record in on_ranks(kind, fit_and_record, tmp_path, by, end):
+        assert record.after == record.before
+
+
+def choose_twice(kind: Kind, directory: Path) -> str:
+    model = Records()
+    before = facts(model)
+    conversion = SyncBatchNormConversion(process_group=1)
+    with pytest.raises((ConfigurationError, RankFailedError)) as caught:
+        fit(kind, directory, model, conversion, sync_batchnorm=True)
+    assert facts(model) == before
+    return str(caught.value)
+
+
+def test_the_trainers_flag_allows_no_choice_of_ranks(tmp_path: Path) -> None:
+    """All ranks raise an error that names the flag."""
+    for message in on_ranks("ours", choose_twice, tmp_path):
+        assert "sync_batchnorm=True synchronises all layers" in message
+
+
+def fit_alone(rank: int, world_size: int) -> None:
+    model = Records()
+    before = facts(model)
+    copied = pickle.loads(pickle.dumps(SyncBatchNormConversion()))
+    make_trainer("auto", devices=1, callbacks=[copied]).fit(model)
+    assert model.seen["training"] == before
+
+
+def test_the_callback_does_nothing_on_one_rank() -> None:
+    """It can be pickled for ranks that are spawned."""
+    run_ranks(fit_alone, 1)

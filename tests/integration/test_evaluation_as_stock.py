@@ -1,0 +1,107 @@
+"""Evaluations in which samples cannot or must not count once are stock's.
+
+They have combined loaders, ``dataloader_iter``, whole batches only, a sampler of the
+user's that repeats samples, or ``exact_evaluation=False``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import BatchSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both
+from tests.integration.evaluating import Scorer, loader
+
+Mode = Literal["min_size", "max_size", "max_size_cycle"]
+
+
+class Pulls(Scorer):
+    """Takes batches from an iterator."""
+
+    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:
+        batch, _, _ = next(dataloader_iter)
+        super().validation_step(batch, 0)
+
+
+class Pairs(Scorer):
+    """Takes batches of two loaders, of which one may have ended."""
+
+    def __init__(self) -> None:
+        super().__init__(loaders=2)
+
+    def validation_step(self, batches: Any, index: int) -> None:
+        for number, batch in enumerate(batches):
+            if batch is not None:
+                super().validation_step(batch, index, number)
+
+
+class Whole(BatchSampler):
+    """Yields whole batches only, although it says ``drop_last=False``."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples = list(self.sampler)
+        for batch in range(len(self)):
+            first = batch * self.batch_size
+            yield samples[first : first + self.batch_size]
+
+    def __len__(self) -> int:
+        return len(self.sampler) // self.batch_size
+
+
+@dataclass
+class Case:
+    """What a rank reads, the model, and options of the Trainer and of our strategy."""
+
+    loaders: Callable[[int], Any]
+    model: type[Scorer] = Scorer
+    options: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+
+
+def combined(mode: Mode, **options: Any) -> Case:
+    return Case(lambda rank: CombinedLoader([loader(11, 2), loader(5, 2)], mode), Pairs, options)
+
+
+MODES: tuple[Mode, ...] = ("min_size", "max_size", "max_size_cycle")
+CASES = {
+    **{mode: combined(mode) for mode in MODES},
+    **{f"{mode}, limited": combined(mode, limit_val_batches=1) for mode in MODES},
+    **{f"{mode}, fast_dev_run": combined(mode, fast_dev_run=True) for mode in MODES},
+    "dataloader_iter": Case(lambda rank: loader(5, 2), Pulls),
+    "drop_last": Case(lambda rank: loader(9, 2, drop_last=True)),
+    "whole batches": Case(lambda rank: loader(9, batch_sampler=Whole(range(9), 5, False))),
+    "a sampler that repeats": Case(
+        lambda rank: loader(5, sampler=DistributedSampler(range(5), 2, rank, shuffle=False))
+    ),
+    "exact_evaluation=False": Case(lambda rank: loader(5, 2), strategy={"exact_evaluation": False}),
+}
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation logged, and the samples of this rank's batches, by loader."""
+
+    logged: Any
+    samples: dict[int, list[list[int]]]
+
+
+def evaluate_cases(kind: Kind, directory: Path) -> dict[str, Evaluated]:
+    evaluated = {}
+    for name, case in CASES.items():
+        model = case.model()
+        strategy = make_strategy(kind, directory, **case.strategy if kind == "ours" else {})
+        trainer = make_trainer(strategy, **case.options)
+        logged = trainer.validate(model, case.loaders(trainer.global_rank), verbose=False)
+        evaluated[name] = Evaluated(logged, model.samples)
+    return evaluated
+
+
+def test_evaluations_that_do_not_count_samples_once_are_stocks(tmp_path: Path) -> None:
+    """Values, samples and batches are stock's on each rank."""
+    ours, stock = on_both(evaluate_cases, tmp_path)
+    assert_same(ours, stock)

@@ -1,0 +1,80 @@
+"""`self.log(..., sync_dist=True)` costs one collective in a step, and no barrier."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from tests.harness.training import Batch, Kind, Net, fit, on_both
+
+STEPS = 4  # in an epoch of ``Net`` on two ranks
+VALUES = 10
+
+
+class Logs(Net):
+    """Logs a number of values in each training step, and nothing else."""
+
+    def __init__(self, values: int, **options: Any) -> None:
+        super().__init__()
+        self.values = values
+        self.options = {"sync_dist": True, **options}
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        loss = self.loss(batch)
+        for number in range(self.values):
+            op = ("mean", "max")[number % 2]
+            self.log(f"{number}", loss, reduce_fx=op, **self.options)
+        return loss
+
+
+class Collectives(NamedTuple):
+    """The numbers of collectives, by kind.
+
+    They are those of two steps without values, and the additional ones of an epoch with
+    values.
+    """
+
+    two_steps: Counter[str]
+    values: Counter[str]
+    four_times_as_many: Counter[str]
+    values_of_epoch: Counter[str]
+
+
+def count_collectives(kind: Kind, directory: Path) -> Collectives:
+    def count(model: Net, **options: Any) -> Counter[str]:
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            fit(kind, directory, model, max_epochs=1, limit_val_batches=0, **options)
+        names = [event.name for event in recorded.events()]
+        return Counter(name.removeprefix("gloo:") for name in names if "gloo:" in name)
+
+    count(Logs(1))  # opens groups
+    nothing = count(Logs(0))
+    return Collectives(
+        nothing - count(Logs(0), limit_train_batches=STEPS - 2),
+        count(Logs(VALUES)) - nothing,
+        count(Logs(4 * VALUES)) - nothing,
+        count(Logs(VALUES, on_step=False, on_epoch=True)) - nothing,
+    )
+
+
+@pytest.mark.nightly
+def test_a_step_makes_one_collective(tmp_path: Path) -> None:
+    """A step with up to 127 values makes one collective, and so does an epoch's end.
+
+    Stock makes a barrier and an all-reduce for each value.
+
+    A step without values makes stock's exchanges, but for the broadcast of whether
+    there was a signal.
+    """
+    (ours, _), (stock, _) = on_both(count_collectives, tmp_path)
+    assert stock.two_steps - ours.two_steps == {"broadcast": 2}
+    assert ours.values == ours.four_times_as_many == {"all_gather": STEPS}
+    assert stock.values == {"barrier": STEPS * VALUES, "all_reduce": STEPS * VALUES}
+    assert ours.values_of_epoch == {"all_gather": 1}
+    numbers = VALUES + VALUES // 2  # of a mean also the batch size
+    assert stock.values_of_epoch == {"barrier": numbers, "all_reduce": numbers}

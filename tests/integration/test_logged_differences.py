@@ -1,0 +1,93 @@
+"""Ranks that log different values with `sync_dist=True` raise, instead of waiting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ddp_ext import DDPExtError, DivergenceError
+from lightning_ddp_ext.errors import RankAbsentError
+from tests.harness.training import Batch, Kind, Net, fit, on_ranks
+
+A = "training_step.a (mean)"
+B = "training_step.b (mean)"
+LAST_STEP = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """The names that rank 1 logs from a step on, and the error of all ranks.
+
+    Rank 0 logs ``common`` in all steps, and so does rank 1 before.
+    """
+
+    names: list[str]
+    message: str
+    error: type[DDPExtError] = DivergenceError
+    first_step: int = 2
+    common: str = "a"
+    dtype: torch.dtype = torch.float32
+    is_of_epoch: bool = False
+
+
+CASES = {
+    "one more": Case(["a", "b"], f"rank 1 logged {B} (compared with rank 0); every rank"),
+    "another": Case(["b"], f"rank 1 logged {B} and did not log {A}"),
+    "nothing": Case([], f"rank 0 began the reduction of {A}", RankAbsentError, first_step=0),
+    "something": Case(["a"], f"rank 1 began the reduction of {A}", RankAbsentError, common=""),
+    "another type": Case(
+        ["a"],
+        "rank 1 logged training_step.a (mean, float64) and did not log training_step.a (mean,"
+        " float32)",
+        dtype=torch.float64,
+    ),
+    "many": Case(
+        [f"{number}" for number in range(70)],
+        "training_step.7 (mean) and 62 more and did not log",  # the first eight are listed
+        first_step=0,
+    ),
+    "nothing in the last step": Case([], f"rank 1 did not log {A}", first_step=LAST_STEP),
+    "another after the epoch": Case(
+        ["b"], f"rank 1 logged {B} and did not log {A}", first_step=0, is_of_epoch=True
+    ),
+    "one more after the epoch": Case(
+        ["a", "b"], f"began the reduction of {B}", DDPExtError, first_step=0, is_of_epoch=True
+    ),
+}
+
+
+class Differs(Net):
+    """Logs what a case says."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        is_other = self.global_rank == 1 and index >= self.case.first_step
+        value = torch.ones((), dtype=self.case.dtype if is_other else torch.float32)
+        on = {"on_step": False, "on_epoch": True} if self.case.is_of_epoch else {}
+        for name in self.case.names if is_other else self.case.common:
+            self.log(name, value, sync_dist=True, **on)
+        return self.loss(batch)
+
+
+def fail(kind: Kind, directory: Path) -> dict[str, str]:
+    """Return the error of each case, one after another in one process."""
+    messages = {}
+    for name, case in CASES.items():
+        with pytest.raises(case.error) as error:
+            fit(kind, directory, Differs(case), limit_val_batches=0)
+        messages[name] = str(error.value)
+    return messages
+
+
+def test_ranks_that_log_different_values_all_raise(tmp_path: Path) -> None:
+    """The error names each rank's values, in a step and at the end of an epoch."""
+    for messages in on_ranks("ours", fail, tmp_path):
+        for name, case in CASES.items():
+            assert case.message in messages[name], name
