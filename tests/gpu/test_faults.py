@@ -26,7 +26,11 @@ from torch import Tensor
 from lightning_ddp_ext import HangWatchdog
 from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankHungError
 from lightning_ddp_ext.rendezvous.process_context import current, leave
-from lightning_ddp_ext.supervision.flight import Flight, flights, unfinished
+from lightning_ddp_ext.supervision.flight_recorder import (
+    GroupProgress,
+    groups_in_collectives,
+    read_progress,
+)
 from tests.gpu import placement as places
 from tests.gpu.placement import GPU, IS_GPU, Placement
 from tests.harness import training
@@ -212,7 +216,7 @@ def fit(placement: Placement, directory: Path) -> dict[str, Tensor]:
 
 def abort_and_train_again(
     rank: int, world_size: int, placement: Placement, directory: Path
-) -> tuple[list[str], list[Flight], float]:
+) -> tuple[list[str], list[GroupProgress], float]:
     """Abort an all-reduce that waits for the device; return what was unfinished before
     that, and the timeout.
     """
@@ -223,8 +227,8 @@ def abort_and_train_again(
     value = torch.ones(3, device=GPU)
     places.hold_device(3.0 if IS_GPU else 0.0)
     dist.all_reduce(value)
-    waits = unfinished()
-    pending = flights()
+    waits = groups_in_collectives()
+    pending = read_progress()
     aborting = threading.Thread(target=context.groups.abort)
     aborting.start()
     aborting.join(60)
@@ -244,15 +248,16 @@ def test_an_all_reduce_that_waits_is_recorded_and_can_be_aborted(tmp_path: Path)
     Trainer, with one rank.
     """
     [(waits, found, limit)] = places.ALONE.run(abort_and_train_again, tmp_path)
-    [flight] = [each for each in found if each.label == ""]
-    assert flight.describe(flight.entered).startswith(f"all_reduce #{flight.entered} [[3]]")
-    assert flight.collective(flight.entered).place.startswith(__file__)
-    assert flight.members == [0]
-    assert limit <= flight.limit <= limit + 60
-    assert 0.0 <= flight.seconds < 60
+    [progress] = [each for each in found if each.label == ""]
+    number = progress.entered
+    assert progress.describe(number).startswith(f"all_reduce #{number} [[3]]")
+    assert progress.collective(number).place.startswith(__file__)
+    assert progress.members == [0]
+    assert limit <= progress.limit <= limit + 60
+    assert 0.0 <= progress.seconds < 60
     if IS_GPU:  # gloo has finished by then
         assert any(wait.startswith("_dump_nccl_trace ") for wait in waits), waits
-        assert flight.pending == flight.entered
+        assert progress.pending == number
 
 
 def capture_while_polled(
@@ -264,7 +269,7 @@ def capture_while_polled(
 
     def poll() -> None:
         while not is_over.wait(POLLED_EVERY):
-            unfinished()
+            groups_in_collectives()
             polls.release()
 
     polling = threading.Thread(target=poll)

@@ -89,28 +89,44 @@ def test_a_rank_that_is_orphaned_while_it_starts_ends() -> None:
         script.kill(0)
 
 
-WATCHES = """
+WATCHES_PARENT = """
     import os
+    import sys
     import threading
 
-    from lightning_ddp_ext.supervision import parent_watch
+    import psutil  # the other user may not be able to read it
 
-    parent_watch.watch_launcher(os.getppid())
+    from lightning_ddp_ext.supervision.parent_watch import GRACE, watch_launcher
+
+    user = int(sys.argv[1])
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    watch_launcher(os.getppid())
     for thread in threading.enumerate():
         if thread.name == "ddpx-launcher":
-            thread.join(2 * parent_watch._GRACE)
+            thread.join(2 * GRACE)
     print("still runs")
 """
-SHELL = ("sh", "-c", '"$@"; exit $?', "sh")
+ROOT = "0"
+NOBODY = "65534"
+SHELL = ("sh", "-c", '"$@"; exit $?', "sh")  # waits for the command that follows
+HIDING_SHELL = ("sh", "-c", 'mount -t proc -o hidepid=2 proc /proc && "$@"; exit $?', "sh")
 
 
-@pytest.mark.parametrize("shells", [(), SHELL], ids=["outside", "first"])
-def test_a_parent_that_cannot_be_seen_has_not_exited(shells: tuple[str, ...]) -> None:
-    """A rank runs on as the first process of a container, or below a shell that is the
-    first process.
-    """
+@pytest.mark.parametrize(
+    ("parents", "user"),
+    [
+        pytest.param([], ROOT, id="outside the container"),
+        pytest.param([*SHELL], ROOT, id="first process of the container"),
+        pytest.param([*SHELL, *HIDING_SHELL], NOBODY, id="another user's, hidden in /proc"),
+    ],
+)
+def test_a_parent_that_cannot_be_seen_has_not_exited(parents: list[str], user: str) -> None:
+    """A rank continues while its parent runs, even if the rank cannot see the parent."""
     skip_because(why_unavailable())
-    done = run_script(WATCHES, launcher=("unshare", "--pid", "--fork", *shells, "python"))
+    container = ("unshare", "--pid", "--mount", "--fork", *parents, "python")
+    done = run_script(WATCHES_PARENT, user, launcher=container)
     assert done.output.splitlines()[-1:] == ["still runs"], done.output
 
 
