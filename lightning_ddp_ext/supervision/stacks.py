@@ -76,12 +76,12 @@ def is_users(frame: FrameType) -> bool:
 
 def call_site_in(lines: Iterable[tuple[str, int]]) -> str:
     """Return a recorded stack's first line in the user's code; empty if not found."""
-    found = (f"{file}:{line}" for file, line in lines if not _is_between(file))
-    return next(found, "")
+    users = (f"{file}:{line}" for file, line in lines if not _is_library(file))
+    return next(users, "")
 
 
 @cache
-def _is_between(file: str) -> bool:
+def _is_library(file: str) -> bool:
     libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     folders = [os.path.dirname(module.__file__ or "") for module in libraries]
     is_of_library = any(file.startswith(folder + os.sep) for folder in folders)
