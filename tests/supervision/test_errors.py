@@ -34,9 +34,9 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"
 
 
-def assert_names_culprit(told: Outcome, culprit: int, pid: int) -> None:
+def assert_names_culprit(survivor: Outcome, culprit: int, pid: int) -> None:
     """Assert that the rank's error names the culprit, with the culprit's traceback."""
-    error = model.error_of(told, RankFailedError, culprit, pid)
+    error = model.error_of(survivor, RankFailedError, culprit, pid)
     assert str(error) == f"{model.who(culprit, pid)} failed, so this rank stops: {BOOM}"
     assert error.traceback_text.startswith("Traceback (most recent call last):\n")
     assert "in boom\n" in error.traceback_text
@@ -78,10 +78,10 @@ def test_others_raise_while_the_failed_rank_continues(
     fault = model.Fault(hook, model.boom, culprit, earlier=1 if steps else 0)
     with RankProcesses(catch_and_stay, 2, url, fault, hook, tmp_path) as ranks:
         ranks.wait_for("caught", culprit)
-        (told,) = ranks.wait(1 - culprit)
+        (survivor,) = ranks.wait(1 - culprit)
         ranks.release(culprit)
         (failed,) = ranks.wait(culprit)
-    assert_names_culprit(told, culprit, failed.pid)
+    assert_names_culprit(survivor, culprit, failed.pid)
     assert failed.exit_code == 0, failed.story()
     saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
     assert saved["state_dict"].keys() == Net().state_dict().keys()
@@ -89,17 +89,19 @@ def test_others_raise_while_the_failed_rank_continues(
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "sentence"),
     [
         (model.boom, "RankFailedError: {} failed, so this rank stops: BoomError: no such layer"),
         (model.die, "RankDiedError: {} died: its process ended unexpectedly; every rank stops."),
     ],
 )
-def test_a_rank_that_nothing_can_wake_exits(end: Callable[[], None], said: str, url: str) -> None:
+def test_a_rank_that_nothing_can_wake_exits(
+    end: Callable[[], None], sentence: str, url: str
+) -> None:
     """A process whose main thread blocks for ever exits and prints the reason."""
     faults = model.in_step(end, 0), model.in_step(model.wait_for_ever, 1)
     culprit, ended = launch_ranks(model.fit, 2, url, *faults, grace={"failed": 0.1, "died": 0.3})
-    assert f"[rank 1] {said.format(model.who(0, culprit.pid))}" in ended.output
+    assert f"[rank 1] {sentence.format(model.who(0, culprit.pid))}" in ended.output
     assert ended.exit_code == 1
 
 
@@ -171,11 +173,11 @@ def test_unusual_exceptions_reach_the_other_ranks(
     ``sys.exit`` and Ctrl-C are such kinds, and exceptions without a text or with one of
     megabytes.
     """
-    told, culprit = launch_ranks(model.fit, 2, url, model.in_step(action, 1))
-    assert told.failure.type_name == "RankFailedError", told.story()
-    assert f"failed, so this rank stops: {reason}" in told.failure.message
-    assert len(told.failure.message) < 10_000
-    assert told.exit_code == 1
+    survivor, culprit = launch_ranks(model.fit, 2, url, model.in_step(action, 1))
+    assert survivor.failure.type_name == "RankFailedError", survivor.story()
+    assert f"failed, so this rank stops: {reason}" in survivor.failure.message
+    assert len(survivor.failure.message) < 10_000
+    assert survivor.exit_code == 1
     assert culprit.exit_code == 1
 
 
@@ -189,7 +191,7 @@ def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], cul
 
 
 @pytest.mark.parametrize(
-    ("end", "culprit", "status", "said"),
+    ("end", "culprit", "status", "sentence"),
     [
         (
             model.boom,
@@ -201,7 +203,7 @@ def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], cul
     ],
 )
 def test_a_rank_that_ends_between_two_fits_is_named(
-    end: Callable[[], None], culprit: int, status: int, said: str, url: str
+    end: Callable[[], None], culprit: int, status: int, sentence: str, url: str
 ) -> None:
     """Ranks that wait in the second fit raise.
 
@@ -209,11 +211,11 @@ def test_a_rank_that_ends_between_two_fits_is_named(
     """
     outcomes = launch_ranks(fit_twice, 2, url, end, culprit)
     ended = outcomes[culprit]
-    told = outcomes[1 - culprit]
-    error = f"{told.failure.type_name}: {told.failure.message}"
-    assert error.startswith(said.format(model.who(culprit, ended.pid)))
+    survivor = outcomes[1 - culprit]
+    error = f"{survivor.failure.type_name}: {survivor.failure.message}"
+    assert error.startswith(sentence.format(model.who(culprit, ended.pid)))
     assert ended.exit_code == status
-    assert told.exit_code == 1
+    assert survivor.exit_code == 1
 
 
 def wait_for_the_countdown() -> None:

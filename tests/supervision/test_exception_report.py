@@ -166,10 +166,10 @@ def test_an_error_with_the_words_of_a_backend_is_the_ranks_own(
         ranks.wait_for("reading", 0)
         (failed,) = ranks.wait(1)
         ranks.release(0)
-        (told,) = ranks.wait(0)
+        (survivor,) = ranks.wait(0)
     assert re.search(error, failed.output, re.DOTALL), failed.story()
     assert failed.failure.type_name == "RuntimeError", failed.story()
-    model.error_of(told, RankFailedError, 1, failed.pid)
+    model.error_of(survivor, RankFailedError, 1, failed.pid)
 
 
 def use_socket() -> None:
@@ -251,5 +251,5 @@ def test_a_collective_that_user_code_waits_for_names_the_dead_rank(tmp_path: Pat
         ranks.wait_for("dying", 1)
         ranks.wait_for("waiting", 0)
         ranks.kill(1)
-        told, died = ranks.wait()
-    model.error_of(told, RankDiedError, 1, died.pid)
+        survivor, died = ranks.wait()
+    model.error_of(survivor, RankDiedError, 1, died.pid)

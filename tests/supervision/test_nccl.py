@@ -104,8 +104,8 @@ def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: 
     with RankProcesses(fit, 2, tmp_path, work) as ranks:
         ranks.wait_for("working", 0)
         ranks.kill(0)
-        died, told = ranks.wait()
-    error_of(told, RankDiedError, 0, died.pid)
+        died, survivor = ranks.wait()
+    error_of(survivor, RankDiedError, 0, died.pid)
 
 
 def test_arbitrary_values_on_a_rank_that_is_blamed_do_not_hide_the_reason(tmp_path: Path) -> None:
@@ -120,6 +120,6 @@ def test_an_abort_that_never_returns_does_not_keep_the_process(tmp_path: Path) -
     with RankProcesses(fit, 2, tmp_path, exchange, abort_returns=False) as ranks:
         ranks.wait_for("working", 0)
         ranks.kill(0)
-        _, told = ranks.wait()
-    assert told.exit_code == 1, told.story()
-    assert "RankDiedError: rank 0" in told.output, told.story()
+        _, survivor = ranks.wait()
+    assert survivor.exit_code == 1, survivor.story()
+    assert "RankDiedError: rank 0" in survivor.output, survivor.story()
