@@ -135,7 +135,7 @@ def record_started(started: ChildScripts) -> None:
 
 
 class Blame(IntEnum):
-    """The end of a failed process; the lowest one is the most likely first failure."""
+    """How a failed process exited; the lowest number marks the likely first failure."""
 
     KILLED = 0
     RAISED = 1
