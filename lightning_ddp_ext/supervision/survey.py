@@ -60,13 +60,13 @@ class Survey:
 
     Attributes:
         reporter: describes this rank.
-        publish: called with the findings of a watchdog's survey, on the rank that
-            collected them; returns whether all ranks stop.
+        publish: called with the event and the findings of a watchdog's survey, on the
+            rank that collected them; returns whether all ranks stop.
     """
 
     def __init__(self, context: ProcessContext) -> None:
         self.reporter = Reporter(context)
-        self.publish: Callable[[Findings], bool] = lambda findings: True
+        self.publish: Callable[[PeerEvent, Findings], bool] = lambda event, findings: True
         self._peers = context.peers
         self._groups = context.groups
         self._seconds = context.peers.timeouts.answer
@@ -149,13 +149,11 @@ class Survey:
         """Report the rank that the others wait for, if the findings show it."""
         if kind == "hang":
             event = findings.stuck_rank
-            all_stop = event is not None and self.publish(findings)
-            event = event if all_stop else None
         else:
             event = findings.silent_rank(wait)
             if event is None and kind == "collective":
                 event = findings.rank_outside_collective(wait)
-        if event is not None:
+        if event is not None and (kind != "hang" or self.publish(event, findings)):
             self._peers.report(event)
 
     # On rank 0.

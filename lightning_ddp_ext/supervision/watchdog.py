@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Literal
 
 from lightning_ddp_ext.forced_exit import exit_now, print_in_time
+from lightning_ddp_ext.rendezvous.peers import PeerEvent
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.diagnosis import Findings
 from lightning_ddp_ext.supervision.report import Report
@@ -100,14 +101,14 @@ class Watchdog:
         self._reported_at = time.monotonic()
         if self._survey is not None:
             self._survey.request("hang")
-        elif self._publish(Findings([self._report()])):
+            return
+        findings = Findings([self._report()])
+        event = findings.stuck_rank
+        if event is not None and self._publish(event, findings):
             exit_now(1)  # nothing else would unblock the main thread
 
-    def _publish(self, findings: Findings) -> bool:
-        """Print and write a diagnosis, if there is one; return whether all ranks stop."""
-        event = findings.stuck_rank
-        if event is None:
-            return False
+    def _publish(self, event: PeerEvent, findings: Findings) -> bool:
+        """Print and write a diagnosis; return whether all ranks stop."""
         is_abort = self._on_hang == "abort"
         now = datetime.now()
         path = self._directory / f"hang-{now:%Y%m%d-%H%M%S}-rank{self._who.rank}.txt"

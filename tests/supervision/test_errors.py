@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.ranks import RemoteTraceback
@@ -23,6 +23,7 @@ from tests.harness.training import Net
 from tests.supervision import model
 
 BOOM = "BoomError: no such layer"
+STEPS_OF_EPOCH = 4  # of ``Net``, on two ranks
 STUCK = (
     r"process raised an exception and has not exited within 0\.3 s \(save_deadline\), so rank \d"
     r" exits at \S+:\d+"
@@ -46,37 +47,39 @@ def assert_names_culprit(survivor: Outcome, culprit: int, pid: int) -> None:
 
 
 def catch_and_stay(
-    rank: int, world_size: int, url: str, fault: model.Fault, hook: str, directory: Path
+    rank: int, world_size: int, url: str, fault: model.Fault, directory: Path
 ) -> None:
+    """Train; a rank that fails saves, and continues to run."""
     strategy = model.by_hand(rank, world_size, url)
     saver = OnExceptionCheckpoint(directory)
     trainer = model.make_trainer(world_size, strategy, fault, saver, enable_checkpointing=True)
-    net = Net()
-    if not hasattr(Callback, hook):  # a method of models alone
-        setattr(net, hook, lambda *_: getattr(fault, hook)(trainer))
     try:
-        trainer.fit(net)
+        trainer.fit(Net())
     except model.BoomError:
         hold("caught")
 
 
 @pytest.mark.parametrize(
-    ("hook", "culprit", "steps"),
+    ("fault", "culprit", "steps"),
     [
-        ("setup", 0, 0),
-        ("on_train_batch_start", 0, 1),
-        ("validation_step", 1, 4),  # after an epoch of 24 samples, 3 a batch, on 2 ranks
+        pytest.param(model.Fault("setup", model.boom, 0), 0, 0, id="before training"),
+        pytest.param(model.in_step(model.boom, 0), 0, 1, id="in a step"),
+        pytest.param(
+            model.Fault("on_validation_batch_start", model.boom, 1),
+            1,
+            STEPS_OF_EPOCH,
+            id="in the validation after an epoch",
+        ),
     ],
 )
 def test_others_raise_while_the_failed_rank_continues(
-    hook: str, culprit: int, steps: int, url: str, tmp_path: Path
+    fault: model.Fault, culprit: int, steps: int, url: str, tmp_path: Path
 ) -> None:
     """The other rank exits and names the cause while the failed one keeps running.
 
     Rank 0 can still save.
     """
-    fault = model.Fault(hook, model.boom, culprit, earlier=1 if steps else 0)
-    with RankProcesses(catch_and_stay, 2, url, fault, hook, tmp_path) as ranks:
+    with RankProcesses(catch_and_stay, 2, url, fault, tmp_path) as ranks:
         ranks.wait_for("caught", culprit)
         (survivor,) = ranks.wait(1 - culprit)
         ranks.release(culprit)
@@ -218,18 +221,19 @@ def test_a_rank_that_ends_between_two_fits_is_named(
     assert survivor.exit_code == 1
 
 
-def wait_for_the_countdown() -> None:
-    """Wait until the time has passed after which a process that does not work is killed."""
+def wait_for_forced_exit() -> None:
+    """Wait until the time has passed after which a blocked rank is forced to exit."""
     while countdowns := [each for each in threading.enumerate() if each.name == "ddpx-exit"]:
         with suppress(RuntimeError):  # not started yet
             countdowns[0].join()
 
 
 def fit_work_and_fit(rank: int, world_size: int, url: str) -> None:
+    """Train, work until another rank has died, and train again."""
     model.fit(rank, world_size, url, grace={"died": 0.3})
     hold("after fit")
     model.wait_for_another_ranks_end()
-    wait_for_the_countdown()
+    wait_for_forced_exit()
     announce("still there")
     model.fit(rank, world_size, url)
 
