@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -60,7 +60,7 @@ class ChildScripts:
 
     def failure(self) -> str | None:
         """Describe a child that exited before all ranks had connected, if any."""
-        for local_rank, child in self._by_local_rank:
+        for local_rank, child in enumerate(self.children, start=1):
             status = child.poll()
             if status is not None:
                 return (
@@ -68,10 +68,6 @@ class ChildScripts:
                     f" {_in_words(status)} before all ranks had connected; look at its output"
                 )
         return None
-
-    @property
-    def _by_local_rank(self) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-        return enumerate(self.children, start=1)
 
     def join_at_exit(self) -> None:
         """Wait for the children, and exit with the status of one that failed."""
@@ -104,7 +100,7 @@ class ChildScripts:
         Print which one it is, unless a signal stopped all ranks.
         """
         _wait_for_exits(self.children, _END_WITHIN)  # one that was killed may be in the kernel
-        for local_rank, child in self._by_local_rank:
+        for local_rank, child in enumerate(self.children, start=1):
             status = -signal.SIGKILL if child.returncode is None else child.returncode
             if status == 0:
                 continue
