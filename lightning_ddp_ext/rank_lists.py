@@ -29,19 +29,24 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     >>> ranks_in_words([*range(8), 9, *range(20, 320, 2)])
     'ranks 0-7, 9, 20, 22, 24, 26, 28, 30 and 144 more'
     """
-    known = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for rank in known:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+    numbers = sorted(set(ranks))
+    ranges: list[list[int]] = []
+    for rank in numbers:
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1].append(rank)
         else:
-            runs.append([rank])
-    shown = [
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:_MOST]
-    ]
-    left_out = len(known) - sum(map(len, runs[:_MOST]))
+            ranges.append([rank])
+    shown = ranges[:_MOST]
+    left_out = len(numbers) - sum(map(len, shown))
     more = f" and {left_out} more" if left_out else ""
-    return f"rank{'s' if len(known) != 1 else ''} {', '.join(shown)}{more}"
+    plural = "s" if len(numbers) != 1 else ""
+    return f"rank{plural} {', '.join(map(_range_in_words, shown))}{more}"
+
+
+def _range_in_words(ranks: list[int]) -> str:
+    if len(ranks) > 2:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
 
 
 def grouped(activities: Mapping[Any, Any]) -> list[tuple[Any, list[Any]]]:

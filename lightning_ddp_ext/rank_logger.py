@@ -68,13 +68,16 @@ def _own_rank() -> int | None:
 
 
 def _numbers(ranks: int | Iterable[int] | str) -> frozenset[int]:
-    several: Any = ranks if isinstance(ranks, Iterable) and not isinstance(ranks, str) else [ranks]
-    numbers = list(several)
-    if not all(
-        isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in numbers
-    ):
+    numbers: list[Any] = [ranks]
+    if isinstance(ranks, Iterable) and not isinstance(ranks, str):
+        numbers = list(ranks)
+    if not all(_is_rank(number) for number in numbers):
         raise ConfigurationError(
             f"ranks must be 'all', a rank or several ranks, counted from 0 (got {ranks!r}); for"
             " example, write ranks=0"
         )
     return frozenset(numbers)
+
+
+def _is_rank(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0

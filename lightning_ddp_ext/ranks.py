@@ -19,7 +19,7 @@ _LONGEST_REASON = 2000
 # Bytes in one broadcast: close to the fastest size, and small enough to limit the
 # device memory that is needed.
 _PIECE = 64 << 20
-# Bytes of a pickle, and of its length, in the first collective; a second has the rest.
+# Bytes of a pickle in the first collective, and of its length; a second has the rest.
 _ROOM = 1 << 10
 _LENGTH = 8
 
@@ -49,13 +49,7 @@ class Ranks:
         """Return the values of all ranks, in rank order."""
         if self.world_size == 1:
             return [value]
-
-        def all_gather(own: Tensor) -> list[Tensor]:
-            rows = [torch.empty_like(own) for _ in range(self.world_size)]
-            dist.all_gather(rows, own, group=self.group)
-            return rows
-
-        return self._exchange(pickle.dumps(value), all_gather)
+        return self._exchange(value, self._all_gather)
 
     def to_rank_zero(self, value: Any) -> list[Any] | None:
         """Return all values in rank order on rank 0, and ``None`` on other ranks."""
@@ -70,36 +64,43 @@ class Ranks:
         """Return rank 0's value."""
         if self.world_size == 1:
             return value
+        return self._exchange(value if self.rank == 0 else None, self._broadcast)[0]
 
-        def broadcast(own: Tensor) -> list[Tensor]:
-            dist.broadcast(own, src=0, group=self.group)
-            return [own]
+    def _all_gather(self, own: Tensor) -> list[Tensor]:
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(rows, own, group=self.group)
+        return rows
 
-        return self._exchange(pickle.dumps(value) if self.rank == 0 else b"", broadcast)[0]
+    def _broadcast(self, own: Tensor) -> list[Tensor]:
+        dist.broadcast(own, src=0, group=self.group)
+        return [own]
 
-    def _exchange(self, pickled: bytes, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
+    def _exchange(self, value: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
         """Run a collective on the pickled values, and a second one if any is long.
 
-        The first one sends the beginning of each value, and the second one the rest.
+        The first one sends the length and the beginning of each pickle, and the second
+        one the rest.
         """
-
-        def exchange(data: bytes, size: int) -> list[bytes]:
-            own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(
-                self._wire
-            )
-            rows = [row.cpu().numpy().tobytes() for row in collective(own)]
-            self.check()
-            return rows
-
-        heads = exchange(
-            len(pickled).to_bytes(_LENGTH, "little") + pickled[:_ROOM], _LENGTH + _ROOM
-        )
-        lengths = [int.from_bytes(head[:_LENGTH], "little") for head in heads]
-        more = max(lengths) - _ROOM
-        tails = exchange(pickled[_ROOM:], more) if more > 0 else [b""] * len(heads)
+        pickled = pickle.dumps(value)
+        head = len(pickled).to_bytes(_LENGTH, "little") + pickled[:_ROOM]
+        heads = self._exchange_bytes(head, _LENGTH + _ROOM, collective)
+        longest = max(int.from_bytes(head[:_LENGTH], "little") for head in heads)
+        tails = [b""] * len(heads)
+        if longest > _ROOM:
+            tails = self._exchange_bytes(pickled[_ROOM:], longest - _ROOM, collective)
         return [
             pickle.loads(head[_LENGTH:] + tail) for head, tail in zip(heads, tails, strict=True)
         ]
+
+    def _exchange_bytes(
+        self, data: bytes, size: int, collective: Callable[[Tensor], list[Tensor]]
+    ) -> list[bytes]:
+        """Run a collective on bytes, filled up to ``size``."""
+        filled = bytearray(data.ljust(size, b"\0"))
+        own = torch.frombuffer(filled, dtype=torch.uint8).to(self._wire)
+        rows = [row.cpu().numpy().tobytes() for row in collective(own)]
+        self.check()
+        return rows
 
     def broadcast(self, buffers: Iterable[Tensor]) -> None:
         """Fill byte buffers in CPU memory with rank 0's content.
@@ -181,11 +182,9 @@ class Ranks:
         failures = self.gather(None if own is None else _Failure.of(own))
         for rank, failure in enumerate(failures):
             if failure is not None:
-                raise (
-                    own
-                    if own is not None and rank == self.rank
-                    else failure.to_error(what, rank=rank)
-                )
+                if own is not None and rank == self.rank:
+                    raise own
+                raise failure.to_error(what, rank=rank)
         return result
 
 

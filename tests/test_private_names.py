@@ -48,7 +48,7 @@ ALLOWED = {
         "_abort_process_group": "abort without waiting; destroys the group if missing",
         "_set_pg_timeout": "the timeout of an existing group, before torch 2.15",
     },
-    "supervision.flight": {
+    "supervision.flight_recorder": {
         "_C": "the Flight Recorder, which is optional",
         "_distributed_c10d": "the Flight Recorder, which is optional",
         "_world": "the groups' names in the Flight Recorder",

@@ -2,104 +2,86 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.harness.ranks import run_ranks
-from tests.harness.training import At, Net
-from tests.supervision.model import boom, by_hand, make_trainer, throw
+import pytest
+
+from tests.harness.ranks import launch_ranks, run_ranks
+from tests.harness.training import Net, fit
+from tests.supervision.model import boom
+
+OPERATION = "a test"
+LOCK_ERROR = "TypeError: cannot pickle '_thread.lock' object"
 
 
-class Growing(Exception):
-    """Pickle rebuilds it with its text as the layer."""
+class LayerError(Exception):
+    """Pickle calls it with its text in place of the layer, which changes the text."""
 
     def __init__(self, layer: str) -> None:
         super().__init__(f"no layer {layer}")
 
 
-LOCK = "TypeError: cannot pickle '_thread.lock' object"
+def raise_layer_error() -> None:
+    raise LayerError("layer3")
 
 
-class Failing(NamedTuple):
-    """Work of rank 0 that fails, and the errors that it and others raise."""
-
-    work: Callable[[], Any]
-    on_rank_zero: str
-    on_others: str
+def work_on_rank_zero(rank: int, world_size: int, directory: Path, work: Callable[[], Any]) -> Any:
+    trainer = fit("ours", directory, Net(), max_epochs=1)
+    return trainer.strategy.on_rank_zero(work, what=OPERATION)
 
 
-WORKS = [
-    Failing(boom, "BoomError: no such layer", "BoomError: no such layer"),
-    # An error that pickle spoils is sent as text.
-    Failing(
-        lambda: throw(Growing("layer3")),
-        "Growing: no layer layer3",
-        "RuntimeError: Growing: no layer layer3",
-    ),
-    # Rank 0 does not continue alone with a result that the others cannot have.
-    Failing(threading.Lock, LOCK, LOCK),
-]
+class Caught(NamedTuple):
+    """An error with its notes, and the text of its cause."""
 
-
-@dataclass(frozen=True)
-class Caught:
-    """An error that ``on_rank_zero`` raised."""
-
-    text: str
+    error: str
     cause: str
-    notes: list[str]
-
-    @classmethod
-    def of(cls, error: Exception) -> Caught:
-        notes = getattr(error, "__notes__", [])
-        return cls(f"{type(error).__name__}: {error}", str(error.__cause__), notes)
 
 
-@dataclass
-class Worked:
-    """What a rank got from ``on_rank_zero`` in the second step."""
-
-    calls: int = 0  # of the work that succeeds, on this rank
-    result: Any = None
-    errors: list[Caught] = field(default_factory=list)
-
-
-def work_and_catch(rank: int, world_size: int, directory: Path) -> Worked:
-    found = Worked()
-
-    def count() -> list[int]:
-        found.calls += 1
-        return [1, 2]
-
-    def work_all(trainer: Any) -> None:
-        found.result = trainer.strategy.on_rank_zero(count, what="a test")
-        for each in WORKS:
-            try:
-                trainer.strategy.on_rank_zero(each.work, what="a test")
-            except Exception as error:
-                found.errors.append(Caught.of(error))
-
-    at = At("on_train_batch_start", work_all, earlier=1)
-    make_trainer(world_size, by_hand(rank, world_size, f"file://{directory}/store"), at).fit(Net())
-    return found
+def catch_error(rank: int, world_size: int, directory: Path, work: Callable[[], Any]) -> Caught:
+    try:
+        work_on_rank_zero(rank, world_size, directory, work)
+    except Exception as error:
+        return Caught("".join(traceback.format_exception_only(error)), str(error.__cause__))
+    raise AssertionError("the work must fail")
 
 
-def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
-    """Rank 0 works once, and every rank has its result or its error.
+def test_every_rank_has_the_result(tmp_path: Path) -> None:
+    """Only rank 0 works, and every rank has its result."""
+    outcomes = launch_ranks(work_on_rank_zero, 2, tmp_path, os.getpid)
+    assert [outcome.result for outcome in outcomes] == [outcomes[0].pid] * 2
 
-    On other ranks the error has a note with its origin, and rank 0's traceback.
-    """
-    first, other = run_ranks(work_and_catch, 2, tmp_path)
-    assert first.calls == 1
-    assert other.calls == 0
-    assert first.result == other.result == [1, 2]
-    assert [error.text for error in first.errors] == [each.on_rank_zero for each in WORKS]
-    assert [error.text for error in other.errors] == [each.on_others for each in WORKS]
-    for error in first.errors:
-        assert error.notes == []
-    for error in other.errors:
-        assert error.notes == ["raised on rank 0 (operation: a test)"]
-    assert "in boom\n" in other.errors[0].cause
+
+@pytest.mark.parametrize(
+    ("work", "error_on_rank_0", "error_on_others"),
+    [
+        pytest.param(
+            boom,
+            "tests.supervision.model.BoomError: no such layer",
+            "tests.supervision.model.BoomError: no such layer",
+            id="an error",
+        ),
+        pytest.param(
+            raise_layer_error,
+            "tests.test_ranks.LayerError: no layer layer3",
+            "RuntimeError: LayerError: no layer layer3",
+            id="an error that pickle changes",
+        ),
+        # Rank 0 does not continue alone with a result that the others cannot have.
+        pytest.param(threading.Lock, LOCK_ERROR, LOCK_ERROR, id="a result without pickle"),
+    ],
+)
+def test_every_rank_raises_the_error(
+    work: Callable[[], Any], error_on_rank_0: str, error_on_others: str, tmp_path: Path
+) -> None:
+    """On other ranks, a note names the origin, and the cause is rank 0's traceback."""
+    on_rank_0, on_rank_1 = run_ranks(catch_error, 2, tmp_path, work)
+    assert on_rank_0.error == f"{error_on_rank_0}\n"
+    note = f"raised on rank 0 (operation: {OPERATION})"
+    assert on_rank_1.error == f"{error_on_others}\n{note}\n"
+    assert "Traceback (most recent call last):" in on_rank_1.cause
+    assert error_on_rank_0 in on_rank_1.cause

@@ -65,14 +65,19 @@ class CommonException:
 
     def _decide(self) -> None:
         """Wait until all ranks have raised, or one of them cannot, and inform them."""
-        waiting = Counter[int]()
+        waiting = Counter[int]()  # the checks in a row that have found a rank waiting
         for _ in range(round(self._peers.timeouts.first_cause / _SECONDS_BETWEEN)):
             replies = self._remote.call(self._peers.everyone, "is_waiting")
             self._peers.wait_for(self._have_all_raised, _SECONDS_BETWEEN)
-            still = [rank for rank, waits in list(replies.items()) if waits]
-            waiting = Counter({rank: waiting[rank] + 1 for rank in still})
-            is_over = self._have_all_raised() or self._peers.cause_or_departure is not None
-            if is_over or _CHECKS in waiting.values():
+            waiting = Counter(
+                {
+                    rank: waiting[rank] + 1
+                    for rank, is_waiting in list(replies.items())
+                    if is_waiting
+                }
+            )
+            has_event = self._peers.cause_or_departure is not None
+            if has_event or self._have_all_raised() or _CHECKS in waiting.values():
                 break
         with self._peers.arrived:
             is_common = self._have_all_raised()

@@ -15,12 +15,14 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RankFailedError, RendezvousError
 from lightning_ddp_ext.ranks import reason_of
+from lightning_ddp_ext.rendezvous.peers import Peers
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.failure import explain
 from lightning_ddp_ext.supervision.session import current_session
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_behind: Hook | None = None  # the hook that ours replaced and calls
+_hook_behind: Hook = sys.__excepthook__  # the hook that ours replaced and calls
+_is_installed = False
 
 
 def install_excepthook() -> None:
@@ -30,48 +32,54 @@ def install_excepthook() -> None:
     output, and ours moves in front of it. A hook that the user has put in front of ours
     since the first call stays there.
     """
-    global _behind
+    global _hook_behind, _is_installed
     hook = sys.excepthook
-    calls_ours = any(
-        cell.cell_contents is _excepthook for cell in getattr(hook, "__closure__", None) or ()
-    )
-    if _behind is None:
-        _behind = hook
+    if not _is_installed:
+        _is_installed = True
+        _hook_behind = hook
         sys.excepthook = _excepthook
-    elif calls_ours and hook.__module__ == dist.distributed_c10d.__name__:
+    elif _calls_ours(hook) and hook.__module__ == dist.distributed_c10d.__name__:
         sys.excepthook = _excepthook
+
+
+def _calls_ours(hook: Hook) -> bool:
+    cells = getattr(hook, "__closure__", None) or ()
+    return any(cell.cell_contents is _excepthook for cell in cells)
 
 
 def _excepthook(
     kind: type[BaseException], exception: BaseException, trace: TracebackType | None
 ) -> None:
     session = current_session()
-    print_as_before = _behind or sys.__excepthook__
     if session is None or isinstance(exception, RendezvousError):
-        print_as_before(kind, exception, trace)
+        _hook_behind(kind, exception, trace)
         return
-    context = session.context
-    if not context.peers.has_raised:
+    peers = session.context.peers
+    if not peers.has_raised:
         # Other ranks may be waiting for this one outside of Trainer calls as well.
         explanation: BaseException = explain(exception)
         if explanation is not exception:
             explanation.__cause__ = exception
             exception = explanation
-    cause = context.peers.cause
     if isinstance(exception, RankFailedError):
         print_line(exception)
-    elif (
-        cause is not None
-        and cause.rank != context.world.rank
-        and cause.reason == reason_of(exception)
-    ):
+    elif _is_printed_by_another_rank(exception, peers):
         print_line(exception, " (another rank prints the traceback)")
     else:
         _write_for_torchrun(exception)
-        print_as_before(kind, exception, trace)
+        _hook_behind(kind, exception, trace)
         sys.stderr.flush()
-    if not (hasattr(sys, "ps1") or sys.flags.inspect):  # an interpreter with a prompt does not exit
+    has_prompt = hasattr(sys, "ps1") or sys.flags.inspect
+    if not has_prompt:  # this process exits
         session.stops.limit_exit()
+
+
+def _is_printed_by_another_rank(exception: BaseException, peers: Peers) -> bool:
+    """Whether the first rank that failed raised the same exception."""
+    cause = peers.cause
+    if cause is None or cause.rank == peers.rank:
+        return False
+    return cause.reason == reason_of(exception)
 
 
 def _write_for_torchrun(exception: BaseException) -> None:

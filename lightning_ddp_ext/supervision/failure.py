@@ -1,4 +1,11 @@
-"""Determine whether this rank or another one caused an exception."""
+"""Determine whether this rank or another one caused an exception.
+
+If another rank fails or exits, a collective or the store of this rank breaks, and its
+main thread raises an exception that does not name the other rank. The place where an
+exception was raised shows whether it may follow from another rank's failure. If so, the
+event of that rank arrives over the control channel, or a survey finds it. All other
+exceptions are this rank's own, and this rank announces them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from enum import Enum
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -64,14 +71,20 @@ def supervised(
         except BaseException as exception:
             run.has_failed = True
             explanation = explain(exception, rescue, is_caught=True)
-            session = current_session()
-            if session is not None and run.is_outermost and session.stops.is_active:
-                session.stops.limit_exit(
-                    is_void=lambda: handler is not None and not is_main_thread_in(handler)
-                )
+            if run.is_outermost:
+                _limit_exit(handler)
             if explanation is exception:
                 raise
             raise explanation from explanation.__cause__
+
+
+def _limit_exit(handler: FrameType | None) -> None:
+    """Limit the time until this process exits or the call of ``handler`` returns."""
+    session = current_session()
+    if session is not None and session.stops.is_active:
+        session.stops.limit_exit(
+            is_void=lambda: handler is not None and not is_main_thread_in(handler)
+        )
 
 
 class Origin(Enum):
@@ -82,6 +95,13 @@ class Origin(Enum):
     BROKEN = "it was raised in a collective or store that another rank probably broke"
     COMMON = "every rank raises, and its caller may catch it"
     OWN = "it is this rank's own failure"
+
+
+class Cause(NamedTuple):
+    """The cause of an exception: ``event`` is that of another rank, if one caused it."""
+
+    origin: Origin
+    event: PeerEvent | None = None
 
 
 def explain(
@@ -96,7 +116,7 @@ def explain(
     if session is None or isinstance(exception, RendezvousError):
         return exception
     context = session.context
-    origin, event = _origin_of(exception, session, is_caught)
+    origin, event = _cause_of(exception, session, is_caught)
     if origin is Origin.BROKEN:
         _print_replaced(exception, context)
     if event is not None:
@@ -109,32 +129,34 @@ def explain(
     return exception
 
 
-def _origin_of(
-    exception: BaseException, session: Session, is_caught: bool
-) -> tuple[Origin, PeerEvent | None]:
-    """Return the origin, and the event of another rank that broke a collective, if any.
-
-    This may take some seconds.
-    """
+def _cause_of(exception: BaseException, session: Session, is_caught: bool) -> Cause:
+    """Return the cause of an exception, after some seconds if other ranks are involved."""
     if isinstance(exception, RankFailedError):
-        return Origin.NAMED, None
+        return Cause(Origin.NAMED)
     peers = session.context.peers
-    is_aborted = peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
+    is_aborted = peers.cause is not None and any(map(_is_in_collective, _chain_of(exception)))
+    origin_elsewhere = Origin.ABORTED if is_aborted else Origin.BROKEN
     if not isinstance(exception, KeyboardInterrupt) and session.context.has_arbitrary_values:
-        return Origin.ABORTED if is_aborted else Origin.BROKEN, peers.cause
+        return Cause(origin_elsewhere, peers.cause)
     if isinstance(exception, _ERRORS_OF_DEVICE):
         # Torch's watchdog may end this process at any time.
-        return Origin.OWN, None
-    event = None
-    if may_be_echo(exception):
-        event = session.survey.cause_of_broken_collective()
-    elif _is_raised_for_user(exception):
-        peers.wait(peers.timeouts.first_cause)
-        event = peers.cause
+        return Cause(Origin.OWN)
+    event = _event_behind(exception, session)
     if event is not None:
-        return Origin.ABORTED if is_aborted else Origin.BROKEN, event
+        return Cause(origin_elsewhere, event)
     is_common = is_caught and session.exceptions.is_common()
-    return Origin.COMMON if is_common else Origin.OWN, None
+    return Cause(Origin.COMMON if is_common else Origin.OWN)
+
+
+def _event_behind(exception: BaseException, session: Session) -> PeerEvent | None:
+    """Wait for the event of another rank that broke a collective of this one, if any."""
+    if may_be_echo(exception):
+        return session.survey.cause_of_broken_collective()
+    peers = session.context.peers
+    if _is_raised_for_user(exception):
+        peers.wait(peers.timeouts.first_cause)
+        return peers.cause
+    return None
 
 
 def _replacement(
@@ -157,6 +179,9 @@ def _print_replaced(exception: BaseException, context: ProcessContext) -> None:
     )
 
 
+# The place where an exception was raised.
+
+
 def may_be_echo(exception: BaseException) -> bool:
     """Whether ``exception`` or a cause of it was raised in a collective or store.
 
@@ -164,7 +189,7 @@ def may_be_echo(exception: BaseException) -> bool:
     one handles another rank's exit, so it counts as this rank's own.
     """
     return not isinstance(exception, KeyboardInterrupt) and any(
-        map(_is_broken_collective, chain_of(exception))
+        map(_is_broken_collective, _chain_of(exception))
     )
 
 
@@ -218,7 +243,7 @@ def _innermost(exception: BaseException) -> TracebackType | None:
     return trace
 
 
-def chain_of(exception: BaseException) -> Iterator[BaseException]:
+def _chain_of(exception: BaseException) -> Iterator[BaseException]:
     """Yield the exception, its cause or context, and so on."""
     seen: set[int] = set()
     link: BaseException | None = exception

@@ -22,8 +22,8 @@ PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
 # Seconds until the exit, also after a save; longer than after a rank's death, since the
 # launcher may be a rank.
-_GRACE = 3.2
-_LOOK_EVERY = 0.25
+GRACE = 3.2
+_LOOK_EVERY = 0.25  # seconds
 _PR_SET_PDEATHSIG = 1  # from prctl.h
 
 _watched: set[int] = set()
@@ -33,9 +33,9 @@ def watch_launcher(pid: int) -> None:
     """Exit some seconds after process ``pid`` exits.
 
     If it is not running, the time counts from this call. A second call for the same
-    process does nothing, nor does a call for process 0 or 1. A parent 0 is outside of
-    this container. Process 1 has adopted this orphan, or is the first process of a
-    container, which ends with it.
+    process does nothing, nor does a call for process 0, which is a parent outside of
+    this container, or for process 1, which has adopted this orphan or is the first
+    process of a container.
     """
     if pid > 1 and pid not in _watched:
         _watched.add(pid)
@@ -79,7 +79,16 @@ def set_rank_variables(local_rank: str) -> None:
 
 
 def _wait_for_exit(pid: int) -> None:
-    import psutil  # importing it takes 6 ms, and only ranks with a launcher need it
+    """Wait until a process exits, even if nobody reads its exit status."""
+    if pid == os.getppid():
+        # The kernel gives an orphan another parent. /proc may hide this process's own
+        # parent (hidepid), if that belongs to another user.
+        while pid == os.getppid():
+            time.sleep(_LOOK_EVERY)
+        return
+
+    # A fork server is this rank's parent, or the launcher exited before this call.
+    import psutil  # importing it takes 6 ms, and few ranks need it
 
     with suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(pid)
@@ -91,14 +100,19 @@ def _exit_after(pid: int) -> None:
     _wait_for_exit(pid)
     with suppress(KeyError, OSError):  # a killed rank 0 leaves the file behind
         os.unlink(os.environ[PRIVATE_FILE])
-    time.sleep(_GRACE)
+    time.sleep(GRACE)
     if wait_for_delays():
-        time.sleep(_GRACE)
+        time.sleep(GRACE)
+    exit_now(1, f"{_reason_to_exit(pid)}\n")
+
+
+def _reason_to_exit(pid: int) -> str:
     sentence = f"the launcher of this process (pid {pid}) exited, so this process exits"
     context = current()
-    if context is not None:
-        event = context.peers.cause_or_departure
-        error = None if event is None else event.to_error()
-        reason = sentence if error is None else f"{type(error).__name__}: {error}"
-        sentence = f"[rank {context.world.rank}] {reason}"
-    exit_now(1, f"{sentence}\n")
+    if context is None:
+        return sentence
+    event = context.peers.cause_or_departure
+    if event is not None:  # a rank that failed or died, before the launcher did
+        error = event.to_error()
+        sentence = f"{type(error).__name__}: {error}"
+    return f"[rank {context.world.rank}] {sentence}"

@@ -1,4 +1,9 @@
-"""Wait for started ranks, find the first that failed, and stop the others."""
+"""Wait for started ranks, find the first that failed, and stop the others.
+
+A script that starts its other ranks is a rank itself, and waits for them at its exit
+(:class:`ChildScripts`). A process that starts functions as ranks only waits for them
+(:class:`RankProcesses`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
+from enum import IntEnum
+from multiprocessing import connection
 from typing import Any
 
 from lightning_ddp_ext.at_exit import set_exit_status
@@ -28,6 +34,7 @@ from lightning_ddp_ext.supervision.signals import (
 # Seconds in which the other ranks may exit after the first failure, before those that
 # are not saving are stopped.
 _END_WITHIN = 5.0
+_END_WITHIN_AFTER_INTERRUPT = 2.5
 _LOOK_EVERY = 0.02
 # After sys.exit(1), this process seems to have succeeded, so a stuck child must not
 # block its exit for longer.
@@ -77,30 +84,30 @@ class ChildScripts:
             The status of the first child that failed, as shells write it; 0 after an
             exception, which has set another.
         """
-        failed = _has_raised()
+        has_raised = _has_raised()
         with suppress(KeyboardInterrupt):
-            if failed:
+            if has_raised:
                 _end(self.children, _END_WITHIN, self.save_within)
             else:
-                _running_after(self.children, self.at_most)
+                _wait_for_exits(self.children, self.at_most)
         for child in self.children:
             child.kill()
-        return 0 if failed else self._status_of_failure()
+        return 0 if has_raised else self._status_of_failure()
 
     def _status_of_failure(self) -> int:
         """Return the status of the first child that failed, or 0.
 
         Print which one it is, unless a signal stopped all ranks.
         """
-        _running_after(self.children, _END_WITHIN)  # one that was killed may be in the kernel
+        _wait_for_exits(self.children, _END_WITHIN)  # one that was killed may be in the kernel
         for local_rank, child in enumerate(self.children, start=1):
             status = -signal.SIGKILL if child.returncode is None else child.returncode
-            if status != 0:
-                if status not in STOP_STATUSES:
-                    sys.stderr.write(
-                        f"local rank {local_rank} (pid {child.pid}) {_in_words(status)}\n"
-                    )
-                return status if status > 0 else status_of(-status)
+            if status == 0:
+                continue
+            if status not in STOP_STATUSES:
+                verdict = _in_words(status)
+                sys.stderr.write(f"local rank {local_rank} (pid {child.pid}) {verdict}\n")
+            return status if status > 0 else status_of(-status)
         return 0
 
 
@@ -121,6 +128,15 @@ def record_started(started: ChildScripts) -> None:
     """Record the ranks that this process started; called once."""
     global _started
     _started = started
+
+
+class Blame(IntEnum):
+    """How a failed process exited; the lowest number marks the likely first failure."""
+
+    KILLED = 0
+    RAISED = 1
+    EXITED = 2  # without a report: it called sys.exit(), or was stuck
+    BYSTANDER = 3  # it raised because of another rank
 
 
 class RankProcesses:
@@ -150,20 +166,7 @@ class RankProcesses:
             Exception: the exception of the first process that failed; a
                 ``RankFailedError`` if it left none.
         """
-        signals = StopSignals(self._pass_on)
-        signals.install(signal.SIGTERM, *without_handler(signal.SIGHUP, signal.SIGUSR1))
-        late: list[int] = []
-        try:
-            self._wait_for_an_end()
-            if self._failed():
-                seconds = self._stop_within if self._stopped_by() else _END_WITHIN
-                late = _end(self.processes, seconds, self._stop_within)
-        except BaseException:
-            # In a notebook, Ctrl-C reaches this process only.
-            _end(self.processes, _END_WITHIN / 2, self._stop_within)
-            raise
-        finally:
-            signals.restore()
+        late = self._wait_and_pass_signals_on()
         status = self._stopped_by()
         if status is not None and {process.exitcode for process in self.processes} == {status}:
             raise SystemExit(status)
@@ -171,19 +174,41 @@ class RankProcesses:
         if failed:
             self._raise(min(failed, key=self._order_of_blame))
         if not os.path.exists(self._results_file):
-            what = (
-                "exited with status 0 before it finished its work; look for sys.exit() or an"
-                " interrupt"
-            )
             # Lightning would wait forever for the results.
-            raise self._error(RankFailedError, 0, what)
+            raise self._error(
+                RankFailedError,
+                0,
+                "exited with status 0 before it finished its work; look for sys.exit() or an"
+                " interrupt",
+            )
         return True
 
-    def _wait_for_an_end(self) -> None:
+    def _wait_and_pass_signals_on(self) -> list[int]:
+        """Wait for all processes, and stop them after a failure.
+
+        Return the processes that were still running then, whose failures do not count.
+        """
+        late: list[int] = []
+        signals = StopSignals(self._pass_on)
+        signals.install(signal.SIGTERM, *without_handler(signal.SIGHUP, signal.SIGUSR1))
+        try:
+            self._wait_for_first_failure()
+            if self._failed():
+                seconds = self._stop_within if self._stopped_by() else _END_WITHIN
+                late = _end(self.processes, seconds, self._stop_within)
+        except BaseException:
+            # In a notebook, Ctrl-C reaches this process only.
+            _end(self.processes, _END_WITHIN_AFTER_INTERRUPT, self._stop_within)
+            raise
+        finally:
+            signals.restore()
+        return late
+
+    def _wait_for_first_failure(self) -> None:
         """Wait until one process has failed, or all have exited."""
         running = {process.sentinel: process for process in self.processes}
         while running and not self._failed():
-            for sentinel in wait(list(running)):
+            for sentinel in connection.wait(list(running)):
                 running.pop(sentinel).join()
 
     def _pass_on(self, signum: int) -> None:
@@ -196,11 +221,13 @@ class RankProcesses:
 
     def _stopped_by(self) -> int | None:
         """Return the common status of the failed ranks if a signal stopped them all."""
-        statuses = {self.processes[index].exitcode for index in self._failed()}
-        is_stop = len(statuses) == 1 and statuses <= STOP_STATUSES
-        return (
-            statuses.pop() if is_stop and not any(map(self._error_file, self._failed())) else None
-        )
+        failed = self._failed()
+        statuses = {self.processes[index].exitcode for index in failed}
+        has_reports = any(self._error_file(index) is not None for index in failed)
+        if len(statuses) != 1 or not statuses <= STOP_STATUSES or has_reports:
+            return None
+        status: int = statuses.pop()
+        return status
 
     def _failed(self) -> list[int]:
         return [
@@ -209,26 +236,25 @@ class RankProcesses:
             if process.exitcode not in (None, 0)
         ]
 
-    def _order_of_blame(self, index: int) -> tuple[int, float]:
+    def _order_of_blame(self, index: int) -> tuple[Blame, float]:
         """Return a sort key that puts the process to blame first.
 
-        The order is: kills, own exceptions by time, exits without a report, failures
-        due to other ranks.
+        Among those that raised, it is the one that raised first.
         """
         path = self._error_file(index)
-        if path is None:  # no report: the process was killed, called sys.exit(), or was stuck
-            return (0 if self.processes[index].exitcode < 0 else 2), 0.0
+        if path is None:
+            is_killed = self.processes[index].exitcode < 0
+            return (Blame.KILLED if is_killed else Blame.EXITED), 0.0
         with open(path, "rb") as file:
             text = str(pickle.load(file))
         is_bystander = re.search(r"^lightning_ddp_ext\.errors\.Rank", text, re.MULTILINE)
-        return (3 if is_bystander else 1), os.stat(path).st_mtime
+        return (Blame.BYSTANDER if is_bystander else Blame.RAISED), os.stat(path).st_mtime
 
     def _error_file(self, index: int) -> str | None:
         """Return torch's file with a process's traceback, if the process wrote one.
 
-        Its name in the directory for temporary files is known to other users. One who
-        takes it could have this process unpickle any code, so the file has to be this
-        user's.
+        It is in the directory for temporary files, where another user could write it
+        and have this process unpickle any code. So it must belong to this user.
         """
         path = str(self._context.error_files[index])
         with suppress(FileNotFoundError):
@@ -261,23 +287,23 @@ def _end(processes: Sequence[Any], seconds: float, save_within: float) -> list[i
     remaining ones are killed.
     """
     try:
-        late = _running_after(processes, seconds)
+        late = _wait_for_exits(processes, seconds)
         for index in late:
             processes[index].terminate()  # a second SIGINT would interrupt a save
-        _running_after(processes, save_within)
+        _wait_for_exits(processes, save_within)
     finally:
         for process in processes:
             process.kill()
-        _running_after(processes, _END_WITHIN)
+        _wait_for_exits(processes, _END_WITHIN)
     return late
 
 
-def _running_after(processes: Sequence[Any], seconds: float) -> list[int]:
+def _wait_for_exits(processes: Sequence[Any], seconds: float) -> list[int]:
     """Wait up to ``seconds``, and return the numbers of processes that still run."""
-    moment = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while True:
-        running = [index for index, each in enumerate(processes) if _status_of(each) is None]
-        if not running or time.monotonic() >= moment:
+        running = [index for index, process in enumerate(processes) if _status_of(process) is None]
+        if not running or time.monotonic() >= deadline:
             return running
         time.sleep(_LOOK_EVERY)
 

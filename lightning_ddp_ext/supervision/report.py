@@ -1,4 +1,4 @@
-"""Describe what a rank is doing, and that a rank did not reply."""
+"""The replies of ranks to a survey: a short one, a report, or none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ from typing import Any
 
 from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.supervision.flight import Flight
+from lightning_ddp_ext.supervision.flight_recorder import GroupProgress
+
+
+@dataclass(frozen=True)
+class Glance:
+    """The short reply of a rank, which does not disturb its work."""
+
+    open_calls: list[str]
+    """The calls in which the rank waits, or in which its device does."""
+    is_blocked: bool
+    """As in a :class:`Report`."""
+    is_in_run: bool
+    """As in a :class:`Report`."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,8 @@ class Report:
 
     # Collectives and named barriers.
 
-    flights: list[Flight] = field(default_factory=list)
-    """Its collectives, as far as torch records them."""
+    groups: list[GroupProgress] = field(default_factory=list)
+    """Its collectives in each group, as far as torch records them."""
     has_timed_out: bool = False
     """Whether it has waited in a collective for the timeout."""
     calls: int = 0
@@ -84,21 +96,21 @@ class Report:
         return self.is_waiting or bool(self.pending)
 
     @property
-    def pending(self) -> list[tuple[Flight, int]]:
-        """Each group's first unfinished collective, by its number."""
-        return [(flight, flight.pending) for flight in self.flights if flight.pending is not None]
+    def pending(self) -> list[GroupProgress]:
+        """Its progress in the groups in which it has an unfinished collective."""
+        return [progress for progress in self.groups if progress.pending]
 
-    def flight(self, group: str) -> Flight | None:
+    def progress_in(self, group: str) -> GroupProgress | None:
         """Return its progress in a group, if torch recorded it."""
-        return next((flight for flight in self.flights if flight.group == group), None)
+        return next((progress for progress in self.groups if progress.group == group), None)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Report:
         """Restore a report from the result of ``dataclasses.asdict``."""
         who = RankInfo(**values["who"])
-        flights = [Flight.from_dict(flight) for flight in values["flights"]]
+        groups = [GroupProgress.from_dict(progress) for progress in values["groups"]]
         awaited = None if values["awaited"] is None else Call(**values["awaited"])
-        return cls(**{**values, "who": who, "flights": flights, "awaited": awaited})
+        return cls(**{**values, "who": who, "groups": groups, "awaited": awaited})
 
 
 @dataclass(frozen=True)

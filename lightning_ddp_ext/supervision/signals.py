@@ -1,4 +1,10 @@
-"""Handle signals that request a stop, call the earlier handlers, and reinstate them."""
+"""Handle signals that request a stop, call the earlier handlers, and reinstate them.
+
+Python calls a handler in the main thread after that thread returns from C code, but a
+thread that waits there for a missing rank never returns. So a second thread also
+receives each signal: Python's C handler immediately writes the signal's number to a
+descriptor, which that thread reads.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +27,6 @@ _installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
 class StopSignals:
     """Handlers for signals, in front of the existing ones.
-
-    Python calls a handler in the main thread after that thread returns from C code, but
-    a thread that waits there for a missing rank never returns. So a second thread also
-    receives each signal: Python's C handler immediately writes the signal's number to a
-    descriptor, which that thread reads.
 
     A user's handler is called after ours. Python's own handler for Ctrl-C would raise
     in the middle of a step, so it is called only after a second Ctrl-C.
@@ -63,12 +64,7 @@ class StopSignals:
         self._is_interrupted = False
         if threading.current_thread() is not threading.main_thread():
             return
-        reader, self._writer = socket.socketpair()
-        reader.setblocking(True)  # regardless of socket.setdefaulttimeout
-        self._writer.setblocking(False)
-        self._earlier_wakeup_fd = signal.set_wakeup_fd(
-            self._writer.fileno(), warn_on_full_buffer=False
-        )
+        reader = self._open_wakeup_fd()
         for signum in signals:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 earlier = signal.signal(signum, self._handle)
@@ -80,6 +76,16 @@ class StopSignals:
         )
         self._listener.start()
         _installed.add(self)
+
+    def _open_wakeup_fd(self) -> socket.socket:
+        """Have Python's C handler write to a socket, and return the end to read."""
+        reader, self._writer = socket.socketpair()
+        reader.setblocking(True)  # regardless of socket.setdefaulttimeout
+        self._writer.setblocking(False)
+        self._earlier_wakeup_fd = signal.set_wakeup_fd(
+            self._writer.fileno(), warn_on_full_buffer=False
+        )
+        return reader
 
     def restore(self, *, defers_sigterm: bool = False) -> None:
         """Reinstate the earlier handlers, except where ours has been replaced since.
@@ -135,9 +141,10 @@ class StopSignals:
             signal.signal(signum, earlier)
             signal.raise_signal(signum)
             return
-        if signum == signal.SIGINT and self._is_interrupted:
+        is_interrupt = signum == signal.SIGINT
+        if is_interrupt and self._is_interrupted:
             signal.default_int_handler(signum, frame)
-        self._is_interrupted = self._is_interrupted or signum == signal.SIGINT
+        self._is_interrupted |= is_interrupt
         self.received = signum
         if callable(earlier) and earlier is not signal.default_int_handler:
             self.has_passed_on = True
@@ -172,12 +179,13 @@ def has_handler(signum: signal.Signals) -> bool:
     # Python does not report handlers in C, but the kernel lists them.
     status = Path("/proc/self/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+    mask = int(caught.split()[1], 16)
+    return bool(mask >> (signum - 1) & 1)
 
 
 def without_handler(*signals: signal.Signals) -> list[signal.Signals]:
     """Return the signals that would end this process: neither handled nor ignored."""
-    return [each for each in signals if not has_handler(each)]
+    return [signum for signum in signals if not has_handler(signum)]
 
 
 def status_of(signum: int) -> int:

@@ -49,6 +49,9 @@ _WAITING = (
 )
 
 
+# The user's code.
+
+
 def call_site() -> str:
     """Return file and line of the user's innermost call; empty if not found."""
     return call_site_of(sys._getframe(1))
@@ -76,12 +79,12 @@ def is_users(frame: FrameType) -> bool:
 
 def call_site_in(lines: Iterable[tuple[str, int]]) -> str:
     """Return a recorded stack's first line in the user's code; empty if not found."""
-    found = (f"{file}:{line}" for file, line in lines if not _is_between(file))
-    return next(found, "")
+    users = (f"{file}:{line}" for file, line in lines if not _is_library(file))
+    return next(users, "")
 
 
 @cache
-def _is_between(file: str) -> bool:
+def _is_library(file: str) -> bool:
     libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     folders = [os.path.dirname(module.__file__ or "") for module in libraries]
     is_of_library = any(file.startswith(folder + os.sep) for folder in folders)
@@ -89,8 +92,11 @@ def _is_between(file: str) -> bool:
     return is_of_library or is_of_python or file.startswith("<frozen")
 
 
+# The main thread, as seen from another one.
+
+
 def is_main_thread_in(call: FrameType) -> bool:
-    """Whether the main thread is still in a call; for use on another thread."""
+    """Whether the main thread is still in a call, whose frame is ``call``."""
     frame = main_frame()
     while frame is not None and frame is not call:
         frame = frame.f_back
@@ -98,7 +104,7 @@ def is_main_thread_in(call: FrameType) -> bool:
 
 
 def main_frame() -> FrameType | None:
-    """Return the innermost frame of the main thread; must be called on another thread."""
+    """Return the innermost frame of the main thread."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
@@ -135,6 +141,9 @@ def _module_of(frame: FrameType | None) -> str:
     return "" if frame is None else f"{frame.f_globals.get('__name__')}."
 
 
+# All threads.
+
+
 def all_stacks() -> str:
     """Return the stacks of all other threads, the main thread's first.
 
@@ -145,14 +154,14 @@ def all_stacks() -> str:
     frames = sys._current_frames()
     frames.pop(threading.get_ident(), None)
     main = threading.main_thread().ident
-    ordered = sorted(frames, key=lambda ident: (ident != main, names.get(ident, "")))
-    text = "\n".join(
-        _stack(names.get(ident, f"thread {ident}"), frames[ident]) for ident in ordered
-    )
-    return shortened(text, _LONGEST)
+    idents = sorted(frames, key=lambda ident: (ident != main, names.get(ident, "")))
+    stacks = [_stack(names.get(ident, f"thread {ident}"), frames[ident]) for ident in idents]
+    return shortened("\n".join(stacks), _LONGEST)
 
 
 def _stack(name: str, frame: FrameType) -> str:
-    calls = [(inner.f_code, line) for inner, line in traceback.walk_stack(frame)][::-1]
-    lines = [f'  File "{code.co_filename}", line {line}, in {code.co_name}' for code, line in calls]
-    return "\n".join([f"{name}:", *lines])
+    lines = [
+        f'  File "{caller.f_code.co_filename}", line {line}, in {caller.f_code.co_name}'
+        for caller, line in traceback.walk_stack(frame)
+    ]
+    return "\n".join([f"{name}:", *reversed(lines)])

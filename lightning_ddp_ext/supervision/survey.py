@@ -1,69 +1,90 @@
 """Collect a report from every rank when one waits for long or makes no progress.
 
-Any rank requests a survey from rank 0, which collects the replies in a thread. Each
-rank replies from the channel's thread, even if its main thread is blocked. There are
-surveys of four kinds:
+A hang becomes an error in four steps:
 
-- ``"deadlock"``: a rank has waited in a call for some seconds. Only a deadlock that is
-  certain is reported, after a second request has found it unchanged. Ranks that work
-  only report whether they wait.
-- ``"collective"``: a collective has timed out. A rank that does not reply is named,
-  otherwise one that is not waiting for the others. The latter may just be returning
-  from the same collective, so rank 0 first sends a second request.
-- ``"silence"``: only a rank that does not reply is named.
-- ``"hang"``: a watchdog has detected no progress.
+1. A rank notices that it waits, and requests a survey from rank 0: in ``long_waits``,
+   ``watchdog``, ``failure`` or ``graceful_stop``.
+2. Rank 0 collects the replies in a thread. Each rank replies from the channel's thread,
+   even if its main thread is blocked. Its ``reporter`` describes its ``stacks`` and the
+   collectives in torch's ``flight_recorder``.
+3. Rank 0 finds out which rank the others are waiting for, in ``deadlock`` or
+   ``diagnosis``.
+4. It reports that rank, and the main thread of every rank raises (``rendezvous.peers``).
+
+There are surveys of four kinds:
+
+==============  ====================================  ==================================
+Kind            Requested                             Rank 0 reports
+==============  ====================================  ==================================
+``deadlock``    after some seconds in a call          ranks that certainly wait for each
+                                                      other: a second request has found
+                                                      them in the same calls
+``collective``  after a collective failed or timed    a rank that does not reply, else
+                out                                   one outside of the collective,
+                                                      after a second request
+``silence``     while other ranks are late            a rank that does not reply
+``hang``        by a watchdog, without progress       a rank that does not reply, or is
+                                                      stuck
+==============  ====================================  ==================================
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from typing import Literal
+from dataclasses import asdict
+from typing import Any, Literal
 
-from lightning_ddp_ext.rank_lists import listed
-from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
+from lightning_ddp_ext.rendezvous.peers import PeerEvent
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
-from lightning_ddp_ext.supervision.diagnosis import Deadlock, Findings, deadlock_in, mismatch_in
-from lightning_ddp_ext.supervision.flight import flights
-from lightning_ddp_ext.supervision.report import Report, Silence
-from lightning_ddp_ext.supervision.survey_replies import Glance, SurveyReplies
+from lightning_ddp_ext.supervision.deadlock import Deadlock, deadlock_in
+from lightning_ddp_ext.supervision.diagnosis import Findings
+from lightning_ddp_ext.supervision.flight_recorder import read_progress
+from lightning_ddp_ext.supervision.report import Glance, Report, Silence
+from lightning_ddp_ext.supervision.reporter import Reporter
 from lightning_ddp_ext.threads import start_thread
 
 Kind = Literal["deadlock", "collective", "silence", "hang"]
 
-# Seconds; once one rank returns from a collective, all do.
+# Seconds; a rank may just be returning from the collective. Once one does, all do.
 _SECOND_REQUEST_AFTER = 1.0
 # Seconds; a rank that does not reply is not in a deadlock, and must not delay others.
 _GLANCE_SECONDS = 1.0
 # A survey waits for replies at most twice, and may first wait for another survey.
 _WAITS_FOR_REPLIES = 4
-_REMEDY = (
-    "make sure that every rank makes the same calls; if one takes longer, pass a longer timeout to"
-    " the strategy"
-)
 
 
 class Survey:
-    """Requests surveys on any rank, and reports what they have found.
+    """Requests surveys on any rank, and makes them on rank 0, one at a time.
 
     Attributes:
-        replies: this rank's replies to surveys.
-        publish: called with the findings of a watchdog's survey, on the rank that
-            collected them; returns whether all ranks stop.
+        reporter: describes this rank.
+        publish: called with the event and the findings of a watchdog's survey, on the
+            rank that collected them; returns whether all ranks stop.
     """
 
     def __init__(self, context: ProcessContext) -> None:
-        self.replies = SurveyReplies(context)
-        self.publish: Callable[[Findings], bool] = lambda findings: True
-        self._context = context
+        self.reporter = Reporter(context)
+        self.publish: Callable[[PeerEvent, Findings], bool] = lambda event, findings: True
         self._peers = context.peers
+        self._groups = context.groups
         self._seconds = context.peers.timeouts.answer
         # The kinds whose survey has finished since this rank last requested it.
         self._finished: set[Kind] = set()
-        self._leader = SurveyLeader(context, self.replies, self._conclude)
+        # On rank 0: the kinds that wait or run; further requests share that survey.
+        self._requested: set[Kind] = set()
+        self._one_at_a_time = threading.Lock()
+        # On rank 0: the ranks' replies before the last survey that found no deadlock.
+        self._harmless: dict[int, Glance] = {}
         self._remote = RemoteCalls(
-            context.peers, "survey", start=self._start, finish=self._finished.add
+            context.peers,
+            "survey",
+            start=self._start,
+            finish=self._finished.add,
+            glance=lambda: asdict(self.reporter.glance()),
+            calls=lambda: asdict(self.reporter.calls()),
+            report=lambda: asdict(self.reporter.report()),
         )
 
     # For any thread except the channel's; most of these calls take several seconds.
@@ -73,13 +94,13 @@ class Survey:
 
         All ranks get the same event.
         """
-        self.replies.has_broken_collective = True
-        has_timed_out = self.replies.has_timed_out(flights())
+        self.reporter.has_broken_collective = True
+        has_timed_out = self.reporter.has_timed_out(read_progress())
         event = None if has_timed_out else self._peers.wait(self._peers.timeouts.first_cause)
         if event is None:
             broken = f"a collective of rank {self._peers.rank} failed"
-            event = self.request("collective", self.waited if has_timed_out else broken)
-        self.replies.has_broken_collective = event is not None
+            event = self.request("collective", self.wait_in_words if has_timed_out else broken)
+        self.reporter.has_broken_collective = event is not None
         return event
 
     def raise_if_a_rank_is_silent(self) -> None:
@@ -95,7 +116,7 @@ class Survey:
         if event is not None:
             raise event.to_error()
 
-    def request(self, kind: Kind, wait: str) -> PeerEvent | None:
+    def request(self, kind: Kind, wait: str = "") -> PeerEvent | None:
         """Have rank 0 make a survey; return the event that was found meanwhile, if any.
 
         Args:
@@ -103,18 +124,18 @@ class Survey:
             wait: describes how long which rank has waited, for the message.
         """
         self._finished.discard(kind)
-        is_received = self._remote.call([0], "start", kind, wait)
-        if self._peers.wait_for(lambda: bool(is_received), self._seconds):
+        receipt = self._remote.call([0], "start", kind, wait)
+        if self._peers.wait_for(lambda: bool(receipt), self._seconds):
             longest = _WAITS_FOR_REPLIES * self._seconds
             self._peers.wait_for(lambda: kind in self._finished, longest)
-        is_unanswered = kind not in self._finished and self._peers.cause_or_departure is None
-        if self._peers.rank != 0 and is_unanswered and kind != "deadlock":
+        is_answered = kind in self._finished or self._peers.cause_or_departure is not None
+        if not is_answered and kind != "deadlock" and self._peers.rank != 0:
             silence = Silence(self._peers.table[0], self._seconds)
-            self._conclude(kind, wait, Findings([self.replies.report()], [silence]))
+            self._conclude(kind, wait, Findings([self.reporter.report()], [silence]))
         return self._peers.cause_or_departure
 
     @property
-    def waited(self) -> str:
+    def wait_in_words(self) -> str:
         """Describes that this rank's collective timed out, for messages."""
         return (
             f"rank {self._peers.rank} has waited in a collective for its timeout of {self._timeout}"
@@ -122,58 +143,28 @@ class Survey:
 
     @property
     def _timeout(self) -> str:
-        return f"{self._context.groups.timeout.total_seconds():g} s"
+        return f"{self._groups.timeout.total_seconds():g} s"
 
     def _conclude(self, kind: Kind, wait: str, findings: Findings) -> None:
         """Report the rank that the others wait for, if the findings show it."""
-        event = findings.diagnosis if kind == "hang" else _missing(kind, wait, findings)
-        if event is not None and (kind != "hang" or self.publish(findings)):
+        if kind == "hang":
+            event = findings.stuck_rank
+        else:
+            event = findings.silent_rank(wait)
+            if event is None and kind == "collective":
+                event = findings.rank_outside_collective(wait)
+        if event is not None and (kind != "hang" or self.publish(event, findings)):
             self._peers.report(event)
 
-    # On rank 0, called by any rank.
+    # On rank 0.
 
     def _start(self, kind: Kind, wait: str) -> bool:
-        self._leader.start(
-            kind, wait, lambda: self._remote.call(self._peers.everyone, "finish", kind)
-        )
-        return True
-
-
-class SurveyLeader:
-    """Makes the surveys on rank 0, one at a time.
-
-    Args:
-        context: the connections to the other ranks.
-        replies: collects the replies.
-        conclude: called with the kind, the wait and the findings of a survey.
-    """
-
-    def __init__(
-        self,
-        context: ProcessContext,
-        replies: SurveyReplies,
-        conclude: Callable[[Kind, str, Findings], None],
-    ) -> None:
-        self._peers = context.peers
-        self._seconds = context.peers.timeouts.answer
-        self._replies = replies
-        self._conclude = conclude
-        # The kinds that wait or run: further requests share that survey.
-        self._requested: set[Kind] = set()
-        self._one_at_a_time = threading.Lock()
-        # The ranks' replies before the last survey that found no deadlock.
-        self._harmless: dict[int, Glance] = {}
-
-    def start(self, kind: Kind, wait: str, finish: Callable[[], object]) -> None:
-        """Start a survey in a thread, unless one of this kind is under way.
-
-        ``finish`` is called at its end.
-        """
         if kind not in self._requested:
             self._requested.add(kind)
-            start_thread("ddpx-survey", self._survey, kind, wait, finish)
+            start_thread("ddpx-survey", self._survey, kind, wait)
+        return True
 
-    def _survey(self, kind: Kind, wait: str, finish: Callable[[], object]) -> None:
+    def _survey(self, kind: Kind, wait: str) -> None:
         with self._one_at_a_time:
             try:
                 if kind == "deadlock":
@@ -182,17 +173,19 @@ class SurveyLeader:
                     self._report_findings(kind, wait)
             finally:
                 self._requested.discard(kind)
-                finish()
+                self._remote.call(self._peers.everyone, "finish", kind)
 
     def _report_deadlock(self) -> None:
         seconds = min(_GLANCE_SECONDS, self._seconds)
-        replies = self._replies.collect("glance", self._peers.everyone, seconds)
+        replies = self._collect("glance", self._peers.everyone, seconds)
         glances = {rank: Glance(**reply) for rank, reply in replies.items()}
         # Ranks that work need not be disturbed.
-        ranks = [rank for rank, glance in glances.items() if glance.waits or not glance.is_in_run]
+        ranks = [
+            rank for rank, glance in glances.items() if glance.open_calls or not glance.is_in_run
+        ]
         if len(ranks) < 2 or glances == self._harmless:
             return
-        deadlock = deadlock_in(self._collect("calls", ranks).reports)
+        deadlock = deadlock_in(self._findings("calls", ranks).reports)
         if deadlock is None:
             self._harmless = glances
         else:
@@ -201,43 +194,30 @@ class SurveyLeader:
     def _confirm(self, deadlock: Deadlock, ranks: Collection[int]) -> None:
         """Report a deadlock if a second request finds it unchanged."""
         self._peers.wait(min(_SECOND_REQUEST_AFTER, self._peers.timeouts.deadlock / 2))
-        later = deadlock_in(self._collect("calls", ranks).reports)
+        later = deadlock_in(self._findings("calls", ranks).reports)
         if self._peers.cause is None and deadlock.persists_in(later):
             self._peers.report(deadlock.event)
 
     def _report_findings(self, kind: Kind, wait: str) -> None:
-        findings = self._collect("report", self._peers.everyone)
+        findings = self._findings("report", self._peers.everyone)
         if kind == "collective" and not findings.silences and findings.elsewhere:
             self._peers.wait(_SECOND_REQUEST_AFTER)
-            findings = self._collect("report", self._peers.everyone)
+            findings = self._findings("report", self._peers.everyone)
         if self._peers.cause_or_departure is None:
             self._conclude(kind, wait, findings)
 
-    def _collect(self, function: str, ranks: Collection[int]) -> Findings:
+    def _findings(self, function: Literal["calls", "report"], ranks: Collection[int]) -> Findings:
         """Request a report from each of the ranks."""
-        replies = self._replies.collect(function, ranks, self._seconds)
+        replies = self._collect(function, ranks, self._seconds)
         silent = [self._peers.table[rank] for rank in ranks if rank not in replies]
         return Findings(
             [Report.from_dict(replies[rank]) for rank in sorted(replies)],
             [Silence(who, self._seconds) for who in silent],
         )
 
-
-def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
-    """Return the event of the rank that the others are waiting for, if it is found."""
-    silences = findings.silences
-    elsewhere = findings.elsewhere
-    if silences:
-        return event_of("hung", silences[0].who, f"{listed(silences, separator='; ')}; {wait}")
-    if kind == "silence":
-        return None
-    mismatch = mismatch_in(findings.reports)
-    if mismatch is not None:
-        return mismatch.event
-    if not elsewhere or not any(report.has_timed_out for report in findings.reports):
-        return None
-    places = listed(
-        (f"{each.who} is in {each.place or 'library code'}" for each in elsewhere),
-        separator=" and ",
-    )
-    return event_of("absent", elsewhere[0].who, f"{wait}, but {places}; {_REMEDY}")
+    def _collect(self, function: str, ranks: Collection[int], seconds: float) -> dict[int, Any]:
+        """Return the replies of the ranks that answer within ``seconds``."""
+        replies = self._remote.call(ranks, function)
+        self._peers.wait_for(lambda: len(replies) == len(ranks), seconds)
+        with self._peers.arrived:
+            return dict(replies)

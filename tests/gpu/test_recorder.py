@@ -16,7 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current, leave
-from lightning_ddp_ext.supervision.flight import Flight, flights, unfinished
+from lightning_ddp_ext.supervision.flight_recorder import (
+    GroupProgress,
+    groups_in_collectives,
+    read_progress,
+)
 from tests.gpu import placement as places
 from tests.gpu.placement import GPU, IS_GPU, Placement
 from tests.harness import training
@@ -48,14 +52,16 @@ class Records(NamedTuple):
     """What is known of a collective that waits, and the timeout of collectives."""
 
     waiting_groups: list[str]
-    progress: list[Flight]
+    progress: list[GroupProgress]
     timeout: float
 
 
 def read_records(rank: int, world_size: int, placement: Placement, directory: Path) -> Records:
     fit(placement, directory)
     context = start_slow_all_reduce()
-    records = Records(unfinished(), flights(), context.groups.timeout.total_seconds())
+    records = Records(
+        groups_in_collectives(), read_progress(), context.groups.timeout.total_seconds()
+    )
     if IS_GPU:
         torch.cuda.synchronize()
     return records
@@ -117,7 +123,7 @@ def recorder_polled(every: float) -> Iterator[threading.Semaphore]:
 
     def poll() -> None:
         while not is_over.wait(every):
-            unfinished()
+            groups_in_collectives()
             reads.release()
 
     thread = threading.Thread(target=poll)

@@ -1,11 +1,12 @@
-"""Ranks that have diverged in training are found, under our strategy and under stock
-``ddp``.
+"""`RankConsistency` finds ranks that have diverged in training, under our strategy and
+under stock ``ddp``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +18,53 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_ddp_ext import ConfigurationError, DivergenceError, RankConsistency
-from tests.harness.training import At, Batch, Kind, Net, fit, on_ranks
+from tests.harness.training import KINDS, At, Batch, Kind, Net, fit, on_ranks
 
+WEIGHT = "parameter layers.0.weight"
+BIAS = "parameter layers.0.bias"
+MOMENTUM = "optimizer 0: momentum_buffer of layers.3.bias"
 
-def changing(batch: int, change: Callable[[Any], object], rank: int) -> At:
-    """Change the model of a rank after a batch, or with 0 before the first one."""
-
-    def change_model(trainer: L.Trainer) -> None:
-        change(trainer.lightning_module)
-
-    if batch == 0:
-        return At("on_train_start", change_model, ranks=[rank])
-    return At("on_train_batch_end", change_model, earlier=batch - 1, ranks=[rank])
+Change = Callable[[Any], object]  # of a model
 
 
 @torch.no_grad()
-def flip(*tensors: Tensor) -> None:
-    """Flip a bit of one element of each."""
-    for tensor in tensors:
-        tensor.view(torch.uint8).view(-1)[0] ^= 1
+def flip_bit(tensor: Tensor) -> None:
+    """Flip a bit of one element."""
+    tensor.view(torch.uint8).view(-1)[0] ^= 1
 
 
 def flip_weight(model: Any) -> None:
-    flip(model.layers[0].weight)
+    flip_bit(model.layers[0].weight)
 
 
-def bias_state(model: Any) -> dict[str, Any]:
+def flip_weight_and_bias(model: Any) -> None:
+    flip_bit(model.layers[0].weight)
+    flip_bit(model.layers[0].bias)
+
+
+def flip_running_variance(model: Any) -> None:
+    flip_bit(model.layers[1].running_var)
+
+
+def state_of_bias(model: Any) -> dict[str, Any]:
     state: dict[str, Any] = model.trainer.optimizers[0].state[model.layers[3].bias]
     return state
 
 
-class Manual(Net):
-    """Steps its optimiser by itself; rank 1 leaves out a step."""
+def flip_momentum(model: Any) -> None:
+    flip_bit(state_of_bias(model)["momentum_buffer"])
+
+
+def drop_momentum(model: Any) -> None:
+    state_of_bias(model).clear()
+
+
+def change_nothing(model: Any) -> None:
+    """Leave the model as it is."""
+
+
+class SkipsStep(Net):
+    """Steps its optimiser by itself; rank 1 leaves out the third step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,101 +77,114 @@ class Manual(Net):
             self.optimizers().step()
 
 
-def ignore(model: Any) -> None:
-    """Change nothing."""
-
-
 @dataclass(frozen=True)
-class Case:
-    """The training, the change that rank 1 makes after a batch, and the error on each
-    rank.
-    """
+class Training:
+    """An epoch of four batches a rank, in which one rank changes its model."""
 
-    said: str | None  # None where what may differ is left alone
-    change: Callable[[Any], object] = ignore
-    batch: int = 2
-    every: int = 1
-    model: Callable[[], L.LightningModule] = Net
-    trainer: dict[str, Any] = field(default_factory=dict)
+    change: Change
+    after_batch: int = 2
+    """The number of batches before the change; 0 for a change before training."""
+    rank: int = 1
+    world_size: int = 2
+    every_n_steps: int = 1
+    model: type[Net] = Net
+    options: dict[str, Any] = field(default_factory=dict)
 
-
-WEIGHT = "rank 1 in parameter layers.0.weight"
-STATE = "rank 1 in optimizer 0: momentum_buffer of layers.3.bias"
-CASES = {
-    "before the first step": Case(f"at the start of training: {WEIGHT}", flip_weight, 0),
-    "own statistics": Case(None, lambda model: flip(model.layers[1].running_var)),
-    "synchronised statistics": Case(
-        "after step 2: rank 1 in buffer layers.1.running_var",
-        lambda model: flip(model.layers[1].running_var),
-        trainer={"sync_batchnorm": True},
-    ),
-    "accumulation": Case(
-        f"after step 2: {WEIGHT}", flip_weight, 3, trainer={"accumulate_grad_batches": 2}
-    ),
-    "state": Case(
-        f"after step 4: {STATE}", lambda model: flip(bias_state(model)["momentum_buffer"]), 4
-    ),
-    "missing state": Case(f"after step 4: {STATE}", lambda model: bias_state(model).clear(), 4),
-    "after the last check": Case(f"at the end of training: {WEIGHT}", flip_weight, 4, every=3),
-    "a step left out": Case(f"after step 4: {WEIGHT}", every=2, model=Manual),
-}
+    def callback(self) -> At:
+        change = partial(change_model, change=self.change)
+        if self.after_batch == 0:
+            return At("on_train_start", change, ranks=[self.rank])
+        return At("on_train_batch_end", change, earlier=self.after_batch - 1, ranks=[self.rank])
 
 
-def train(
-    kind: Kind, directory: Path, case: Case, rank: int = 1, world_size: int = 2
-) -> DivergenceError | None:
+def change_model(trainer: L.Trainer, change: Change) -> None:
+    change(trainer.lightning_module)
+
+
+def train(kind: Kind, directory: Path, training: Training) -> DivergenceError | None:
+    """Train, and return the error of the consistency check, if any."""
     L.seed_everything(3)
-    change = changing(case.batch, case.change, rank)
-    options = {"max_epochs": 1, "limit_val_batches": 0, "devices": world_size, **case.trainer}
+    consistency = RankConsistency(training.every_n_steps)
+    options = {
+        "max_epochs": 1,
+        "limit_val_batches": 0,
+        "devices": training.world_size,
+        **training.options,
+    }
     try:
-        fit(kind, directory, case.model(), change, RankConsistency(case.every), **options)
+        fit(kind, directory, training.model(), training.callback(), consistency, **options)
     except DivergenceError as error:
         return error
     return None
 
 
-def train_all(kind: Kind, directory: Path) -> dict[str, str | None]:
-    """Run all cases, one after another, in the same processes; torch's own synchronised
-    layers are for CUDA.
-    """
-    cases = {
-        name: case
-        for name, case in CASES.items()
-        if kind == "ours" or "sync_batchnorm" not in case.trainer
-    }
-    errors = {name: train(kind, directory, case) for name, case in cases.items()}
-    return {name: None if error is None else str(error) for name, error in errors.items()}
+def assert_all_differ(errors: list[DivergenceError | None], moment: str, tensor: str) -> None:
+    """Assert that every rank names the moment of the check, rank 1, and the tensor."""
+    for error in errors:
+        assert str(error).startswith(f"the ranks differ {moment}: rank 1 in {tensor} (")
 
 
-@pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_what_must_be_the_same_is_compared(kind: Kind, tmp_path: Path) -> None:
-    """On both ranks the same error names the tensor; what may differ is left alone."""
-    first, second = on_ranks(kind, train_all, tmp_path)
-    assert first == second
-    for name, text in first.items():
-        said = CASES[name].said
-        if said is None:
-            assert text is None, name
-        else:
-            assert text.startswith(f"the ranks differ {said} ("), name
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("training", "moment", "tensor"),
+    [
+        pytest.param(
+            Training(flip_weight, after_batch=0), "at the start of training", WEIGHT, id="start"
+        ),
+        pytest.param(
+            Training(flip_weight, after_batch=3, options={"accumulate_grad_batches": 2}),
+            "after step 2",
+            WEIGHT,
+            id="accumulation",
+        ),
+        pytest.param(
+            Training(flip_momentum, after_batch=4), "after step 4", MOMENTUM, id="optimiser state"
+        ),
+        pytest.param(
+            Training(drop_momentum, after_batch=4), "after step 4", MOMENTUM, id="missing state"
+        ),
+        pytest.param(
+            Training(flip_weight, after_batch=4, every_n_steps=3),
+            "at the end of training",
+            WEIGHT,
+            id="after the last check",
+        ),
+        pytest.param(
+            Training(change_nothing, model=SkipsStep, every_n_steps=2),
+            "after step 4",
+            WEIGHT,
+            id="a step left out",
+        ),
+    ],
+)
+def test_a_difference_is_found(
+    kind: Kind, training: Training, moment: str, tensor: str, tmp_path: Path
+) -> None:
+    """Every rank raises an error at the next check, which names the tensor."""
+    assert_all_differ(on_ranks(kind, train, tmp_path, training), moment, tensor)
 
 
-def diverge(kind: Kind, directory: Path) -> DivergenceError | None:
-    case = Case(None, lambda model: flip(*model.layers[0].parameters()), every=2)
-    return train(kind, directory, case, rank=0, world_size=3)
+def test_a_difference_in_synchronised_statistics_is_found(tmp_path: Path) -> None:
+    """Statistics that all ranks share are compared."""
+    training = Training(flip_running_variance, options={"sync_batchnorm": True})
+    errors = on_ranks("ours", train, tmp_path, training)
+    assert_all_differ(errors, "after step 2", "buffer layers.1.running_var")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_statistics_may_differ(kind: Kind, tmp_path: Path) -> None:
+    """The statistics of a layer that is not synchronised are left out."""
+    assert on_ranks(kind, train, tmp_path, Training(flip_running_variance)) == [None, None]
 
 
 def test_the_error_names_the_first_tensor_and_the_ranks(tmp_path: Path) -> None:
-    """All three ranks raise the error at the next check.
-
-    It names the rank that differs from the other two, and its tensors.
-    """
-    names = ("parameter layers.0.weight", "parameter layers.0.bias")
-    for error in on_ranks("stock", diverge, tmp_path, world_size=3):
+    """Among three ranks, the error names the one that differs from the other two."""
+    training = Training(flip_weight_and_bias, rank=0, world_size=3, every_n_steps=2)
+    for error in on_ranks("stock", train, tmp_path, training, world_size=3):
         assert str(error).startswith(
-            f"the ranks differ after step 2: rank 0 in {names[0]} (differing tensors: 2); "
+            f"the ranks differ after step 2: rank 0 in {WEIGHT} (differing tensors: 2); "
         )
-        assert (error.ranks, error.names) == ((0,), names)
+        assert (error.ranks, error.names) == ((0,), (WEIGHT, BIAS))
 
 
 class Sharded(Net):
@@ -166,25 +195,20 @@ class Sharded(Net):
 
 
 def resume_sharded(kind: Kind, directory: Path) -> None:
-    """Train an epoch, and another one from its checkpoint, and compare after each step.
-
-    Each rank has the optimiser's states of its part, so that a comparison of these would
-    raise, also after a resume.
-    """
+    """Train an epoch, and another one from its checkpoint, and compare after each step."""
     path = directory / "sharded.ckpt"
-    for epochs in (1, 2):
-        start = path if epochs == 2 else None
-        consistency = RankConsistency(1)
-        trainer = fit(kind, directory, Sharded(), consistency, ckpt_path=start, max_epochs=epochs)
-        trainer.save_checkpoint(path)
+    first = fit(kind, directory, Sharded(), RankConsistency(1), max_epochs=1)
+    first.save_checkpoint(path)
+    fit(kind, directory, Sharded(), RankConsistency(1), max_epochs=2, ckpt_path=path)
 
 
 def test_a_sharded_optimiser_is_left_out(tmp_path: Path) -> None:
-    """After a resume each rank has the states of other parameters."""
+    """Each rank may have the states of other parameters, also after a resume."""
     on_ranks("ours", resume_sharded, tmp_path)
 
 
 def average(kind: Kind, directory: Path) -> str:
+    """Train with local steps, after which models are averaged; return the error."""
     averaging = {
         "ddp_comm_state": PostLocalSGDState(None, None, 2),
         "model_averaging_period": 2,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,18 +49,19 @@ class Plain(Net):
 
 
 class WithoutTargets(Plain):
-    """On rank 1, the loss of some steps does not depend on the model."""
+    """On rank 1, the loss of a step does not depend on the model."""
 
-    def __init__(self, steps: list[int], layers: torch.nn.Module | None = None) -> None:
+    def __init__(self, step: int, has_buffers: bool) -> None:
         super().__init__()
-        self.layers = layers or self.layers
-        self.steps = steps
+        if has_buffers:
+            self.layers = Net().layers
+        self.step = step
 
     def training_step(self, batch: training.Batch, index: int) -> Tensor:
-        loss = super().training_step(batch, index)
-        if self.global_rank == 1 and index in self.steps:
+        if self.global_rank == 1 and index == self.step:
+            self.loss(batch)
             return torch.zeros((), requires_grad=True)
-        return loss
+        return super().training_step(batch, index)
 
 
 class Stream(IterableDataset[Any]):
@@ -94,17 +96,21 @@ class Validating(Plain):
         return DataLoader(Stream(self.samples[self.global_rank]), batch_size=1)
 
 
-Setting = tuple[L.LightningModule, dict[str, Any]]
+class Run(NamedTuple):
+    """What a rank trains."""
+
+    model: L.LightningModule
+    options: dict[str, Any]  # of the Trainer
 
 
-def alone(
-    hook: str, do: Callable[[L.Trainer], object], *, earlier: int = 0, rank: int = 0
-) -> Callable[[int], Setting]:
-    """Return the setting of ranks of which one makes a call in a hook."""
-    return lambda _: (
-        Plain(),
-        {"callbacks": [training.At(hook, do, earlier=earlier, ranks=[rank])]},
-    )
+Setting = Callable[[int], Run]  # called with the rank
+
+
+def call_on_one_rank(
+    rank: int, *, hook: str, call: Callable[[L.Trainer], object], earlier: int = 0, caller: int = 0
+) -> Run:
+    """Let one rank make a call in a hook."""
+    return Run(Plain(), {"callbacks": [training.At(hook, call, earlier=earlier, ranks=[caller])]})
 
 
 def read_log_dir(trainer: L.Trainer) -> object:
@@ -115,124 +121,133 @@ def gather(trainer: L.Trainer) -> object:
     return trainer.lightning_module.all_gather(torch.ones(2))
 
 
-def reduce_in_own_group(trainer: L.Trainer) -> None:
-    dist.all_reduce(torch.ones(1), group=trainer.own_group)
-
-
 def form_own_group(trainer: L.Trainer) -> None:
     trainer.own_group = dist.new_group([0, 1])
 
 
-def in_own_group(rank: int) -> Setting:
+def reduce_in_own_group(trainer: L.Trainer) -> None:
+    dist.all_reduce(torch.ones(1), group=trainer.own_group)
+
+
+def call_in_own_group_on_rank_0(rank: int) -> Run:
     callbacks = [
         training.At("on_fit_start", form_own_group),
         training.At("on_train_batch_end", reduce_in_own_group, earlier=1, ranks=[0]),
     ]
-    return Plain(), {"callbacks": callbacks}
+    return Run(Plain(), {"callbacks": callbacks})
 
 
-def validating(samples: list[int], *, on_step: bool) -> Setting:
-    return Validating(samples, on_step), {"limit_val_batches": 5}
+def leave_out_targets(rank: int, *, step: int, has_buffers: bool = False) -> Run:
+    return Run(WithoutTargets(step, has_buffers), {})
 
 
+def accumulate_differently(rank: int) -> Run:
+    return Run(Plain(), {"accumulate_grad_batches": 1 + rank})
+
+
+def validate(rank: int, *, samples: list[int], on_step: bool) -> Run:
+    return Run(Validating(samples, on_step), {"limit_val_batches": 5})
+
+
+# How ranks 0 and 1 of a deadlock are named: the call in which each waits, and the remedy.
+LOG_DIR = r"such as trainer\.log_dir, on every rank"
 BACKWARD = "return a loss that depends on the model.*same callbacks and accumulate_grad_batches"
-
-
-class Deadlock(NamedTuple):
-    """The settings of each rank, the calls in which ranks 0 and 1 wait, and the remedy."""
-
-    setting: Callable[[int], Setting]
-    first: str
-    second: str
-    remedy: str
-
-
-CASES = {
-    "log_dir at the start": Deadlock(
-        alone("on_fit_start", read_log_dir),
-        r"broadcast #\d+ \[\[1\]\]",
-        "barrier '.*'",
-        r"such as trainer\.log_dir, on every rank",
+READING_LOG_DIR = r"broadcast #\d+ \[\[1\]\]"
+BACKWARD_PASS = r"all_reduce #\d+ \[\[5\]\]"
+VALIDATING = r"the reduction of validation_step\.val_loss \(mean\)"
+AT_THE_END = "the final stop check"
+DEADLOCKS = [
+    pytest.param(
+        partial(call_on_one_rank, hook="on_fit_start", call=read_log_dir),
+        [READING_LOG_DIR, "barrier '.*'"],
+        LOG_DIR,
+        id="log_dir at the start",
     ),
-    "log_dir in a step": Deadlock(
-        alone("on_train_batch_end", read_log_dir, earlier=1),
-        r"broadcast #\d+ \[\[1\]\]",
-        r"all_reduce #\d+ \[\[5\]\]",
-        r"such as trainer\.log_dir, on every rank",
+    pytest.param(
+        partial(call_on_one_rank, hook="on_train_batch_end", call=read_log_dir, earlier=1),
+        [READING_LOG_DIR, BACKWARD_PASS],
+        LOG_DIR,
+        id="log_dir in a step",
     ),
-    "log_dir at the end": Deadlock(
-        alone("on_train_end", read_log_dir),
-        r"broadcast #\d+ \[\[1\]\]",
-        "the final stop check",
-        r"such as trainer\.log_dir, on every rank",
+    pytest.param(
+        partial(call_on_one_rank, hook="on_train_end", call=read_log_dir),
+        [READING_LOG_DIR, AT_THE_END],
+        LOG_DIR,
+        id="log_dir at the end",
     ),
-    "no targets in a step": Deadlock(
-        lambda rank: (WithoutTargets([1], Net().layers), {}),
-        r"all_reduce #\d+ \[\[65\]\]",
-        r"broadcast #\d+ \[\[16\]\]",
+    pytest.param(
+        partial(leave_out_targets, step=1, has_buffers=True),
+        [r"all_reduce #\d+ \[\[65\]\]", r"broadcast #\d+ \[\[16\]\]"],
         BACKWARD,
+        id="no targets in a step",
     ),
-    "no targets in the last step": Deadlock(
-        lambda rank: (WithoutTargets([3]), {}),
-        r"all_reduce #\d+ \[\[5\]\]",
-        r"the reduction of validation_step\.val_loss \(mean\)",
+    pytest.param(
+        partial(leave_out_targets, step=3),
+        [BACKWARD_PASS, VALIDATING],
         BACKWARD,
+        id="no targets in the last step",
     ),
-    "accumulate_grad_batches": Deadlock(
-        lambda rank: (Plain(), {"accumulate_grad_batches": 1 + rank}),
-        r"all_reduce #\d+ \[\[5\]\]",
-        r"the reduction of validation_step\.val_loss \(mean\)",
+    pytest.param(
+        accumulate_differently,
+        [BACKWARD_PASS, VALIDATING],
         BACKWARD,
+        id="accumulate_grad_batches",
     ),
-    "callbacks": Deadlock(
-        alone("on_train_batch_end", gather, earlier=1),
-        r"all_gather #\d+ \[\[2\]\]",
-        r"all_reduce #\d+ \[\[5\]\]",
+    pytest.param(
+        partial(call_on_one_rank, hook="on_train_batch_end", call=gather, earlier=1),
+        [r"all_gather #\d+ \[\[2\]\]", BACKWARD_PASS],
         BACKWARD,
+        id="callbacks",
     ),
-    "two groups": Deadlock(
-        in_own_group,
-        r"all_reduce #1 \[\[1\]\] of group \d+",
-        r"all_reduce #\d+ \[\[5\]\]",
+    pytest.param(
+        call_in_own_group_on_rank_0,
+        [r"all_reduce #1 \[\[1\]\] of group \d+", BACKWARD_PASS],
         BACKWARD,
+        id="two groups",
     ),
-    "no batch for a metric": Deadlock(
-        lambda rank: validating([3, 0], on_step=False),
-        r"barrier #\d+",
-        "the final stop check",
+    pytest.param(
+        partial(validate, samples=[3, 0], on_step=False),
+        [r"barrier #\d+", AT_THE_END],
         "the same number of evaluation steps",
+        id="no batch for a metric",
     ),
-}
+]
 
 
-def make_strategy(directory: Path, seconds: float = 0.5, **options: Any) -> DDPExtStrategy:
-    strategy = DDPExtStrategy(f"file://{directory}/store", **options)
+def make_strategy(directory: Path, seconds: float) -> DDPExtStrategy:
+    """Return a strategy that compares the ranks after some seconds in a call."""
+    strategy = DDPExtStrategy(f"file://{directory}/store")
     strategy.rendezvous.timeouts = replace(strategy.rendezvous.timeouts, deadlock=seconds)
     return strategy
 
 
-def fit(rank: int, world_size: int, directory: Path, name: str) -> None:
-    """Train in a setting; ranks are compared soon, or very soon if one of them is busy."""
-    is_busy = name in BUSY
-    if rank == 0 and is_busy:
-        threading.Thread(target=announce_surveys, daemon=True).start()
-    model, options = SETTINGS[name](rank)
-    chosen = {"max_epochs": 1, "num_sanity_val_steps": 0, "default_root_dir": directory, **options}
-    training.make_trainer(make_strategy(directory, 0.2 if is_busy else 0.5), **chosen).fit(model)
+def fit(
+    rank: int, world_size: int, directory: Path, setting: Setting, seconds: float = 0.5
+) -> None:
+    model, options = setting(rank)
+    options = {
+        "max_epochs": 1,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": directory,
+        **options,
+    }
+    training.make_trainer(make_strategy(directory, seconds), **options).fit(model)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("setting", "calls", "remedy"), DEADLOCKS)
+def test_ranks_in_different_calls_are_named(
+    setting: Setting, calls: list[str], remedy: str, tmp_path: Path
+) -> None:
     """Both ranks raise an error with both calls, their lines and a remedy, long before
     the timeout.
     """
-    deadlock = CASES[name]
-    outcomes = ranks.launch_ranks(fit, 2, tmp_path, name)
-    rank_0, rank_1 = (rf"rank {each.rank} \(host \S+, pid {each.pid}\) is in" for each in outcomes)
+    outcomes = ranks.launch_ranks(fit, 2, tmp_path, setting)
+    rank_0, rank_1 = (
+        rf"rank {each.rank} \(host \S+, pid {each.pid}\) is in {call}, {PLACE}"
+        for each, call in zip(outcomes, calls, strict=True)
+    )
     sentence = (
-        "ranks are waiting for each other in different calls:"
-        rf" {rank_0} {deadlock.first}, {PLACE}; {rank_1} {deadlock.second}, {PLACE};"
-        rf" .*{deadlock.remedy}"
+        rf"ranks are waiting for each other in different calls: {rank_0}; {rank_1}; .*{remedy}"
     )
     for outcome in outcomes:
         assert outcome.failure.type_name == "RankAbsentError", outcome.story()
@@ -241,7 +256,8 @@ def test_ranks_in_different_calls_are_named(name: str, tmp_path: Path) -> None:
 
 def test_values_logged_in_other_numbers_of_steps_are_named(tmp_path: Path) -> None:
     """Both ranks raise an error with the values, without waiting."""
-    for outcome in ranks.launch_ranks(fit, 2, tmp_path, "uneven validation"):
+    setting = partial(validate, samples=[3, 2], on_step=True)
+    for outcome in ranks.launch_ranks(fit, 2, tmp_path, setting):
         assert outcome.failure.type_name == "DivergenceError", outcome.story()
         assert "ranks logged different values with sync_dist=True" in outcome.failure.message
 
@@ -249,7 +265,7 @@ def test_values_logged_in_other_numbers_of_steps_are_named(tmp_path: Path) -> No
 def leave_early(rank: int, world_size: int, directory: Path) -> None:
     """Rank 0 waits in a hook after the last barrier of ``fit``, which rank 1 leaves."""
     hook = training.At("on_fit_end", lambda trainer: dist.all_reduce(torch.ones(1)), ranks=[0])
-    trainer = training.make_trainer(make_strategy(directory), max_epochs=1, callbacks=[hook])
+    trainer = training.make_trainer(make_strategy(directory, 0.5), max_epochs=1, callbacks=[hook])
     trainer.fit(Plain())
     ranks.hold("after fit")
 
@@ -272,7 +288,7 @@ def test_a_rank_that_has_left_fit_is_named(tmp_path: Path) -> None:
     )
 
 
-# Waits that are not deadlocks: rank 0 is busy until the test releases it.
+# Waits that are not deadlocks: a rank is busy until the test releases it.
 
 
 def stay(*_: Any) -> None:
@@ -321,30 +337,23 @@ def debug(trainer: L.Trainer) -> None:
     pdb.Pdb(stdin=Terminal(), stdout=sys.stdout).set_trace()
 
 
-BUSY: dict[str, Callable[[int], Setting]] = {
-    "its own validation": alone("on_train_batch_end", stay, earlier=1),
-    "a slow loader": lambda rank: (ReadsSlowly(), {}),
-    "a debugger": alone("on_train_batch_end", debug, earlier=1),
-    "a long save": lambda rank: (
-        Plain(),
-        {
-            "callbacks": [training.At("on_train_batch_end", save, earlier=1)],
-            "plugins": [SavesSlowly()],
-        },
-    ),
-    "work before a barrier": alone("on_train_end", stay),
-    "work at the start": alone("setup", stay),
-    "stopped": alone("on_train_batch_end", stay, rank=1, earlier=1),
-}
-SETTINGS: dict[str, Callable[[int], Setting]] = {
-    **{name: deadlock.setting for name, deadlock in CASES.items()},
-    **BUSY,
-    "uneven validation": lambda rank: validating([3, 2], on_step=True),
-}
+def save_slowly(rank: int) -> Run:
+    saving = training.At("on_train_batch_end", save, earlier=1)
+    return Run(Plain(), {"callbacks": [saving], "plugins": [SavesSlowly()]})
+
+
+def read_slowly(rank: int) -> Run:
+    return Run(ReadsSlowly(), {})
+
+
+def fit_and_announce_surveys(rank: int, world_size: int, directory: Path, setting: Setting) -> None:
+    """Train, and compare the ranks again and again; rank 0 announces each comparison."""
+    if rank == 0:
+        threading.Thread(target=announce_surveys, daemon=True).start()
+    fit(rank, world_size, directory, setting, seconds=0.2)
 
 
 def announce_surveys() -> None:
-    """On rank 0: report each comparison of the ranks to the test."""
     while True:
         for thread in threading.enumerate():
             if thread.name == "ddpx-survey":
@@ -354,10 +363,28 @@ def announce_surveys() -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("name", [name for name in BUSY if name != "stopped"])
-def test_a_rank_that_works_can_continue(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(
+            partial(call_on_one_rank, hook="on_train_batch_end", call=stay, earlier=1),
+            id="its own validation",
+        ),
+        pytest.param(read_slowly, id="a slow loader"),
+        pytest.param(
+            partial(call_on_one_rank, hook="on_train_batch_end", call=debug, earlier=1),
+            id="a debugger",
+        ),
+        pytest.param(save_slowly, id="a long save"),
+        pytest.param(
+            partial(call_on_one_rank, hook="on_train_end", call=stay), id="work before a barrier"
+        ),
+        pytest.param(partial(call_on_one_rank, hook="setup", call=stay), id="work at the start"),
+    ],
+)
+def test_a_rank_that_works_can_continue(setting: Setting, tmp_path: Path) -> None:
     """The others wait for it, however often rank 0 compares the ranks."""
-    with ranks.RankProcesses(fit, 2, tmp_path, name) as processes:
+    with ranks.RankProcesses(fit_and_announce_surveys, 2, tmp_path, setting) as processes:
         processes.wait_for("busy", 0)
         for _ in range(4):
             processes.wait_for("survey", 0)
@@ -370,7 +397,8 @@ def test_a_stopped_process_can_continue(tmp_path: Path) -> None:
     """A process that SIGSTOP stopped and SIGCONT continued finishes, and so do the
     ranks that waited for it.
     """
-    with ranks.RankProcesses(fit, 2, tmp_path, "stopped") as processes:
+    setting = partial(call_on_one_rank, hook="on_train_batch_end", call=stay, earlier=1, caller=1)
+    with ranks.RankProcesses(fit_and_announce_surveys, 2, tmp_path, setting) as processes:
         processes.wait_for("busy", 1)
         processes.kill(1, signal.SIGSTOP)
         processes.release(1)

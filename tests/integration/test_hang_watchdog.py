@@ -7,8 +7,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,79 +25,92 @@ from tests.harness.training import Net
 from tests.supervision import model as supervision
 
 HERE = re.escape(__file__)
+HOST = re.escape(socket.gethostname())
 WAITS_FOR_EVER = re.escape(supervision.__file__)
 TIMEOUT = 3.0  # seconds, of the watchdog
 # Two ranks share 32 samples in batches of two, so that an epoch or a validation has
 # eight steps. With a pause in each it takes 3.2 s, which is longer than the timeout.
 SAMPLES = 32
 PAUSE = 0.4
+STUCK_IN = 2  # the step or batch, counted from 0
 
 
 def pause() -> None:
     threading.Event().wait(PAUSE)
 
 
-class Stuck(Net):
-    """Hangs on one rank in its third step, in the ``place`` "step" or "dataset"."""
+class Quick(Net):
+    """A model without buffers, so that only gradients need all ranks in a step."""
 
-    def __init__(self, place: str = "", rank: int = 1, **loader: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 1))
-        self.place = place
-        self.rank = rank
-        self.loader = loader
-
-    def hang(self) -> None:
-        supervision.wait_for_ever()
-
-    def reach(self, place: str, index: int) -> None:
-        if (index, place, self.global_rank) == (2, self.place, self.rank):
-            self.hang()
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Samples(self), batch_size=2, **self.loader)
+        return DataLoader(training.data(SAMPLES), batch_size=2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.reach("step", batch_idx)
         return self.loss(batch)
 
 
-class Samples(Dataset[Any]):
-    """Reaches the place "dataset" with the first sample of each batch."""
+class StuckInStep(Quick):
+    """In a step, rank 1 waits in another group than the other ranks."""
 
-    def __init__(self, model: Stuck) -> None:
-        self.model = model
+    def on_train_start(self) -> None:
+        self.own_group = dist.new_group(list(range(self.trainer.world_size)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and batch_idx == STUCK_IN:
+            self.wait_in_own_group()
+        return self.loss(batch)
+
+    def wait_in_own_group(self) -> None:
+        dist.all_reduce(torch.ones(1), group=self.own_group)
+
+
+class StuckDataset(Dataset[Any]):
+    """Blocks on one rank while it reads a batch."""
+
+    def __init__(self, block: Callable[[], None], is_stuck: bool) -> None:
+        self.block = block
+        self.is_stuck = is_stuck
         self.rows = training.data(SAMPLES)
         self.batches = 0
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
-
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        self.model.reach("dataset", self.batches)
+        if self.is_stuck and self.batches == STUCK_IN:
+            self.block()
         self.batches += 1
         return [self.rows[index] for index in indices]
 
 
-class WaitsInAnotherGroup(Stuck):
-    def on_train_start(self) -> None:
-        self.group = dist.new_group(list(range(self.trainer.world_size)))
+class StuckInLoader(Quick):
+    """Blocks on one rank in its loader."""
 
-    def hang(self) -> None:
-        dist.all_reduce(torch.ones(1), group=self.group)
+    def __init__(
+        self,
+        rank: int = 1,
+        block: Callable[[], None] = supervision.wait_for_ever,
+        **loader: Any,
+    ) -> None:
+        super().__init__()
+        self.rank = rank
+        self.block = block
+        self.loader = loader
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        dataset = StuckDataset(self.block, self.global_rank == self.rank)
+        return DataLoader(dataset, batch_size=2, **self.loader)
 
 
-class Holds(Stuck):
-    """Waits until the test releases the rank."""
-
-    def hang(self) -> None:
-        ranks.hold("stuck")
+def hold_until_released() -> None:
+    ranks.hold("stuck")
 
 
-class Slow(Stuck):
+class Slow(Quick):
     """Makes progress, but takes longer than the timeout for an epoch and for a
     validation.
     """
@@ -110,66 +122,81 @@ class Slow(Stuck):
     def validation_step(self, batch: Any, index: int) -> None:
         pause()
 
-    val_dataloader = Stuck.train_dataloader
+    val_dataloader = Quick.train_dataloader
 
 
 def fit(
     rank: int,
     world_size: int,
     directory: Path,
-    model: Stuck,
+    model: Quick,
     *,
-    kind: training.Kind = "ours",
     on_hang: str = "abort",
     **options: Any,
 ) -> None:
+    """Train with our strategy and a watchdog; a rank that is stuck exits soon."""
     watchdog = HangWatchdog(TIMEOUT, on_hang, directory / "reports")
-    strategy = training.make_strategy(kind, directory)
-    if isinstance(strategy, DDPExtStrategy):
-        timeouts = strategy.rendezvous.timeouts
-        grace = {**timeouts.grace, "hung": 0.3}
-        strategy.rendezvous.timeouts = replace(timeouts, answer=3.0, grace=grace)
+    strategy = DDPExtStrategy(f"file://{directory}/store")
+    timeouts = strategy.rendezvous.timeouts
+    grace = {**timeouts.grace, "hung": 0.3}
+    strategy.rendezvous.timeouts = replace(timeouts, answer=3.0, grace=grace)
     options = {"devices": world_size, "max_epochs": 1, "limit_val_batches": 0, **options}
-    with training.stock_group(rank, world_size, directory) if kind == "stock" else nullcontext():
-        training.make_trainer(strategy, callbacks=[watchdog], **options).fit(model)
+    training.make_trainer(strategy, callbacks=[watchdog], **options).fit(model)
+
+
+def fit_with_stock(rank: int, world_size: int, directory: Path, model: Quick) -> None:
+    watchdog = HangWatchdog(TIMEOUT, directory=directory / "reports")
+    with training.stock_group(rank, world_size, directory):
+        training.fit(
+            "stock",
+            directory,
+            model,
+            watchdog,
+            devices=world_size,
+            max_epochs=1,
+            limit_val_batches=0,
+        )
 
 
 def hang_reports(outcomes: list[Outcome]) -> list[str]:
     """Return the lines that the ranks have printed about a hang."""
-    lines = [line for each in outcomes for line in each.output.splitlines()]
+    lines = [line for outcome in outcomes for line in outcome.output.splitlines()]
     return [line for line in lines if "no progress for 3 s:" in line]
 
 
-def expect_report(outcomes: list[Outcome], culprit: int, sentence: str, directory: Path) -> str:
-    """Expect that one rank has printed the sentence, in which WHO is the culprit, and
-    that each has failed with it; return the file's content.
+def read_report(directory: Path) -> str:
+    (path,) = (directory / "reports").iterdir()
+    return path.read_text()
+
+
+def assert_reported(outcomes: list[Outcome], culprit: int, sentence: str) -> None:
+    """Assert that one rank printed a sentence that begins with the culprit, and that
+    every rank failed with an error that names the culprit.
     """
     output_of_all(outcomes, exit_code=1)
-    who = rf"rank {culprit} \(host {re.escape(socket.gethostname())}, pid {outcomes[culprit].pid}\)"
-    [line] = hang_reports(outcomes)
-    assert re.search(sentence.replace("WHO", who), line)
-    for error in [each.error for each in outcomes if each.error is not None]:
-        assert isinstance(error.exception, RankHungError), error.message
-        assert error.exception.rank == culprit
-    [written] = [path.read_text() for path in (directory / "reports").iterdir()]
-    return written
+    who = rf"rank {culprit} \(host {HOST}, pid {outcomes[culprit].pid}\)"
+    (line,) = hang_reports(outcomes)
+    assert re.search(f"{who}{sentence}", line)
+    for outcome in outcomes:
+        if outcome.error is not None:  # otherwise the rank could not be interrupted
+            error = outcome.error.exception
+            assert isinstance(error, RankHungError), outcome.story()
+            assert error.rank == culprit
 
 
-NEVER = r"WHO never entered all_reduce #\d+.*; it is in "
+NEVER_ENTERED = r" never entered all_reduce #\d+.*; it is in "
 
 
 def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     """One line names its place and the collective in which the others wait; all end,
     and the file has all stacks.
     """
-    outcomes = ranks.launch_ranks(fit, 3, tmp_path, WaitsInAnotherGroup("step"))
-    sentence = (
-        rf"{NEVER}all_reduce #1 \[\[1\]\] of group .+, training_step, {HERE}:.*ranks 0, 2 waited"
-        r" for it for"
-    )
-    written = expect_report(outcomes, 1, sentence, tmp_path)
-    assert len(re.findall(r"^MainThread:", written, re.MULTILINE)) == 3
-    assert re.search(rf'File "{HERE}", line \d+, in hang', written)
+    outcomes = ranks.launch_ranks(fit, 3, tmp_path, StuckInStep())
+    place = rf"all_reduce #1 \[\[1\]\] of group .+, training_step, {HERE}:.*ranks 0, 2 waited for it for"
+    assert_reported(outcomes, 1, f"{NEVER_ENTERED}{place}")
+    report = read_report(tmp_path)
+    assert len(re.findall(r"^MainThread:", report, re.MULTILINE)) == 3
+    assert re.search(rf'File "{HERE}", line \d+, in wait_in_own_group', report)
 
 
 def test_ranks_that_move_are_left_alone(tmp_path: Path) -> None:
@@ -179,7 +206,7 @@ def test_ranks_that_move_are_left_alone(tmp_path: Path) -> None:
     output_of_all(outcomes, exit_code=0)
 
 
-class Streamed(Stuck):
+class Streamed(Quick):
     """Reads a stream, with a pause before each batch or without."""
 
     def __init__(self, has_pauses: bool) -> None:
@@ -232,39 +259,39 @@ def test_reading_a_stream_again_is_progress(tmp_path: Path) -> None:
 
 def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
     """The worker itself would never check whether its rank still exists."""
-    model = Stuck("dataset", num_workers=1, multiprocessing_context="fork")
+    model = StuckInLoader(num_workers=1, multiprocessing_context="fork")
     outcomes = ranks.launch_ranks(fit, 2, tmp_path, model)
-    expect_report(outcomes, 1, f"{NEVER}train_dataloader_next, ", tmp_path)
+    assert_reported(outcomes, 1, f"{NEVER_ENTERED}train_dataloader_next, ")
 
 
 def test_a_rank_continues(tmp_path: Path) -> None:
     """With ``on_hang="continue"`` a rank that moves again trains to the end."""
-    with ranks.RankProcesses(fit, 2, tmp_path, Holds("dataset"), on_hang="continue") as processes:
+    model = StuckInLoader(block=hold_until_released)
+    with ranks.RankProcesses(fit, 2, tmp_path, model, on_hang="continue") as processes:
         processes.wait_for("stuck", 1)
         processes.wait_for_output("no progress for", 0)
         processes.release(1)
         outcomes = processes.wait()
     output_of_all(outcomes, exit_code=0)
-    assert re.search(
-        r"train_dataloader_next.*the ranks continue \(on_hang='continue'\)",
-        hang_reports(outcomes)[0],
-    )
+    sentence = r"train_dataloader_next.*the ranks continue \(on_hang='continue'\)"
+    assert re.search(sentence, hang_reports(outcomes)[0])
 
 
-REPORT_ON_ITSELF = (
-    rf"has made no progress for \d+ s; it is in train_dataloader_next, {WAITS_FOR_EVER}:\d+"
+STUCK_IN_LOADER = (
+    rf" has made no progress for \d+ s; it is in train_dataloader_next, {WAITS_FOR_EVER}:\d+"
 )
 
 
 def test_a_single_rank_reports_on_itself(tmp_path: Path) -> None:
     """It has no channel to other ranks."""
-    outcomes = ranks.launch_ranks(fit, 1, tmp_path, Stuck("dataset", rank=0))
-    expect_report(outcomes, 0, f"WHO {REPORT_ON_ITSELF}", tmp_path)
+    outcomes = ranks.launch_ranks(fit, 1, tmp_path, StuckInLoader(rank=0))
+    assert_reported(outcomes, 0, STUCK_IN_LOADER)
+    assert "MainThread:" in read_report(tmp_path)
 
 
 def test_ranks_of_a_stock_strategy_report_on_themselves(tmp_path: Path) -> None:
     """They have no channel, so each rank writes its own file."""
-    outcomes = ranks.launch_ranks(fit, 2, tmp_path, Stuck("dataset"), kind="stock")
+    outcomes = ranks.launch_ranks(fit_with_stock, 2, tmp_path, StuckInLoader())
     output_of_all(outcomes, exit_code=1)
-    assert re.search(f"rank 1 .* {REPORT_ON_ITSELF}", outcomes[1].output)
+    assert re.search(f"rank 1 .*{STUCK_IN_LOADER}", outcomes[1].output)
     assert len(list((tmp_path / "reports").iterdir())) == 2

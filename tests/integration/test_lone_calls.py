@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.errors import RankAbsentError, RankHungError
+from lightning_ddp_ext.errors import RankAbsentError, RankFailedError, RankHungError
 from tests.harness import ranks, training
 from tests.harness.outcomes import Outcome
 from tests.harness.training import Net
@@ -27,10 +27,9 @@ PLACE = r"\(.*test_lone_calls.py:\d+\)"
 STEPS = 4  # of an epoch of ``Net`` on two ranks
 
 
-def save_in(path: Path, step: int, on: list[int]) -> training.At:
-    """Save after a step, on some ranks."""
+def save_after(step: int, path: Path, ranks_that_save: list[int]) -> training.At:
     save = partial(L.Trainer.save_checkpoint, filepath=path)
-    return training.At("on_train_batch_end", save, earlier=step - 1, ranks=on)
+    return training.At("on_train_batch_end", save, earlier=step - 1, ranks=ranks_that_save)
 
 
 @pytest.mark.parametrize(("saving", "absent"), [([2], "[01]"), ([0, 1], "2")])
@@ -41,16 +40,15 @@ def test_a_save_on_some_ranks_names_one_that_did_not_make_it(
     instead of hanging.
     """
     path = tmp_path / "it.ckpt"
-    for outcome in training.fit_on(3, tmp_path, Net(), save_in(path, 1, saving)):
-        assert "RankAbsentError" in outcome.story()
-        assert re.search(
-            rf"began saving {path} .*rank {absent} \(host .*make this call", outcome.story()
-        )
+    sentence = rf"began saving {path} .*rank {absent} \(host .*make this call"
+    for outcome in training.fit_on(3, tmp_path, Net(), save_after(1, path, saving)):
+        assert outcome.failure.type_name == "RankAbsentError", outcome.story()
+        assert re.search(sentence, outcome.failure.message)
 
 
 def test_a_save_after_the_last_step_names_the_rank_that_finished(tmp_path: Path) -> None:
     """The error also names a rank that finished without the call."""
-    save = save_in(tmp_path / "it.ckpt", STEPS, [0])
+    save = save_after(STEPS, tmp_path / "it.ckpt", [0])
     saving, _ = training.fit_on(2, tmp_path, Net(), save, max_epochs=1)
     assert "rank 1 (host" in saving.failure.message
 
@@ -96,29 +94,29 @@ def test_a_rank_that_is_late_for_a_barrier_is_named(late: int, tmp_path: Path) -
     assert re.search(sentence, outcome.story())
 
 
-# Without any callback, ranks that wait in vain name the rank that they waited for.
+# Ranks that wait in vain in a collective name the rank that they waited for.
 
 
 class Late(Net):
     """In its second step all ranks wait for the test; then one may stay there.
 
     Args:
-        stays: whether rank 1 does.
-        in_group: whether the ranks wait for it in a collective of the user's.
+        late_rank: the rank that stays, if any.
+        in_own_collective: whether the others wait for it in a collective of the user's.
     """
 
-    def __init__(self, *, stays: bool, in_group: bool = False) -> None:
+    def __init__(self, late_rank: int | None, *, in_own_collective: bool = False) -> None:
         super().__init__()
-        self.stays = stays
-        self.in_group = in_group
+        self.late_rank = late_rank
+        self.in_own_collective = in_own_collective
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         if index == 1:
             ranks.hold("in step")
             training.limit_collectives(2.0)
-            if self.stays and self.global_rank == 1:
-                ranks.hold("stays")
-            if self.in_group:
+            if self.global_rank == self.late_rank:
+                ranks.hold("late")
+            if self.in_own_collective:
                 dist.all_reduce(torch.ones(1))
         return self.loss(batch)
 
@@ -132,15 +130,15 @@ def fit_late(rank: int, world_size: int, url: str, model: Net, process_group_bac
     trainer.fit(model)
 
 
-def expect_error(
-    outcomes: list[Outcome], culprit: int, error: type[Exception], sentence: str
+def assert_named(
+    outcomes: list[Outcome], culprit: int, kind: type[RankFailedError], sentence: str
 ) -> None:
+    """Assert that each rank raised an error of this kind, which names the culprit."""
     for outcome in outcomes:
-        raised: Any = outcome.failure.exception
-        assert outcome.exit_code == 1, outcome.story()
-        assert type(raised) is error, outcome.story()
-        assert raised.rank == culprit
-        assert re.search(sentence, str(raised)), outcome.story()
+        error = outcome.failure.exception
+        assert type(error) is kind, outcome.story()
+        assert (error.rank, outcome.exit_code) == (culprit, 1), outcome.story()
+        assert re.search(sentence, str(error)), outcome.story()
 
 
 SILENT = (
@@ -159,27 +157,29 @@ def test_a_stopped_process_is_named() -> None:
     with it.
     """
     url = f"tcp://127.0.0.1:{ranks.free_port()}"
-    with ranks.RankProcesses(fit_late, 3, url, Late(stays=False), "gloo") as processes:
+    with ranks.RankProcesses(fit_late, 3, url, Late(None), "gloo") as processes:
         for rank in range(3):
             processes.wait_for("in step", rank)
         processes.kill(0, signal.SIGSTOP)
         for rank in range(3):
             processes.release(rank)
         outcomes = processes.wait(1, 2)
-    expect_error(outcomes, 0, RankHungError, SILENT)
+    assert_named(outcomes, 0, RankHungError, SILENT)
 
 
 @pytest.mark.parametrize(
-    ("in_group", "backend"), [(True, "gloo"), (False, "nccl_stand_in")], ids=["all_reduce", "NCCL"]
+    ("in_own_collective", "backend"),
+    [(True, "gloo"), (False, "nccl_stand_in")],
+    ids=["all_reduce", "NCCL"],
 )
 def test_a_rank_that_does_something_else_is_named(
-    in_group: bool, backend: str, tmp_path: Path
+    in_own_collective: bool, backend: str, tmp_path: Path
 ) -> None:
     """The others name it with file and line, and later it does so itself, before
     torch's own limit for NCCL.
     """
     url = f"file://{tmp_path}/store"
-    model = Late(stays=True, in_group=in_group)
+    model = Late(1, in_own_collective=in_own_collective)
     with ranks.RankProcesses(fit_late, 3, url, model, backend) as processes:
         for rank in range(3):
             processes.wait_for("in step", rank)
@@ -188,4 +188,4 @@ def test_a_rank_that_does_something_else_is_named(
         outcomes = processes.wait(0, 2)
         processes.release(1)
         outcomes += processes.wait(1)
-    expect_error(outcomes, 1, RankAbsentError, ELSEWHERE)
+    assert_named(outcomes, 1, RankAbsentError, ELSEWHERE)

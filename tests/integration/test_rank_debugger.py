@@ -19,11 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from debugpy.common.messaging import JsonIOStream, JsonMessageChannel
+from torch import Tensor
 
 from lightning_ddp_ext import ConfigurationError, HangWatchdog, RankDebugger
 from tests.harness import ranks, training
-from tests.harness.outcomes import Outcome
 from tests.harness.training import Net
+
+STDIN = 0
+LIMIT = 4.0  # seconds, of collectives and of the watchdog
 
 
 class Secretive(Net):
@@ -42,24 +45,23 @@ class Secretive(Net):
         return loss
 
 
-def train(rank: int, world_size: int, directory: Path, port: int | None) -> Any:
-    """Return the weights after an epoch; an editor is attached, or a file has what is
-    typed at the prompt.
-    """
+def train_with_editor(rank: int, world_size: int, directory: Path, port: int) -> dict[str, Tensor]:
+    """Train with time limits that are shorter than the time in the debugger."""
     torch.manual_seed(1)
-    debuggers = [RankDebugger(1, port), HangWatchdog(timeout=4)] if port else []
-    if not port:
-        os.dup2(os.open(directory / "typed", os.O_RDONLY), 0)
-    strategy = training.make_strategy("ours", directory, timeout=4 if port else 60)
-    model = Secretive(has_breakpoint=not port)
-    training.make_trainer(strategy, max_epochs=1, callbacks=debuggers).fit(model)
+    model = Secretive(has_breakpoint=False)
+    callbacks = [RankDebugger(1, port), HangWatchdog(timeout=LIMIT)]
+    training.fit("ours", directory, model, *callbacks, strategy={"timeout": LIMIT}, max_epochs=1)
     return training.weights(model)
 
 
-def train_at_prompt(directory: Path) -> list[Outcome]:
-    directory.mkdir()
-    (directory / "typed").write_text("up\np f'secret is {secret}'\nnext\ncontinue\n")
-    return ranks.launch_ranks(train, 2, directory, None)
+def train_at_prompt(rank: int, world_size: int, directory: Path) -> dict[str, Tensor]:
+    """Train with torch's debugger, which reads commands from a file."""
+    (directory / f"typed{rank}").write_text("up\np f'secret is {secret}'\nnext\ncontinue\n")
+    os.dup2(os.open(directory / f"typed{rank}", os.O_RDONLY), STDIN)
+    torch.manual_seed(1)
+    model = Secretive(has_breakpoint=True)
+    training.fit("ours", directory, model, max_epochs=1)
+    return training.weights(model)
 
 
 class Editor:
@@ -115,7 +117,7 @@ def read_secret(editor: Editor) -> str:
     variables = editor.request("variables", variablesReference=scope["variablesReference"])[
         "variables"
     ]
-    threading.Event().wait(5)  # a user thinks, for longer than any time limit of the run
+    threading.Event().wait(LIMIT + 1)  # a user thinks
     editor.request("setBreakpoints", source={"path": __file__}, breakpoints=[])
     editor.request("continue", threadId=thread)
     return str(next(each["value"] for each in variables if each["name"] == "secret"))
@@ -126,13 +128,15 @@ def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> No
     has at torch's prompt.
     """
     port = ranks.free_port()
-    with ranks.RankProcesses(train, 2, tmp_path, port) as processes:
+    with ranks.RankProcesses(train_with_editor, 2, tmp_path, port) as processes:
         processes.wait_for_output(f"[rank 1] waiting for a debugger at 127.0.0.1:{port},", 1)
         with attached(port) as editor:
             assert read_secret(editor) == "1010"
         debugged = processes.wait()
     assert "HangWatchdog is off while a rank is being debugged" in debugged[0].output
-    at_prompt = train_at_prompt(tmp_path / "prompt")
+    directory = tmp_path / "prompt"
+    directory.mkdir()
+    at_prompt = ranks.launch_ranks(train_at_prompt, 2, directory)
     training.assert_same([each.result for each in debugged], [each.result for each in at_prompt])
     assert "(Pdb) 'secret is 1010'" in at_prompt[1].output
 

@@ -67,12 +67,12 @@ def who(rank: int, pid: int, host: str = HERE) -> str:
 
 
 def error_of(
-    told: Outcome, kind: type[RankFailedError], culprit: int, pid: int, host: str = HERE
+    survivor: Outcome, kind: type[RankFailedError], culprit: int, pid: int, host: str = HERE
 ) -> RankFailedError:
     """Return a rank's error; fail unless it is of this kind and names the culprit."""
-    error = told.failure.exception
-    assert type(error) is kind, told.story()
-    assert (error.rank, error.host, error.pid, told.exit_code) == (culprit, host, pid, 1)
+    error = survivor.failure.exception
+    assert type(error) is kind, survivor.story()
+    assert (error.rank, error.host, error.pid, survivor.exit_code) == (culprit, host, pid, 1)
     return error
 
 

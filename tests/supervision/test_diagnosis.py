@@ -4,202 +4,84 @@ for it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.supervision import flight as flight_module
-from lightning_ddp_ext.supervision.diagnosis import Findings, deadlock_in
-from lightning_ddp_ext.supervision.flight import Collective, Flight, flights_in
+from lightning_ddp_ext.supervision.diagnosis import Findings
+from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress
 from lightning_ddp_ext.supervision.report import Report, Silence
+
+IDLE = 61.0  # seconds
+PLACE = "train_dataloader_next, dataset.py:41"
 
 
 def who(rank: int) -> RankInfo:
     return RankInfo(rank, f"host{rank}", 100 + rank, "network")
 
 
-def report(rank: int, flights: list[Flight] | None = None, **values: Any) -> Report:
-    chosen = {
-        "idle": 61.0,
-        "makes_no_progress": True,
-        "doing": "train_dataloader_next",
-        "place": "dataset.py:41",
-        **values,
-    }
-    return Report(who(rank), flights=flights or [], **chosen)
+def stalled(rank: int, *groups: GroupProgress, idle: float = IDLE, **values: Any) -> Report:
+    """Return the report of a rank without progress."""
+    doing, place = PLACE.split(", ")
+    chosen = {"makes_no_progress": True, "idle": idle, "doing": doing, "place": place, **values}
+    return Report(who(rank), groups=list(groups), **chosen)
 
 
-def flight(
-    entered: int, pending: int | None = None, name: str = "all_reduce", label: str = ""
-) -> Flight:
-    recent = {str(number): Collective("all_reduce") for number in range(1, entered)}
-    return Flight(label or "0", label, entered, pending, {**recent, str(entered): Collective(name)})
+def moving(rank: int, *groups: GroupProgress) -> Report:
+    return stalled(rank, *groups, idle=0.5, makes_no_progress=False)
 
 
-MOVING = {"makes_no_progress": False, "idle": 0.5}
-CASES: dict[str, tuple[Findings, str | None]] = {
-    "several never came": (
-        Findings([report(0, [flight(5, 5)]), report(1, [flight(4)]), report(2)]),
-        (
-            "rank 1 (host host1, pid 101) never entered all_reduce #5; it is in"
-            " train_dataloader_next, dataset.py:41; rank 0 waited for it for 61 s"
+def progress(entered: int, *, pending: int = 0) -> GroupProgress:
+    return GroupProgress("0", "", entered, pending, {str(entered): Collective("all_reduce")})
+
+
+WAITING = progress(5, pending=5)
+BEHIND = progress(4)
+
+
+@pytest.mark.parametrize(
+    ("findings", "sentence"),
+    [
+        pytest.param(
+            Findings([stalled(0, WAITING), stalled(1, BEHIND), stalled(2)]),
+            f"rank 1 (host host1, pid 101) never entered all_reduce #5; it is in {PLACE}; rank 0"
+            " waited for it for 61 s",
+            id="several ranks never entered a collective",
         ),
-    ),
-    "all are in it": (
-        Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),
-        (
+        pytest.param(
+            Findings([stalled(0, WAITING), stalled(1, WAITING, idle=62.0)]),
             "rank 1 (host host1, pid 101) has made no progress for 62 s; it is in all_reduce #5,"
-            " train_dataloader_next, dataset.py:41"
+            f" {PLACE}",
+            id="all ranks are in the same collective",
         ),
-    ),
-    "one does not answer while others move": (
-        Findings(
-            [report(0, [flight(5, 5)]), report(2, [flight(5)], **MOVING)], [Silence(who(1), 5.0)]
+        pytest.param(
+            Findings([stalled(0), moving(1, BEHIND)]),
+            f"rank 0 (host host0, pid 100) has made no progress for 61 s; it is in {PLACE}",
+            id="a rank is stuck while another one makes progress",
         ),
-        None,
-    ),
-    "waiting for one that moves": (
-        Findings([report(0, [flight(5, 5)]), report(1, [flight(4)], **MOVING)]),
-        None,
-    ),
-    "stuck while another moves": (
-        Findings([report(0), report(1, [flight(4)], **MOVING)]),
-        (
-            "rank 0 (host host0, pid 100) has made no progress for 61 s; it is in"
-            " train_dataloader_next, dataset.py:41"
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_sentence(name: str) -> None:
+    ],
+)
+def test_the_sentence(findings: Findings, sentence: str) -> None:
     """The reports give the sentence that a user reads."""
-    case, expected = CASES[name]
-    assert (case.diagnosis.reason if case.diagnosis else None) == expected
+    event = findings.stuck_rank
+    assert event is not None
+    assert event.reason == sentence
 
 
-def entry(number: int, op: int, state: str = "completed", **values: Any) -> dict[str, Any]:
-    return {
-        "collective_seq_id": number,
-        "op_id": op,
-        "pg_id": 0,
-        "process_group": ["0", "default_pg"],
-        "profiling_name": "nccl:all_reduce",
-        "state": state,
-        **values,
-    }
-
-
-def test_collectives_of_a_trace() -> None:
-    """Each group has its last entered and its first unfinished collective.
-
-    A new group with an old name starts at 0.
-    """
-    old = [entry(1, 1), entry(2, 2, "started")]
-    new = [entry(number, 6 + number, pg_id=1) for number in (1, 2)]
-    started = [entry(number, 6 + number, "started", pg_id=1) for number in (3, 4)]
-    other_group = entry(1, 1, pg_id=2, process_group=["5", "undefined"])
-    first, other = flights_in({"entries": [*old, *new, *started, other_group]}, {})
-    assert (first.label, first.entered, first.pending) == ("", 4, 3)
-    assert (other.label, other.entered, other.pending) == ("5", 1, None)
-
-
-def test_sends_and_coalesced_collectives_of_a_trace() -> None:
-    """Neither hides the collectives before it, nor one that is unfinished.
-
-    NCCL gives an entry that joins sends the number of the last collective, and each of
-    several coalesced collectives the same number.
-    """
-    joined = {"profiling_name": "nccl:coalesced"}
-    coalesced = [entry(2, 3), entry(2, 4), entry(2, 4, **joined)]
-    sends = [
-        entry(1, 5, is_p2p=True, profiling_name="nccl:send 0->1"),
-        entry(2, 5, "started", **joined),
-    ]
-    (flight,) = flights_in({"entries": [entry(1, 1, "started"), *coalesced, *sends]}, {})
-    assert (flight.entered, flight.pending, sorted(flight.recent)) == (2, 1, ["1", "2"])
-
-
-@pytest.mark.parametrize(("completed", "is_waiting"), [(60, False), (59, True), (2000, True)])
-def test_a_collective_after_many_sends_is_unfinished(
-    completed: int, is_waiting: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL reports the number of the last send as that of the last completed collective."""
-    status = {"last_enqueued_collective": 60, "last_completed_collective": completed}
-    monkeypatch.setattr(flight_module, "_dump", lambda *_: {"pg_status": {"0": status}})
-    assert bool(flight_module.unfinished()) == is_waiting
-
-
-def waiting(
-    rank: int, *pending: tuple[str, int, int | None], calls: int = 0, call: int = 0, **values: Any
-) -> Report:
-    """Return the report of a rank: (group, entered, pending) of its groups, and its
-    calls of named barriers.
-    """
-    flights = [
-        Flight(group, group, entered, number, members=[0, 1, 2])
-        for group, entered, number in pending
-    ]
-    awaited = Call(rank, call, 0, "saving", "saving", "train.py:7") if call else None
-    chosen = {"is_blocked": True, "calls": calls, "awaited": awaited, "run": 1, **values}
-    return Report(who(rank), place="train.py:5", flights=flights, **chosen)
-
-
-COMPUTING = {"is_blocked": False}
-LEFT = {"is_blocked": False, "is_in_run": False}
-# Reports, and the ranks of the deadlock.
-WAITS: dict[str, tuple[list[Report], set[int]]] = {
-    "a collective and a barrier": (
-        [
-            waiting(0, ("", 5, 5)),
-            waiting(1, ("", 4, None), calls=3, call=3),
-            waiting(2, ("", 5, 5)),
-        ],
-        {0, 1, 2},
-    ),
-    "a circle of three groups": (
-        [waiting(0, ("a", 1, 1)), waiting(1, ("b", 1, 1)), waiting(2, ("c", 1, 1))],
-        {0, 1, 2},
-    ),
-    "one computes": ([waiting(0, ("", 5, 5)), waiting(1, ("", 4, None), **COMPUTING)], set()),
-    "one computes, others wait for each other": (
-        [
-            waiting(0, ("", 5, 5)),
-            waiting(1, ("", 4, None), calls=1, call=1),
-            waiting(2, **COMPUTING),
-        ],
-        {0, 1},
-    ),
-    "all are in the same call": ([waiting(0, ("", 5, 5)), waiting(1, ("", 5, 5))], set()),
-    "one has left the run": ([waiting(0, ("", 5, 5)), waiting(1, ("", 4, None), **LEFT)], {0, 1}),
-    "one has not started the run": (
-        [waiting(0, ("", 5, 5), run=2), waiting(1, ("", 4, None), **LEFT)],
-        set(),
-    ),
-    "both work after the run": ([waiting(0, **LEFT), waiting(1, **LEFT)], set()),
-}
-
-
-@pytest.mark.parametrize("name", WAITS)
-def test_ranks_of_a_deadlock(name: str) -> None:
-    """Only ranks that certainly cannot continue are part of a deadlock."""
-    reports, expected = WAITS[name]
-    found = deadlock_in(reports)
-    assert (set(found.calls) if found is not None else set()) == expected
-
-
-def test_a_deadlock_must_persist() -> None:
-    """It is certain if a second look finds the same calls, and no rank that waits has
-    computed since.
-    """
-    first = [waiting(0, ("", 5, 5)), waiting(1, ("", 4, None), calls=1, call=1)]
-    found = deadlock_in(first)
-    assert found is not None
-    assert found.persists_in(deadlock_in(first))
-    assert not found.persists_in(None)
-    assert not found.persists_in(deadlock_in([waiting(0, ("", 6, 6)), first[1]]))
-    assert not found.persists_in(deadlock_in([replace(first[0], cpu_seconds=0.5), first[1]]))
+@pytest.mark.parametrize(
+    "findings",
+    [
+        pytest.param(
+            Findings([stalled(0, WAITING), moving(2, progress(5))], [Silence(who(1), 5.0)]),
+            id="a rank does not reply while another one makes progress",
+        ),
+        pytest.param(
+            Findings([stalled(0, WAITING), moving(1, BEHIND)]),
+            id="the awaited rank makes progress",
+        ),
+    ],
+)
+def test_no_rank_is_stuck(findings: Findings) -> None:
+    """Ranks without progress that only wait for ranks with progress are not reported."""
+    assert findings.stuck_rank is None

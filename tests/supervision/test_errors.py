@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.ranks import RemoteTraceback
@@ -23,6 +23,7 @@ from tests.harness.training import Net
 from tests.supervision import model
 
 BOOM = "BoomError: no such layer"
+STEPS_OF_EPOCH = 4  # of ``Net``, on two ranks
 STUCK = (
     r"process raised an exception and has not exited within 0\.3 s \(save_deadline\), so rank \d"
     r" exits at \S+:\d+"
@@ -34,9 +35,9 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"
 
 
-def assert_names_culprit(told: Outcome, culprit: int, pid: int) -> None:
+def assert_names_culprit(survivor: Outcome, culprit: int, pid: int) -> None:
     """Assert that the rank's error names the culprit, with the culprit's traceback."""
-    error = model.error_of(told, RankFailedError, culprit, pid)
+    error = model.error_of(survivor, RankFailedError, culprit, pid)
     assert str(error) == f"{model.who(culprit, pid)} failed, so this rank stops: {BOOM}"
     assert error.traceback_text.startswith("Traceback (most recent call last):\n")
     assert "in boom\n" in error.traceback_text
@@ -46,42 +47,44 @@ def assert_names_culprit(told: Outcome, culprit: int, pid: int) -> None:
 
 
 def catch_and_stay(
-    rank: int, world_size: int, url: str, fault: model.Fault, hook: str, directory: Path
+    rank: int, world_size: int, url: str, fault: model.Fault, directory: Path
 ) -> None:
+    """Train; a rank that fails saves, and continues to run."""
     strategy = model.by_hand(rank, world_size, url)
     saver = OnExceptionCheckpoint(directory)
     trainer = model.make_trainer(world_size, strategy, fault, saver, enable_checkpointing=True)
-    net = Net()
-    if not hasattr(Callback, hook):  # a method of models alone
-        setattr(net, hook, lambda *_: getattr(fault, hook)(trainer))
     try:
-        trainer.fit(net)
+        trainer.fit(Net())
     except model.BoomError:
         hold("caught")
 
 
 @pytest.mark.parametrize(
-    ("hook", "culprit", "steps"),
+    ("fault", "culprit", "steps"),
     [
-        ("setup", 0, 0),
-        ("on_train_batch_start", 0, 1),
-        ("validation_step", 1, 4),  # after an epoch of 24 samples, 3 a batch, on 2 ranks
+        pytest.param(model.Fault("setup", model.boom, 0), 0, 0, id="before training"),
+        pytest.param(model.in_step(model.boom, 0), 0, 1, id="in a step"),
+        pytest.param(
+            model.Fault("on_validation_batch_start", model.boom, 1),
+            1,
+            STEPS_OF_EPOCH,
+            id="in the validation after an epoch",
+        ),
     ],
 )
 def test_others_raise_while_the_failed_rank_continues(
-    hook: str, culprit: int, steps: int, url: str, tmp_path: Path
+    fault: model.Fault, culprit: int, steps: int, url: str, tmp_path: Path
 ) -> None:
     """The other rank exits and names the cause while the failed one keeps running.
 
     Rank 0 can still save.
     """
-    fault = model.Fault(hook, model.boom, culprit, earlier=1 if steps else 0)
-    with RankProcesses(catch_and_stay, 2, url, fault, hook, tmp_path) as ranks:
+    with RankProcesses(catch_and_stay, 2, url, fault, tmp_path) as ranks:
         ranks.wait_for("caught", culprit)
-        (told,) = ranks.wait(1 - culprit)
+        (survivor,) = ranks.wait(1 - culprit)
         ranks.release(culprit)
         (failed,) = ranks.wait(culprit)
-    assert_names_culprit(told, culprit, failed.pid)
+    assert_names_culprit(survivor, culprit, failed.pid)
     assert failed.exit_code == 0, failed.story()
     saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
     assert saved["state_dict"].keys() == Net().state_dict().keys()
@@ -89,17 +92,19 @@ def test_others_raise_while_the_failed_rank_continues(
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "sentence"),
     [
         (model.boom, "RankFailedError: {} failed, so this rank stops: BoomError: no such layer"),
         (model.die, "RankDiedError: {} died: its process ended unexpectedly; every rank stops."),
     ],
 )
-def test_a_rank_that_nothing_can_wake_exits(end: Callable[[], None], said: str, url: str) -> None:
+def test_a_rank_that_nothing_can_wake_exits(
+    end: Callable[[], None], sentence: str, url: str
+) -> None:
     """A process whose main thread blocks for ever exits and prints the reason."""
     faults = model.in_step(end, 0), model.in_step(model.wait_for_ever, 1)
     culprit, ended = launch_ranks(model.fit, 2, url, *faults, grace={"failed": 0.1, "died": 0.3})
-    assert f"[rank 1] {said.format(model.who(0, culprit.pid))}" in ended.output
+    assert f"[rank 1] {sentence.format(model.who(0, culprit.pid))}" in ended.output
     assert ended.exit_code == 1
 
 
@@ -171,11 +176,11 @@ def test_unusual_exceptions_reach_the_other_ranks(
     ``sys.exit`` and Ctrl-C are such kinds, and exceptions without a text or with one of
     megabytes.
     """
-    told, culprit = launch_ranks(model.fit, 2, url, model.in_step(action, 1))
-    assert told.failure.type_name == "RankFailedError", told.story()
-    assert f"failed, so this rank stops: {reason}" in told.failure.message
-    assert len(told.failure.message) < 10_000
-    assert told.exit_code == 1
+    survivor, culprit = launch_ranks(model.fit, 2, url, model.in_step(action, 1))
+    assert survivor.failure.type_name == "RankFailedError", survivor.story()
+    assert f"failed, so this rank stops: {reason}" in survivor.failure.message
+    assert len(survivor.failure.message) < 10_000
+    assert survivor.exit_code == 1
     assert culprit.exit_code == 1
 
 
@@ -189,7 +194,7 @@ def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], cul
 
 
 @pytest.mark.parametrize(
-    ("end", "culprit", "status", "said"),
+    ("end", "culprit", "status", "sentence"),
     [
         (
             model.boom,
@@ -201,7 +206,7 @@ def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], cul
     ],
 )
 def test_a_rank_that_ends_between_two_fits_is_named(
-    end: Callable[[], None], culprit: int, status: int, said: str, url: str
+    end: Callable[[], None], culprit: int, status: int, sentence: str, url: str
 ) -> None:
     """Ranks that wait in the second fit raise.
 
@@ -209,25 +214,26 @@ def test_a_rank_that_ends_between_two_fits_is_named(
     """
     outcomes = launch_ranks(fit_twice, 2, url, end, culprit)
     ended = outcomes[culprit]
-    told = outcomes[1 - culprit]
-    error = f"{told.failure.type_name}: {told.failure.message}"
-    assert error.startswith(said.format(model.who(culprit, ended.pid)))
+    survivor = outcomes[1 - culprit]
+    error = f"{survivor.failure.type_name}: {survivor.failure.message}"
+    assert error.startswith(sentence.format(model.who(culprit, ended.pid)))
     assert ended.exit_code == status
-    assert told.exit_code == 1
+    assert survivor.exit_code == 1
 
 
-def wait_for_the_countdown() -> None:
-    """Wait until the time has passed after which a process that does not work is killed."""
+def wait_for_forced_exit() -> None:
+    """Wait until the time has passed after which a blocked rank is forced to exit."""
     while countdowns := [each for each in threading.enumerate() if each.name == "ddpx-exit"]:
         with suppress(RuntimeError):  # not started yet
             countdowns[0].join()
 
 
 def fit_work_and_fit(rank: int, world_size: int, url: str) -> None:
+    """Train, work until another rank has died, and train again."""
     model.fit(rank, world_size, url, grace={"died": 0.3})
     hold("after fit")
     model.wait_for_another_ranks_end()
-    wait_for_the_countdown()
+    wait_for_forced_exit()
     announce("still there")
     model.fit(rank, world_size, url)
 

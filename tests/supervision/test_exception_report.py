@@ -1,6 +1,4 @@
-"""A failed rank prints a traceback, and the others one line: errors that only echo
-another rank's exit are known.
-"""
+"""A failed rank prints its traceback, and each of the others one line."""
 
 from __future__ import annotations
 
@@ -8,19 +6,12 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
-from tests.harness.training import At, Batch, Net, make_strategy, make_trainer
+from tests.harness.ranks import launch_ranks
 from tests.supervision import model
 
 BOOM = "tests.supervision.model.BoomError: no such layer"
@@ -36,9 +27,9 @@ def fail_otherwise_once_informed() -> None:
     fail_otherwise()
 
 
-def fit(rank: int, world_size: int, terminal: Path, *faults: model.Fault) -> None:
-    """Train with all ranks' stderr in one file, as on one terminal; without faults,
-    fail after it.
+def fit_and_fail(rank: int, world_size: int, terminal: Path, *faults: model.Fault) -> None:
+    """Train, and fail at the latest afterwards; all ranks' stderr is in one file, as on
+    one terminal.
     """
     logging.disable(logging.WARNING)  # Lightning's greetings
     os.dup2(os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
@@ -46,9 +37,9 @@ def fit(rank: int, world_size: int, terminal: Path, *faults: model.Fault) -> Non
     model.boom()
 
 
-def printed(directory: Path, *faults: model.Fault, world_size: int = 3) -> list[str]:
+def lines_printed(directory: Path, *faults: model.Fault, world_size: int = 3) -> list[str]:
     """Return the output of ranks with these faults."""
-    launch_ranks(fit, world_size, directory / "terminal", *faults)
+    launch_ranks(fit_and_fail, world_size, directory / "terminal", *faults)
     return model.lines_of((directory / "terminal").read_text())
 
 
@@ -61,7 +52,7 @@ def test_the_same_exception_everywhere_is_printed_once(
     """Ranks with the same failure print one traceback together, also outside of the
     Trainer.
     """
-    lines = printed(tmp_path, *faults)
+    lines = lines_printed(tmp_path, *faults)
     remark = "BoomError: no such layer (another rank prints the traceback)"
     assert sum(line.startswith("[rank ") and line.endswith(remark) for line in lines) == 2, lines
     assert sum(line.startswith("Traceback") for line in lines) == lines.count(BOOM) == 1, lines
@@ -76,7 +67,7 @@ def test_different_exceptions_are_all_printed(tmp_path: Path) -> None:
         model.Fault("on_exception", fail_otherwise, 0),
         model.in_step(fail_otherwise_once_informed, 1),
     ]
-    lines = printed(tmp_path, *faults, world_size=2)
+    lines = lines_printed(tmp_path, *faults, world_size=2)
     assert lines.count(BOOM) == 1
     assert lines.count("LookupError: no such file") == 2
     assert "LookupError: no such file" in lines[lines.index(BOOM) :]
@@ -88,7 +79,7 @@ def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
     """
     variables = {"TORCHELASTIC_ERROR_FILE": lambda rank: f"{tmp_path}/{rank}.json"}
     outcomes = launch_ranks(
-        fit, 3, tmp_path / "terminal", model.in_step(model.boom, 1), env=variables
+        fit_and_fail, 3, tmp_path / "terminal", model.in_step(model.boom, 1), env=variables
     )
     assert [path.name for path in tmp_path.glob("*.json")] == ["1.json"]
     failures = {
@@ -97,159 +88,3 @@ def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
     }
     table = ChildFailedError("script", failures).format_msg()
     assert re.search(r"Root Cause [^@]*rank +: 1 [^@]*BoomError: no such layer", table), table
-
-
-class Reading(torch.utils.data.Dataset[Any]):
-    """Rank 0 reads a sample for a long time; in a loader worker of rank 1, a client of
-    a store fails meanwhile.
-    """
-
-    reads = 0
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> Any:
-        self.reads += 1
-        if self.reads == 5 and torch.utils.data.get_worker_info() is not None:
-            raise RuntimeError(
-                "store: gloo: [Errno 104] Connection reset by peer, process group, socket"
-            )
-        if self.reads == 5 and dist.get_rank() == 0:
-            hold("reading")
-        return torch.ones(4), torch.ones(1)
-
-
-class ReadsFromStore(Net):
-    def train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
-        return torch.utils.data.DataLoader(
-            Reading(), batch_size=2, num_workers=int(self.global_rank == 1)
-        )
-
-
-class FailsInBackward(Net):
-    """The backward pass of rank 1 fails in C++ for its own reason, while rank 0 works."""
-
-    def training_step(self, batch: Batch, index: int) -> Tensor:
-        if index == 1 and self.global_rank == 0:
-            hold("reading")
-        loss = self.loss(batch)
-        return loss.detach() if index == 1 and self.global_rank == 1 else loss
-
-
-FAILS_ALONE = [
-    pytest.param(
-        ReadsFromStore,
-        r"RuntimeError: .*store: gloo: \[Errno 104\] Connection reset by peer",
-        id="a loader worker",
-    ),
-    pytest.param(
-        FailsInBackward,
-        "RuntimeError: element 0 of tensors does not require grad",
-        id="a backward pass",
-    ),
-]
-
-
-def train(rank: int, world_size: int, directory: Path, net: type[Net]) -> None:
-    make_trainer(make_strategy("ours", directory), max_epochs=1, limit_val_batches=0).fit(net())
-
-
-@pytest.mark.parametrize(("net", "error"), FAILS_ALONE)
-def test_an_error_with_the_words_of_a_backend_is_the_ranks_own(
-    net: type[Net], error: str, tmp_path: Path
-) -> None:
-    """Its rank raises and prints it while another rank reads for a long time, and that
-    rank names the first one.
-    """
-    with RankProcesses(train, 2, tmp_path, net, env=by_hand_env(2)) as ranks:
-        ranks.wait_for("reading", 0)
-        (failed,) = ranks.wait(1)
-        ranks.release(0)
-        (told,) = ranks.wait(0)
-    assert re.search(error, failed.output, re.DOTALL), failed.story()
-    assert failed.failure.type_name == "RuntimeError", failed.story()
-    model.error_of(told, RankFailedError, 1, failed.pid)
-
-
-def use_socket() -> None:
-    raise RuntimeError("gloo: no socket is left, connection reset by peer")
-
-
-def use_closed_group() -> None:
-    dist.destroy_process_group()
-    dist.barrier()
-
-
-def fail_after_fit(rank: int, world_size: int, directory: Path, work: Callable[[], object]) -> None:
-    make_trainer(make_strategy("ours", directory), max_epochs=1).fit(Net())
-    if rank == 0:
-        hold("after fit")
-        work()
-
-
-def need_another_rank() -> None:
-    dist.all_reduce(torch.ones(1))
-
-
-REPLACED = (
-    r"this exception probably follows .*in need_another_rank.*RuntimeError: .*RankFailedError:"
-    r" rank 1"
-)
-CLOSED = "ValueError: Default process group has not been initialized"
-
-
-@pytest.mark.parametrize(
-    ("work", "raised", "printed"),
-    [
-        (
-            use_socket,
-            "RuntimeError: gloo: no socket is left",
-            "RuntimeError: gloo: no socket is left",
-        ),
-        (use_closed_group, CLOSED, CLOSED),
-        (need_another_rank, "RuntimeError: ", REPLACED),
-    ],
-)
-def test_an_error_after_fit_is_the_ranks_own(
-    work: Callable[[], object], raised: str, printed: str, tmp_path: Path
-) -> None:
-    """Whatever its text, it is raised and printed, although another rank has finished
-    and exited.
-
-    After a collective that needed that rank, an error that names it is also printed.
-    """
-    with RankProcesses(fail_after_fit, 2, tmp_path, work, env=by_hand_env(2)) as ranks:
-        ranks.wait_for("after fit", 0)
-        ranks.wait(1)
-        ranks.release(0)
-        (failed,) = ranks.wait(0)
-    error = f"{failed.failure.type_name}: {failed.failure.message}"
-    assert error.startswith(raised), failed.story()
-    assert re.search(printed, failed.output, re.DOTALL), failed.story()
-
-
-def wait_for_work(trainer: Any) -> None:
-    """Wait in user code for a collective that the other rank, which dies, never enters."""
-    if trainer.global_rank == 1:
-        hold("dying")
-    work = dist.all_reduce(torch.ones(1), async_op=True)
-    announce("waiting")
-    work.wait()
-
-
-def fit_asynchronously(rank: int, world_size: int, directory: Path) -> None:
-    callbacks = [At("on_train_batch_end", wait_for_work)]
-    make_trainer(make_strategy("ours", directory), callbacks=callbacks).fit(Net())
-
-
-def test_a_collective_that_user_code_waits_for_names_the_dead_rank(tmp_path: Path) -> None:
-    """The backend raises in the user's own line, and the error still names the rank
-    that died.
-    """
-    with RankProcesses(fit_asynchronously, 2, tmp_path, env=by_hand_env(2)) as ranks:
-        ranks.wait_for("dying", 1)
-        ranks.wait_for("waiting", 0)
-        ranks.kill(1)
-        told, died = ranks.wait()
-    model.error_of(told, RankDiedError, 1, died.pid)

@@ -13,7 +13,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -43,55 +43,52 @@ def leave() -> None:
     raise SystemExit(0)
 
 
-class End(NamedTuple):
-    """Faults of ranks, and what the beginnings of two lines are: what rank 0 prints, and
-    the launching process's error.
-    """
-
-    faults: list[model.Fault]
-    line_of_rank_0: str
-    error: str
-
-
-ENDS = {
-    "failed": End(
-        [model.in_step(model.boom, 1)],
-        "[rank 0] RankFailedError: {rank_1} failed, so this rank stops: BoomError: no such layer",
-        "tests.supervision.model.BoomError: no such layer",
-    ),
-    "died": End(
-        [model.in_step(model.wait_for_ever, 0), model.in_step(model.die, 1)],
-        "[rank 0] RankDiedError: {rank_1} died: its process ended unexpectedly; every rank stops.",
-        "lightning_ddp_ext.errors.RankDiedError: local {rank_1} died: it was killed by SIGKILL;"
-        " the other ranks were",
-    ),
-    "left": End(
-        [model.in_step(leave)],
-        "",
-        "lightning_ddp_ext.errors.RankFailedError: local {rank_0} exited with status 0 before it"
-        " finished its work;",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_the_launching_process_raises_the_cause(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("faults", "line_of_rank_0", "error", "tracebacks"),
+    [
+        pytest.param(
+            [model.in_step(model.boom, 1)],
+            "[rank 0] RankFailedError: {rank_1} failed, so this rank stops: BoomError: no such"
+            " layer",
+            "tests.supervision.model.BoomError: no such layer",
+            1,
+            id="failed",
+        ),
+        pytest.param(
+            [model.in_step(model.wait_for_ever, 0), model.in_step(model.die, 1)],
+            "[rank 0] RankDiedError: {rank_1} died: its process ended unexpectedly; every rank"
+            " stops.",
+            "lightning_ddp_ext.errors.RankDiedError: local {rank_1} died: it was killed by SIGKILL;"
+            " the other ranks were",
+            0,
+            id="died",
+        ),
+        pytest.param(
+            [model.in_step(leave)],
+            "",
+            "lightning_ddp_ext.errors.RankFailedError: local {rank_0} exited with status 0 before"
+            " it finished its work;",
+            0,
+            id="left",
+        ),
+    ],
+)
+def test_the_launching_process_raises_the_cause(
+    faults: list[model.Fault], line_of_rank_0: str, error: str, tracebacks: int, tmp_path: Path
+) -> None:
     """Rank 0 prints a line; the launching process prints the error of the rank that
     failed, died or exited early.
     """
-    end = ENDS[name]
     start = model.Fault("setup", model.announce_step)
-    with RankProcesses(train, 1, tmp_path, start, *end.faults) as launching:
+    with RankProcesses(train, 1, tmp_path, start, *faults) as launching:
         pids = pids_of_ranks(launching)
         (outcome,) = launching.wait()
-    ranks = {f"rank_{rank}": model.who(rank, pid) for rank, pid in pids.items()}
+    names = {f"rank_{rank}": model.who(rank, pid) for rank, pid in pids.items()}
     lines = model.lines_of(outcome.output)
     assert outcome.exit_code == 1, outcome.story()
-    line_of_rank_0 = end.line_of_rank_0.format(**ranks)
-    assert any(line.startswith(line_of_rank_0) for line in lines), outcome.output
-    assert lines[-1].startswith(end.error.format(**ranks)), outcome.output
-    tracebacks = lines.count('    raise BoomError("no such layer")')
-    assert tracebacks == (1 if name == "failed" else 0), outcome.output
+    assert any(line.startswith(line_of_rank_0.format(**names)) for line in lines), outcome.output
+    assert lines[-1].startswith(error.format(**names)), outcome.output
+    assert lines.count('    raise BoomError("no such layer")') == tracebacks, outcome.output
 
 
 class Planted:
@@ -131,14 +128,14 @@ def test_a_report_that_another_user_wrote_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "said"),
+    ("number", "status", "sentence"),
     [
         (signal.SIGTERM, 143, "all ranks stop after step"),
         (signal.SIGINT, 1, "Detected KeyboardInterrupt"),
     ],
 )
 def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
-    number: int, status: int, said: str, tmp_path: Path
+    number: int, status: int, sentence: str, tmp_path: Path
 ) -> None:
     """In a notebook only the kernel gets Ctrl-C, not its children; after SIGTERM all
     ranks save and stop.
@@ -148,5 +145,5 @@ def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
         launching.kill(0, number)
         (outcome,) = launching.wait()
     assert outcome.exit_code == status, outcome.story()
-    assert said in outcome.output, outcome.story()
+    assert sentence in outcome.output, outcome.story()
     assert number == signal.SIGINT or (tmp_path / "last-preempted.ckpt").exists()

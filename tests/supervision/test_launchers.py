@@ -33,17 +33,23 @@ SCRIPT = str(Path(__file__).with_name("script.py"))
 
 
 @contextlib.contextmanager
-def train(
-    *what: str, strategy: str = "ddp_ext", ends_within: float = 60.0, env: Environment | None = None
+def training_script(
+    rank_one: str = "",
+    *,
+    strategy: str = "ddp_ext",
+    ends_within: float = 60.0,
+    env: Environment | None = None,
 ) -> Iterator[RankProcesses]:
     """Run the training script; fail unless all its processes exit within these seconds
     after the first.
+
+    Rank 1 ``stays`` at its start or ``lingers`` after training, as ``rank_one`` says.
     """
     mark = f"{os.environ[MARK]}/script"
     env = {**(env or {}), "PYTHONPATH": str(Path(__file__).parents[2]), MARK: mark}
     with (
         tempfile.TemporaryDirectory() as cwd,
-        RankProcesses(be_the_script, 1, Path(SCRIPT), (strategy, *what), cwd, env=env) as script,
+        RankProcesses(be_the_script, 1, Path(SCRIPT), (strategy, rank_one), cwd, env=env) as script,
     ):
         yield script
         (outcome,) = script.wait()
@@ -70,7 +76,7 @@ def test_a_kill_during_start_up_is_reported_by_the_launcher(strategy: str, verdi
     """The error names a rank that was killed before it imported anything, long before
     ``init_timeout``.
     """
-    with train("stays", strategy=strategy) as script:
+    with training_script("stays", strategy=strategy) as script:
         pid = wait_for_rank_one(script)
         os.kill(pid, signal.SIGKILL)
         (done,) = script.wait()
@@ -83,33 +89,49 @@ def test_a_rank_that_is_orphaned_while_it_starts_ends() -> None:
     """If its launcher is killed during the imports, the rank exits once it has imported
     this package.
     """
-    with train() as script:
+    with training_script() as script:
         wait_for_rank_one(script)
         script.kill(0)
 
 
-WATCHES = """
+WATCHES_PARENT = """
     import os
+    import sys
     import threading
 
-    from lightning_ddp_ext.supervision import parent_watch
+    import psutil  # the other user may not be able to read it
 
-    parent_watch.watch_launcher(os.getppid())
+    from lightning_ddp_ext.supervision.parent_watch import GRACE, watch_launcher
+
+    user = int(sys.argv[1])
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    watch_launcher(os.getppid())
     for thread in threading.enumerate():
         if thread.name == "ddpx-launcher":
-            thread.join(2 * parent_watch._GRACE)
+            thread.join(2 * GRACE)
     print("still runs")
 """
-SHELL = ("sh", "-c", '"$@"; exit $?', "sh")
+ROOT = "0"
+NOBODY = "65534"
+SHELL = ("sh", "-c", '"$@"; exit $?', "sh")  # waits for the command that follows
+HIDING_SHELL = ("sh", "-c", 'mount -t proc -o hidepid=2 proc /proc && "$@"; exit $?', "sh")
 
 
-@pytest.mark.parametrize("shells", [(), SHELL], ids=["outside", "first"])
-def test_a_parent_that_cannot_be_seen_has_not_exited(shells: tuple[str, ...]) -> None:
-    """A rank runs on as the first process of a container, or below a shell that is the
-    first process.
-    """
+@pytest.mark.parametrize(
+    ("parents", "user"),
+    [
+        pytest.param([], ROOT, id="outside the container"),
+        pytest.param([*SHELL], ROOT, id="first process of the container"),
+        pytest.param([*SHELL, *HIDING_SHELL], NOBODY, id="another user's, hidden in /proc"),
+    ],
+)
+def test_a_parent_that_cannot_be_seen_has_not_exited(parents: list[str], user: str) -> None:
+    """A rank continues while its parent runs, even if the rank cannot see the parent."""
     skip_because(why_unavailable())
-    done = run_script(WATCHES, launcher=("unshare", "--pid", "--fork", *shells, "python"))
+    container = ("unshare", "--pid", "--mount", "--fork", *parents, "python")
+    done = run_script(WATCHES_PARENT, user, launcher=container)
     assert done.output.splitlines()[-1:] == ["still runs"], done.output
 
 
@@ -119,7 +141,7 @@ def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> N
     ``fit`` is not an orphan.
     """
     env = {"DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
-    with train("lingers", env=env, ends_within=0.0) as script:
+    with training_script("lingers", env=env, ends_within=0.0) as script:
         (done,) = script.wait()
     assert done.exit_code == 0, done.output
     assert "rank 1 is at the end" in done.output.splitlines(), done.output
@@ -143,13 +165,12 @@ def test_a_script_fails_with_a_rank_that_it_started(end: str, status: int, verdi
     assert done.output.count("exit handlers ran\n") == 1 + handlers_of_rank_one, done.output
 
 
-def test_a_child_that_is_stuck_is_not_waited_for_for_ever(
+def test_a_stuck_child_is_killed_after_the_time_limit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A finished script kills it after the time limit, and names it."""
+    """A script that has finished kills a rank that it started, and names it."""
     monkeypatch.delattr(sys, "last_value", raising=False)  # of another test that has failed
     with subprocess.Popen(["sleep", "99"]) as child:
         assert ChildScripts([child], at_most=0.1).join_or_kill() == 137
     assert child.returncode == -signal.SIGKILL
-    verdict = f"local rank 1 (pid {child.pid}) was killed by SIGKILL\n"
-    assert capsys.readouterr().err == verdict
+    assert capsys.readouterr().err == f"local rank 1 (pid {child.pid}) was killed by SIGKILL\n"

@@ -5,6 +5,7 @@ return; gloo plays its part.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +23,32 @@ from tests.harness.training import At, Net, make_strategy, make_trainer
 from tests.supervision.model import error_of
 
 
-def behave_like_nccl(*, returns: bool = True) -> None:
-    """Have collectives of this process wait for their abort, and then return zeros, as
+class LikeNCCL:
+    """Makes collectives of this process wait for their abort, and then return zeros, as
     NCCL's do.
-
-    The abort itself returns or not.
     """
-    aborted = threading.Event()
 
-    def abort() -> None:
-        aborted.set()
-        if not returns:
+    def __init__(self, *, abort_returns: bool) -> None:
+        self.abort_returns = abort_returns
+        self.is_aborted = threading.Event()
+
+    def install(self) -> None:
+        ProcessGroups.uses_nccl = property(lambda self: True)
+        dist.distributed_c10d._abort_process_group = self.abort
+        dist.broadcast = partial(self.call, dist.broadcast)
+        dist.all_reduce = partial(self.call, dist.all_reduce)
+
+    def abort(self) -> None:
+        self.is_aborted.set()
+        if not self.abort_returns:
             threading.Event().wait()
 
-    def returning(collective: Any) -> Any:
-        def call(received: Any, *arguments: Any, **options: Any) -> None:
-            try:
-                collective(received, *arguments, **options)
-            except RuntimeError:
-                aborted.wait()
-                for tensor in received if isinstance(received, list) else [received]:
-                    tensor.zero_()
-
-        return call
-
-    ProcessGroups.uses_nccl = property(lambda self: True)
-    dist.distributed_c10d._abort_process_group = abort
-    dist.broadcast = returning(dist.broadcast)
-    dist.all_reduce = returning(dist.all_reduce)
+    def call(self, collective: Any, received: torch.Tensor, *args: Any, **options: Any) -> None:
+        try:
+            collective(received, *args, **options)
+        except RuntimeError:
+            self.is_aborted.wait()
+            received.zero_()
 
 
 def exchange(trainer: Any) -> None:
@@ -87,12 +86,13 @@ def blame(trainer: Any) -> None:
 def fit(
     rank: int, world_size: int, directory: Path, work: Any, *, abort_returns: bool = True
 ) -> None:
-    def start(trainer: Any) -> None:
-        if rank == 1:
-            behave_like_nccl(returns=abort_returns)
-
-    faults = [At("on_fit_start", start), At("on_train_batch_end", work)]
-    make_trainer(make_strategy("ours", directory), callbacks=faults).fit(Net())
+    """Do some work after each step; rank 1 behaves as if it used NCCL."""
+    stand_in = LikeNCCL(abort_returns=abort_returns)
+    callbacks = [
+        At("on_fit_start", lambda trainer: stand_in.install(), ranks=[1]),
+        At("on_train_batch_end", work),
+    ]
+    make_trainer(make_strategy("ours", directory), callbacks=callbacks).fit(Net())
 
 
 @pytest.mark.parametrize("work", [exchange, compare, index])
@@ -104,8 +104,8 @@ def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: 
     with RankProcesses(fit, 2, tmp_path, work) as ranks:
         ranks.wait_for("working", 0)
         ranks.kill(0)
-        died, told = ranks.wait()
-    error_of(told, RankDiedError, 0, died.pid)
+        died, survivor = ranks.wait()
+    error_of(survivor, RankDiedError, 0, died.pid)
 
 
 def test_arbitrary_values_on_a_rank_that_is_blamed_do_not_hide_the_reason(tmp_path: Path) -> None:
@@ -120,6 +120,6 @@ def test_an_abort_that_never_returns_does_not_keep_the_process(tmp_path: Path) -
     with RankProcesses(fit, 2, tmp_path, exchange, abort_returns=False) as ranks:
         ranks.wait_for("working", 0)
         ranks.kill(0)
-        _, told = ranks.wait()
-    assert told.exit_code == 1, told.story()
-    assert "RankDiedError: rank 0" in told.output, told.story()
+        _, survivor = ranks.wait()
+    assert survivor.exit_code == 1, survivor.story()
+    assert "RankDiedError: rank 0" in survivor.output, survivor.story()

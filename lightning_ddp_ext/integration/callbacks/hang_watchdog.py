@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.supervision.flight import enable
+from lightning_ddp_ext.supervision.flight_recorder import enable
 from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
 

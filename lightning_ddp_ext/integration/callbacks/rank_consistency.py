@@ -71,14 +71,13 @@ class RankConsistency(pl.Callback):
         strategy = trainer.strategy
         if trainer.world_size == 1:
             return
-        if not isinstance(strategy.model, DistributedDataParallel) or averages_models(strategy):
-            name = type(strategy).__name__
-            rule = (
-                "needs a strategy with the same model on each rank, such as 'ddp' without"
-                " post-local SGD"
+        has_replicas = isinstance(strategy.model, DistributedDataParallel)
+        if not has_replicas or averages_models(strategy):
+            raise ConfigurationError(
+                "RankConsistency needs a strategy with the same model on each rank, such as 'ddp'"
+                f" without post-local SGD (got {type(strategy).__name__}); remove the callback"
             )
-            raise ConfigurationError(f"RankConsistency {rule} (got {name}); remove the callback")
-        raise_if_different(dict(_replica(trainer)), ranks_of(strategy), when=when)
+        raise_if_different(_replica(trainer), ranks_of(strategy), when=when)
 
 
 def _steps(trainer: pl.Trainer) -> int:
@@ -86,27 +85,37 @@ def _steps(trainer: pl.Trainer) -> int:
 
     It is the same even if a module steps its optimisers on some ranks only.
     """
-    is_automatic = trainer.lightning_module.automatic_optimization
-    return trainer.global_step if is_automatic else trainer.fit_loop.epoch_loop.total_batch_idx + 1
+    if trainer.lightning_module.automatic_optimization:
+        return trainer.global_step
+    return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
-def _replica(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that must be the same on all ranks, with their names."""
+def _replica(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """Return the tensors that must be the same on all ranks, by name."""
     model = trainer.lightning_module
-    world_size = trainer.world_size
-    for name, parameter in model.named_parameters():
-        yield f"parameter {name}", parameter
+    parameters = {f"parameter {name}": value for name, value in model.named_parameters()}
+    return {
+        **parameters,
+        **dict(_synchronised_statistics(model, trainer.world_size)),
+        **dict(_optimizer_states(trainer)),
+    }
+
+
+def _synchronised_statistics(model: nn.Module, world_size: int) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         layer = model.get_submodule(name.rpartition(".")[0])
-        if (
-            isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
-            and get_world_size(layer.process_group) == world_size
-        ):
+        if not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
+            continue  # each rank has its own statistics
+        if get_world_size(layer.process_group) == world_size:
             yield f"buffer {name}", buffer
+
+
+def _optimizer_states(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
     for index, optimizer in enumerate(trainer.optimizers):
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        classes = [kind.__name__ for kind in type(optimizer).__mro__]
+        if "ZeroRedundancyOptimizer" in classes:
             continue  # each rank has the state of different parameters
-        for name, parameter in model.named_parameters():
+        for name, parameter in trainer.lightning_module.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     yield f"optimizer {index}: {key} of {name}", value

@@ -62,15 +62,13 @@ def rank_debugger_of(trainer: Any) -> RankDebugger | None:
 
     Raise if its rank does not exist.
     """
-    for callback in getattr(trainer, "callbacks", ()):
-        if isinstance(callback, RankDebugger):
-            if not 0 <= callback.rank < trainer.world_size:
-                highest = trainer.world_size - 1
-                raise ConfigurationError(
-                    f"RankDebugger needs a rank from 0 to {highest} (got {callback.rank})"
-                )
-            return callback
-    return None
+    callbacks = getattr(trainer, "callbacks", ())
+    debugger = next((each for each in callbacks if isinstance(each, RankDebugger)), None)
+    if debugger is not None and not 0 <= debugger.rank < trainer.world_size:
+        raise ConfigurationError(
+            f"RankDebugger needs a rank from 0 to {trainer.world_size - 1} (got {debugger.rank})"
+        )
+    return debugger
 
 
 def without_limits(request: Request) -> Request:

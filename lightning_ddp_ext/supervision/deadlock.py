@@ -1,0 +1,182 @@
+"""Find ranks that wait for each other in different calls, from the reports of all ranks.
+
+In a deadlock, ranks made different calls, so none of them can continue. A rank waits
+for another one that has not made its call. It can never make it if it is itself waiting
+in a call that only ranks of such a circle have not made, or if it has left the
+Trainer's run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from lightning_ddp_ext.rank_lists import activities_in_words, grouped
+from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
+from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress
+from lightning_ddp_ext.supervision.report import Report
+
+# Functions whose inputs must have the same number of elements on all ranks.
+_OF_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
+_COMPUTING = 0.01  # seconds of processor time between two surveys; a thread that waits takes none
+_REMEDIES = {
+    "property": "read properties that broadcast, such as trainer.log_dir, on every rank",
+    "logged values": "log the same values in the same number of steps on every rank",
+    "metric": (
+        "compute the metric on every rank, and let every rank run the same number of evaluation"
+        " steps"
+    ),
+    "backward": (
+        "let every rank run as many backward passes: if a batch has no targets, return a loss that"
+        " depends on the model, such as 0 * output.sum(), and use the same callbacks and"
+        " accumulate_grad_batches on every rank"
+    ),
+}
+_GENERAL_REMEDY = "make sure that every rank makes the same calls in the same order"
+
+
+@dataclass(frozen=True)
+class Deadlock:
+    """Ranks that wait for each other in different calls."""
+
+    reports: list[Report]
+    calls: dict[int, str]
+    """The call of each of these ranks, with file and line."""
+    purposes: list[str]
+    """The purposes of their collectives."""
+
+    @property
+    def event(self) -> PeerEvent:
+        """The event that all ranks raise."""
+        calls: dict[object, str] = {
+            report.who: self.calls[report.who.rank] for report in self.reports
+        }
+        _, ranks_in_rarest_call = grouped(calls)[0]
+        remedies = [remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes]
+        return event_of(
+            "absent",
+            ranks_in_rarest_call[0],
+            "ranks are waiting for each other in different calls:"
+            f" {activities_in_words(calls, 'is in')}; {[*remedies, _GENERAL_REMEDY][0]}",
+        )
+
+    def persists_in(self, later: Deadlock | None) -> bool:
+        """Whether a later survey found the same calls, and no rank was computing."""
+        if later is None or self.calls != later.calls:
+            return False
+        pairs = zip(self.reports, later.reports, strict=True)
+        seconds = [new.cpu_seconds - old.cpu_seconds for old, new in pairs if new.is_blocked]
+        return max(seconds, default=0.0) < _COMPUTING
+
+
+def deadlock_in(reports: Sequence[Report]) -> Deadlock | None:
+    """Return a deadlock that is certain, if any."""
+    return mismatch_in(reports) or _circle_in(reports)
+
+
+@dataclass(frozen=True)
+class _Entered:
+    """A collective that a rank has entered."""
+
+    report: Report
+    progress: GroupProgress
+    number: int
+
+    @property
+    def collective(self) -> Collective:
+        return self.progress.collective(self.number)
+
+    def __str__(self) -> str:
+        place = self.collective.place or self.report.place
+        return f"{self.progress.describe(self.number)}, {place}"
+
+
+# Ranks in different collectives of the same group.
+
+
+def mismatch_in(reports: Sequence[Report]) -> Deadlock | None:
+    """Return ranks that entered different collectives with the same number, if any.
+
+    At least one of them is waiting in its collective.
+    """
+    for waiting in _pending_in(reports):
+        entered = _entered_by_ranks(reports, waiting.progress.group, waiting.number)
+        if any(_differ(waiting.collective, other.collective) for other in entered):
+            return Deadlock(
+                [each.report for each in entered],
+                {each.report.who.rank: str(each) for each in entered},
+                [each.collective.purpose for each in entered],
+            )
+    return None
+
+
+def _pending_in(reports: Sequence[Report]) -> list[_Entered]:
+    return [
+        _Entered(report, progress, progress.pending)
+        for report in reports
+        for progress in report.pending
+    ]
+
+
+def _entered_by_ranks(reports: Sequence[Report], group: str, number: int) -> list[_Entered]:
+    """Return a collective of a group as each rank entered it."""
+    entered = []
+    for report in reports:
+        progress = report.progress_in(group)
+        if progress is not None and str(number) in progress.recent:
+            entered.append(_Entered(report, progress, number))
+    return entered
+
+
+def _differ(one: Collective, other: Collective) -> bool:
+    is_of_same_size = one.elements == other.elements or one.name not in _OF_SAME_SIZE
+    return one.name != other.name or not is_of_same_size
+
+
+# Ranks that wait for each other.
+
+
+def _circle_in(reports: Sequence[Report]) -> Deadlock | None:
+    """Return the ranks that wait for each other, or for a rank that has left the run."""
+    stuck = [report for report in reports if report.is_blocked or not report.is_in_run]
+    while True:
+        # A rank that turns out not to be stuck may continue the ranks that wait for it.
+        certain = [report for report in stuck if _is_in_circle(report, stuck)]
+        if len(certain) == len(stuck):
+            break
+        stuck = certain
+    if not stuck:
+        return None
+    purposes = [pending.collective.purpose for pending in _pending_in(stuck)]
+    return Deadlock(stuck, {report.who.rank: _call_of(report) for report in stuck}, purposes)
+
+
+def _is_in_circle(report: Report, stuck: Collection[Report]) -> bool:
+    """Whether a rank waits for a stuck one, or has left the run and a stuck one waits."""
+    waits = any(_is_waiting_for(report, other) for other in stuck)
+    is_missed = not report.is_in_run and any(_is_waiting_for(other, report) for other in stuck)
+    return waits or is_missed
+
+
+def _is_waiting_for(report: Report, other: Report) -> bool:
+    """Whether a rank waits in a call that another one has not made and cannot make.
+
+    The other one cannot make it if it is blocked, or if it has left that run.
+    """
+    has_left_run = report.is_in_run and other.run >= report.run
+    if not report.is_blocked or not (other.is_blocked or has_left_run):
+        return False
+    if report.awaited is not None:
+        return other.calls < report.awaited.number
+    return any(
+        progress.is_missing(other.who.rank, other.progress_in(progress.group))
+        for progress in report.pending
+    )
+
+
+def _call_of(report: Report) -> str:
+    """Describe the call that a rank waits in."""
+    if report.awaited is not None:
+        return f"{report.awaited.what}, {report.awaited.where or report.place}"
+    pending = _pending_in([report])
+    return str(pending[0]) if pending else f"code after the Trainer's run, {report.place}"

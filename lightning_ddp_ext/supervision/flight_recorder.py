@@ -1,0 +1,289 @@
+"""Read this rank's collectives, finished or not, from torch's Flight Recorders.
+
+torch keeps the latest collectives of all NCCL groups in one ring buffer, and those of
+other groups in another. An environment variable enables both; torch reads it at the
+first collective of a process.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp_ext.supervision.stacks import call_site_in
+from lightning_ddp_ext.threads import start_thread
+
+_SIZE = "2000"  # torch's default, in versions that have one
+_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+# Collectives to keep for each group; ranks that wait for each other are a few apart.
+_RECENT = 32
+_DEFAULT_GROUP = "default_pg"
+# The recorder of gloo and others, and that of NCCL, which builds without CUDA lack.
+_RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
+_DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must reply to a survey
+# Functions on the stack of a collective that reveal its purpose: a part of the file's
+# path, and the name, if any.
+_PURPOSES = (
+    ("", "log_dir", "property"),
+    ("/lightning_ddp_ext/reductions/", "", "logged values"),
+    ("/torchmetrics/", "", "metric"),
+    ("/torch/autograd/", "", "backward"),
+)
+
+_Entry = Mapping[str, Any]  # of a recorder
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that this rank entered."""
+
+    name: str
+    """The function, such as ``all_reduce``."""
+    shapes: str = ""
+    """The shapes of its inputs."""
+    elements: int = 0
+    """The number of elements of its inputs."""
+    place: str = ""
+    """File and line in the user's code."""
+    purpose: str = ""
+    """Its purpose, as far as its stack reveals it."""
+
+
+@dataclass(frozen=True)
+class GroupProgress:
+    """The collectives of a rank in a process group.
+
+    They are numbered from 1, in the same way on all ranks.
+    """
+
+    group: str
+    """The key of the group, the same on all ranks."""
+    label: str
+    """Its name in messages; empty for the default group."""
+    entered: int
+    """The number of the last collective that this rank entered."""
+    pending: int = 0
+    """The number of the first collective that this rank entered and has not finished; 0
+    if it has finished all.
+    """
+    recent: dict[str, Collective] = field(default_factory=dict)
+    """The latest collectives, by number."""
+    members: list[int] = field(default_factory=list)
+    """The ranks of the group, if known."""
+    seconds: float = 0.0
+    """The time since this rank entered the pending collective, otherwise the last one.
+    """
+    limit: float = math.inf
+    """The timeout of that collective, in seconds."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> GroupProgress:
+        """Restore the progress from the result of ``dataclasses.asdict``."""
+        recent = {number: Collective(**fields) for number, fields in values["recent"].items()}
+        return cls(**{**values, "recent": recent})
+
+    def is_missing(self, rank: int, others: GroupProgress | None) -> bool:
+        """Whether another rank is a member and has not entered the pending collective.
+
+        ``others`` is the progress of that rank in the group, if known.
+        """
+        if others is not None:
+            return others.entered < self.pending
+        is_default_group = not self.label
+        return is_default_group or rank in self.members
+
+    def collective(self, number: int) -> Collective:
+        """Return a collective by its number."""
+        return self.recent.get(str(number), Collective("a collective"))
+
+    def describe(self, number: int) -> str:
+        """Describe a collective for messages."""
+        collective = self.collective(number)
+        shapes = f" {collective.shapes}" if collective.shapes else ""
+        group = f" of group {self.label}" if self.label else ""
+        return f"{collective.name} #{number}{shapes}{group}"
+
+
+def enable() -> dict[str, str]:
+    """Have torch record the collectives of groups that are formed from now on.
+
+    Do nothing if the user has set a size.
+
+    Returns:
+        The variables that were set.
+    """
+    is_set_by_user = any(name in os.environ for name in _VARIABLES)
+    added = {} if is_set_by_user else {_VARIABLES[0]: _SIZE}
+    os.environ.update(added)
+    return added
+
+
+def groups_in_collectives() -> list[str]:
+    """Return the groups in which this rank is in a collective, each with its progress.
+
+    This is fast, since it reads neither collectives nor CUDA events.
+    """
+    groups = []
+    for recorder in _RECORDERS:
+        with suppress(Exception):  # as in `_read`
+            completed = unfinished_in(_dump(recorder, False)["pg_status"])
+            groups += [f"{recorder} {group} {number}" for group, number in completed.items()]
+    return groups
+
+
+def unfinished_in(statuses: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of the last completed collective of each group with a later one.
+
+    NCCL counts sends and receives apart, but reports the number of the last of all.
+
+    >>> status = {"last_enqueued_collective": 60, "last_completed_collective": 59}
+    >>> unfinished_in({"0": status, "1": {**status, "last_completed_collective": 60}})
+    {'0': 59}
+    """
+    return {
+        group: int(status["last_completed_collective"])
+        for group, status in statuses.items()
+        if int(status["last_completed_collective"]) != int(status["last_enqueued_collective"])
+    }
+
+
+def read_progress() -> list[GroupProgress]:
+    """Return this rank's progress in each group, as far as torch reports it in time."""
+    progress: dict[str, GroupProgress] = {}
+    for recorder in _RECORDERS:
+        # NCCL's recorder queries CUDA for the state of events, which may block.
+        is_blocked = any(thread.name == recorder for thread in threading.enumerate())
+        if not is_blocked:
+            start_thread(recorder, _read, recorder, progress).join(_DUMPED_WITHIN)
+    return list(progress.values())
+
+
+def _read(recorder: str, progress: dict[str, GroupProgress]) -> None:
+    with suppress(Exception):  # missing, or in an unknown format; the report works without it
+        groups = progress_in(_dump(recorder, True), _members())
+        progress.update({each.group: each for each in groups})
+
+
+def _dump(recorder: str, has_collectives: bool) -> Any:
+    """Return a recorder's contents, with or without collectives and Python stacks."""
+    dump = getattr(torch._C._distributed_c10d, recorder)
+    return pickle.loads(dump(has_collectives, has_collectives, False))
+
+
+def _members() -> dict[str, list[int]]:
+    """Return the ranks of each process group, by its name."""
+    names = dist.distributed_c10d._world.pg_names
+    return {name: dist.get_process_group_ranks(group) for group, name in list(names.items())}
+
+
+@dataclass
+class _GroupEntries:
+    """The entries of one group, by the numbers of the collectives."""
+
+    collectives: dict[int, _Entry] = field(default_factory=dict)
+    pg_id: int | None = None
+    last_send: int | None = None
+    """The id of the last send or receive."""
+
+    def add(self, entry: _Entry) -> None:
+        """Add an entry, unless it belongs to sends or receives."""
+        op_id = entry.get("op_id")
+        if entry.get("is_p2p"):
+            self.last_send = op_id
+            return
+        joins_sends = self.last_send is not None and op_id == self.last_send
+        if joins_sends and _function_of(entry) == "coalesced":
+            return  # it has the number of an earlier collective
+        if entry.get("pg_id") != self.pg_id:
+            self.collectives.clear()  # a new group with the name of a closed one
+        self.pg_id = entry.get("pg_id")
+        # Coalesced collectives share a number.
+        self.collectives[int(entry["collective_seq_id"])] = entry
+
+
+def progress_in(trace: _Entry, members: Mapping[str, list[int]]) -> list[GroupProgress]:
+    """Return the progress in each group from a trace, whose entries are in order.
+
+    >>> entry = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce"}
+    >>> entry |= {"input_sizes": [[4]], "state": "scheduled"}
+    >>> entries = [{**entry, "collective_seq_id": n, "retired": n < 2} for n in (1, 2, 3)]
+    >>> (progress,) = progress_in({"entries": entries}, {"0": [0, 1]})
+    >>> progress.entered, progress.pending, progress.describe(2), progress.members
+    (3, 2, 'all_reduce #2 [[4]]', [0, 1])
+    """
+    groups: dict[str, _GroupEntries] = {}
+    for entry in trace.get("entries", []):
+        # A group may have several backends.
+        backend = str(entry.get("profiling_name", "")).partition(":")[0]
+        group = f"{backend}:{entry['process_group'][0]}"
+        groups.setdefault(group, _GroupEntries()).add(entry)
+    return [
+        _progress(group, entries.collectives, members)
+        for group, entries in groups.items()
+        if entries.collectives
+    ]
+
+
+def _progress(
+    group: str, entries: Mapping[int, _Entry], members: Mapping[str, list[int]]
+) -> GroupProgress:
+    name = group.partition(":")[2]
+    last = max(entries)
+    unfinished = [number for number, entry in entries.items() if not _is_finished(entry)]
+    pending = min(unfinished, default=0)
+    current = entries[pending or last]
+    now = time.time_ns()
+    return GroupProgress(
+        group,
+        _label(name, str(entries[last]["process_group"][1])),
+        last,
+        pending,
+        {str(number): _collective(entries[number]) for number in sorted(entries)[-_RECENT:]},
+        members.get(name, []),
+        (now - current.get("time_created_ns", now)) / 1e9,
+        current.get("timeout_ms", math.inf) / 1e3,
+    )
+
+
+def _label(name: str, description: str) -> str:
+    if description == _DEFAULT_GROUP:
+        return ""
+    is_described = description not in ("", "undefined")
+    return description if is_described else name
+
+
+def _is_finished(entry: _Entry) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
+def _function_of(entry: _Entry) -> str:
+    return str(entry.get("profiling_name", "")).rpartition(":")[2]
+
+
+def _collective(entry: _Entry) -> Collective:
+    sizes = entry.get("input_sizes") or []
+    stack = entry.get("frames", [])
+    return Collective(
+        _function_of(entry),
+        str(sizes) if sizes else "",
+        sum(math.prod(size) for size in sizes),
+        call_site_in((frame["filename"], frame["line"]) for frame in stack),
+        _purpose_in(stack),
+    )
+
+
+def _purpose_in(stack: list[dict[str, Any]]) -> str:
+    for path, function, purpose in _PURPOSES:
+        if any(path in frame["filename"] and function in ("", frame["name"]) for frame in stack):
+            return purpose
+    return ""

@@ -1,0 +1,73 @@
+"""A trace of torch's Flight Recorder gives the progress of a rank in each group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_ddp_ext.supervision.flight_recorder import progress_in, unfinished_in
+
+FINISHED = "completed"
+UNFINISHED = "started"
+
+
+def entry(number: int, op_id: int, state: str = FINISHED, **values: Any) -> dict[str, Any]:
+    """Return the record of a collective, in the format of torch."""
+    return {
+        "collective_seq_id": number,
+        "op_id": op_id,
+        "pg_id": 0,
+        "process_group": ["0", "default_pg"],
+        "profiling_name": "nccl:all_reduce",
+        "state": state,
+        **values,
+    }
+
+
+def test_each_group_has_its_own_progress() -> None:
+    """A group has its last entered and its first unfinished collective."""
+    of_default_group = [entry(1, 1), entry(2, 2, UNFINISHED), entry(3, 3, UNFINISHED)]
+    of_another_group = entry(1, 1, pg_id=2, process_group=["5", "undefined"])
+    default, other = progress_in({"entries": [*of_default_group, of_another_group]}, {})
+    assert (default.label, default.entered, default.pending) == ("", 3, 2)
+    assert (other.label, other.entered, other.pending) == ("5", 1, 0)
+
+
+def test_a_new_group_with_the_name_of_a_closed_one_starts_anew() -> None:
+    """Collectives of the closed group, even an unfinished one, do not count."""
+    closed = [entry(1, 1), entry(2, 2), entry(3, 3, UNFINISHED)]
+    new = entry(1, 4, pg_id=1)
+    (progress,) = progress_in({"entries": [*closed, new]}, {})
+    assert (progress.entered, progress.pending) == (1, 0)
+
+
+def test_sends_and_coalesced_collectives_hide_no_collective() -> None:
+    """Neither hides the collectives before it, nor one that is unfinished.
+
+    NCCL gives an entry that joins sends the number of the last collective, and each of
+    several coalesced collectives the same number.
+    """
+    joining = {"profiling_name": "nccl:coalesced"}
+    coalesced = [entry(2, 3), entry(2, 4), entry(2, 4, **joining)]
+    sends = [
+        entry(1, 5, is_p2p=True, profiling_name="nccl:send 0->1"),
+        entry(2, 5, UNFINISHED, **joining),
+    ]
+    trace = {"entries": [entry(1, 1, UNFINISHED), *coalesced, *sends]}
+    (progress,) = progress_in(trace, {})
+    assert (progress.entered, progress.pending, sorted(progress.recent)) == (2, 1, ["1", "2"])
+
+
+@pytest.mark.parametrize(
+    ("completed", "is_waiting"),
+    [
+        pytest.param(60, False, id="finished"),
+        pytest.param(59, True, id="unfinished"),
+        pytest.param(2000, True, id="after many sends"),
+    ],
+)
+def test_a_rank_waits_in_an_unfinished_collective(completed: int, is_waiting: bool) -> None:
+    """A collective counts as unfinished even if torch reports a later send as completed."""
+    status = {"last_enqueued_collective": 60, "last_completed_collective": completed}
+    assert bool(unfinished_in({"0": status})) == is_waiting
