@@ -268,3 +268,19 @@ def test_ranks_of_a_stock_strategy_report_on_themselves(tmp_path: Path) -> None:
     output_of_all(outcomes, exit_code=1)
     assert re.search(f"rank 1 .* {REPORT_ON_ITSELF}", outcomes[1].output)
     assert len(list((tmp_path / "reports").iterdir())) == 2
+
+
+class OthersAtBarrier(Stuck):
+    """Hangs on one rank, for which the others wait in a barrier."""
+
+    def reach(self, place: str, index: int) -> None:
+        super().reach(place, index)
+        if (index, place) == (2, self.place):
+            self.trainer.strategy.barrier()
+
+
+def test_a_rank_that_waits_in_a_barrier_is_reported_there(tmp_path: Path) -> None:
+    """The report names the strategy's call, not the hook around it."""
+    outcomes = ranks.launch_ranks(fit, 2, tmp_path, OthersAtBarrier("step"))
+    written = expect_report(outcomes, 1, "WHO has made no progress .* training_step", tmp_path)
+    assert re.search(rf"rank 0 .* last progress .*, in barrier, {HERE}:", written), written
