@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,7 +159,7 @@ class Case(NamedTuple):
     """A model, which is made in the rank, and how it is trained."""
 
     model: Callable[[Kind], Net]
-    options: dict[str, Any] = {}  # noqa: RUF012
+    options: Mapping[str, Any] = {}
     finds_unused: bool = False  # also with ours
 
 
