@@ -48,32 +48,17 @@ class Stream(IterableDataset[Any]):
 
 
 class Case(NamedTuple):
-    """How fast rank 1's clock runs, on what the ranks train, and when they validate."""
+    """How fast rank 1's clock runs, and on what the ranks train."""
 
     seconds_per_batch: float  # by rank 1's clock
     dataset: Dataset[Any]
-    options: dict[str, Any]
-    validated_after: list[int]  # batches
+    check_val_every_n_epoch: int | None
 
 
+SHARED = training.data(2 * BATCHES * BATCH_SIZE)  # by two ranks
 CASES = {
-    "faster": Case(
-        10 * SECONDS_PER_BATCH,
-        Stream(),
-        {},
-        # Lightning also validates at the end of a stream.
-        [
-            epoch * BATCHES + batch
-            for epoch in range(EPOCHS)
-            for batch in (*range(PERIOD, BATCHES, PERIOD), BATCHES)
-        ],
-    ),
-    "slower": Case(
-        SECONDS_PER_BATCH / 100,
-        training.data(2 * BATCHES * BATCH_SIZE),  # which two ranks share
-        {"check_val_every_n_epoch": None},
-        [*range(PERIOD, EPOCHS * BATCHES + 1, PERIOD)],
-    ),
+    "faster": Case(10 * SECONDS_PER_BATCH, Stream(), check_val_every_n_epoch=1),
+    "slower": Case(SECONDS_PER_BATCH / 100, SHARED, check_val_every_n_epoch=None),
 }
 
 
@@ -103,15 +88,22 @@ class Timed(training.Net):
 def train(rank: int, world_size: int, directory: Path, case: Case) -> list[int]:
     """Return the numbers of batches after which this rank validated."""
     clock = FastClock()
-    model = Timed(clock, case.seconds_per_batch if rank == 1 else SECONDS_PER_BATCH, case.dataset)
-    schedule = {"max_epochs": EPOCHS, "num_sanity_val_steps": 0, "val_check_interval": INTERVAL}
+    model = Timed(clock, SECONDS_PER_BATCH if rank == 0 else case.seconds_per_batch, case.dataset)
+    options = {
+        "max_epochs": EPOCHS,
+        "num_sanity_val_steps": 0,
+        "val_check_interval": INTERVAL,
+        "check_val_every_n_epoch": case.check_val_every_n_epoch,
+    }
     with mock.patch.object(time, "monotonic", clock):
-        training.fit("ours", directory, model, **schedule, **case.options)
-    assert model.batches == EPOCHS * BATCHES
+        training.fit("ours", directory, model, **options)
     return model.validated_after
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_all_ranks_validate_by_rank_zeros_clock(case: Case, tmp_path: Path) -> None:
-    """A rank whose clock is faster or slower validates after the same batches as rank 0."""
-    assert run_ranks(train, 2, tmp_path, case) == [case.validated_after] * 2
+    """A rank whose clock is faster or slower validates after the same batches as rank 0,
+    also in the middle of epochs.
+    """
+    expected = [*range(PERIOD, EPOCHS * BATCHES + 1, PERIOD)]
+    assert run_ranks(train, 2, tmp_path, case) == [expected] * 2
