@@ -58,6 +58,7 @@ ALLOWED = {
     },
 }
 PYTHONS = {"_current_frames", "_exit", "_getframe"}  # documented functions of os and sys
+# Functions that take the name of an attribute as a string.
 BY_TEXT = {
     "attrgetter",
     "delattr",

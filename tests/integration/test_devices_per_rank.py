@@ -33,16 +33,16 @@ def train_and_resume(kind: training.Kind, directory: Path, per_rank: int) -> dic
     L.seed_everything(1)
     files = directory / f"{per_rank} per rank"
     model = Spanning()
+    checkpoint = ModelCheckpoint(files, save_last=True)
     options = {
         "strategy": {"devices_per_rank": per_rank},
         "devices": 2 * per_rank,
         "sync_batchnorm": True,
         "enable_checkpointing": True,
     }
-    training.fit(kind, directory, model, ModelCheckpoint(files, save_last=True), **options)
-    trainer = training.fit(
-        kind, directory, model, max_epochs=3, ckpt_path=files / "last.ckpt", **options
-    )
+    training.fit(kind, directory, model, checkpoint, **options)
+    resumed = {"max_epochs": 3, "ckpt_path": files / "last.ckpt", **options}
+    trainer = training.fit(kind, directory, model, checkpoint, **resumed)
     context = current()
     assert context is not None
     return {

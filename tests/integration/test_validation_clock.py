@@ -20,11 +20,12 @@ from tests.harness.ranks import run_ranks
 EPOCHS = 3
 BATCHES = 10  # of a rank in an epoch
 BATCH_SIZE = 2
-INTERVAL = timedelta(seconds=250)
-SECONDS_PER_BATCH = 100.0  # by rank 0's clock
+# By rank 0's clock; so long that the real time of a batch makes no difference.
+TIME_OF_A_BATCH = timedelta(hours=10)
+INTERVAL = timedelta(hours=25)
 # Before each batch rank 0 decides whether all ranks validate after it. So they validate
 # one batch after the interval has passed.
-PERIOD = math.ceil(INTERVAL.total_seconds() / SECONDS_PER_BATCH) + 1  # batches
+PERIOD = math.ceil(INTERVAL / TIME_OF_A_BATCH) + 1  # batches
 
 
 class FastClock:
@@ -50,25 +51,25 @@ class Stream(IterableDataset[Any]):
 class Case(NamedTuple):
     """How fast rank 1's clock runs, and on what the ranks train."""
 
-    seconds_per_batch: float  # by rank 1's clock
+    time_of_a_batch: timedelta  # by rank 1's clock
     dataset: Dataset[Any]
     check_val_every_n_epoch: int | None
 
 
 SHARED = training.data(2 * BATCHES * BATCH_SIZE)  # by two ranks
 CASES = {
-    "faster": Case(10 * SECONDS_PER_BATCH, Stream(), check_val_every_n_epoch=1),
-    "slower": Case(SECONDS_PER_BATCH / 100, SHARED, check_val_every_n_epoch=None),
+    "faster": Case(10 * TIME_OF_A_BATCH, Stream(), check_val_every_n_epoch=1),
+    "slower": Case(TIME_OF_A_BATCH / 100, SHARED, check_val_every_n_epoch=None),
 }
 
 
 class Timed(training.Net):
     """Lets time pass in each batch, and counts the batches before each validation."""
 
-    def __init__(self, clock: FastClock, seconds_per_batch: float, dataset: Dataset[Any]) -> None:
+    def __init__(self, clock: FastClock, time_of_a_batch: timedelta, dataset: Dataset[Any]) -> None:
         super().__init__()
         self.clock = clock
-        self.seconds_per_batch = seconds_per_batch
+        self.time_of_a_batch = time_of_a_batch
         self.dataset = dataset
         self.batches = 0
         self.validated_after: list[int] = []
@@ -77,7 +78,7 @@ class Timed(training.Net):
         return DataLoader(self.dataset, BATCH_SIZE)
 
     def training_step(self, batch: training.Batch, index: int) -> Any:
-        self.clock.seconds_ahead += self.seconds_per_batch
+        self.clock.seconds_ahead += self.time_of_a_batch.total_seconds()
         self.batches += 1
         return super().training_step(batch, index)
 
@@ -88,7 +89,7 @@ class Timed(training.Net):
 def train(rank: int, world_size: int, directory: Path, case: Case) -> list[int]:
     """Return the numbers of batches after which this rank validated."""
     clock = FastClock()
-    model = Timed(clock, SECONDS_PER_BATCH if rank == 0 else case.seconds_per_batch, case.dataset)
+    model = Timed(clock, TIME_OF_A_BATCH if rank == 0 else case.time_of_a_batch, case.dataset)
     options = {
         "max_epochs": EPOCHS,
         "num_sanity_val_steps": 0,
