@@ -80,10 +80,6 @@ class HouseEnvironment(LightningEnvironment):
 
     local_rank = global_rank
 
-    def set_world_size(self, size: int) -> None: ...
-
-    def set_global_rank(self, rank: int) -> None: ...
-
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         self.validated.append((num_devices, num_nodes))
 
