@@ -69,7 +69,7 @@ field: $(VENV)/$(FIELD) ## All jobs on a real SLURM, Open MPI, MPICH, two agents
 
 programs: $(PROGRAMS)/$(INSTALLED) ## Ten programs of other people with ddp and with ddp_ext, and the recipes of docs/ (10 minutes, 3 GB)
 	$(PROGRAMS)/bin/python -m pytest tests/programs $(PARALLEL) --durations 10
-	$(PROGRAMS)/bin/python -m pytest tests/test_docs.py $(PARALLEL)
+	$(PROGRAMS)/bin/python -m pytest tests/test_documented_code.py $(PARALLEL)
 
 fast: venv ## Tests without processes, and one run of each main promise (a minute)
 	$(BIN)/python -m pytest -m "unit or lowest" $(PARALLEL) --durations 10

@@ -9,6 +9,9 @@ import importlib
 import re
 from collections.abc import Iterator
 
+import pytest
+
+from lightning_ddp_ext.integration.private.replaced_methods import ReplacedMethods
 from tests.sources import FILES, PACKAGE
 
 # These modules check that Lightning has each name.
@@ -55,6 +58,7 @@ ALLOWED = {
     },
 }
 PYTHONS = {"_current_frames", "_exit", "_getframe"}  # documented functions of os and sys
+# Functions that take the name of an attribute as a string.
 BY_TEXT = {
     "attrgetter",
     "delattr",
@@ -139,6 +143,22 @@ def test_compat_reports_each_name_that_lightning_lacks() -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     ]
     assert [node.attr for node in read if is_private(node.attr) and not is_own(node.value)] == []
+
+
+class Owner:
+    """An object of Lightning's without any private name."""
+
+
+@pytest.mark.lowest
+def test_a_private_name_that_lightning_removed_is_named() -> None:
+    """The error names the class, the name, the version and the remedy, and nothing is
+    replaced.
+    """
+    owner = Owner()
+    message = r"needs .*Owner\.forget, which \S+ \d\S* does not .*; install"
+    with pytest.raises(ImportError, match=message):
+        ReplacedMethods().replace(owner, "forget", lambda: None)
+    assert not hasattr(owner, "forget")
 
 
 def test_overridden_private_methods_are_checked_when_lightning_is_imported() -> None:

@@ -42,7 +42,8 @@ class GradientAveraging:
         self._hook = hook
         self._wrapper = wrapper
         self._state = state
-        self._averaged: list[str] = []
+        # The parameters of the module when DDP was built, without those that it ignores.
+        self._trainable_names: list[str] = []  # in DDP's order
         self._frozen: list[Parameter] = []
 
     def on_ddp_formed(self) -> None:
@@ -50,22 +51,21 @@ class GradientAveraging:
 
         On GPUs, Lightning registers it.
         """
-        module = self._strategy.lightning_module
-        model: Any = self._strategy.model
-        ignored = getattr(model, "parameters_to_ignore", ())
-        known = (
-            []
-            if module is None
-            else [each for each in module.named_parameters() if each[0] not in ignored]
-        )
-        # In DDP's order.
-        self._averaged = [name for name, parameter in known if parameter.requires_grad]
-        self._frozen = [parameter for _, parameter in known if not parameter.requires_grad]
-        hook = self._hook
-        if module is not None and hook is not None and self._strategy.root_device.type == "cpu":
-            model.register_comm_hook(
-                self._state, hook if self._wrapper is None else self._wrapper(hook)
-            )
+        module: Any = self._strategy.lightning_module
+        ddp: Any = self._strategy.model
+        ignored = getattr(ddp, "parameters_to_ignore", ())
+        self._trainable_names = []
+        self._frozen = []
+        for name, parameter in module.named_parameters():
+            if name in ignored:
+                continue
+            if parameter.requires_grad:
+                self._trainable_names.append(name)
+            else:
+                self._frozen.append(parameter)
+        if self._hook is not None and self._strategy.root_device.type == "cpu":
+            hook = self._hook if self._wrapper is None else self._wrapper(self._hook)
+            ddp.register_comm_hook(self._state, hook)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -86,15 +86,19 @@ class GradientAveraging:
 
         Other errors are unchanged.
         """
-        found = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
-        if found is None or "find_unused_parameters" not in message:
+        unused = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
+        if unused is None or "find_unused_parameters" not in message:
             return
-        numbers = [int(number) for number in found[2].split()]
-        unused = [self._averaged[number] for number in numbers if number < len(self._averaged)]
-        more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
+        rank, numbers = unused.groups()
+        names = [
+            self._trainable_names[int(number)]
+            for number in numbers.split()
+            if int(number) < len(self._trainable_names)
+        ]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         sentence = (
-            f"rank {found[1]} did not use these parameters to compute the loss that training_step"
-            f" returned: {', '.join(unused[:_SHOWN])}{more}; DDP waits for their gradients. If this"
+            f"rank {rank} did not use these parameters to compute the loss that training_step"
+            f" returned: {', '.join(names[:_SHOWN])}{more}; DDP waits for their gradients. If this"
             " is intended, choose strategy='ddp_ext_find_unused_parameters_true', or"
             " DDPExtStrategy(find_unused_parameters=True)"
         )

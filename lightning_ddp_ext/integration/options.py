@@ -21,27 +21,26 @@ def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None
         ConfigurationError: the error names the most similar argument and those of
             DistributedDataParallel.
     """
-    options = [
-        name
-        for name in inspect.signature(DistributedDataParallel).parameters
-        if name not in _SET_BY_LIGHTNING
-    ]
-    for name in ddp_kwargs:
-        if name not in options:
-            near = difflib.get_close_matches(
-                name, [*inspect.signature(init).parameters, *options], n=1
-            )
-            remedy = f"did you mean {near[0]}?" if near else "remove it."
-            raise ConfigurationError(
-                f"DDPExtStrategy has no argument {name!r}; {remedy} Besides its own arguments, it"
-                f" accepts those of DistributedDataParallel in torch {torch.__version__}:"
-                f" {', '.join(options)}"
-            )
+    ddp_arguments = inspect.signature(DistributedDataParallel).parameters
+    options = [name for name in ddp_arguments if name not in _SET_BY_LIGHTNING]
+    unknown = [name for name in ddp_kwargs if name not in options]
+    if not unknown:
+        return
+    known = [*inspect.signature(init).parameters, *options]
+    similar = difflib.get_close_matches(unknown[0], known, n=1)
+    remedy = f"did you mean {similar[0]}?" if similar else "remove it."
+    raise ConfigurationError(
+        f"DDPExtStrategy has no argument {unknown[0]!r}; {remedy} Besides its own arguments, it"
+        f" accepts those of DistributedDataParallel in torch {torch.__version__}:"
+        f" {', '.join(options)}"
+    )
 
 
 def check_choice(field: str, value: object, *allowed: object) -> None:
     """Raise if the value is not in ``allowed``, of which the first is the default."""
-    if not any(type(value) is type(each) and value == each for each in allowed):
+    # 1 equals True, but is not a bool.
+    is_allowed = any(type(value) is type(choice) and value == choice for choice in allowed)
+    if not is_allowed:
         choices = " or ".join(map(repr, allowed))
         raise ConfigurationError(
             f"{field} must be {choices} (got {value!r}); the default is {allowed[0]!r}"

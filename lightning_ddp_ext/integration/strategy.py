@@ -1,4 +1,25 @@
-"""The strategy, which delegates each of Lightning's hooks to one collaborator."""
+"""The strategy, which delegates each of Lightning's hooks to its collaborators.
+
+===============  ==================================================================
+Collaborator     Its question
+===============  ==================================================================
+``rendezvous``   How do the ranks connect?
+``files``        Where are the stop and rescue checkpoints?
+``checkpoints``  What do all ranks do to save or restore? Has an exception ended the run?
+``stops``        At which step do all ranks stop after a signal?
+``recorder``     What does a surviving rank need to save the current step?
+``rescue``       Which rank saves it after another rank's death?
+``data``         What does each rank read (``uneven``, ``evaluation``), and where does an
+                 epoch continue (``cursor``)?
+``metrics``      How are logged values reduced?
+``averaging``    Which gradients does DDP average?
+===============  ==================================================================
+
+In a run, Lightning calls ``connect``, ``setup_environment``, ``setup``, the hooks of
+training and evaluation, and ``teardown``. Calls that every rank must make, such as
+``barrier``, first reduce the logged values that wait for it, so that all ranks make
+their collectives in the same order.
+"""
 
 from __future__ import annotations
 
@@ -282,8 +303,10 @@ class DDPExtStrategy(RankDevicesStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathOrUrl, storage_options: Any = None
     ) -> None:
-        self.data.cursor.save_to(checkpoint, f"saving {os.fspath(filepath)}")
-        if os.fspath(filepath) == self.files.stop_path:
+        path = os.fspath(filepath)
+        self.data.cursor.save_to(checkpoint, f"saving {path}")
+        is_stop_checkpoint = path == self.files.stop_path
+        if is_stop_checkpoint:
             checkpoint[FILE_KEY] = self.files.identity.content
         self.checkpoints.save(checkpoint, filepath, storage_options)
         trainer = trainer_of(self.lightning_module)
@@ -328,10 +351,17 @@ class DDPExtStrategy(RankDevicesStrategy):
             return
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
-        self._replaced.restore_by(trainer, self._restore_chosen_file)
+        self._replaced.restore_checkpoint_by(trainer, self._restore_chosen_file)
         self._replaced.exchange_profiler(trainer)
         self.metrics.start_run()
         self.stops.attach(trainer, self._replaced)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if type(self._layer_sync) is pl.plugins.TorchSyncBatchNorm:
+            self._layer_sync = RanksLayerSync()
+        super().setup(trainer)
+        self.rescue.start()
 
     @override
     def on_train_start(self) -> None:
@@ -339,26 +369,16 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.data.cursor.on_train_start()
 
     @override
-    def on_validation_start(self) -> None:
-        self._start_evaluation()
-        self.data.cursor.record("validation")
-        self.recorder.note(Kind.BATCH)
-
-    def _start_evaluation(self) -> None:
-        self.data.uneven.report_step_if_even()
-
-    on_test_start = on_predict_start = _start_evaluation
-
-    @override
     def on_train_end(self) -> None:
         self.data.uneven.report_step_if_even()
         self.data.cursor.on_train_end()
         self.stops.at_end()
 
-    def _end_evaluation(self) -> None:
-        self.data.evaluation.end()
-        self.data.uneven.report_step_if_even()
-        self.stops.at_end_of_evaluation()
+    @override
+    def on_validation_start(self) -> None:
+        self._start_evaluation()
+        self.data.cursor.record("validation")
+        self.recorder.note(Kind.BATCH)
 
     @override
     def on_validation_end(self) -> None:
@@ -366,6 +386,16 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.recorder.note(Kind.VALIDATED)
         self._end_evaluation()
 
+    def _start_evaluation(self) -> None:
+        self.data.uneven.report_step_if_even()
+
+    def _end_evaluation(self) -> None:
+        self.data.evaluation.end()
+        self.data.uneven.report_step_if_even()
+        self.stops.at_end_of_evaluation()
+
+    # Lightning's hooks of the other evaluations.
+    on_test_start = on_predict_start = _start_evaluation
     on_test_end = on_predict_end = _end_evaluation
 
     @override
@@ -375,16 +405,9 @@ class DDPExtStrategy(RankDevicesStrategy):
             self.files.remove_obsolete(trainer_of(self.lightning_module))
             super().teardown()
         finally:
-            self._replaced.restore_all()
+            self._replaced.undo_all()
             self.rescue.end()
             self.stops.detach()
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        if type(self._layer_sync) is pl.plugins.TorchSyncBatchNorm:
-            self._layer_sync = RanksLayerSync()
-        super().setup(trainer)
-        self.rescue.start()
 
     # DDP.
 
@@ -470,8 +493,8 @@ class DDPExtStrategy(RankDevicesStrategy):
             return
         self.metrics.flush()
         is_past_barrier = report_call(f"barrier {name!r}" if name else "a barrier", is_waiting=True)
-        if not is_past_barrier or self.root_device.type != "cpu":
-            # Also waits for earlier work on the accelerator.
+        is_on_accelerator = self.root_device.type != "cpu"  # whose earlier work has to end
+        if is_on_accelerator or not is_past_barrier:
             super().barrier(name, *args, **kwargs)
 
     @override
@@ -481,8 +504,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.metrics.flush()
         trainer = trainer_of(self.lightning_module)
         is_training = trainer is not None and trainer.training
-        if not (is_training and called_by_lightning()):
-            # max_time, for example, requires one in every batch.
+        # max_time, for example, requires one in every batch.
+        may_be_frequent = is_training and called_by_lightning()
+        if not may_be_frequent:
             report_call(f"broadcast from rank {src}")
         received = super().broadcast(obj, src)
         check_received()
@@ -494,9 +518,9 @@ class DDPExtStrategy(RankDevicesStrategy):
             return decision
         self.metrics.flush()
         report_call("a decision of all ranks (reduce_boolean_decision)")
-        # Lightning counts the ranks that agree, but an idle rank must not count. So all
-        # ranks agree if not any of them disagrees.
         if all:
+            # Lightning counts the ranks that agree, but an idle rank must not count. So
+            # all ranks agree if not any of them disagrees.
             decided = not super().reduce_boolean_decision(not decision, all=False)
         else:
             decided = super().reduce_boolean_decision(bool(decision), all=False)

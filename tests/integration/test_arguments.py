@@ -22,23 +22,29 @@ from tests.harness.training import Net, make_trainer
 
 pytestmark = pytest.mark.lowest
 
-TCP = "tcp://127.0.0.1:29500"
+OURS = inspect.signature(DDPExtStrategy).parameters
 
 
-def test_every_option_of_lightning_is_a_typed_and_explained_argument() -> None:
-    """A default is the same here as in stock ``ddp``; what DDP takes is passed on to
-    it.
-    """
-    ours = inspect.signature(DDPExtStrategy).parameters
+def test_arguments_of_stock_have_stocks_defaults() -> None:
+    """Every named argument of ``ddp`` is one of ours; what DDP takes is passed on to it."""
     stock = inspect.signature(DDPStrategy).parameters
-    assert [
-        name for name in stock.keys() - {"kwargs"} if ours[name].default != stock[name].default
-    ] == []
-    assert typing.get_type_hints(DDPExtStrategy.__init__).keys() - {"return"} == ours.keys()
+    named = stock.keys() - {"kwargs"}
+    assert {name: OURS[name].default for name in named} == {
+        name: stock[name].default for name in named
+    }
+
+
+def test_every_argument_is_typed() -> None:
+    """LightningCLI sees only annotated arguments; more than thirty would be too many."""
+    assert typing.get_type_hints(DDPExtStrategy.__init__).keys() - {"return"} == OURS.keys()
+    assert len(OURS) <= 30
+
+
+def test_every_argument_is_explained_in_the_docstring() -> None:
+    """The explanations are in the order of the arguments."""
     section = (inspect.getdoc(DDPExtStrategy) or "").partition("Args:\n")[2].partition("\n\n")[0]
-    shown = [str(each).partition(":")[0] for each in ours.values()]
-    assert re.findall(r"^    (\**\w+): \S", section, re.MULTILINE) == shown
-    assert len(ours) <= 30
+    as_written = [str(parameter).partition(":")[0] for parameter in OURS.values()]
+    assert re.findall(r"^    (\**\w+): \S", section, re.MULTILINE) == as_written
 
 
 NOT_POSITIVE = "{0} must be a positive number of seconds, at least 0.001 (got {1!r}); write {0}=60"
@@ -72,7 +78,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_a_value_that_is_not_allowed_is_refused(arguments: dict[str, Any], message: str) -> None:
     """The message names the field, the rule, the value and the remedy, or the nearest
     allowed value.
     """
@@ -81,7 +87,7 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> N
 
 
 def test_a_wrong_variable_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At construction, before anything is started."""
+    """The constructor raises, before anything is started."""
     monkeypatch.setenv("DDPX_INIT_METHOD", "tcp://host")
     with pytest.raises(ConfigurationError, match="DDPX_INIT_METHOD"):
         DDPExtStrategy()
@@ -110,43 +116,40 @@ def test_another_installation_is_refused() -> None:
         )
 
 
-def test_a_subclass_may_take_further_arguments() -> None:
-    """Only names that no class takes are refused; DDP gets the options that were given."""
+class Coloured(DDPExtStrategy):
+    """A user's strategy with an argument of its own."""
 
-    class Mine(DDPExtStrategy):
-        def __init__(self, colour: str, **kwargs: Any) -> None:
-            super().__init__(**kwargs)
-            self.colour = colour
+    def __init__(self, colour: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.colour = colour
 
-    for options in ({}, {"find_unused_parameters": False}, {"find_unused_parameters": True}):
-        mine = Mine("red", **options)
-        assert (mine.colour, mine._ddp_kwargs) == ("red", DDPStrategy(**options)._ddp_kwargs)
+
+@pytest.mark.parametrize("find_unused", [{}, {"find_unused_parameters": True}])
+def test_a_subclass_may_take_further_arguments(find_unused: dict[str, bool]) -> None:
+    """DDP gets the options that were given, as with stock."""
+    strategy = Coloured("red", **find_unused)
+    assert strategy.colour == "red"
+    assert strategy._ddp_kwargs == DDPStrategy(**find_unused)._ddp_kwargs
+
+
+def test_a_name_that_no_class_takes_is_refused() -> None:
+    """This holds for a subclass as well."""
     with pytest.raises(ConfigurationError, match="find_unused"):
-        Mine("red", find_unused=True)
+        Coloured("red", find_unused=True)
 
 
-def test_devices_that_disagree_with_variables_or_devices_per_rank(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("devices", [1, 3])
+def test_devices_that_disagree_with_variables_are_refused(
+    devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Trainer refuses processes that do not match its devices and nodes, and names
-    the source of the number.
-    """
-    with pytest.raises(
-        ConfigurationError, match=r"multiple of devices_per_rank=2 \(got 7\); choose 6 or 8 devices"
-    ):
-        make_trainer(DDPExtStrategy(devices_per_rank=2), devices=7)
-    with pytest.raises(
-        ConfigurationError, match=r"multiple of devices_per_rank=2 \(got 1\); choose 2 devices"
-    ):
-        make_trainer(DDPExtStrategy(devices_per_rank=2), devices=1)
+    """The error names the variable that has another number of ranks."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    for devices in (1, 3):
-        message = (
-            rf"^devices \* num_nodes must equal world_size \(got devices={devices} .*=2, from RANK"
-        )
-        with pytest.raises(ConfigurationError, match=message):
-            make_trainer(DDPExtStrategy(TCP), devices=devices)
+    message = (
+        rf"^devices \* num_nodes must equal world_size \(got devices={devices} .*=2, from RANK"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer(DDPExtStrategy("tcp://127.0.0.1:29500"), devices=devices)
 
 
 NO_STEPS = "every_n_steps must be an integer of at least 1"
@@ -171,7 +174,7 @@ OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("callback", "arguments", "message"), OF_CALLBACKS)
-def test_what_a_callback_cannot_take_is_refused(
+def test_a_value_that_a_callback_does_not_allow_is_refused(
     callback: type[Callback], arguments: dict[str, Any], message: str
 ) -> None:
     """The constructor raises; the message names the argument, the allowed values and

@@ -295,3 +295,21 @@ def test_ranks_of_a_stock_strategy_report_on_themselves(tmp_path: Path) -> None:
     output_of_all(outcomes, exit_code=1)
     assert re.search(f"rank 1 .*{STUCK_IN_LOADER}", outcomes[1].output)
     assert len(list((tmp_path / "reports").iterdir())) == 2
+
+
+class BarrierBehindStuckRank(Quick):
+    """In a step, rank 1 blocks, and the other ranks wait for it in a barrier."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == STUCK_IN:
+            if self.global_rank == 1:
+                supervision.wait_for_ever()
+            self.trainer.strategy.barrier()
+        return self.loss(batch)
+
+
+def test_a_rank_that_waits_in_a_barrier_is_reported_there(tmp_path: Path) -> None:
+    """The report names the strategy's call, not the hook around it."""
+    outcomes = ranks.launch_ranks(fit, 2, tmp_path, BarrierBehindStuckRank())
+    assert_reported(outcomes, 1, r" has made no progress for \d+ s; it is in training_step, ")
+    assert re.search(rf"rank 0 .* last progress .*, in barrier, {HERE}:", read_report(tmp_path))

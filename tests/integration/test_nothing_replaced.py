@@ -11,6 +11,7 @@ import resource
 import signal
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,58 +33,42 @@ from tests.harness.training import Net
 from tests.integration import continuing
 from tests.supervision import model as supervision
 
-FAMILIES = ("lightning.", "torch.utils.data")
-# In the names of classes.
-DATA = (
-    "loader",
-    "fetcher",
-    "result",
-    "iter",
-    "_maxsize",
-    "_minsize",
-    "_sequential",
-)
+LIBRARIES = ("lightning.", "torch.utils.data")
+# Parts of the names of classes whose objects hold data or results.
+DATA = ("loader", "fetcher", "result", "iter", "_maxsize", "_minsize", "_sequential")
 HOOKS = (
-    "train_start",
-    "train_batch_end",
-    "validation_batch_end",
-    "train_epoch_end",
-    "test_batch_end",
+    "on_train_start",
+    "on_train_batch_end",
+    "on_validation_batch_end",
+    "on_train_epoch_end",
+    "on_test_batch_end",
 )
 
 
-def replaced(trainer: L.Trainer) -> set[str]:
+def replaced_methods(trainer: L.Trainer) -> set[str]:
     """List instance attributes that hide methods, such as "_FitLoop.run", of the
     Trainer, its loops and loaders.
     """
-    things: dict[int, Any] = {id(trainer): trainer}
-    for _ in range(4):
-        parts = [
-            part
-            for thing in things.values()
-            for part in vars(thing).values()
-            if is_lightnings(part)
-        ]
-        things |= {id(part): part for part in parts}
-    found = [
-        (thing, name)
-        for thing in things.values()
-        for name, value in vars(thing).items()
-        if callable(value)
-    ]
     return {
-        f"{type(thing).__name__}.{name}"
-        for thing, name in found
-        if callable(getattr(type(thing), name, None))
+        f"{type(owner).__name__}.{name}"
+        for owner in library_objects(trainer)
+        for name, value in vars(owner).items()
+        if callable(value) and callable(getattr(type(owner), name, None))
     }
 
 
-def is_lightnings(thing: Any) -> bool:
-    return (
-        type(thing).__module__.startswith(FAMILIES)
-        and hasattr(thing, "__dict__")
-        and not isinstance(thing, type)
-    )
+def library_objects(trainer: L.Trainer) -> list[Any]:
+    """Return a Trainer and the objects of libraries within it, four levels deep."""
+    found: dict[int, Any] = {id(trainer): trainer}
+    for _ in range(4):
+        parts = [part for owner in found.values() for part in vars(owner).values()]
+        found |= {id(part): part for part in parts if is_library_object(part)}
+    return list(found.values())
+
+
+def is_library_object(part: Any) -> bool:
+    is_object = hasattr(part, "__dict__") and not isinstance(part, type)
+    return is_object and type(part).__module__.startswith(LIBRARIES)
 
 
 class TwoLoaders(Net):
@@ -106,60 +91,58 @@ class Replaced(NamedTuple):
     """The replaced methods where a user's code runs, and before and after runs."""
 
     within: list[set[str]]
-    around: dict[str, set[str]]
+    around: list[set[str]]
 
 
-def ours_too(directory: Path) -> list[L.Callback]:
-    return [
+def fit_and_evaluate(
+    kind: training.Kind, directory: Path, model: Net, *callbacks: L.Callback, **options: Any
+) -> Replaced:
+    warnings.simplefilter("ignore")
+    replaced = Replaced([], [])
+    looks = [
+        training.At(hook, lambda trainer: replaced.within.append(replaced_methods(trainer)))
+        for hook in HOOKS
+    ]
+    strategy = training.make_strategy(kind, directory)
+    options = {"val_check_interval": 2, "callbacks": [*looks, *callbacks], **options}
+    trainer = training.make_trainer(strategy, **options)
+    replaced.around.append(replaced_methods(trainer))
+    for run in (trainer.fit, trainer.validate, trainer.test):
+        run(model)
+        replaced.around.append(replaced_methods(trainer))
+    return replaced
+
+
+def use_several_loaders(kind: training.Kind, directory: Path) -> Replaced:
+    return fit_and_evaluate(kind, directory, TwoLoaders())
+
+
+def use_our_callbacks(kind: training.Kind, directory: Path) -> Replaced:
+    callbacks = [
         SyncBatchNormConversion(),
         SamplerEpochSeeding(),
         RankConsistency(),
         RankZeroCheckpoint(directory),
     ]
+    return fit_and_evaluate(kind, directory, Net(), *callbacks, enable_checkpointing=True)
 
 
-def look(kind: training.Kind, directory: Path, model: Net, *, has_our_callbacks: bool) -> Replaced:
-    warnings.simplefilter("ignore")
-    found = Replaced([], {})
-    callbacks = [
-        training.At(f"on_{hook}", lambda trainer: found.within.append(replaced(trainer)))
-        for hook in HOOKS
-    ]
-    trainer = training.make_trainer(
-        training.make_strategy(kind, directory),
-        callbacks=[*callbacks, *(ours_too(directory) if has_our_callbacks else ())],
-        enable_checkpointing=has_our_callbacks,
-        val_check_interval=2,
-    )
-    found.around["before runs"] = replaced(trainer)
-    for run in ("fit", "validate", "test"):
-        getattr(trainer, run)(model)
-        found.around[f"after {run}"] = replaced(trainer)
-    return found
-
-
-def look_twice(kind: training.Kind, directory: Path) -> list[Replaced]:
-    return [
-        look(kind, directory, TwoLoaders(), has_our_callbacks=False),
-        look(kind, directory, Net(), has_our_callbacks=True),
-    ]
-
-
+@pytest.mark.parametrize("use", [use_several_loaders, use_our_callbacks])
 @pytest.mark.parametrize("kind", training.KINDS)
 def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(
-    kind: training.Kind, tmp_path: Path
+    kind: training.Kind, use: Callable[..., Replaced], tmp_path: Path
 ) -> None:
     """At most four methods are replaced, and none of a loader, fetcher or result.
 
-    This holds with several loaders and our callbacks, also with stock strategies.
+    This also holds with our callbacks in a stock strategy.
     """
-    by_rank = training.on_ranks(kind, look_twice, tmp_path)
-    for found in [each for of_rank in by_rank for each in of_rank]:
-        assert max(len(names) for names in found.within) <= 4
-        owners = {name.partition(".")[0].lower() for names in found.within for name in names}
+    for replaced in training.on_ranks(kind, use, tmp_path):
+        assert max(map(len, replaced.within)) <= 4
+        owners = {name.partition(".")[0].lower() for names in replaced.within for name in names}
         assert [owner for owner in owners if any(word in owner for word in DATA)] == []
-        assert {when: names for when, names in found.around.items() if names} == {}
-    assert any(names for found in by_rank[0] for names in found.within)
+        assert replaced.around == [set()] * 4
+        uses_ours = kind == "ours" or use is use_our_callbacks
+        assert any(replaced.within) is uses_ours, "nothing was looked at"
 
 
 class Played(NamedTuple):
@@ -214,17 +197,24 @@ def changed_by_runs(kind: training.Kind, directory: Path) -> dict[str, set[str]]
     warnings.simplefilter("ignore")
     faulthandler.register(signal.SIGUSR1)
     before = of_process()
-    found = {}
+    changed = {}
     for name, played in RUNS.items():
+        strategy = training.make_strategy(kind, directory)
         callbacks = [HangWatchdog(600), played.callback]
-        trainer = training.make_trainer(
-            training.make_strategy(kind, directory), callbacks=callbacks, default_root_dir=directory
-        )
+        trainer = training.make_trainer(strategy, callbacks=callbacks, default_root_dir=directory)
         with suppress(supervision.BoomError, SystemExit):
             getattr(trainer, played.run)(Net())
-        found[name] = changed_in_process(before)
+        changed[name] = changed_in_process(before)
     trainer.strategy.setup_environment()  # by hand, and never torn down
-    return {**found, "setup_environment": changed_in_process(before)}
+    changed["setup_environment"] = changed_in_process(before)
+    return changed
+
+
+ENDS_WITH_RUN = {"ddpx-signals", "ddpx-stop-deadline"}  # the other threads of ours may stay
+
+
+def is_left_over(changed: str) -> bool:
+    return changed in ENDS_WITH_RUN or not changed.startswith("ddpx-")
 
 
 def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:
@@ -233,62 +223,42 @@ def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:
     Only the channel stays, and after a failure SIGTERM waits for some seconds.
     """
     expected = {name: played.leaves for name, played in RUNS.items()} | {"setup_environment": set()}
-    for found in training.on_ranks("ours", changed_by_runs, tmp_path, env={"OMP_NUM_THREADS": "1"}):
-        threads = {each for changed in found.values() for each in changed if is_ours(each)}
-        assert threads.isdisjoint({"ddpx-signals", "ddpx-stop-deadline"})
-        left = {
-            name: {each for each in changed if not is_ours(each)} for name, changed in found.items()
-        }
+    by_rank = training.on_ranks("ours", changed_by_runs, tmp_path, env={"OMP_NUM_THREADS": "1"})
+    for changed_by_run in by_rank:
+        left = {run: set(filter(is_left_over, names)) for run, names in changed_by_run.items()}
         assert left == expected
 
 
-def is_ours(changed: str) -> bool:
-    """Whether it is the name of one of our threads."""
-    return changed.startswith("ddpx-")
+def pickled_copy(original: Any) -> Any:
+    return pickle.loads(pickle.dumps(original))
 
 
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.dumps(each))}
-
-
-def copy_fitted(kind: training.Kind, directory: Path) -> dict[str, Any]:
-    """Return types and results of copies of a fitted Trainer and of its parts."""
+def use_copies(kind: training.Kind, directory: Path, make_copy: Any) -> Any:
+    """Copy a fitted Trainer and its parts; have the copy test its model, and train it for
+    another epoch.
+    """
     warnings.simplefilter("ignore")
     trainer = training.fit(kind, directory, Net())
-    parts = {
-        "Trainer": trainer,
-        "strategy": trainer.strategy,
-        "loop": trainer.fit_loop,
-        "module": trainer.lightning_module,
-        "loader": trainer.train_dataloader,
-    }
-    found: dict[str, Any] = {}
-    for how, copied in COPIES.items():
-        for name, part in parts.items():
-            try:
-                copied(part)
-            except Exception as error:
-                found[f"{how} of the {name}"] = repr(error)
-        if f"{how} of the Trainer" not in found:
-            found[f"{how} continues"] = train_on(copied(trainer))
-    return found
+    for part in (
+        trainer.strategy,
+        trainer.fit_loop,
+        trainer.lightning_module,
+        trainer.train_dataloader,
+    ):
+        make_copy(part)
+    copied = make_copy(trainer)
+    model: Any = copied.lightning_module
+    tested = copied.test(model, verbose=False)
+    copied.fit_loop.max_epochs = 3
+    copied.fit(model)
+    return tested, copied.current_epoch, copied.global_step, training.weights(model)
 
 
-def train_on(trainer: L.Trainer) -> Any:
-    """Have a copy of a Trainer test its model, and train it for another epoch."""
-    model: Any = trainer.lightning_module
-    values = trainer.test(model, verbose=False)
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(model)
-    return values, trainer.current_epoch, trainer.global_step, training.weights(model)
-
-
-def test_a_fitted_trainer_is_copied_and_pickled_as_with_stock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled_copy])
+def test_a_fitted_trainer_is_copied_as_with_stock(make_copy: Any, tmp_path: Path) -> None:
     """A copy of a Trainer tests and trains as a copy of stock's does.
 
-    Its strategy, loops, model and loader can also be copied and pickled.
+    Its strategy, loops, model and loader can also be copied.
     """
-    for mine, expected in zip(*training.on_both(copy_fitted, tmp_path), strict=True):
-        assert mine.keys() == expected.keys(), {
-            name: mine[name] for name in mine.keys() - expected.keys()
-        }
-        training.assert_same(mine, expected)
+    ours, stock = training.on_both(use_copies, tmp_path, make_copy)
+    training.assert_same(ours, stock)

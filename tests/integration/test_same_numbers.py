@@ -4,9 +4,8 @@ and Trainer options.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -174,22 +173,21 @@ FLAGS = {
 
 
 class Case(NamedTuple):
-    """A model, options of the Trainer, those of the strategy, which are made in the
-    rank, and whether the case makes a difference to validate, test and predict.
+    """A model, options of the Trainer and of the strategy, and whether the case makes a
+    difference to validate, test and predict.
     """
 
     model: type[Net] = Net
-    trainer: Mapping[str, Any] = MappingProxyType({})
-    strategy: Callable[[], dict[str, Any]] = dict
+    trainer: Mapping[str, Any] = {}
+    strategy: Mapping[str, Any] = {}
     is_evaluated: bool = False
 
 
-def find_unused() -> dict[str, Any]:
-    return {"find_unused_parameters": True}
-
-
-def average_models() -> dict[str, Any]:
-    return {"ddp_comm_state": PostLocalSGDState(None, None, 2), "model_averaging_period": 2}
+FIND_UNUSED = {"find_unused_parameters": True}
+LOCAL_AFTER_STEP_2 = PostLocalSGDState(None, None, 2)
+MODEL_AVERAGING = {"ddp_comm_state": LOCAL_AFTER_STEP_2, "model_averaging_period": 2}
+BUCKET_VIEWS = {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}
+OWN_BUFFERS = {"broadcast_buffers": False, "init_sync": False}
 
 
 CLIPPING = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
@@ -205,13 +203,13 @@ CASES = {
     "manual accumulation": Case(Accumulates),
     "a scheduler that follows a logged value": Case(FollowsTheLoss),
     "a scheduler of every third batch": Case(SchedulesEveryFew),
-    "several optimisers": Case(TwoPlayers, {}, find_unused, is_evaluated=True),
-    "a closure": Case(WithClosure, {}, find_unused),
-    "unused parameters": Case(HalfUsed, SHORT, find_unused),
-    "static graph": Case(Accumulates, {}, lambda: {"static_graph": True}),
-    "bucket views": Case(Net, SHORT, lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
-    "own buffers": Case(Net, SHORT, lambda: {"broadcast_buffers": False, "init_sync": False}),
-    "model averaging": Case(Net, {}, average_models),
+    "several optimisers": Case(TwoPlayers, {}, FIND_UNUSED, is_evaluated=True),
+    "a closure": Case(WithClosure, {}, FIND_UNUSED),
+    "unused parameters": Case(HalfUsed, SHORT, FIND_UNUSED),
+    "static graph": Case(Accumulates, {}, {"static_graph": True}),
+    "bucket views": Case(Net, SHORT, BUCKET_VIEWS),
+    "own buffers": Case(Net, SHORT, OWN_BUFFERS),
+    "model averaging": Case(Net, {}, MODEL_AVERAGING),
     "own sampling": Case(Net, {"use_distributed_sampler": False}, is_evaluated=True),
     "flags": Case(Net, FLAGS, is_evaluated=True),
 }
@@ -245,7 +243,7 @@ def train(kind: training.Kind, directory: Path, name: str) -> dict[str, Any]:
     model = case.model()
     options = {**case.trainer}
     callbacks = [recorder, *options.pop("callbacks", ())]
-    trainer = training.fit(kind, directory, model, *callbacks, strategy=case.strategy(), **options)
+    trainer = training.fit(kind, directory, model, *callbacks, strategy=case.strategy, **options)
     result = {
         "weights": training.weights(model),
         "trained": [*model.parameters()],
@@ -271,49 +269,47 @@ def test_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:
     One Trainer follows another in the same two processes.
     """
     ours, stock = training.on_both(train_all, tmp_path)
+    training.assert_same(ours, stock)
+    first, second = ours
     for name in CASES:
-        first = ours[0][name]
-        second = ours[1][name]
-        training.assert_same([first, second], [by_case[name] for by_case in stock])
-        training.assert_same(first["trained"], second["trained"])
-        assert first["step"] > 2, name
-        assert len(first["metrics"]) > 4, name
+        training.assert_same(first[name]["trained"], second[name]["trained"])
+        assert first[name]["step"] > 2, name
+        assert len(first[name]["metrics"]) > 4, name
 
 
-ON_OTHER_RANKS = {
-    **{
-        name: CASES[name] for name in ("plain", "accumulation", "manual accumulation", "bf16-mixed")
-    },
-    "sparse": Case(Sparse),
-}
+NAMES = ("plain", "accumulation", "manual accumulation", "bf16-mixed")
+ON_OTHER_RANKS = {name: CASES[name] for name in NAMES} | {"sparse": Case(Sparse)}
 
 
-def train_on_ranks(
-    kind: training.Kind, directory: Path, ranks: int
-) -> dict[str, dict[str, Tensor]]:
-    found = {}
+class Learned(NamedTuple):
+    """Weights, and the calls of the module's forward hook, which DDP's forward pass makes."""
 
-    def expect_wrapper(trainer: L.Trainer) -> None:
-        assert isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
+    weights: dict[str, Tensor]
+    forward_passes: int
 
+
+def train_on_ranks(kind: training.Kind, directory: Path, ranks: int) -> dict[str, Learned]:
+    learned = {}
     for name, case in ON_OTHER_RANKS.items():
         L.seed_everything(7)
         model = case.model()
-        looks = training.At("on_train_batch_end", expect_wrapper)
-        training.fit(kind, directory, model, looks, devices=ranks, **case.trainer)
-        found[name] = training.weights(model)
-    return found
+        calls: list[str] = []
+        model.register_forward_hook(lambda *_, calls=calls: calls.append("forward"))
+        training.fit(kind, directory, model, devices=ranks, **case.trainer)
+        learned[name] = Learned(training.weights(model), len(calls))
+    return learned
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_other_numbers_of_ranks_learn_what_they_learn_with_stock_ddp(
     ranks: int, tmp_path: Path
 ) -> None:
-    """One rank, which has nothing to average, and three, for which the division by
-    their number is not exact.
+    """One rank has nothing to average, but also takes DDP's forward pass; for three, the
+    division by their number is not exact.
     """
     ours, stock = (
         training.on_ranks(kind, train_on_ranks, tmp_path, ranks, world_size=ranks)
         for kind in training.KINDS
     )
     training.assert_same(ours, stock)
+    assert ours[0]["plain"].forward_passes > 0

@@ -4,14 +4,8 @@ error with the reason.
 
 from __future__ import annotations
 
-import gc
-import os
 import re
-import signal
 import threading
-import weakref
-from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,62 +15,53 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankZeroCheckpointIO
+from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness import ranks, training
+from tests.harness.outcomes import output_of_all
 from tests.harness.scripts import run_script
 from tests.harness.training import Net
 from tests.supervision import model as supervision
 
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+HOOKS = ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end")
 
 
-def timeout_of_collectives() -> float:
-    group = dist.distributed_c10d._get_default_group()
-    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return timeout.total_seconds()
-
-
-def refusal(trainer: L.Trainer) -> str:
-    with pytest.raises(GroupInUseError) as refused:
+def continue_after(kind: training.Kind, directory: Path, hook: str) -> dict[str, Any]:
+    """Catch an exception that all ranks raised in a hook, and make calls of all ranks."""
+    fault = supervision.Fault(hook, supervision.boom)
+    trainer = training.make_trainer(training.make_strategy(kind, directory), callbacks=[fault])
+    group = dist.group.WORLD
+    with pytest.raises(supervision.BoomError):
         trainer.fit(Net())
-    return str(refused.value)
+    path = directory / hook
+    has_begun = hook != "setup"  # before it, there is neither a group nor something to save
+    if has_begun:
+        trainer.save_checkpoint(path)
+    is_saved = path.exists()
+    trainer.strategy.barrier()
+    ranks_in_group = torch.ones(1)
+    dist.all_reduce(ranks_in_group)
+    return {
+        "is saved": is_saved,
+        "ranks": int(ranks_in_group),
+        "is the same group": has_begun and dist.group.WORLD is group,
+    }
 
 
-def trials(kind: training.Kind, directory: Path) -> list[Any]:
-    """Return the results of calls after a script caught an exception that all ranks
-    raised, in each of these hooks.
-    """
-    found: list[Any] = []
-    for hook in ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end"):
-        trainer = training.make_trainer(
-            training.make_strategy(kind, directory),
-            callbacks=[supervision.Fault(hook, supervision.boom)],
-        )
-        path = directory / hook
-        group = dist.group.WORLD
-        try:
-            trainer.fit(Net())
-        except supervision.BoomError:
-            if hook != "setup":
-                trainer.save_checkpoint(path)
-                found.append(path.exists())
-        trainer.strategy.barrier()
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        found += [float(total), dist.group.WORLD is group or hook == "setup"]
+def continue_after_each(kind: training.Kind, directory: Path) -> dict[str, Any]:
+    called = {hook: continue_after(kind, directory, hook) for hook in HOOKS}
     trainer = training.fit(kind, directory, Net())
-    return [*found, trainer.global_step]
+    return {**called, "steps of the next fit": trainer.global_step}
 
 
-def test_an_exception_that_all_ranks_raise_and_catch_parts_none_of_them(tmp_path: Path) -> None:
+def test_ranks_that_catch_an_exception_of_all_stay_connected(tmp_path: Path) -> None:
     """As with stock, after a pruned trial the group is the same, a save waits for its
-    file, the next Trainer works.
+    file, and the next Trainer works.
     """
-    ours, stock = training.on_both(trials, tmp_path)
+    ours, stock = training.on_both(continue_after_each, tmp_path)
     assert ours == stock
+    continued = {"is saved": True, "ranks": 2, "is the same group": True}
+    assert [ours[0][hook] for hook in HOOKS[1:]] == [continued] * 3
 
 
 class Formed(NamedTuple):
@@ -99,22 +84,28 @@ TRAINERS = [
 ]
 
 
+def timeout_of_collectives() -> float:
+    group = dist.distributed_c10d._get_default_group()
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout.total_seconds()
+
+
 def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[tuple[float, int]]:
     """Return the timeout and the group of each Trainer."""
     groups: list[Any] = []
-    found = []
-    for each in TRAINERS:
-        if each.after_destroy:
+    formed = []
+    for expected in TRAINERS:
+        if expected.after_destroy:
             dist.barrier()
             dist.destroy_process_group()
         strategy: Any = "ddp_ext"
-        if each.options is not None:
-            strategy = training.make_strategy("ours", directory, **each.options)
+        if expected.options is not None:
+            strategy = training.make_strategy("ours", directory, **expected.options)
         training.make_trainer(strategy).fit(Net())
         if dist.group.WORLD not in groups:
             groups.append(dist.group.WORLD)
-        found.append((timeout_of_collectives(), groups.index(dist.group.WORLD)))
-    return found
+        formed.append((timeout_of_collectives(), groups.index(dist.group.WORLD)))
+    return formed
 
 
 def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path) -> None:
@@ -122,125 +113,59 @@ def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path
     means a new group.
     """
     env = {**ranks.by_hand_env(2), "DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
-    for found in ranks.run_ranks(groups_of_trainers, 2, tmp_path, env=env):
-        assert found == [(each.timeout, each.group) for each in TRAINERS]
+    expected = [(trainer.timeout, trainer.group) for trainer in TRAINERS]
+    assert ranks.run_ranks(groups_of_trainers, 2, tmp_path, env=env) == [expected] * 2
 
 
-def resources_of_trainers(
-    rank: int, world_size: int, directory: Path, *, is_destroyed: bool
-) -> list[list[int]]:
-    """Count descriptors and threads after each Trainer, whose group differs from the
-    one before.
-    """
-    found = []
-    for number in range(5):
-        interface = None if is_destroyed or number % 2 else "lo"
-        training.make_trainer(
-            DDPExtStrategy(f"file://{directory}/store", interface=interface), max_steps=1
-        ).fit(Net())
-        if is_destroyed:
-            dist.destroy_process_group()
-        gc.collect()
-        found.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")])
-    return found
+def refusal(trainer: L.Trainer) -> str:
+    with pytest.raises(GroupInUseError) as refused:
+        trainer.fit(Net())
+    return str(refused.value)
 
 
-@pytest.mark.parametrize("is_destroyed", [True, False])
-def test_groups_formed_one_after_another_free_their_sockets_and_threads(
-    is_destroyed: bool, tmp_path: Path
-) -> None:
-    """A script may destroy the group after each fit, or alternate between network
-    interfaces.
-    """
-    for found in ranks.run_ranks(resources_of_trainers, 2, tmp_path, is_destroyed=is_destroyed):
-        # A thread that looks for deadlocks may be reading at that moment; a leak adds
-        # some for each group.
-        assert all(last <= first + 1 for first, last in zip(found[1], found[4], strict=True)), found
+class Refused(NamedTuple):
+    """The errors of Trainers with another number of devices and another init method."""
+
+    devices: str
+    init_method: str
 
 
-def objects_of_run(directory: Path, end: Callable[[], object]) -> dict[str, weakref.ref[Any]]:
-    """Return references to what a run used, which ends in its second step as ``end``
-    does.
-    """
-    strategy = training.make_strategy(
-        "ours", directory, checkpoint_io=RankZeroCheckpointIO(background=True)
-    )
-    callbacks = [training.At("on_train_batch_start", lambda _: end(), earlier=1), HangWatchdog(600)]
-    options = {"enable_checkpointing": True, "default_root_dir": directory}
-    trainer = training.make_trainer(strategy, callbacks=callbacks, **options)
-    model = Net()
-    with suppress(supervision.BoomError, SystemExit):
-        trainer.fit(model)
-    used = {
-        "Trainer": trainer,
-        "strategy": strategy,
-        "module": model,
-        "optimiser": trainer.optimizers[0],
-        "loader": trainer.train_dataloader,
-        "validation loader": trainer.val_dataloaders,
-    }
-    return {name: weakref.ref(each) for name, each in used.items() if each is not None}
-
-
-def left_after_run(
-    rank: int, world_size: int, directory: Path, end: Callable[[], object]
-) -> list[str]:
-    used = objects_of_run(directory, end)
-    assert {"Trainer", "strategy", "module", "optimiser", "loader"} <= set(used)
-    gc.collect()
-    return [name for name, reference in used.items() if reference() is not None]
-
-
-@pytest.mark.parametrize(
-    "end", [int, supervision.boom, stop], ids=["finished", "failed", "stopped"]
-)
-def test_a_run_that_ended_holds_no_memory(end: Callable[[], object], tmp_path: Path) -> None:
-    """What a run used is freed with the script's last reference to it, before the next
-    run.
-    """
-    assert ranks.run_ranks(left_after_run, 2, tmp_path, end) == [[], []]
-
-
-def fit_then_fit(rank: int, world_size: int, directory: Path) -> list[str]:
+def fit_then_fit(rank: int, world_size: int, directory: Path) -> Refused:
     training.fit("ours", directory, Net())
-    ours = training.make_strategy("ours", directory)
-    further = [
-        training.make_trainer(ours, devices=3),
-        training.make_trainer(training.make_strategy("ours", Path("/elsewhere"))),
-    ]
-    return [refusal(trainer) for trainer in further]
+    strategy = training.make_strategy("ours", directory)
+    elsewhere = training.make_strategy("ours", Path("/elsewhere"))
+    return Refused(
+        refusal(training.make_trainer(strategy, devices=3)),
+        refusal(training.make_trainer(elsewhere)),
+    )
 
 
 def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
     """A Trainer whose world differs from that of its process raises on every rank."""
     # Without RANK the contradiction only shows when the second Trainer starts.
-    found = ranks.run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
-    for rank, (devices, place) in enumerate(found):
-        wants = (
+    by_rank = ranks.run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
+    for rank, refused in enumerate(by_rank):
+        assert refused.devices.startswith(
             f"this process is already rank {rank} of 2, but this Trainer needs it to be rank {rank}"
             " of 3; use"
         )
-        assert devices.startswith(wants)
-        assert (
-            place
-            == f"this process's group was formed with init_method 'file://{tmp_path}/store', but"
+        assert refused.init_method == (
+            f"this process's group was formed with init_method 'file://{tmp_path}/store', but"
             " this Trainer requests 'file:///elsewhere/store'; use the same init_method for"
             " every Trainer of a script"
         )
 
 
-def ours_between_stock(rank: int, world_size: int, directory: Path) -> list[Any]:
+def train_in_stocks_group(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     L.seed_everything(1)
     model = Net()
     with training.stock_group(rank, world_size, directory):
         for name in ("ddp", "ddp_ext", "ddp"):
             training.make_trainer(name).fit(model)
-        refused = refusal(training.make_trainer(training.make_strategy("ours", directory)))
-        dist.barrier()  # the group that it leaves alone still works
-        return [training.weights(model), refused]
+    return training.weights(model)
 
 
-def ours_then_stock(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+def train_in_our_group(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     L.seed_everything(1)
     model = Net()
     for strategy in (training.make_strategy("ours", directory), "ddp", "ddp_ext"):
@@ -249,28 +174,31 @@ def ours_then_stock(rank: int, world_size: int, directory: Path) -> dict[str, An
 
 
 def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
-    """Ours works in a group that is already open, with a warning, and stock in ours;
-    the numbers are the same.
-
-    An init method of the user's own cannot be followed there, and is refused.
+    """Ours works in a group that is already open, with a warning, and stock in ours; the
+    numbers are the same.
     """
-    first = tmp_path / "stock first"
-    second = tmp_path / "ours first"
-    first.mkdir()
-    second.mkdir()
-    adopted = ranks.launch_ranks(ours_between_stock, 2, first)
-    lent = ranks.run_ranks(ours_then_stock, 2, second)
-    for rank, outcome in enumerate(adopted):
-        assert outcome.exit_code == 0, outcome
-        said = outcome.output.count(
-            "using a process group that other code opened: init_timeout and timeout have"
-        )
-        assert said == (rank == 0), "only one rank logs a line that is the same on all"
-        found, refused = outcome.result
-        training.assert_same(found, lent[rank])
+    for name in ("stock first", "ours first"):
+        (tmp_path / name).mkdir()
+    stock_first = ranks.launch_ranks(train_in_stocks_group, 2, tmp_path / "stock first")
+    output_of_all(stock_first)
+    ours_first = ranks.run_ranks(train_in_our_group, 2, tmp_path / "ours first")
+    training.assert_same([outcome.result for outcome in stock_first], ours_first)
+    warning = "using a process group that other code opened: init_timeout and timeout have"
+    assert [outcome.output.count(warning) for outcome in stock_first] == [1, 0]
+
+
+def choose_init_method(kind: training.Kind, directory: Path) -> str:
+    refused = refusal(training.make_trainer(training.make_strategy("ours", directory)))
+    dist.barrier()  # the group, which is not ours, still works
+    return refused
+
+
+def test_an_init_method_is_refused_in_a_group_that_is_already_open(tmp_path: Path) -> None:
+    """It cannot be followed there; the error says what to do."""
+    for rank, refused in enumerate(training.on_ranks("stock", choose_init_method, tmp_path)):
         assert (
-            f"needs rank {rank} of 2 with init_method file://{first}/store; call torch.distributed."
-            in refused
+            f"needs rank {rank} of 2 with init_method file://{tmp_path}/stock/store; call"
+            " torch.distributed." in refused
         )
         assert refused.endswith("or omit init_method")
 
@@ -302,53 +230,58 @@ def test_rank_zero_tests_alone_between_fits() -> None:
     """
     done = run_script(TESTS_ALONE)
     assert done.exit_code == 0, done.output
-    trained = ["rank 0 of 2 trained"] * 2 + ["rank 1 of 2 trained"] * 2
-    assert sorted(re.findall(r"^rank .* trained", done.output, re.MULTILINE)) == trained, (
-        done.output
-    )
-    assert (
-        re.findall(r"^\[?.* tested by \d", done.output, re.MULTILINE) == ["[4] tested by 1"] * 2
-    ), done.output
+    lines = re.findall(r"^(rank . of . trained|.* tested by .)$", done.output, re.MULTILINE)
+    once = ["[4] tested by 1", "rank 0 of 2 trained", "rank 1 of 2 trained"]
+    assert sorted(lines) == sorted(once * 2), done.output
 
 
-def measure(trainer: L.Trainer) -> None:
-    """Report what a rank sees of its group by the metrics that the launching process
-    gets.
-    """
-    names = [thread.name for thread in threading.enumerate()]
-    trainer.lightning_module.log("ranks", float(dist.get_world_size()))
-    trainer.lightning_module.log("timeout", timeout_of_collectives())
-    trainer.lightning_module.log("channel", float("ddpx-channel" in names))
+class Turn(NamedTuple):
+    """A Trainer's start method and number of devices."""
+
+    start_method: str
+    devices: int
 
 
-def fit_in_turn(rank: int, world_size: int, worlds: list[tuple[Any, int]]) -> list[list[float]]:
-    """Fit and validate with each start method and number of devices; what each Trainer
-    has seen.
-    """
-    found = []
-    for number, (start_method, devices) in enumerate(worlds):
-        model = Net()
-        strategy = DDPExtStrategy(start_method=start_method, timeout=60 + number)
+class Seen(NamedTuple):
+    """What rank 0 sees of its group within a fit."""
+
+    ranks: float
+    timeout: float
+    has_channel: float
+
+
+def log_group(trainer: L.Trainer) -> None:
+    """Log what a rank sees of its group; the launching process gets the metrics."""
+    threads = [thread.name for thread in threading.enumerate()]
+    seen = Seen(dist.get_world_size(), timeout_of_collectives(), "ddpx-channel" in threads)
+    for name, value in seen._asdict().items():
+        trainer.lightning_module.log(name, float(value))
+
+
+def fit_in_turn(rank: int, world_size: int, turns: list[Turn]) -> list[Seen]:
+    """Fit and validate in each turn, with a timeout of one more second."""
+    seen = []
+    for number, turn in enumerate(turns):
+        strategy = DDPExtStrategy(start_method=turn.start_method, timeout=60 + number)
+        look = training.At("on_train_epoch_end", log_group)
         trainer = training.make_trainer(
-            strategy,
-            devices=devices,
-            max_epochs=1,
-            callbacks=[training.At("on_train_epoch_end", measure)],
+            strategy, devices=turn.devices, max_epochs=1, callbacks=[look]
         )
+        model = Net()
         trainer.fit(model)
-        found.append(
-            [trainer.callback_metrics[name].item() for name in ("ranks", "timeout", "channel")]
-        )
-        assert sorted(trainer.validate(model, verbose=False)[0]) == ["val_loss"]
-    return found
+        seen.append(Seen(*(trainer.callback_metrics[name].item() for name in Seen._fields)))
+        assert trainer.validate(model, verbose=False)[0].keys() == {"val_loss"}
+    return seen
 
 
 def test_worlds_of_other_sizes_in_turn() -> None:
     """The order is free, without a launcher and without an address; a single rank has
     no connections.
     """
-    worlds = [("popen", 1), ("fork", 2), ("popen", 1), ("fork", 3), ("fork", 1)]
+    turns = [Turn("popen", 1), Turn("fork", 2), Turn("popen", 1), Turn("fork", 3), Turn("fork", 1)]
     # A forked process cannot use OpenMP threads that its parent has started.
     env = {"OMP_NUM_THREADS": "1"}
-    expected = [[devices, 60 + number, devices > 1] for number, (_, devices) in enumerate(worlds)]
-    assert ranks.run_ranks(fit_in_turn, 1, worlds, env=env) == [expected]
+    expected = [
+        Seen(turn.devices, 60 + number, turn.devices > 1) for number, turn in enumerate(turns)
+    ]
+    assert ranks.run_ranks(fit_in_turn, 1, turns, env=env) == [expected]

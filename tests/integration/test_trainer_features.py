@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -25,7 +24,12 @@ from tests.harness import training
 from tests.harness.environment import skip_because
 from tests.harness.training import Net
 
-Result = dict[str, Any]
+
+class Result(NamedTuple):
+    """What a feature leads to on a rank."""
+
+    numbers: Any  # compared to the last bit, including types and shapes
+    facts: Any = None
 
 
 def trainer_in(kind: training.Kind, directory: Path, **options: Any) -> L.Trainer:
@@ -36,7 +40,9 @@ def trainer_in(kind: training.Kind, directory: Path, **options: Any) -> L.Traine
     )
 
 
-def fit(kind: training.Kind, directory: Path, model: Net | None = None, **options: Any) -> Result:
+def fit(
+    kind: training.Kind, directory: Path, model: Net | None = None, **options: Any
+) -> dict[str, Any]:
     """Train with these options of the Trainer, and return where that has led."""
     trainer = trainer_in(kind, directory, **options)
     model = Net() if model is None else model
@@ -49,21 +55,28 @@ def fit(kind: training.Kind, directory: Path, model: Net | None = None, **option
     }
 
 
-# Options of the Trainer, made in the rank.
-OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    "fast_dev_run": lambda: {"fast_dev_run": 2},
-    "detect_anomaly": lambda: {"detect_anomaly": True},
-    "max_time": lambda: {"max_time": timedelta(microseconds=1), "max_epochs": -1},
-    "accumulation": lambda: {
-        "callbacks": [callbacks.GradientAccumulationScheduler({0: 1, 1: 2})],
-        "max_epochs": 3,
-    },
-    "stochastic average": lambda: {
+ACCUMULATION = callbacks.GradientAccumulationScheduler({0: 1, 1: 2})
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fast_dev_run": {"fast_dev_run": 2},
+    "detect_anomaly": {"detect_anomaly": True},
+    "max_time": {"max_time": timedelta(microseconds=1), "max_epochs": -1},
+    "accumulation": {"callbacks": [ACCUMULATION], "max_epochs": 3},
+    "stochastic average": {
         "callbacks": [callbacks.StochasticWeightAveraging(0.01, 1)],
         "max_epochs": 3,
     },
-    "moving average": lambda: {"callbacks": [callbacks.EMAWeightAveraging(decay=0.5)]},
+    "moving average": {"callbacks": [callbacks.EMAWeightAveraging(decay=0.5)]},
 }
+
+
+def use_options(kind: training.Kind, directory: Path) -> dict[str, Any]:
+    return {name: fit(kind, directory / name, **options) for name, options in OPTIONS.items()}
+
+
+def test_options_of_the_trainer_do_what_they_do_with_stock(tmp_path: Path) -> None:
+    """Weights and the numbers of steps and epochs are equal on each rank, to the last bit."""
+    ours, stock = training.on_both(use_options, tmp_path)
+    training.assert_same(ours, stock)
 
 
 class Writer(callbacks.BasePredictionWriter):
@@ -91,29 +104,20 @@ class Writer(callbacks.BasePredictionWriter):
 
 def prediction_writer(kind: training.Kind, directory: Path) -> Result:
     writer = Writer()
-    predictions = trainer_in(kind, directory, callbacks=[writer]).predict(
-        Net(), return_predictions=True
-    )
-    return {"returned": predictions, "written": writer.written}
+    trainer = trainer_in(kind, directory, callbacks=[writer])
+    predictions = trainer.predict(Net(), return_predictions=True)
+    return Result({"returned": predictions, "written": writer.written})
 
 
 def loggers(kind: training.Kind, directory: Path) -> Result:
     board = TensorBoardLogger(directory, name="board", version=0, log_graph=False)
-    chosen = [CSVLogger(directory, name="csv", version=0), board]
-    result = fit(
-        kind,
-        directory,
-        logger=chosen,
-        log_every_n_steps=1,
-        callbacks=[callbacks.LearningRateMonitor()],
-    )
-    with (directory / "csv" / "version_0" / "metrics.csv").open() as file:
-        rows = [
-            {name: float(value or "nan") for name, value in row.items()}
-            for row in csv.DictReader(file)
-        ]
+    table = CSVLogger(directory, name="csv", version=0)
+    monitor = callbacks.LearningRateMonitor()
+    options = {"logger": [table, board], "log_every_n_steps": 1, "callbacks": [monitor]}
+    trained = fit(kind, directory, **options)
+    written = (directory / "csv" / "version_0" / "metrics.csv").read_text()
     events = list((directory / "board" / "version_0").glob("events.out.tfevents.*"))
-    return {**result, "csv": rows, "event files": len(events)}
+    return Result(trained, {"csv": written, "event files": len(events)})
 
 
 class Profiled(Net):
@@ -126,8 +130,8 @@ class Profiled(Net):
 
 def profiler(kind: training.Kind, directory: Path) -> Result:
     times = SimpleProfiler()
-    result = fit(kind, directory, Profiled(), profiler=times)
-    return {**result, "calls": len(times.recorded_durations["a part"])}
+    trained = fit(kind, directory, Profiled(), profiler=times)
+    return Result(trained, {"calls": len(times.recorded_durations["a part"])})
 
 
 class Module(L.LightningDataModule):
@@ -172,16 +176,16 @@ def checkpoints_and_early_stopping(kind: training.Kind, directory: Path) -> Resu
     model = GettingWorse()
     trainer.fit(model, datamodule=module)
     trainer.strategy.barrier()  # rank 0 has written its files
-    return {
+    facts = {
         "epochs": trainer.current_epoch,
         "stopped at": stopping.stopped_epoch,
         "best": Path(checkpoint.best_model_path).name,
         "kept": sorted(Path(path).name for path in checkpoint.best_k_models),
-        "score": checkpoint.best_model_score,
         "hooks": [*module.calls],
         "files": sorted(path.name for path in directory.iterdir()),
-        "tested": trainer.test(model, ckpt_path="best", verbose=False),
     }
+    tested = trainer.test(model, ckpt_path="best", verbose=False)
+    return Result({"score": checkpoint.best_model_score, "tested": tested}, facts)
 
 
 class Counting(Net):
@@ -203,9 +207,9 @@ class Counting(Net):
 
 def steps_in_configure_callbacks(kind: training.Kind, directory: Path) -> Result:
     model = Counting()
-    result = fit(kind, directory, model)
-    assert result["step"] == model.estimated
-    return {**result, "batches": model.batches}
+    trained = fit(kind, directory, model)
+    assert trained["step"] == model.estimated
+    return Result({**trained, "batches": model.batches})
 
 
 class Collating(Module):
@@ -226,31 +230,31 @@ class Collating(Module):
 
 def bound_collate_function(kind: training.Kind, directory: Path) -> Result:
     trainer = trainer_in(kind, directory)
-    return {
-        "validated": trainer.validate(Net(), Collating(), verbose=False),
-        "tested": trainer.test(Net(), Collating(), verbose=False),
-        "predicted": trainer.predict(Net(), Collating()),
-    }
-
-
-FEATURES: dict[str, Callable[[training.Kind, Path], Result]] = {
-    feature.__name__: feature
-    for feature in (
-        prediction_writer,
-        loggers,
-        profiler,
-        checkpoints_and_early_stopping,
-        steps_in_configure_callbacks,
-        bound_collate_function,
+    return Result(
+        {
+            "validated": trainer.validate(Net(), Collating(), verbose=False),
+            "tested": trainer.test(Net(), Collating(), verbose=False),
+            "predicted": trainer.predict(Net(), Collating()),
+        }
     )
-}
 
 
-def use_all(kind: training.Kind, directory: Path) -> dict[str, Result]:
-    results = {name: fit(kind, directory / name, **options()) for name, options in OPTIONS.items()}
-    for name, feature in FEATURES.items():
-        (directory / name).mkdir(exist_ok=True)  # the other rank may have made it
-        results[name] = feature(kind, directory / name)
+FEATURES: list[Callable[[training.Kind, Path], Result]] = [
+    prediction_writer,
+    loggers,
+    profiler,
+    checkpoints_and_early_stopping,
+    steps_in_configure_callbacks,
+    bound_collate_function,
+]
+
+
+def use_features(kind: training.Kind, directory: Path) -> dict[str, Result]:
+    results = {}
+    for feature in FEATURES:
+        own = directory / feature.__name__
+        own.mkdir(exist_ok=True)  # the other rank may have made it
+        results[feature.__name__] = feature(kind, own)
         torch.distributed.barrier()
     return results
 
@@ -259,28 +263,16 @@ def test_features_do_what_they_do_with_stock(tmp_path: Path) -> None:
     """Weights, metrics, files and the numbers of calls are equal on each rank, to the
     last bit.
     """
-    ours, stock = training.on_both(use_all, tmp_path)
+    ours, stock = training.on_both(use_features, tmp_path)
     for mine, theirs in zip(ours, stock, strict=True):
-        for name in (*OPTIONS, *FEATURES):
-            assert_same_result(mine[name], theirs[name])
-    found = ours[0]["checkpoints_and_early_stopping"]
-    assert found["files"] == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
-    assert (found["best"], found["epochs"]) == ("epoch=1.ckpt", 4)
-    assert found["hooks"] == ["prepare_data", "setup", "teardown"]
-    assert ours[1]["checkpoints_and_early_stopping"]["hooks"] == ["setup", "teardown"]
-
-
-def assert_same_result(ours: Result, stock: Result) -> None:
-    names = {
-        key
-        for key, value in ours.items()
-        if isinstance(value, str) or key in ("kept", "hooks", "files")
-    }
-    assert {key: ours[key] for key in names} == {key: stock[key] for key in names}
-    training.assert_same(
-        {key: ours[key] for key in ours.keys() - names},
-        {key: stock[key] for key in stock.keys() - names},
-    )
+        for feature, result in mine.items():
+            training.assert_same(result.numbers, theirs[feature].numbers)
+            assert result.facts == theirs[feature].facts
+    first, second = (results["checkpoints_and_early_stopping"].facts for results in ours)
+    assert first["files"] == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
+    assert (first["best"], first["epochs"]) == ("epoch=1.ckpt", 4)
+    assert first["hooks"] == ["prepare_data", "setup", "teardown"]
+    assert second["hooks"] == ["setup", "teardown"]
 
 
 class Compiled(Net):
@@ -288,7 +280,7 @@ class Compiled(Net):
         self.layers = torch.compile(nn.Linear(4, 1))  # each further kernel takes seconds
 
 
-def compiled(kind: training.Kind, directory: Path) -> Result:
+def compiled(kind: training.Kind, directory: Path) -> dict[str, Any]:
     return fit(kind, directory / "compiled", Compiled(), max_epochs=1, limit_val_batches=0)
 
 

@@ -1,90 +1,110 @@
-"""All ranks validate after the same batch with an interval in time, whatever their
-clocks show.
-"""
+"""With a validation interval in time, rank 0's clock decides when all ranks validate."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
-from torch import Tensor
-from torch.utils.data import DataLoader
+import pytest
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from tests.harness import training
 from tests.harness.ranks import run_ranks
-from tests.integration.continuing import Net, Numbers, Stream, Training
 
-INTERVAL = timedelta(seconds=250)
-A_BATCH = 100.0  # seconds that a batch takes by rank 0's clock
 EPOCHS = 3
-BATCHES = 8
+BATCHES = 10  # of a rank in an epoch
+BATCH_SIZE = 2
+# By rank 0's clock; so long that the real time of a batch makes no difference.
+TIME_OF_A_BATCH = timedelta(hours=10)
+INTERVAL = timedelta(hours=25)
+# Before each batch rank 0 decides whether all ranks validate after it. So they validate
+# one batch after the interval has passed.
+PERIOD = math.ceil(INTERVAL / TIME_OF_A_BATCH) + 1  # batches
 
 
-class Clock(list[float]):
-    """What the thread that trains takes for the time: the real one, and the sum of
-    these seconds.
-    """
+class FastClock:
+    """Replaces ``time.monotonic``, and shows the main thread more seconds than passed."""
 
-    real = staticmethod(time.monotonic)
+    def __init__(self) -> None:
+        self.seconds_ahead = 0.0
+        self._real = time.monotonic
 
     def __call__(self) -> float:
-        return self.real() + (
-            sum(self) if threading.current_thread() is threading.main_thread() else 0.0
-        )
+        is_main = threading.current_thread() is threading.main_thread()
+        return self._real() + (self.seconds_ahead if is_main else 0.0)
 
 
-def train(rank: int, world_size: int, directory: Path) -> list[list[int]]:
-    """After which batches this rank has validated, with a quick and with a slow clock
-    on rank 1.
-    """
-    validated_after: list[list[int]] = []
+class Stream(IterableDataset[Any]):
+    """The samples of an epoch of one rank, without a length."""
 
-    class Timed(Net):
-        """Needs all ranks for a validation."""
+    def __iter__(self) -> Iterator[Any]:
+        samples = training.data(BATCHES * BATCH_SIZE)
+        return (samples[index] for index in range(len(samples)))
 
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            ahead.append(of_rank_1 if rank else A_BATCH)
-            return super().training_step(batch, index)
 
-        def on_validation_start(self) -> None:
-            validated_after[-1].append(len(self.steps))
+class Case(NamedTuple):
+    """How fast rank 1's clock runs, and on what the ranks train."""
 
-        def validation_step(self, batch: Tensor, index: int) -> None:
-            self.log("steps", float(len(self.steps)), sync_dist=True)
+    time_of_a_batch: timedelta  # by rank 1's clock
+    dataset: Dataset[Any]
+    check_val_every_n_epoch: int | None
 
-    common = {
+
+SHARED = training.data(2 * BATCHES * BATCH_SIZE)  # by two ranks
+CASES = {
+    "faster": Case(10 * TIME_OF_A_BATCH, Stream(), check_val_every_n_epoch=1),
+    "slower": Case(TIME_OF_A_BATCH / 100, SHARED, check_val_every_n_epoch=None),
+}
+
+
+class Timed(training.Net):
+    """Lets time pass in each batch, and counts the batches before each validation."""
+
+    def __init__(self, clock: FastClock, time_of_a_batch: timedelta, dataset: Dataset[Any]) -> None:
+        super().__init__()
+        self.clock = clock
+        self.time_of_a_batch = time_of_a_batch
+        self.dataset = dataset
+        self.batches = 0
+        self.validated_after: list[int] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.dataset, BATCH_SIZE)
+
+    def training_step(self, batch: training.Batch, index: int) -> Any:
+        self.clock.seconds_ahead += self.time_of_a_batch.total_seconds()
+        self.batches += 1
+        return super().training_step(batch, index)
+
+    def on_validation_start(self) -> None:
+        self.validated_after.append(self.batches)
+
+
+def train(rank: int, world_size: int, directory: Path, case: Case) -> list[int]:
+    """Return the numbers of batches after which this rank validated."""
+    clock = FastClock()
+    model = Timed(clock, TIME_OF_A_BATCH if rank == 0 else case.time_of_a_batch, case.dataset)
+    options = {
         "max_epochs": EPOCHS,
+        "num_sanity_val_steps": 0,
         "val_check_interval": INTERVAL,
-        "limit_val_batches": 1.0,
-        "model": Timed,
+        "check_val_every_n_epoch": case.check_val_every_n_epoch,
     }
-    for of_rank_1, options in ((1000.0, {}), (1.0, {"check_val_every_n_epoch": None})):
-        validated_after.append([])
-        data = Stream(2 * BATCHES, rank) if of_rank_1 > 1 else Numbers(4 * BATCHES)
-        with mock.patch.object(time, "monotonic", ahead := Clock()):
-            run = Training(
-                lambda data=data: DataLoader(data, 2), directory, options={**common, **options}
-            ).run()
-        assert len(run.steps) == EPOCHS * BATCHES
-    return validated_after
+    with mock.patch.object(time, "monotonic", clock):
+        training.fit("ours", directory, model, **options)
+    return model.validated_after
 
 
-def test_rank_zeros_clock_decides_when_all_validate(tmp_path: Path) -> None:
-    """All ranks validate after the same batches: when the span has passed on rank 0, or
-    one batch later.
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_all_ranks_validate_by_rank_zeros_clock(case: Case, tmp_path: Path) -> None:
+    """A rank whose clock is faster or slower validates after the same batches as rank 0,
+    also in the middle of epochs.
     """
-    found, others = run_ranks(train, 2, tmp_path)
-    assert found == others
-    for validated in found:
-        spans = [
-            later - earlier for earlier, later in zip([0, *validated], validated, strict=False)
-        ]
-        assert all(
-            span >= 3 or number % BATCHES == 0
-            for span, number in zip(spans, validated, strict=True)
-        ), validated
-        assert max(spans) <= 4, validated
-        assert EPOCHS * BATCHES - validated[-1] <= 4, validated
+    expected = [*range(PERIOD, EPOCHS * BATCHES + 1, PERIOD)]
+    assert run_ranks(train, 2, tmp_path, case) == [expected] * 2

@@ -62,7 +62,7 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._replaced.restore_all()
+        self._replaced.undo_all()
         self._checkpoints = _checkpoints_of(trainer, self._checkpoint_io, self._replaced)
         super().setup(trainer, pl_module, stage)
 
@@ -141,11 +141,11 @@ def _install(trainer: pl.Trainer, replaced: ReplacedMethods) -> Checkpoints:
             checkpoints.finish()
             teardown()
         finally:
-            replaced.restore_all()
+            replaced.undo_all()
 
     replaced.replace(strategy, "save_checkpoint", checkpoints.save)
     replaced.replace(strategy, "remove_checkpoint", checkpoints.remove)
-    replaced.restore_by(trainer, checkpoints.restore)
+    replaced.restore_checkpoint_by(trainer, checkpoints.restore)
     # The strategy calls these methods of its IO on every rank.
     replaced.replace(io, "teardown", finish_and_undo)
     if isinstance(io, RankZeroCheckpointIO):

@@ -70,7 +70,7 @@ class SamplerEpochSeeding(pl.Callback):
 
     def _wrap_loaders(self, trainer: pl.Trainer) -> None:
         """Make each loader of a stock strategy's Trainer start an epoch when it is read."""
-        self._replaced.restore_all()
+        self._replaced.undo_all()
 
         def prepare(
             as_lightning: Prepare, dataloader: object, shuffle: bool, running_stage: RunningStage
@@ -98,10 +98,10 @@ class SamplerEpochSeeding(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._replaced.restore_all()
+        self._replaced.undo_all()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._replaced.restore_all()
+        self._replaced.undo_all()

@@ -1,6 +1,7 @@
 """Read and set private attributes of Lightning's objects.
 
-Several modules need them, or they need more than a line.
+Each function stands for one of them, and is the only place that has its name. They are
+read with :func:`private`, which reports a name that the installed Lightning lacks.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import math
 import signal
 import time
+import traceback
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +26,23 @@ from .lightning_tree import (
 )
 
 _MISSING = object()
+
+
+def private(owner: Any, *names: str) -> Any:
+    """Return a private attribute of a Lightning object.
+
+    With several names, each is read from the previous attribute.
+
+    Raises:
+        ImportError: the installed Lightning does not have the name.
+    """
+    for name in names:
+        value = getattr(owner, name, _MISSING)
+        if value is _MISSING:
+            raise missing(f"{type(owner).__module__}.{type(owner).__qualname__}.{name}")
+        owner = value
+    return owner
+
 
 # Loops.
 
@@ -53,8 +71,8 @@ def combined_iterator_of(loop: Any) -> Any:
 
 def iterators_of(loop: Any) -> list[Any]:
     """Return the iterators that the loop itself reads, without those of users."""
-    iterator = combined_iterator_of(loop)
-    return [] if iterator is None else list(iterator.iterators)
+    combined = combined_iterator_of(loop)
+    return [] if combined is None else list(combined.iterators)
 
 
 def fetcher_of(loop: Any) -> Any:
@@ -111,15 +129,13 @@ def is_in_closure(error: BaseException) -> bool:
 
     The optimiser has not changed anything by then.
     """
-    trace = error.__traceback__
-    while trace is not None:
-        function = trace.tb_frame.f_code.co_name
-        module = str(trace.tb_frame.f_globals.get("__name__"))
-        if (function, module.rpartition(".")[2]) == ("closure", "automatic"):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        function = frame.f_code.co_name
+        module = str(frame.f_globals.get("__name__"))
+        computes_gradients = function == "closure" and module.endswith(".automatic")
+        clips_gradients = function == "_after_closure" and ".precision." in module
+        if computes_gradients or clips_gradients:
             return True
-        if function == "_after_closure" and ".precision." in module:
-            return True
-        trace = trace.tb_next
     return False
 
 
@@ -167,12 +183,14 @@ def end_epoch_after(trainer: Any, batches: int) -> None:
     fetcher = fetcher_of(trainer.fit_loop)
     if fetcher.length is not None:
         fetcher.length = batches
-    if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0:
+    interval = trainer.val_check_interval
+    validates_each_epoch = isinstance(interval, float) and interval == 1.0
+    if validates_each_epoch:
         # Validate after the last batch, regardless of its number.
         trainer.val_check_batch = math.inf
 
 
-def schedule_timed_validation(trainer: Any, last: float) -> None:
+def schedule_timed_validation(trainer: Any, validated_at: float) -> None:
     """Make either all ranks or none validate after the next batch.
 
     This is for ``val_check_interval=timedelta(...)``. In Lightning each rank reads its
@@ -181,17 +199,17 @@ def schedule_timed_validation(trainer: Any, last: float) -> None:
 
     Args:
         trainer: the Trainer.
-        last: the value of ``time.monotonic()`` at the last validation, or at the start
-            of training.
+        validated_at: the value of ``time.monotonic()`` at the last validation, or at
+            the start of training.
     """
     interval = getattr(trainer, "_val_check_time_interval", None)  # not in Lightning 2.5
-    if interval is not None and trainer.world_size > 1:
-        is_due = torch.tensor(
-            int(time.monotonic() - last >= interval), device=trainer.strategy.root_device
-        )
-        dist.broadcast(is_due, src=0)
-        # Compared with the clock after the batch.
-        trainer._last_val_time = -math.inf if is_due else math.inf
+    if interval is None or trainer.world_size == 1:
+        return
+    is_due_here = time.monotonic() - validated_at >= interval
+    is_due = torch.tensor(int(is_due_here), device=trainer.strategy.root_device)
+    dist.broadcast(is_due, src=0)
+    # After the batch, Lightning subtracts this from its clock and compares the interval.
+    trainer._last_val_time = -math.inf if is_due else math.inf
 
 
 def needs_sampler(trainer: Any, loader: Any) -> bool:
@@ -219,10 +237,10 @@ def results_of(trainer: Any) -> dict[str, Any]:
 
 def result_reduced_by(trainer: Any, reduction: object) -> Any:
     """Return the logged value that Lightning reduces with this object, or ``None``."""
-    results = results_of(trainer) or {}
-    return next(
-        (each for each in reversed(results.values()) if _sync_of(each).fn is reduction), None
-    )
+    for result in reversed((results_of(trainer) or {}).values()):
+        if private(result, "meta", "sync").fn is reduction:
+            return result
+    return None
 
 
 def is_computing_epoch(trainer: Any) -> bool:
@@ -235,10 +253,6 @@ def is_computed(result: Any) -> bool:
     return private(result, "_computed") is not None
 
 
-def _sync_of(result: Any) -> Any:
-    return private(result, "meta", "sync")
-
-
 # Signals.
 
 
@@ -248,10 +262,11 @@ def restore_handlers(trainer: Any) -> None:
     Restoring all of them removes ``faulthandler``'s.
     """
     connector = private(trainer, "_signal_connector")
-    originals = private(connector, "_original_handlers")
-    for signum, handler in list(originals.items()):
-        if signal.getsignal(signum) == handler:
-            del originals[signum]
+    recorded = private(connector, "_original_handlers")
+    for signum, handler in list(recorded.items()):
+        is_unchanged = signal.getsignal(signum) == handler
+        if is_unchanged:
+            del recorded[signum]
     connector.teardown()
 
 
@@ -285,8 +300,8 @@ def layer_sync_of(strategy: pl.strategies.Strategy) -> pl.plugins.LayerSync | No
     """Return the plugin that synchronises a strategy's layers, if any."""
     if not isinstance(strategy, pl.strategies.ParallelStrategy):
         return None
-    found: pl.plugins.LayerSync | None = private(strategy, "_layer_sync")
-    return found
+    layer_sync: pl.plugins.LayerSync | None = private(strategy, "_layer_sync")
+    return layer_sync
 
 
 def averages_models(strategy: pl.strategies.Strategy) -> bool:
@@ -296,61 +311,3 @@ def averages_models(strategy: pl.strategies.Strategy) -> bool:
     """
     is_ddp = isinstance(strategy, pl.strategies.DDPStrategy)
     return is_ddp and private(strategy, "_model_averager") is not None
-
-
-# The Trainer's current activity, which another thread reads at no cost to training.
-
-
-def current_hook(frame: FrameType | None, trainer: Any) -> str:
-    """Return a frame's innermost hook, batch fetch or call between ranks.
-
-    Outside of these, return the stage, or ``user code``.
-    """
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        function = frame.f_code.co_name
-        if module.endswith(".loops.fetchers") and function in ("__next__", "__iter__", "setup"):
-            return f"{_stage_of(trainer) or 'a'}_dataloader_next"
-        hook = frame.f_locals.get("hook_name") if module.endswith(".trainer.call") else None
-        if hook:
-            return str(hook)
-        is_between = (
-            module.startswith(str(__package__)) or ".strategies." in module or ".trainer." in module
-        )
-        if is_between and function in ("save_checkpoint", "barrier", "broadcast", "reduce"):
-            return function
-        frame = frame.f_back
-    return _stage_of(trainer) or "user code"
-
-
-def progress_of(trainer: Any) -> str:
-    """Return the Trainer's progress, or only its stage.
-
-    An example is ``train: epoch 3, step 512``.
-    """
-    stage = _stage_of(trainer)
-    if trainer.training or trainer.validating or trainer.sanity_checking:
-        return f"{stage}: epoch {trainer.current_epoch}, step {trainer.global_step}"
-    return stage
-
-
-def _stage_of(trainer: Any) -> str:
-    if trainer.sanity_checking:
-        return "sanity_check"
-    return str(getattr(trainer.state.stage, "dataloader_prefix", None) or "")
-
-
-def private(owner: Any, *names: str) -> Any:
-    """Return a private attribute of a Lightning object.
-
-    With several names, each is read from the previous attribute.
-
-    Raises:
-        ImportError: the installed Lightning does not have the name.
-    """
-    for name in names:
-        value = getattr(owner, name, _MISSING)
-        if value is _MISSING:
-            raise missing(f"{type(owner).__module__}.{type(owner).__qualname__}.{name}")
-        owner = value
-    return owner

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from lightning_ddp_ext.errors import ConfigurationError
 
-_IS_PYTORCH_LIGHTNING = __name__.startswith("lightning_ddp_ext.pytorch_lightning.")
-_OTHER_PACKAGE = (
-    "lightning_ddp_ext.integration"
-    if _IS_PYTORCH_LIGHTNING
-    else "lightning_ddp_ext.pytorch_lightning"
-)
+# The names under which our modules are loaded, by Lightning tree.
+_PACKAGES = {
+    "lightning": "lightning_ddp_ext.integration",
+    "pytorch_lightning": "lightning_ddp_ext.pytorch_lightning",
+}
 
-if TYPE_CHECKING or not _IS_PYTORCH_LIGHTNING:
+if TYPE_CHECKING or __name__.startswith(f"{_PACKAGES['lightning']}."):
     import lightning.fabric as fabric
     import lightning.pytorch as pl
 else:
@@ -49,14 +48,11 @@ def refuse_other_tree(*objects: object) -> None:
 
     The message shows the right import.
     """
-    own, other = (
-        ("pytorch_lightning", "lightning")
-        if _IS_PYTORCH_LIGHTNING
-        else ("lightning", "pytorch_lightning")
-    )
-    for each in objects:
-        for base in type(each).__mro__:
-            if base.__module__.startswith(f"{_OTHER_PACKAGE}."):
+    own = lightning_name.partition(".")[0]
+    [other] = _PACKAGES.keys() - {own}
+    for extension in objects:
+        for base in type(extension).__mro__:
+            if base.__module__.startswith(f"{_PACKAGES[other]}."):
                 raise ConfigurationError(
                     f"{base.__name__} is made for {other}, but this Trainer is from {own}; "
                     f"write 'from lightning_ddp_ext.{own} import {base.__name__}'"

@@ -1,8 +1,17 @@
 """Replace methods of single Lightning objects during a run.
 
-The strategy's ``teardown`` restores them. Classes and modules are not changed. If the
-Trainer's profiler measures nothing, a faster one replaces it. A warning that is not
-true of this run can be hidden during it.
+===========================  ========================================================
+Replaced                     Reason
+===========================  ========================================================
+adding samplers to loaders   Lightning has no hook for the choice of the sampler
+restoring a checkpoint       all ranks must restore from the file that rank 0 found
+registering signal handlers  Lightning's handlers make collective calls
+broadcasting SIGTERM         it is a collective call before each batch
+the idle profiler            it makes about thirty generators per step
+===========================  ========================================================
+
+The strategy's ``teardown`` restores them. Classes and modules are not changed. A
+warning that is not true of this run can also be hidden during it.
 """
 
 from __future__ import annotations
@@ -25,8 +34,7 @@ Prepare = Callable[[Any, bool, RunningStage], Any]
 class IdleProfiler(pl.profilers.PassThroughProfiler):
     """Replaces Lightning's profiler that measures nothing, without its generators.
 
-    Lightning's profiler creates about thirty generators per step. This one shares the
-    state of ``original``.
+    It shares the state of ``original``.
     """
 
     __slots__ = ("original",)
@@ -73,13 +81,26 @@ def _own_method(owner: object, name: str) -> Any:
     return partial(getattr(type(owner), name), owner)
 
 
+def _uncover(owner: object, name: str) -> None:
+    vars(owner).pop(name, None)
+
+
+def _show_warning_again(hiding_filter: Any) -> None:
+    with suppress(ValueError):  # the user has reset all filters
+        warnings.filters.remove(hiding_filter)  # type: ignore[attr-defined]
+
+
+def _restore_profiler(trainer: Any) -> None:
+    if type(trainer.profiler) is IdleProfiler:
+        trainer.profiler = trainer.profiler.original
+
+
 class ReplacedMethods:
     """Methods that are replaced on single objects, and restored together."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str]] = []
-        self._trainer: Any = None
-        self._warning_filters: list[Any] = []
+        # No closures: a loader worker may get a copy of a running Trainer by pickle.
+        self._undo: list[partial[None]] = []
 
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of one object.
@@ -88,20 +109,12 @@ class ReplacedMethods:
         """
         refuse_missing(type(owner), name)
         setattr(owner, name, Replacement(owner, name, method))
-        self._replaced.append((owner, name))
+        self._undo.append(partial(_uncover, owner, name))
 
-    def restore_all(self) -> None:
+    def undo_all(self) -> None:
         """Restore the methods of all objects, and show hidden warnings again."""
-        while self._warning_filters:
-            with suppress(ValueError):  # the user has reset all filters
-                warnings.filters.remove(self._warning_filters.pop())  # type: ignore[attr-defined]
-        while self._replaced:
-            owner, name = self._replaced.pop()
-            vars(owner).pop(name, None)
-        trainer = self._trainer
-        self._trainer = None
-        if trainer is not None and type(trainer.profiler) is IdleProfiler:
-            trainer.profiler = trainer.profiler.original
+        while self._undo:
+            self._undo.pop()()
 
     def hide_warning(self, message: str) -> None:
         """Hide the warnings that match a regular expression, until the run ends.
@@ -109,13 +122,13 @@ class ReplacedMethods:
         Unlike ``catch_warnings``, this does not undo other changes of the filters.
         """
         warnings.filterwarnings("ignore", message)
-        self._warning_filters.append(warnings.filters[0])
+        self._undo.append(partial(_show_warning_again, warnings.filters[0]))
 
     def exchange_profiler(self, trainer: Any) -> None:
         """Replace the Trainer's profiler, unless the user has chosen one."""
         if type(trainer.profiler) is pl.profilers.PassThroughProfiler:
             trainer.profiler = IdleProfiler(trainer.profiler)
-            self._trainer = trainer
+            self._undo.append(partial(_restore_profiler, trainer))
 
     def prepare_loaders(
         self, trainer: Any, by: Callable[[Prepare, Any, bool, RunningStage], Any]
@@ -136,7 +149,7 @@ class ReplacedMethods:
 
         self.replace(connector, "_prepare_dataloader", prepare)
 
-    def restore_by(self, trainer: Any, restore: Callable[..., None]) -> None:
+    def restore_checkpoint_by(self, trainer: Any, restore: Callable[..., None]) -> None:
         """Make Lightning call ``restore`` for model and callbacks.
 
         ``restore`` gets Lightning's own method and its arguments.

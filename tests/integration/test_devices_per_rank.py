@@ -1,0 +1,106 @@
+"""A rank with several of the Trainer's devices, for a model that spans them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from lightning_ddp_ext import DDPExtStrategy
+from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.integration.data.positions import training_generators
+from lightning_ddp_ext.rendezvous.process_context import current
+from tests.harness import training
+
+
+class Spanning(training.Net):
+    """Puts its layers on the devices of its rank in turn; each of them is the CPU."""
+
+    def configure_model(self) -> None:
+        devices: list[torch.device] = self.trainer.strategy.rank_devices
+        for index, layer in enumerate(self.layers):
+            layer.to(devices[index % len(devices)])
+
+
+def train_and_resume(kind: training.Kind, directory: Path, per_rank: int) -> dict[str, Any]:
+    """Return what two ranks learn, each with a number of devices, and how they connect."""
+    L.seed_everything(1)
+    files = directory / f"{per_rank} per rank"
+    model = Spanning()
+    checkpoint = ModelCheckpoint(files, save_last=True)
+    options = {
+        "strategy": {"devices_per_rank": per_rank},
+        "devices": 2 * per_rank,
+        "sync_batchnorm": True,
+        "enable_checkpointing": True,
+    }
+    training.fit(kind, directory, model, checkpoint, **options)
+    resumed = {"max_epochs": 3, "ckpt_path": files / "last.ckpt", **options}
+    trainer = training.fit(kind, directory, model, checkpoint, **resumed)
+    context = current()
+    assert context is not None
+    return {
+        "world size": trainer.world_size,
+        "devices": [str(device) for device in trainer.strategy.rank_devices],
+        "has one device": context.groups.request.has_one_device,  # NCCL may connect by it
+        "learned": [training.weights(model), trainer.global_step],
+        "tested": trainer.test(model, verbose=False),
+    }
+
+
+def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
+    """Four devices are two ranks: sampling, SyncBatchNorm, checkpoints and metrics are
+    those of two ranks.
+    """
+    ones = training.on_ranks("ours", train_and_resume, tmp_path, 1)
+    twos = training.on_ranks("ours", train_and_resume, tmp_path, 2)
+    for one, two in zip(ones, twos, strict=True):
+        assert (one.pop("devices"), one.pop("has one device")) == (["cpu"], True)
+        assert (two.pop("devices"), two.pop("has one device")) == (["cpu", "cpu"], False)
+        training.assert_same(one, two)
+        assert one["world size"] == 2
+
+
+def with_gpus(count: int, *, local_rank: int = 0) -> DDPExtStrategy:
+    """Return the strategy of a rank with two of so many GPUs."""
+    gpus = [torch.device("cuda", number) for number in range(count)]
+    strategy = DDPExtStrategy(devices_per_rank=2, parallel_devices=gpus)
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.cluster_environment.local_rank = lambda: local_rank
+    return strategy
+
+
+def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
+    """The error has the parameter, its device, and the devices to choose from."""
+    strategy = with_gpus(2)
+    strategy.connect(training.Net())
+    message = (
+        r"layers\.0\.weight is on cpu; put it on one of self\.trainer\.strategy\.rank_devices"
+        r" \(cuda:0, cuda:1\)"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        strategy.model_to_device()
+
+
+def test_random_states_of_all_devices_of_a_rank_are_recorded() -> None:
+    """A part of the model on a rank's second GPU draws from that GPU's generator."""
+    generators = tuple(torch.Generator() for _ in range(4))
+    second_rank = with_gpus(4, local_rank=1)
+    with patch.object(torch.cuda, "default_generators", generators):
+        recorded = training_generators(second_rank, with_loaders=False)
+    assert [generators.index(generator) for generator in recorded] == [2, 3]
+
+
+@pytest.mark.lowest
+@pytest.mark.parametrize(("devices", "choices"), [(7, "6 or 8 devices"), (1, "2 devices")])
+def test_devices_that_cannot_be_divided_are_refused(devices: int, choices: str) -> None:
+    """The error names the nearest numbers of devices."""
+    message = rf"multiple of devices_per_rank=2 \(got {devices}\); choose {choices}"
+    with pytest.raises(ConfigurationError, match=message):
+        training.make_trainer(DDPExtStrategy(devices_per_rank=2), devices=devices)

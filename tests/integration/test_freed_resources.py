@@ -1,0 +1,98 @@
+"""Runs of one process after another free their sockets, threads and memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankZeroCheckpointIO
+from tests.harness import training
+from tests.harness.ranks import run_ranks
+from tests.harness.training import Net
+from tests.supervision.model import BoomError, boom
+
+
+def resources_of_trainers(
+    rank: int, world_size: int, directory: Path, *, is_destroyed: bool
+) -> list[list[int]]:
+    """Count descriptors and threads after each of five Trainers, none of which has the
+    group of the one before.
+    """
+    counts = []
+    for number in range(5):
+        interface = None if is_destroyed or number % 2 else "lo"
+        strategy = DDPExtStrategy(f"file://{directory}/store", interface=interface)
+        training.make_trainer(strategy, max_steps=1).fit(Net())
+        if is_destroyed:
+            dist.destroy_process_group()
+        gc.collect()
+        counts.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")])
+    return counts
+
+
+@pytest.mark.parametrize("is_destroyed", [True, False], ids=["destroyed", "other interface"])
+def test_groups_formed_one_after_another_free_their_sockets_and_threads(
+    is_destroyed: bool, tmp_path: Path
+) -> None:
+    """A script may destroy the group after each fit, or alternate between network
+    interfaces.
+    """
+    for counts in run_ranks(resources_of_trainers, 2, tmp_path, is_destroyed=is_destroyed):
+        descriptors, threads = counts[1]
+        last_descriptors, last_threads = counts[4]
+        # A thread that looks for deadlocks may be reading at that moment; a leak adds
+        # some for each group.
+        assert last_descriptors <= descriptors + 1, counts
+        assert last_threads <= threads + 1, counts
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def objects_of_run(directory: Path, end: Callable[[], object]) -> dict[str, weakref.ref[Any]]:
+    """Return references to what a run used, whose second step begins with ``end()``."""
+    strategy = training.make_strategy(
+        "ours", directory, checkpoint_io=RankZeroCheckpointIO(background=True)
+    )
+    callbacks = [training.At("on_train_batch_start", lambda _: end(), earlier=1), HangWatchdog(600)]
+    options = {"enable_checkpointing": True, "default_root_dir": directory}
+    trainer = training.make_trainer(strategy, callbacks=callbacks, **options)
+    model = Net()
+    with suppress(BoomError, SystemExit):
+        trainer.fit(model)
+    used = {
+        "Trainer": trainer,
+        "strategy": strategy,
+        "module": model,
+        "optimiser": trainer.optimizers[0],
+        "loader": trainer.train_dataloader,
+    }
+    if trainer.val_dataloaders is not None:
+        used["validation loader"] = trainer.val_dataloaders
+    return {name: weakref.ref(part) for name, part in used.items()}
+
+
+def left_after_run(
+    rank: int, world_size: int, directory: Path, end: Callable[[], object]
+) -> list[str]:
+    used = objects_of_run(directory, end)
+    gc.collect()
+    return [name for name, reference in used.items() if reference() is not None]
+
+
+@pytest.mark.parametrize("end", [int, boom, stop], ids=["finished", "failed", "stopped"])
+def test_a_run_that_ended_holds_no_memory(end: Callable[[], object], tmp_path: Path) -> None:
+    """What a run used is freed with the script's last reference to it, before the next
+    run.
+    """
+    assert run_ranks(left_after_run, 2, tmp_path, end) == [[], []]

@@ -1,0 +1,213 @@
+"""Gradients of parameters that are unfrozen after DDP was built are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import Tensor, nn
+
+from lightning_ddp_ext.reductions.gradients import average_gradients
+from tests.harness import training
+from tests.harness.training import Kind, Net, on_ranks
+
+
+class WithBackbone(Net):
+    """Has the attribute that ``BackboneFinetuning`` needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.layers[0]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+class WithOwnMeans(WithBackbone):
+    """Expects that nothing but a rank's own steps changes its running means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = self.layers[1].running_mean.clone()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        assert torch.equal(self.layers[1].running_mean, self.means)
+        loss = super().training_step(batch, index)
+        self.means = self.layers[1].running_mean.clone()
+        return loss
+
+
+def finetune(kind: Kind, directory: Path, model: WithBackbone, options: dict[str, Any]) -> Tensor:
+    """Return how much the weight of the backbone, unfrozen in epoch 1, has changed."""
+    before = model.backbone.weight.detach().clone()
+    unfreeze = BackboneFinetuning(
+        unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=0.01
+    )
+    training.fit(kind, directory, model, unfreeze, max_epochs=3, **options)
+    return model.backbone.weight.detach() - before
+
+
+STATIC_GRAPH = {"static_graph": True, "gradient_as_bucket_view": True}
+OWN_BUFFERS = {"forward_sync_buffers": False}
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        pytest.param(WithBackbone, {"accumulate_grad_batches": 2}, id="accumulated"),
+        # torch has no static graphs with accumulation.
+        pytest.param(WithBackbone, {"strategy": STATIC_GRAPH}, id="static graph"),
+        pytest.param(WithOwnMeans, {"strategy": OWN_BUFFERS}, id="own buffers"),
+    ],
+)
+def test_a_finetuned_backbone_is_the_same_on_all_ranks(
+    model: type[WithBackbone], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Lightning's ``BackboneFinetuning`` unfreezes it, with any options of DDP."""
+    first, second = on_ranks("ours", finetune, tmp_path, model(), options)
+    assert first.any()
+    assert torch.equal(first, second)
+
+
+class Toggled(Net):
+    """Trains its first layer in some batches only.
+
+    Stock builds DDP before the layer is frozen. It then averages all gradients, which
+    takes ``find_unused_parameters=True``.
+    """
+
+    def __init__(self, kind: Kind, is_trained: Callable[[int, int], bool]) -> None:
+        super().__init__()
+        self.is_trained = is_trained
+        self.layers[0].requires_grad_(kind == "stock")
+
+    def on_train_start(self) -> None:
+        self.layers[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.toggle(index)
+
+    def toggle(self, index: int) -> None:
+        self.layers[0].requires_grad_(self.is_trained(self.current_epoch, index))
+
+
+class ToggledWithinSteps(Toggled):
+    """Unfreezes its first layer for the forward and backward pass only."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        """Leave the layer frozen."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.toggle(index)
+        return super().training_step(batch, index)
+
+    def on_after_backward(self) -> None:
+        self.layers[0].requires_grad_(False)
+
+
+class ToggledOnOneRank(Toggled):
+    """Trains the toggled layer on rank 1 only."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.global_rank == 1:
+            return loss
+        x, y = batch
+        first: Any = self.layers[0]
+        hidden = nn.functional.linear(x, first.weight.detach(), first.bias.detach())
+        return nn.functional.mse_loss(self.layers[1:](hidden), y)
+
+
+class Adversarial(Net):
+    """Trains two networks in turn, each with the other one frozen."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers[0].requires_grad_(kind == "stock")
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.layers[0].requires_grad_(True)
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        networks = (self.layers[:2], self.layers[2:])
+        return [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in networks]
+
+
+def in_odd_epochs(epoch: int, index: int) -> bool:
+    return epoch % 2 == 1
+
+
+def in_odd_batches(epoch: int, index: int) -> bool:
+    return index % 2 == 1
+
+
+class Case(NamedTuple):
+    """A model, which is made in the rank, and how it is trained."""
+
+    model: Callable[[Kind], Net]
+    options: Mapping[str, Any] = {}
+    finds_unused: bool = False  # also with ours
+
+
+BY_EPOCH = partial(Toggled, is_trained=in_odd_epochs)
+CASES = {
+    "by epoch": Case(BY_EPOCH),
+    "accumulated": Case(BY_EPOCH, {"accumulate_grad_batches": 2}),
+    "by batch": Case(partial(Toggled, is_trained=in_odd_batches)),
+    "within steps": Case(partial(ToggledWithinSteps, is_trained=in_odd_batches)),
+    "on one rank": Case(partial(ToggledOnOneRank, is_trained=in_odd_batches)),
+    "adversarial": Case(Adversarial, finds_unused=True),
+}
+
+
+def train_all(kind: Kind, directory: Path) -> dict[str, Any]:
+    """Return the weights and optimiser states after each training."""
+    learned = {}
+    for name, case in CASES.items():
+        L.seed_everything(1)
+        model = case.model(kind)
+        strategy = {"find_unused_parameters": kind == "stock" or case.finds_unused}
+        options = {"strategy": strategy, "max_epochs": 4, **case.options}
+        trainer = training.fit(kind, directory, model, **options)
+        states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
+        learned[name] = {"weights": dict(model.named_parameters()), "states": states}
+    return learned
+
+
+def test_gradients_are_averaged_however_layers_are_frozen_and_unfrozen(tmp_path: Path) -> None:
+    """All ranks have the weights and optimiser states of a DDP that averages all
+    gradients, to the last bit.
+    """
+    ours, stock = training.on_both(train_all, tmp_path)
+    training.assert_same(ours, stock)
+    training.assert_same(ours[0], ours[1])
+
+
+def average_sparse(kind: Kind, directory: Path) -> Tensor:
+    """Average a gradient of three rows, of which each rank has the one of its number."""
+    table = nn.Parameter(torch.zeros(3, 2))
+    own_row = torch.tensor([[dist.get_rank()]])
+    table.grad = torch.sparse_coo_tensor(own_row, torch.ones(1, 2), (3, 2))
+    average_gradients([table])
+    return table.grad
+
+
+def test_sparse_gradients_are_averaged(tmp_path: Path) -> None:
+    """A row that one of two ranks has counts by half."""
+    for gradient in on_ranks("stock", average_sparse, tmp_path):
+        assert gradient.is_sparse
+        assert gradient.to_dense().tolist() == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]

@@ -1,0 +1,231 @@
+"""The code and the commands of pages run, and so do the examples in docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import lightning_ddp_ext
+from tests.harness.environment import wait_until
+from tests.harness.ranks import RankProcesses, by_hand_env, free_port, run_ranks
+from tests.harness.scripts import be_the_script, run_on_ranks, run_script
+from tests.harness.training import Net
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+class Block(NamedTuple):
+    """A block of a page; its title is a comment in the first line, or empty."""
+
+    page: str
+    title: str
+    code: str
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is run as a file; the others are run one after another on each rank."""
+        return bool(self.title)
+
+
+def blocks_of(page: str, text: str, language: str = "python") -> list[Block]:
+    pattern = rf"^```(?:{language})\n(?:# (\w+\.py|a cell of a notebook)\n)?(.*?)^```$"
+    found = re.findall(pattern, text, re.DOTALL | re.MULTILINE)
+    return [Block(page, title, code) for title, code in found]
+
+
+FILES = [
+    *DOCS.rglob("*.md"),
+    *(ROOT / name for name in ("README.md", "examples/README.md", "benchmarks/README.md")),
+]
+TEXTS = {os.path.relpath(path, DOCS): path.read_text() for path in sorted(FILES)}
+BLOCKS = [block for page, text in TEXTS.items() for block in blocks_of(page, text)]
+SCRIPTS = [block for block in BLOCKS if block.is_script]
+# Packages that only scripts of pages use; where one is missing, the script is not run.
+OPTIONAL = {
+    "WandbLogger": "wandb",
+    "MLFlowLogger": "mlflow",
+    "optuna_integration": "optuna_integration",
+    "import litdata": "litdata",
+    "from datasets": "datasets",
+    "import webdataset": "webdataset",
+}
+
+
+@pytest.mark.lowest
+def test_first_example_runs(tmp_path: Path) -> None:
+    """The README's example, which the quickstart repeats, trains on two ranks."""
+    code = blocks_of("README.md", TEXTS["../README.md"])[0].code
+    assert code in TEXTS["start/quickstart.md"]
+    (tmp_path / "train.py").write_text(code)
+    output = run_on_ranks(tmp_path / "train.py", cwd=tmp_path)
+    assert "process group: gloo, 2 ranks, env://" in output
+    assert "`Trainer.fit` stopped: `max_epochs=1` reached." in output
+
+
+def on_this_machine(code: str, directory: Path, port: int = 29500) -> str:
+    """Return the code with a directory of the test and a port of this machine in place
+    of the pages' own.
+    """
+    return code.replace("file:///shared", f"file://{directory}").replace(
+        "10.0.0.1:29500", f"127.0.0.1:{port}"
+    )
+
+
+def run_blocks(rank: int, world_size: int, directory: Path) -> None:
+    """Run each block on a rank, one after another, each with nothing but itself."""
+    os.chdir(directory)
+    for block in BLOCKS:
+        if not block.is_script:
+            code = compile(on_this_machine(block.code, directory), block.page, "exec")
+            exec(code, {"__name__": "__main__"})
+
+
+def test_blocks_of_pages_run(tmp_path: Path) -> None:
+    """Copied blocks work on two ranks; defaults of the Trainer keep the test short."""
+    defaults = {
+        "accelerator": "cpu",
+        "max_epochs": "1",
+        "limit_train_batches": "2",
+        "enable_progress_bar": "False",
+    }
+    short = {f"PL_TRAINER_{flag.upper()}": value for flag, value in defaults.items()}
+    run_ranks(run_blocks, 2, tmp_path, env={**by_hand_env(2, port=free_port()), **short})
+
+
+def test_a_block_with_a_strategys_name_imports_the_package() -> None:
+    """A copied block does not depend on another one's import."""
+    named = [block for block in BLOCKS if '"ddp_ext' in block.code and not block.is_script]
+    assert [block for block in named if "lightning_ddp_ext" not in block.code] == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=[script.page for script in SCRIPTS])
+def test_scripts_of_pages_run(script: Block, tmp_path: Path) -> None:
+    """A page's script ends with success."""
+    for name, package in OPTIONAL.items():
+        if re.search(rf"\b{name}\b", script.code):
+            pytest.importorskip(package)
+    file = tmp_path / "script.py"
+    file.write_text(on_this_machine(script.code, tmp_path, free_port()))
+    run_on_ranks(file, cwd=tmp_path)
+
+
+def test_scripts_have_a_main_guard() -> None:
+    """Each rank runs or imports a script; a block that trains outside of a notebook can
+    be copied as one.
+    """
+    scripts = [(block.page, block.code) for block in BLOCKS if "notebook" not in block.title]
+    scripts += [(path.name, path.read_text()) for path in (ROOT / "examples").rglob("*.py")]
+    call_at_the_top = re.compile(
+        r"^(\w+ = )?(trainer|L\.Trainer\(.*\))\.(fit|validate|test|predict)\(", re.MULTILINE
+    )
+    assert [name for name, code in scripts if call_at_the_top.search(code)] == []
+
+
+def first_block_of(page: str) -> str:
+    """Return the code of a page's first block, which its commands call train.py."""
+    return next(block.code for block in BLOCKS if block.page == page)
+
+
+def has_saved(directory: Path, run: int) -> bool:
+    """Whether a run in this directory, counted from 0, has saved an epoch."""
+    return any(directory.glob(f"lightning_logs/version_{run}/checkpoints/*.ckpt"))
+
+
+@pytest.mark.nightly
+def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -> None:
+    """After SIGTERM to any rank the same command continues, as the page claims."""
+    script = tmp_path / "train.py"
+    has_resumed: list[bool] = []
+    script.write_text(first_block_of("guides/preemption.md"))
+    for run in range(2):
+        with RankProcesses(
+            be_the_script, 2, script, (), tmp_path, env=by_hand_env(2, free_port())
+        ) as ranks:
+            begun = ranks.wait_for_output("Trainer(log_every_n_steps=", rank=0)
+            resumed = re.search(r"ckpt_path='last' is \S+/last-preempted\.ckpt", begun)
+            has_resumed.append(resumed is not None)
+            wait_until(partial(has_saved, tmp_path, run), lambda: "no epoch is saved", 120.0)
+            ranks.kill(1, signal.SIGTERM)
+            assert {outcome.exit_code for outcome in ranks.wait()} == {143}
+    assert has_resumed == [False, True]
+
+
+# Commands that are not run, and why; all others of a page's shell are, with the page's
+# first block as train.py.
+NOT_RUN = {
+    r"^pip install .*$": "needs the network; `make test-wheel` installs",
+    r"^make .*$": "takes the machine; `make demo` is examples/digits.py, which test_examples runs",
+    r"^srun .*$": "needs SLURM; tests/field has jobs",
+    r"^export .*\nmpirun .*$": "needs MPI; tests/launchers has its variables",
+    r"^(export .*\n)?torchrun --nnodes .*\\\n.*$": "needs two machines; tests/field has two agents",
+    r"^export .*  # in both terminals\n(.*\n)*.*pdb train.py$": "needs two terminals",
+}
+
+
+class Session(NamedTuple):
+    """Commands in a page's shell, and the lines of output that it shows."""
+
+    page: str
+    commands: str
+    shown: list[str]
+
+
+def session_of(block: Block) -> Session | None:
+    """Return what is run of a block; a prompt marks the command of one that shows output."""
+    code = block.code
+    for left_out in NOT_RUN:
+        code = re.sub(left_out, "", code, flags=re.MULTILINE)
+    if not re.search(r"^(\$ )?\w", code, re.MULTILINE):
+        return None
+    if not code.startswith("$ "):
+        return Session(block.page, code, [])
+    command, *shown = code.removeprefix("$ ").splitlines(keepends=True)
+    return Session(block.page, command, [line for line in shown if line not in ("...\n", "…\n")])
+
+
+SHELLS = [block for page, text in TEXTS.items() for block in blocks_of(page, text, "console")]
+SESSIONS = [session for session in map(session_of, SHELLS) if session is not None]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("session", SESSIONS, ids=[session.page for session in SESSIONS])
+def test_commands_of_pages_run(session: Session, tmp_path: Path) -> None:
+    """The commands succeed and print what the page shows, with a directory and a free
+    port of this machine.
+    """
+    port = free_port()
+    scripts = {"train.py": first_block_of(session.page)}
+    scripts |= {script.title: script.code for script in SCRIPTS if script.page == session.page}
+    for title, code in scripts.items():
+        (tmp_path / title).write_text(on_this_machine(code, tmp_path, port))
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    torch.save(Net().state_dict(), tmp_path / "last.ckpt")
+    commands = f"set -e\n{on_this_machine(session.commands, tmp_path, port)}"
+    env = {"PL_TRAINER_MAX_EPOCHS": "1", "PL_TRAINER_ACCELERATOR": "cpu"}
+    done = run_script(commands, launcher=("bash",), cwd=tmp_path, env=env, time_limit=400)
+    assert done.exit_code == 0, done.output
+    assert [line for line in session.shown if line not in done.output] == []
+
+
+def test_examples_in_docstrings_are_right() -> None:
+    """Each example prints what the docstring shows."""
+    names = [
+        module.name
+        for module in pkgutil.walk_packages(lightning_ddp_ext.__path__, "lightning_ddp_ext.")
+    ]
+    modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
+    results = [doctest.testmod(module) for module in modules]
+    assert sum(result.attempted for result in results) > 50
+    assert sum(result.failed for result in results) == 0

@@ -1,0 +1,100 @@
+"""The reference pages list all errors, arguments, variables and public names."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_ddp_ext
+from lightning_ddp_ext import DDPExtError
+
+ROOT = Path(__file__).parents[1]
+# Set by the package for the processes that it starts.
+INTERNAL = {
+    "DDPX_RANK_PID",
+    "DDPX_LAUNCHER_PID",
+    "DDPX_PRIVATE_FILE",
+}
+
+
+def reference(page: str) -> str:
+    return (ROOT / "docs" / "reference" / page).read_text()
+
+
+def subclasses(cls: type[Exception]) -> Iterator[str]:
+    for child in cls.__subclasses__():
+        yield child.__name__
+        yield from subclasses(child)
+
+
+def test_every_error_has_a_cause_and_a_fix_under_its_heading() -> None:
+    """The page of errors has each class once."""
+    section = r"^### (\w+)\n\n(.*?)(?=\n\n#|\Z)"
+    sections = re.findall(section, reference("errors.md"), re.MULTILINE | re.DOTALL)
+    assert sorted(name for name, _ in sections) == sorted(set(subclasses(DDPExtError)))
+    for part in ("**Cause:**", "**Fix:**"):
+        assert [name for name, text in sections if part not in text] == []
+
+
+def test_a_traceback_ends_with_the_address_of_its_error() -> None:
+    """The address leads to a heading that exists, also after pickling."""
+    error = lightning_ddp_ext.MissingRanksError("rank 3 is missing", missing=(3,))
+    address, _, anchor = error.__notes__[0].split()[1].partition("#")
+    # As code hosts and the site write the address of a heading.
+    assert anchor == "missingrankserror"
+    assert "\n### MissingRanksError\n" in (ROOT / address).read_text()
+    assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
+    assert traceback.format_exception(error)[-1] == error.__notes__[0] + "\n"
+
+
+OF_STRATEGY = inspect.signature(lightning_ddp_ext.DDPExtStrategy).parameters
+
+
+def documented_defaults() -> tuple[dict[str, str], dict[str, str]]:
+    """Return the written defaults by name, of the strategy's arguments and of DDP's."""
+    by_section = []
+    for section in reference("strategy.md").split("## DDP arguments"):
+        rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", section, re.MULTILINE)
+        by_section.append(
+            {name: default for names, default in rows for name in re.findall(r"\w+", names)}
+        )
+    of_strategy, of_ddp = by_section
+    return of_strategy, of_ddp
+
+
+def test_every_argument_of_the_strategy_is_described() -> None:
+    """Those of DDP are on the page as well, but need not all be."""
+    of_strategy, _ = documented_defaults()
+    assert sorted(of_strategy) == sorted(OF_STRATEGY.keys() - {"ddp_kwargs"})
+
+
+def test_documented_defaults_are_right() -> None:
+    """DDP's own are those of the installed torch."""
+    of_strategy, of_ddp = documented_defaults()
+    parameters = {**inspect.signature(DistributedDataParallel).parameters, **OF_STRATEGY}
+    for name, written in {**of_strategy, **of_ddp}.items():
+        is_duration = written.endswith(" s")
+        if not is_duration:
+            default = written.strip("`").replace('"', "'")
+            assert default == repr(parameters[name].default), name
+
+
+def test_every_variable_of_ours_is_described() -> None:
+    """`DDPX_*` as the package's source has them, without internal ones."""
+    sources = "".join(path.read_text() for path in (ROOT / "lightning_ddp_ext").rglob("*.py"))
+    page = reference("environment.md")
+    documented = set(re.findall(r"^\| `(DDPX_\w+)`", page, re.MULTILINE))
+    assert documented == set(re.findall(r"DDPX_[A-Z_]+", sources)) - INTERNAL
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    """Errors are on a page for themselves, but for their base class."""
+    shown = re.findall(r"^\| \[`(\w+)`\]", reference("api.md"), re.MULTILINE)
+    names = {name for name in lightning_ddp_ext.__all__ if not name.endswith("Error")}
+    assert sorted(shown) == sorted(names | {"DDPExtError"})
