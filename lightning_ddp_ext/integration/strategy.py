@@ -25,7 +25,7 @@ from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .checkpoints.collective import Checkpoints
 from .checkpoints.fit_identity import KEY as FILE_KEY
 from .checkpoints.run_files import RunFiles
-from .data.cursor import ResumeData
+from .data.cursor import ResumeData, RunParts
 from .data.loaders import Order, TrainerLoaders
 from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
@@ -200,9 +200,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.data = TrainerLoaders(
             self,
             self.checkpoints,
-            self.stops,
-            self.recorder,
-            self._replaced,
+            RunParts(self.stops, self.recorder, self._replaced),
             order=sampler,
             exact_evaluation=exact_evaluation,
             uneven_inputs=uneven_inputs,
@@ -282,7 +280,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathOrUrl, storage_options: Any = None
     ) -> None:
-        self.data.cursor.save_to(checkpoint, f"saving {os.fspath(filepath)}")
+        seed = self.data.cursor.known_seed
+        self.data.saver.save_to(checkpoint, f"saving {os.fspath(filepath)}", seed=seed)
         if os.fspath(filepath) == self.files.stop_path:
             checkpoint[FILE_KEY] = self.files.identity.content
         self.checkpoints.save(checkpoint, filepath, storage_options)
@@ -341,7 +340,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_validation_start(self) -> None:
         self._start_evaluation()
-        self.data.cursor.record("validation")
+        self.data.saver.record("validation")
         self.recorder.note(Kind.BATCH)
 
     def _start_evaluation(self) -> None:
@@ -352,7 +351,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_end(self) -> None:
         self.data.uneven.report_step_if_even()
-        self.data.cursor.on_train_end()
+        self.data.saver.on_train_end()
         self.stops.at_end()
 
     def _end_evaluation(self) -> None:

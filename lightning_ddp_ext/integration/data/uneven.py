@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.checksum import checksum
-from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, index_sampler_of
+from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.loader_properties import batches_of, index_sampler_of
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import AHEAD, end_together
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
