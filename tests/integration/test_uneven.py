@@ -22,7 +22,7 @@ from lightning_ddp_ext import SamplingError, ScalableDistributedSampler
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Net, make_strategy, make_trainer
-from tests.integration.continuing import Numbers, Run, Training, generations
+from tests.integration.continuing import WITHOUT_DROPOUT, Numbers, Run, Training, generations
 
 Lengths = list[int]  # of a rank's data, by epoch
 STOP = {"uneven_inputs": "stop_at_shortest"}
@@ -97,7 +97,7 @@ class Case:
             "use_distributed_sampler": False,
             "limit_val_batches": 1.0,
         }
-        options = {**defaults, "dropout": False, **self.options}
+        options = {**defaults, "model": WITHOUT_DROPOUT, **self.options}
         lengths = self.lengths[rank]
         if cut:
             limit = options.pop("limit_train_batches", 99)
