@@ -7,23 +7,18 @@ from typing import Any
 
 from torch.utils._pytree import keystr, tree_iter, tree_map, tree_map_with_path
 
-__all__ = ["iterate_values", "keystr", "tree_map", "tree_map_with_path", "values_of"]
+__all__ = ["keystr", "tree_map", "tree_map_with_path", "values_of"]
 
 
-def values_of(nested: Any) -> list[Any]:
-    """Return the values in nested mappings, lists and tuples.
+def values_of(nested: Any) -> Iterator[Any]:
+    """Yield the values in nested mappings, lists and tuples.
 
-    >>> values_of({"x": [1, 2], "y": (3,)})
+    >>> list(values_of({"x": [1, 2], "y": (3,)}))
     [1, 2, 3]
     """
-    return list(iterate_values(nested))
-
-
-def iterate_values(nested: Any) -> Iterator[Any]:
-    """Yield the values in nested mappings, lists and tuples."""
     for value in tree_iter(nested):
         # torch takes other mappings, such as BatchEncoding of transformers, for one value.
         if isinstance(value, Mapping):
-            yield from iterate_values(dict(value))
+            yield from values_of(dict(value))
         else:
             yield value

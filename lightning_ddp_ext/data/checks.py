@@ -54,15 +54,15 @@ def uneven_of(value: Any) -> Uneven:
     return value  # type: ignore[return-value]
 
 
-def length_of(thing: Any, field: str, remedy: str) -> int:
-    """Return ``len(thing)``.
+def length_of(value: Any, field: str, remedy: str) -> int:
+    """Return ``len(value)``.
 
     Raises:
         ConfigurationError: the object has no length.
     """
     try:
-        return len(thing)
+        return len(value)
     except (TypeError, NotImplementedError):
         raise ConfigurationError(
-            f"{field} must have a length (got {type(thing).__name__}, which has none); {remedy}"
+            f"{field} must have a length (got {type(value).__name__}, which has none); {remedy}"
         ) from None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import getattr_static
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -133,15 +133,22 @@ def set_epoch(loaders: object, epoch: int) -> None:
             that contains loaders.
         epoch: the next epoch, from 0.
     """
-    for thing in all_below(loaders):
-        if has_set_epoch(thing):
-            thing.set_epoch(epoch)  # type: ignore[attr-defined]
+    for obj in all_below(loaders):
+        if has_set_epoch(obj):
+            obj.set_epoch(epoch)  # type: ignore[attr-defined]
 
 
-def has_set_epoch(thing: object) -> bool:
+def has_set_epoch(obj: object) -> bool:
     """Whether an object has a method ``set_epoch``."""
     # Static, because __getattr__ may claim any method, and a property may raise.
-    return callable(getattr_static(thing, "set_epoch", None))
+    return callable(getattr_static(obj, "set_epoch", None))
+
+
+class _Visit(NamedTuple):
+    """A visit of an object, before those below it or after them."""
+
+    obj: object
+    is_after_children: bool = False
 
 
 def all_below(root: object) -> list[object]:
@@ -151,16 +158,16 @@ def all_below(root: object) -> list[object]:
     """
     seen: set[int] = set()
     in_order: list[object] = []
-    stack = [(root, False)]  # not recursive: datasets may be nested a thousand levels deep
+    stack = [_Visit(root)]  # not recursive: datasets may be nested a thousand levels deep
     while stack:
-        thing, follows_its_children = stack.pop()
-        if follows_its_children:
-            in_order.append(thing)
-        elif id(thing) not in seen and _is_followed(thing):
-            seen.add(id(thing))
-            stack.append((thing, True))
-            children = [*_elements(thing), *getattr(thing, "__dict__", {}).values()]
-            stack += [(child, False) for child in reversed(children)]
+        obj, is_after_children = stack.pop()
+        if is_after_children:
+            in_order.append(obj)
+        elif id(obj) not in seen and _is_followed(obj):
+            seen.add(id(obj))
+            stack.append(_Visit(obj, is_after_children=True))
+            children = [*_elements(obj), *getattr(obj, "__dict__", {}).values()]
+            stack += map(_Visit, reversed(children))
     return in_order
 
 
@@ -179,25 +186,22 @@ def samplers_below(root: object) -> list[Any]:
     return samplers
 
 
-def _is_followed(thing: object) -> bool:
-    if isinstance(thing, (*_DATA, *_CONTAINERS)):
+def _is_followed(obj: object) -> bool:
+    if isinstance(obj, (*_DATA, *_CONTAINERS)):
         return True
-    if isinstance(thing, _NOT_FOLLOWED):
+    if isinstance(obj, _NOT_FOLLOWED):
         return False
-    return (
-        hasattr(type(thing), "__iter__")
-        or hasattr(type(thing), "__getitem__")
-        or has_set_epoch(thing)
-    )
+    is_collection = hasattr(type(obj), "__iter__") or hasattr(type(obj), "__getitem__")
+    return is_collection or has_set_epoch(obj)
 
 
-def _elements(thing: object) -> Collection[object]:
+def _elements(obj: object) -> Collection[object]:
     """Return the elements of a collection that the search follows."""
     elements: Collection[object] = ()
-    if isinstance(thing, dict):
-        elements = thing.values()
-    elif isinstance(thing, (list, tuple)):
-        elements = thing
+    if isinstance(obj, dict):
+        elements = obj.values()
+    elif isinstance(obj, (list, tuple)):
+        elements = obj
     first = next(iter(elements), None)
     may_need_epoch = isinstance(first, _DATA) or has_set_epoch(first)
     return elements if len(elements) <= _SHORT or may_need_epoch else ()

@@ -8,13 +8,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler
 
 from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.random_state import generators_of, preserve_random_state
+
+
+class EvenBatch(NamedTuple):
+    """The indices of a batch, and the ranks that repeat a sample in it."""
+
+    indices: Any
+    filling_ranks: tuple[int, ...] = ()
 
 
 class EvenBatches:
@@ -36,7 +43,7 @@ class EvenBatches:
     >>> from torch.utils.data import BatchSampler
     >>> from lightning_ddp_ext.data.samplers import ExactDistributedSampler
     >>> samplers = [ExactDistributedSampler(range(7), num_replicas=2, rank=rank) for rank in (0, 1)]
-    >>> [list(EvenBatches(BatchSampler(each, 2, drop_last=False), each)) for each in samplers]
+    >>> [list(EvenBatches(BatchSampler(own, 2, drop_last=False), own)) for own in samplers]
     [[[0, 2], [4], [6]], [[1, 3], [5], [0]]]
     """
 
@@ -82,21 +89,20 @@ class EvenBatches:
     def _separates_now(self) -> bool:
         return bool(self.filling_ranks) and self._separates_last()
 
-    def draw(self) -> Iterator[tuple[Any, tuple[int, ...]]]:
-        """Yield the batches, each with the ranks that repeat a sample in it."""
+    def draw(self) -> Iterator[EvenBatch]:
+        """Yield the batches."""
         if not self._separates_now():
-            for batch in self._original:
-                yield batch, ()
+            yield from map(EvenBatch, self._original)
             return
         self._unfilled_sampler.resume_at(self._sampler.epoch, 0)
         items = 0
         for batch in self._unfilled_batches:
             items += len(batch) if self._is_batched else 1
-            yield batch, ()
+            yield EvenBatch(batch)
         # A batch sampler that does not read its attribute has already yielded everything.
         if items == len(self._unfilled_sampler):
             last = self._last_item()
-            yield [last] if self._is_batched else last, self.filling_ranks
+            yield EvenBatch([last] if self._is_batched else last, self.filling_ranks)
 
     def _last_item(self) -> Any:
         padded = replace(self._sampler.shard(0), uneven="pad")
@@ -104,7 +110,7 @@ class EvenBatches:
         return item
 
     def __iter__(self) -> Iterator[Any]:
-        return (batch for batch, _ in self.draw())
+        return (batch.indices for batch in self.draw())
 
     def __len__(self) -> int:
         if self._separates_now():

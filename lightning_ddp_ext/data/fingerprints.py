@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from lightning_ddp_ext.nested import iterate_values
+from lightning_ddp_ext.nested import values_of
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def checksum_of_batch(batch: Any, previous: int) -> int:
     The sample consists of up to 128 elements of each of the first 32 values, because a
     checksum of all elements would slow each step down.
     """
-    for value in islice(iterate_values(batch), _VALUES):
+    for value in islice(values_of(batch), _VALUES):
         previous = zlib.crc32(_content_of(value), previous)
     return previous
 

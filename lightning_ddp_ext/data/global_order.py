@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -24,6 +24,23 @@ BLOCK = 1 << 14
 CHUNK = 1 << 10
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]
+
+
+class DrawnOrder(NamedTuple):
+    """The order of an epoch, and the fingerprint of its items.
+
+    Both are ``None`` if seed and epoch determine the order.
+    """
+
+    order: Order | None = None
+    fingerprint: int | None = None
+
+
+class RankOf(NamedTuple):
+    """A rank, and the number of ranks."""
+
+    num_replicas: int
+    rank: int
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
@@ -68,12 +85,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         """Return the order of ``self.epoch``, from positions to items."""
         raise NotImplementedError
 
-    def draw(self, epoch: int) -> tuple[Order | None, int | None]:
-        """Draw an epoch's order, and return it with its fingerprint.
-
-        Both are ``None`` if seed and epoch determine the order.
-        """
-        return None, None
+    def draw(self, epoch: int) -> DrawnOrder:
+        """Draw an epoch's order, unless seed and epoch determine it."""
+        return DrawnOrder()
 
     def _set_wrapped_epoch(self) -> None:
         """Set the epoch of wrapped objects, if the subclass has any."""
@@ -88,12 +102,12 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
         """The current number of ranks."""
-        return self._ranks()[0]
+        return self._ranks().num_replicas
 
     @property
     def rank(self) -> int:  # type: ignore[override]
         """The current rank of this process."""
-        return self._ranks()[1]
+        return self._ranks().rank
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
@@ -200,7 +214,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             "uneven": self.uneven,
         }
 
-    def _ranks(self) -> tuple[int, int]:
+    def _ranks(self) -> RankOf:
         """Return the number of ranks and this rank.
 
         By default, these are the process group's, or 1 and 0 without a group. They are
@@ -213,7 +227,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         if rank is None:
             rank = dist.get_rank() if grouped else 0
         _check_ranks(num_replicas, rank)
-        return num_replicas, rank
+        return RankOf(num_replicas, rank)
 
 
 def _check_ranks(num_replicas: int, rank: int) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.data.epochs import forget_workers, samplers_below
+from lightning_ddp_ext.data.epochs import forget_workers, start_epoch
+from lightning_ddp_ext.data.loader_properties import is_stateful
 from lightning_ddp_ext.data.proxy import iterable_of, show
+from lightning_ddp_ext.data.seeding import WorkerSeeding, workers_seeded_apart
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
@@ -61,6 +64,20 @@ class DistributedLoader:
         """
         return show(self.loader, self)
 
+    @contextmanager
+    def in_epoch(self, epoch: int, *, rank: int, seeding: WorkerSeeding | None) -> Iterator[None]:
+        """Set the epoch in the loader, whose iterator is created in the block.
+
+        For the arguments, see :func:`~lightning_ddp_ext.data.epochs.start_epoch`.
+        """
+        keeps_workers = start_epoch(self.loader, epoch, rank=rank, seeding=seeding)
+        # A resumed run may start its workers later, when the original run drew no
+        # number for them.
+        is_resumable = epoch > 0 or self.position is None
+        seeds_apart = keeps_workers and is_resumable
+        with workers_seeded_apart(self.loader, epoch) if seeds_apart else nullcontext():
+            yield
+
     def __iter__(self) -> Iterator[Any]:
         self.on_iterator()
         return LazyIterator(self)
@@ -104,11 +121,6 @@ def source_of(loader: Any) -> Any:
     return distributed.source if isinstance(distributed, DistributedLoader) else loader
 
 
-def is_stateful(loader: object) -> bool:
-    """Whether a loader has a state, as torchdata's ``StatefulDataLoader`` does."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 def own_copy(loader: Any) -> Any:
     """Return a copy of a ``DataLoader`` that can be changed and read independently.
 
@@ -119,124 +131,3 @@ def own_copy(loader: Any) -> Any:
     copied = copy.copy(loader)
     forget_workers(copied)
     return copied
-
-
-def index_sampler_of(loader: Any) -> Any:
-    """Return the batch sampler or sampler that a loader reads, or ``None``."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
-class PermanentBatchSampler:
-    """Yields the items of another sampler, or of an order set for the next iterator.
-
-    A loader always keeps the same one, because with persistent workers torch keeps the
-    sampler of the first iterator. The length is that of a whole epoch, because loops
-    count batches from the beginning of the epoch.
-
-    Args:
-        batch_sampler: a batch sampler, or a sampler if the loader does not make
-            batches.
-
-    >>> sampler = PermanentBatchSampler(["a", "b", "c"])
-    >>> sampler.draw_next_by(lambda: iter(["c"]))
-    >>> list(sampler), list(sampler), len(sampler)
-    (['c'], ['a', 'b', 'c'], 3)
-    """
-
-    def __init__(self, batch_sampler: Iterable[Any]) -> None:
-        self.batch_sampler = batch_sampler
-        self._draw: Callable[[], Iterator[Any]] | None = None
-
-    def draw_next_by(self, draw: Callable[[], Iterator[Any]]) -> None:
-        """Make the next iterator yield the items of ``draw()``.
-
-        ``draw`` is called when the first item is requested.
-        """
-        self._draw = draw
-
-    def __iter__(self) -> Iterator[Any]:
-        # A generator, as a loader with workers reads the second of two iterators.
-        draw = self._draw
-        self._draw = None
-        yield from iter(self.batch_sampler) if draw is None else draw()
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)  # type: ignore[arg-type]
-
-
-def make_permanent(
-    loader: DataLoader[Any], items: Iterable[Any] | None = None
-) -> PermanentBatchSampler:
-    """Wrap the index sampler of one of our loaders, and return the wrapper.
-
-    If ``items`` is given, the loader reads these, and still shows its own sampler.
-    """
-    own = index_sampler_of(loader)
-    permanent = PermanentBatchSampler(own if items is None else items)
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    object.__setattr__(loader, name, show(own, permanent))  # a DataLoader refuses to change it
-    return permanent
-
-
-def name_of(loader: Any) -> str:
-    """Return a name for a loader's data in errors.
-
-    The name consists of the classes that the user chose.
-    """
-    samplers = [type(each).__name__ for each in samplers_below(index_sampler_of(loader))]
-    return " over ".join(samplers) or type(getattr(loader, "dataset", loader)).__name__
-
-
-_PARAMETERS = (
-    "batch_size",
-    "drop_last",
-    "_num_samples",
-    "num_samples",
-    "replacement",
-    "seed",
-    "shuffle",
-)
-
-
-def identity_of(sampler: object) -> str:
-    """Describe a sampler and those inside it by class and parameters.
-
-    Samplers with equal descriptions yield the same items.
-
-    >>> from torch.utils.data import BatchSampler, SequentialSampler
-    >>> identity_of(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False))
-    'BatchSampler(batch_size=2, drop_last=False) over SequentialSampler()'
-    """
-    found = []
-    for each in samplers_below(sampler):
-        own = getattr(each, "__dict__", {})
-        values = [
-            f"{name.lstrip('_')}={own[name]!r}"
-            for name in _PARAMETERS
-            if isinstance(own.get(name), (int, str))
-        ]
-        found.append(f"{type(each).__name__}({', '.join(values)})")
-    return " over ".join(found)
-
-
-def parameters_of(loader: Any) -> dict[str, Any]:
-    """Return the parameters that determine a loader's samples.
-
-    The number of workers is one of them if the loader has no indices or has a state.
-    """
-    sampler = index_sampler_of(loader)
-    workers = (
-        getattr(loader, "num_workers", None) if sampler is None or is_stateful(loader) else None
-    )
-    batch_size = getattr(loader, "batch_size", None)
-    return {"batch_size": batch_size, "sampler": identity_of(sampler), "num_workers": workers}
-
-
-def batches_of(loader: Any) -> float:
-    """Return the length of a loader; ``inf`` if it has none."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return float("inf")

@@ -10,6 +10,7 @@ see ``position``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from math import inf
 from typing import Any
@@ -25,14 +26,18 @@ from typing_extensions import override
 
 from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_indices
-from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, make_permanent
+from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
+from lightning_ddp_ext.data.loader_properties import batches_of, index_sampler_of, is_stateful
+from lightning_ddp_ext.data.permanent_sampler import make_permanent
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition, LoaderState
 from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.data.shortest import AHEAD
 
 # Not a fingerprint: after batches of different sizes, the position is unknown.
 _UNKNOWN_ORDER = -1
+# Without a saved state of this rank, Lightning has loaded rank 0's or none.
+_NOTHING_SAVED: dict[str, Any] = {"state": None, "dropped": 0, "drawn": None}
+# torch's samplers that draw their order.
 DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -47,13 +52,18 @@ def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosit
     kind: type[LoaderPosition] = LoaderPosition
     if is_stateful(loader):
         kind = StatePosition
-    elif (
-        batches_of(index_sampler_of(loader)) < inf and type(loader).__iter__ is DataLoader.__iter__
-    ):
-        # A class with another ``__iter__`` may not use its sampler, and the wrapper that
-        # skips indices has a length.
+    elif _reads_finite_sampler(loader):
         kind = IndexPosition if global_order_of(loader) is None else OrderPosition
     return kind(loader, world_size=world_size, remembered=remembered)
+
+
+def _reads_finite_sampler(loader: Any) -> bool:
+    """Whether a loader reads a sampler whose length is known.
+
+    A class with another ``__iter__`` may not use its sampler.
+    """
+    has_length = batches_of(index_sampler_of(loader)) < inf
+    return has_length and type(loader).__iter__ is DataLoader.__iter__
 
 
 def global_order_of(loader: Any) -> GlobalOrderSampler | None:
@@ -95,15 +105,15 @@ class OrderPosition(LoaderPosition):
 
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
-        order, start.order_fingerprint = self._sampler.draw(self.epoch)
+        drawn = self._sampler.draw(self.epoch)
+        start.order_fingerprint = drawn.fingerprint
         start.batch_size = self._batch_size
+        return partial(self._read_from, start.position, drawn.order)
 
-        def read() -> Iterator[Any]:
-            self._sampler.resume_at(self.epoch, start.position)
-            self._sampler.next_order = order
-            return iter(self.loader)
-
-        return read
+    def _read_from(self, position: int, order: Order | None) -> Iterator[Any]:
+        self._sampler.resume_at(self.epoch, position)
+        self._sampler.next_order = order
+        return iter(self.loader)
 
     @override
     def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
@@ -141,47 +151,48 @@ class IndexPosition(LoaderPosition):
 
     def __init__(self, loader: Any, **options: Any) -> None:
         super().__init__(loader, **options)
-        self.is_by_rank = any(
-            isinstance(each, DRAWING) for each in samplers_below(index_sampler_of(loader))
-        )
+        samplers = samplers_below(index_sampler_of(loader))
+        self.is_by_rank = any(isinstance(sampler, DRAWING) for sampler in samplers)
         self._sampler = make_permanent(loader)
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
-        def draw() -> Iterator[Any]:
-            self._record(start)
-            return start.trace.follow(iter(self._sampler.batch_sampler), checksum_of_indices)
-
-        self._sampler.draw_next_by(draw)
+        self._sampler.draw_next_by(partial(self._record_and_draw, start))
         return iter(self.loader)
+
+    def _record_and_draw(self, start: IteratorStart) -> Iterator[Any]:
+        self._record(start)
+        return self._draw(start)
+
+    def _draw(self, start: IteratorStart) -> Iterator[Any]:
+        """Yield the indices of each batch of an epoch."""
+        return start.trace.follow(iter(self._sampler.batch_sampler), checksum_of_indices)
 
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         self._restore(start.random_states)
         start.trace = self._trace()
-        order = start.trace.follow(iter(self._sampler.batch_sampler), checksum_of_indices)
-        self._drop(order, start.position)
+        indices = self._draw(start)
+        self._drop(indices, start.position)
         # Drawn before the random states were saved; the rest was not. torch's samplers
         # also draw at their end.
-        drawn_ahead = list(islice(order, start.saved_state or 0))
+        drawn_ahead = list(islice(indices, start.saved_state or 0))
+        return partial(self._read_rest, chain(drawn_ahead, indices))
 
-        def read() -> Iterator[Any]:
-            self._sampler.draw_next_by(lambda: chain(drawn_ahead, order))
-            with workers_seeded_apart(self.loader, self.epoch, self.batches_given):
-                # The sampler may draw more numbers later.
-                return iter(self.loader)
-
-        return read
+    def _read_rest(self, indices: Iterator[Any]) -> Iterator[Any]:
+        self._sampler.draw_next_by(lambda: indices)
+        # The sampler may draw more numbers later.
+        with workers_seeded_apart(self.loader, self.epoch, self.batches_given):
+            return iter(self.loader)
 
     @override
     def state_dict(self, done: int, batches_given: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
-        position = start.batches_before + batches
-        if batches_given < position:
-            # Recorded before this position, as when the first loader ended earlier.
-            batches_given = self.batches_given
-        drawn = batches_given + self.taken_ahead + self._prefetched
-        return {**super().state_dict(done, batches_given), "own": drawn - position}
+        batches_until = start.batches_before + batches
+        is_recorded_earlier = batches_given < batches_until  # as if the first loader ended before
+        given = self.batches_given if is_recorded_earlier else batches_given
+        drawn = given + self.taken_ahead + self._prefetched
+        return {**super().state_dict(done, given), "own": drawn - batches_until}
 
 
 class StatePosition(LoaderPosition):
@@ -235,9 +246,7 @@ class StatePosition(LoaderPosition):
 
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
-        # Without a saved state of this rank, Lightning has loaded rank 0's or none.
-        nothing_saved: dict[str, Any] = {"state": None, "dropped": 0, "drawn": None}
-        saved = start.saved_state or nothing_saved
+        saved = start.saved_state or _NOTHING_SAVED
         loader_state = saved["state"]
         dropped = saved["dropped"]
         start.trace = Trace(self._remembered + AHEAD, start.position - dropped, saved["drawn"] or 0)

@@ -1,16 +1,33 @@
-"""Track the position in a training loader, and continue from a saved position."""
+"""Track the position in a training loader, and continue from a saved position.
+
+1. ``start_epoch`` sets the beginning of an epoch. In a resumed epoch ``check`` compares
+   the data with those of the saved position, and ``continue_epoch`` draws again what
+   the resumed run had drawn before it.
+2. ``start_iterator`` starts an iterator there, and ``give`` counts its batches. A loader
+   that is combined with a longer one has several iterators in an epoch.
+3. ``state_dict`` returns the position after any of the latest batches.
+
+The subclasses in ``loader_kinds`` differ in how they start an iterator, and in the unit
+of the position.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_batch
-from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, name_of, parameters_of
+from lightning_ddp_ext.data.loader_properties import (
+    batches_of,
+    index_sampler_of,
+    name_of,
+    parameters_of,
+)
 from lightning_ddp_ext.data.random_state import (
     generators_of,
     preserve_random_state,
@@ -73,6 +90,13 @@ class IteratorStart:
     batch_size: int | None = None
 
 
+class GivenBatch(NamedTuple):
+    """The iterator that gave a batch, and how many it gave up to that one."""
+
+    start: IteratorStart
+    batches: int
+
+
 class LoaderPosition:
     """The Trainer's position in one training loader, which may be any iterable.
 
@@ -113,10 +137,8 @@ class LoaderPosition:
         self.on_progress: Callable[[], object] = lambda: None
         self._remembered = remembered
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
-        # In a resumed epoch: how to start the iterator that continues, until it has
-        # started, and whether one that ends immediately precedes it.
-        self._continue: Callable[[], Iterator[Any]] | None = None
-        self._ends_immediately = False
+        # The starts of a resumed epoch's next iterators; later ones start at the beginning.
+        self._resumed_starts = deque[Callable[[], Iterator[Any]]]()
 
     # Reading.
 
@@ -125,8 +147,7 @@ class LoaderPosition:
         self.epoch = epoch
         self.batches_given = 0
         self._starts.clear()
-        self._continue = None
-        self._ends_immediately = False
+        self._resumed_starts.clear()
 
     def continue_epoch(self, epoch: int, state: Mapping[str, Any], *, done: int) -> bool:
         """Make the next iterators continue where another run was.
@@ -147,7 +168,6 @@ class LoaderPosition:
             # It cannot be read again, and the part that was read before is unknown.
             return False
         self.batches_given = done
-        self._ends_immediately = state["number"] > 0
         start = IteratorStart(
             number=state["number"],
             batches_before=done,
@@ -158,7 +178,10 @@ class LoaderPosition:
         self._starts.append(start)
         with preserve_random_state(self.generators):
             # The resumed run had already created this iterator.
-            self._continue = self._redraw(start)
+            start_rest = self._redraw(start)
+        if start.number > 0:
+            self._resumed_starts.append(lambda: iter(()))
+        self._resumed_starts.append(partial(self._start_rest, start_rest))
         return state.get("drawn") in (None, self._drawn_by(start, start.position))
 
     def start_iterator(self) -> Iterator[Any]:
@@ -170,19 +193,20 @@ class LoaderPosition:
         three kinds of iterators: first one that ends immediately, then the rest of the
         one that was read, then whole ones.
         """
-        if self._ends_immediately:
-            self._ends_immediately = False
-            return iter(())
-        if self._continue is None:
+        if not self._resumed_starts:
             return self._start_at_beginning()
+        return self._resumed_starts.popleft()()
+
+    def _start_rest(self, start_rest: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Start the rest of the iterator that the resumed run was reading."""
         with preserve_random_state(self.generators):
-            batches = self._continue()
-        self._continue = None
-        if not self._starts[-1].number:
-            return batches
-        first = list(islice(batches, 1))
-        # A second end would end the epoch.
-        return chain(first, batches) if first else self._start_at_beginning()
+            rest = start_rest()
+        is_first_iterator = self._starts[-1].number == 0
+        if is_first_iterator:
+            return rest
+        # An empty rest would be a second end, and would end the epoch.
+        first_batch = list(islice(rest, 1))
+        return chain(first_batch, rest) if first_batch else self._start_at_beginning()
 
     def _start_at_beginning(self) -> Iterator[Any]:
         number = self._starts[-1].number + 1 if self._starts else 0
@@ -198,18 +222,28 @@ class LoaderPosition:
 
     # Saving.
 
-    def starts(self) -> list[tuple[int, Any]]:
-        """Return the number and the random states of each remembered iterator.
+    def starts(self) -> dict[int, Any]:
+        """Return the random states from which each remembered iterator drew its order.
 
-        Its order was drawn from these states.
+        The keys are the numbers of earlier iterators in the epoch.
         """
-        return [(start.number, start.random_states) for start in self._starts]
+        return {start.number: start.random_states for start in self._starts}
 
     def state_dict(self, done: int, batches_given: int) -> dict[str, Any]:
         """Return this rank's position after ``done`` batches of the epoch.
 
         ``batches_given`` is the value that the attribute had when the random states of
         the checkpoint were recorded.
+
+        ==========  ================================================================
+        ``epoch``   the epoch
+        ``number``  the number of earlier iterators in the epoch
+        ``at``      the position of the iterator; its unit depends on the class
+        ``data``    the properties that give the position its meaning
+        ``drawn``   the fingerprint of what was drawn until then; ``None`` if unknown
+        ``random``  the random states from which the iterator drew
+        ``own``     what a subclass adds
+        ==========  ================================================================
         """
         start, batches = self._start_before(done)
         return {
@@ -221,16 +255,13 @@ class LoaderPosition:
             "random": start.random_states,
         }
 
-    def _start_before(self, done: int) -> tuple[IteratorStart, int]:
-        """Return the iterator that gave the ``done``-th batch of the epoch.
-
-        Also return how many batches it gave up to that one.
-        """
+    def _start_before(self, done: int) -> GivenBatch:
+        """Find the ``done``-th batch of the epoch."""
         if not self._starts:
-            return IteratorStart(), 0
-        latest_first = reversed(self._starts)
-        start = next((each for each in latest_first if each.batches_before < done), self._starts[0])
-        return start, max(0, min(done, self.batches_given) - start.batches_before)
+            return GivenBatch(IteratorStart(), 0)
+        earlier = [start for start in self._starts if start.batches_before < done]
+        start = earlier[-1] if earlier else self._starts[0]
+        return GivenBatch(start, max(0, min(done, self.batches_given) - start.batches_before))
 
     # Resuming.
 
@@ -241,13 +272,15 @@ class LoaderPosition:
             ResumeError: the error names the difference.
         """
         now = self._description()
-        for name, was in state["data"].items():
-            if was is not None and was != (has := now.get(name)):
+        for name, saved in state["data"].items():
+            current = now.get(name)
+            if saved is not None and saved != current:
                 raise ResumeError(
                     f"epoch {state['epoch']} cannot be resumed in the middle: {self.name} had"
-                    f" {name}={was!r} when the checkpoint was saved, and now has {has!r}; resume"
-                    " with the same loaders, data and number of ranks (ScalableDistributedSampler"
-                    f" allows any number), or {FROM_THE_EPOCHS_START}"
+                    f" {name}={saved!r} when the checkpoint was saved, and now has {current!r};"
+                    " resume with the same loaders, data and number of ranks"
+                    " (ScalableDistributedSampler allows any number), or"
+                    f" {FROM_THE_EPOCHS_START}"
                 )
 
     def shared(self) -> dict[str, Any]:
@@ -315,8 +348,8 @@ class LoaderPosition:
         start.random_states.append(record_random_state(self.generators))
 
     def _restore(self, recorded: Sequence[Any]) -> None:
-        for each in recorded:
-            restore_random_state(each, self.generators)
+        for states in recorded:
+            restore_random_state(states, self.generators)
 
     def _position(self, start: IteratorStart, batches: int) -> int:
         """Return the position that an iterator reaches after a number of batches."""

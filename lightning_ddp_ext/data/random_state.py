@@ -26,10 +26,14 @@ def generators_of(*owners: object) -> list[Any]:
 
     A generator is one of torch, NumPy or Python.
     """
-    values = [each for owner in owners for each in getattr(owner, "__dict__", {}).values()]
-    found = {id(each): each for each in values if isinstance(each, _KINDS)}
-    # It has no state.
-    return [each for each in found.values() if not isinstance(each, random.SystemRandom)]
+    values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    generators = {id(value): value for value in values if _is_generator(value)}
+    return list(generators.values())
+
+
+def _is_generator(value: object) -> bool:
+    has_no_state = isinstance(value, random.SystemRandom)
+    return isinstance(value, _KINDS) and not has_no_state
 
 
 def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
@@ -49,7 +53,8 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
     >>> (torch.rand(()), np.random.rand(), random.random()) == drawn
     True
     """
-    return [(_kind_of(each), _plain(_raw_state_of(each))) for each in (*_GLOBAL, *generators)]
+    every = (*_GLOBAL, *generators)
+    return [(_kind_of(generator), _plain(_raw_state_of(generator))) for generator in every]
 
 
 def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:
@@ -77,7 +82,8 @@ def random_state_bytes(generators: Sequence[Any] = ()) -> bytes:
 
     This takes half the time of :func:`record_random_state`.
     """
-    states = [(_kind_of(each), _raw_state_of(each)) for each in (*_GLOBAL, *generators)]
+    every = (*_GLOBAL, *generators)
+    states = [(_kind_of(generator), _raw_state_of(generator)) for generator in every]
     return pickle.dumps(states, pickle.HIGHEST_PROTOCOL)
 
 
@@ -123,12 +129,10 @@ def _plain(state: Any) -> Any:
     if isinstance(state, tuple):
         version, words, following = state
         return version, tuple(words), following
-    if isinstance(state, dict):
-        return {name: _plain_value(each) for name, each in state.items()}
-    return torch.from_numpy(state)
+    return _plain_value(state) if isinstance(state, dict) else torch.from_numpy(state)
 
 
 def _plain_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _plain_value(each) for name, each in value.items()}
+        return {name: _plain_value(part) for name, part in value.items()}
     return value.tolist() if isinstance(value, np.ndarray) else value

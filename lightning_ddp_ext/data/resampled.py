@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, own_copy
+from lightning_ddp_ext.data.loader import own_copy
+from lightning_ddp_ext.data.loader_properties import batches_of, index_sampler_of, is_stateful
 
 _SAMPLER_ATTRIBUTES = ("batch_sampler", "sampler", "batch_size", "drop_last")
 

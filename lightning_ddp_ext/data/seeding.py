@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -100,24 +100,22 @@ def seed_each_sample(dataset: Any, *words: int) -> None:
     if not users_class.__flags__ & _DEFINED_IN_PYTHON:
         return  # such as ``list``, which draws no random numbers
 
-    def reading_after_seeding(name: str) -> Any:
-        read = getattr(users_class, name)
-
-        def seed_and_read(self: Any, index: Any) -> Any:
-            _seed_on_cpu(mix(*words, *repr(index).encode()))
-            return read(self, index)
-
-        return seed_and_read
-
-    methods = {
-        name: reading_after_seeding(name)
-        for name in ("__getitem__", "__getitems__")
-        if hasattr(users_class, name)
-    }
+    names = [name for name in ("__getitem__", "__getitems__") if hasattr(users_class, name)]
+    methods = {name: _seeding_before(getattr(users_class, name), words) for name in names}
     metaclass: Any = type(users_class)
     # Python looks up special methods in the class, not in the object.
     attributes = {"__slots__": (), **methods}
     dataset.__class__ = metaclass(users_class.__name__, (users_class,), attributes)
+
+
+def _seeding_before(read: Callable[[Any, Any], Any], words: Sequence[int]) -> Any:
+    """Return a method that seeds the global generators, and then calls ``read``."""
+
+    def seed_and_read(self: Any, index: Any) -> Any:
+        _seed_on_cpu(mix(*words, *repr(index).encode()))
+        return read(self, index)
+
+    return seed_and_read
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from typing_extensions import override
 from lightning_ddp_ext.data.checks import length_of
 from lightning_ddp_ext.data.epochs import has_set_epoch, samplers_below
 from lightning_ddp_ext.data.fingerprints import fingerprint_of_list
-from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
-from lightning_ddp_ext.data.loader import identity_of
+from lightning_ddp_ext.data.global_order import DrawnOrder, GlobalOrderSampler, Order
+from lightning_ddp_ext.data.loader_properties import identity_of
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
@@ -83,10 +83,10 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
                 sampler.set_epoch(self.epoch)
 
     @override
-    def draw(self, epoch: int) -> tuple[Order | None, int | None]:
+    def draw(self, epoch: int) -> DrawnOrder:
         self.set_epoch(epoch)
         items = self._items()
-        return items.__getitem__, fingerprint_of_list(items.tolist())
+        return DrawnOrder(items.__getitem__, fingerprint_of_list(items.tolist()))
 
     @override
     def _order(self) -> Order:
@@ -96,17 +96,19 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         """Draw the items of all ranks."""
         length = self.length
         with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset)):
-            items = islice(self.dataset, length)
             # A batch sampler may reuse one list.
-            drawn = np.fromiter(
-                (each.copy() if isinstance(each, list) else each for each in items), dtype=object
-            )
+            items = map(_copy_of_list, islice(self.dataset, length))
+            drawn = np.fromiter(items, dtype=object)
         if len(drawn) < length:
             raise ConfigurationError(
                 f"{self._field} must yield at least len({self._field}) = {length} items (got"
                 f" {len(drawn)}); correct {type(self.dataset).__name__}.__len__"
             )
         return drawn
+
+
+def _copy_of_list(item: Any) -> Any:
+    return item.copy() if isinstance(item, list) else item
 
 
 class SharedSampler(DistributedBatchSamplerWrapper):

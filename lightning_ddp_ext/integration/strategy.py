@@ -46,7 +46,7 @@ from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .checkpoints.collective import Checkpoints
 from .checkpoints.fit_identity import KEY as FILE_KEY
 from .checkpoints.run_files import RunFiles
-from .data.cursor import ResumeData
+from .data.cursor import ResumeData, RunParts
 from .data.loaders import Order, TrainerLoaders
 from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
@@ -221,9 +221,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.data = TrainerLoaders(
             self,
             self.checkpoints,
-            self.stops,
-            self.recorder,
-            self._replaced,
+            RunParts(self.stops, self.recorder, self._replaced),
             order=sampler,
             exact_evaluation=exact_evaluation,
             uneven_inputs=uneven_inputs,
@@ -304,7 +302,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         self, checkpoint: dict[str, Any], filepath: PathOrUrl, storage_options: Any = None
     ) -> None:
         path = os.fspath(filepath)
-        self.data.cursor.save_to(checkpoint, f"saving {path}")
+        seed = self.data.cursor.known_seed
+        self.data.saver.save_to(checkpoint, f"saving {path}", seed=seed)
         is_stop_checkpoint = path == self.files.stop_path
         if is_stop_checkpoint:
             checkpoint[FILE_KEY] = self.files.identity.content
@@ -371,13 +370,13 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_end(self) -> None:
         self.data.uneven.report_step_if_even()
-        self.data.cursor.on_train_end()
+        self.data.saver.on_train_end()
         self.stops.at_end()
 
     @override
     def on_validation_start(self) -> None:
         self._start_evaluation()
-        self.data.cursor.record("validation")
+        self.data.saver.record("validation")
         self.recorder.note(Kind.BATCH)
 
     @override

@@ -1,10 +1,9 @@
-"""Objects below a loader that get no epoch, and what a loader's workers keep of their
-start.
-"""
+"""Which objects below a loader get no epoch, and how a loader's workers start."""
 
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import pytest
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -43,9 +42,7 @@ class Answering(Dataset[int]):
 
 
 def test_other_objects_get_no_epoch() -> None:
-    """Modules, Trainers and objects inside them get none, nor do objects that only
-    claim to have such a method.
-    """
+    """Modules, Trainers, objects inside them and false claims of a method get none."""
     module = Module()
     trainer = Trainer(barebones=True)
     data = LightningDataModule()
@@ -56,20 +53,27 @@ def test_other_objects_get_no_epoch() -> None:
     set_epoch([DataLoader(NotCallable()), DataLoader(Answering())], 0)
 
 
-class Reader(Dataset[tuple[int, str | None]]):
-    """Each sample has the process that read it, and a variable of that process."""
+SAMPLES = 8
+EPOCHS = 2
 
+
+class Sample(NamedTuple):
+    """The process that read a sample, and a variable of that process."""
+
+    process: int
+    started: str | None
+
+
+class Reader(Dataset[Sample]):
     def __len__(self) -> int:
-        return 8
+        return SAMPLES
 
-    def __getitem__(self, index: int) -> tuple[int, str | None]:
-        return os.getpid(), os.environ.get("STARTED")
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(os.getpid(), os.environ.get("STARTED"))
 
 
 def test_workers_start_as_the_user_chose() -> None:
-    """A worker_init_fn of the user's still runs, and persistent workers stay where
-    nothing takes epochs.
-    """
+    """The user's ``worker_init_fn`` runs, and persistent workers stay in each epoch."""
     loader = DataLoader(
         Reader(),
         num_workers=1,
@@ -79,9 +83,9 @@ def test_workers_start_as_the_user_chose() -> None:
         collate_fn=list,
     )
     samples = []
-    for epoch in range(2):
+    for epoch in range(EPOCHS):
         start_epoch(loader, epoch, rank=0)
         samples += [sample for batch in loader for sample in batch]
-    assert len(samples) == 2 * 8
-    assert len({process for process, _ in samples}) == 1
-    assert {started for _, started in samples} == {"yes"}
+    assert len(samples) == EPOCHS * SAMPLES
+    assert len({sample.process for sample in samples}) == 1
+    assert {sample.started for sample in samples} == {"yes"}

@@ -1,9 +1,4 @@
-"""Samplers deal out one order, whatever the number of ranks, and continue wherever they
-were stopped.
-
-The shuffle behind them is a bijection of any length, and as uniform as tests of a fixed
-seed can see.
-"""
+"""Samplers divide one order among any number of ranks, and continue at any position."""
 
 from __future__ import annotations
 
@@ -14,8 +9,8 @@ import random
 import tracemalloc
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
-from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -23,12 +18,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
-from lightning_ddp_ext.data.permutation import Permutation
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
-from lightning_ddp_ext.data.seeding import mix
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 
@@ -50,17 +42,8 @@ def in_turn(parts: list[list[Any]]) -> list[Any]:
     return [part[number] for number in range(longest) for part in parts if number < len(part)]
 
 
-def p_of(counts: NDArray[np.int64]) -> float:
-    """Return the probability of counts at least as far from equal ones (Pearson's test)."""
-    mean = counts.mean()
-    statistic = ((counts - mean) ** 2 / mean).sum()
-    freedom = len(counts) - 1
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(statistic / 2)))
-
-
 class Drawing(Sampler[int]):
-    """Yields its epoch, and then sums of numbers that it draws with generators of its
-    own and with the global ones.
+    """Yields its epoch, and then sums of numbers from its own and global generators.
 
     Args:
         length: the number of items.
@@ -99,21 +82,27 @@ class Drawing(Sampler[int]):
             yield sum(self.draw())
 
 
-# Each makes a sampler of ``n`` items for rank ``r`` of ``w`` ranks.
-KINDS: dict[str, Any] = {
-    "scalable": lambda n, w, r, **options: ScalableDistributedSampler(range(n), w, r, **options),
-    "in order": lambda n, w, r, **options: ScalableDistributedSampler(
-        range(n), w, r, shuffle=False, **options
+def sampler_of(kind: str, length: int, **options: Any) -> Make:
+    """Return a function that makes a sampler of ``length`` items of a kind in ``KINDS``."""
+
+    def make(world_size: int, rank: int) -> Any:
+        # The generators of the ranks' samplers have different seeds.
+        return KINDS[kind](length, rank)(num_replicas=world_size, rank=rank, **options)
+
+    return make
+
+
+# By kind, a function of length and rank that returns a sampler without its options.
+KINDS: dict[str, Callable[[int, int], Callable[..., Any]]] = {
+    "scalable": lambda length, rank: partial(ScalableDistributedSampler, range(length)),
+    "in order": lambda length, rank: partial(
+        ScalableDistributedSampler, range(length), shuffle=False
     ),
-    "shared": lambda n, w, r, **options: SharedSampler(Drawing(n, seed=r), w, r, **options),
-    "batches": lambda n, w, r, **options: DistributedBatchSamplerWrapper(
-        BatchSampler(Drawing(n, seed=r), 3, False), w, r, **options
+    "shared": lambda length, rank: partial(SharedSampler, Drawing(length, seed=rank)),
+    "batches": lambda length, rank: partial(
+        DistributedBatchSamplerWrapper, BatchSampler(Drawing(length, seed=rank), 3, False)
     ),
 }
-
-
-def sampler_of(kind: str, length: int, **options: Any) -> Make:
-    return lambda world_size, rank: KINDS[kind](length, world_size, rank, **options)
 
 
 @law
@@ -126,8 +115,9 @@ def sampler_of(kind: str, length: int, **options: Any) -> Make:
 def test_the_order_does_not_depend_on_the_number_of_ranks(
     kind: str, length: int, ranks: int, epoch: int
 ) -> None:
-    """The ranks' items in turn are the order of one process; "pad" appends the first
-    items, "drop" omits the last.
+    """The ranks' items in turn are the order of one process.
+
+    ``"pad"`` appends the first items, and ``"drop"`` omits the last.
     """
 
     def shares(world_size: int, uneven: str) -> list[list[Any]]:
@@ -137,16 +127,17 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(
     exact = shares(ranks, "exact")
     assert in_turn(exact) == order
     assert len(exact[0]) - len(exact[-1]) <= 1
-    rounds_up = math.ceil(len(order) / ranks)
-    rounds_down = len(order) // ranks
-    repeated = islice(itertools.cycle(order), rounds_up * ranks)
-    assert in_turn(shares(ranks, "pad")) == [*repeated]
-    assert in_turn(shares(ranks, "drop")) == order[: rounds_down * ranks]
+    padded_length = math.ceil(len(order) / ranks) * ranks
+    assert in_turn(shares(ranks, "pad")) == [*islice(itertools.cycle(order), padded_length)]
+    dropped_length = len(order) // ranks * ranks
+    assert in_turn(shares(ranks, "drop")) == order[:dropped_length]
 
 
 def with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int) -> list[Any]:
-    """Return all samples if each pair of ranks and items is read in turn, and ``last``
-    ranks read the rest.
+    """Return all samples that are read with stops.
+
+    At each stop, a number of ranks has read a number of items. At the end, ``last`` ranks
+    read the rest.
     """
     read: list[Any] = []
     position = 0
@@ -173,8 +164,10 @@ def with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int) 
 def test_other_numbers_of_ranks_read_the_rest(
     kind: str, length: int, stops: list[tuple[int, int]], last: int, epoch: int, uneven: str
 ) -> None:
-    """Each item is read once; "pad" repeats, and "drop" leaves out at the end, less
-    than a round of the most ranks.
+    """Each item is read once, if several numbers of ranks read one after another.
+
+    At the end, ``"pad"`` repeats and ``"drop"`` leaves out less than one item of each of
+    the most ranks.
     """
     make = sampler_of(kind, length, seed=2, uneven=uneven)
     [order] = dealt(make, 1, epoch)
@@ -194,9 +187,7 @@ def test_other_numbers_of_ranks_read_the_rest(
     [(1000, "0df14c22ea6ace32"), (70_001, "0dbb2761ad438328"), (2**62, "58228eda3b538ecb")],
 )
 def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
-    """A seed and an epoch give the same indices in every version, so checkpoints
-    continue in their order.
-    """
+    """A seed and an epoch give the same indices in every release."""
     sampler = ScalableDistributedSampler(range(length), 3, 1, seed=7)
     sampler.set_epoch(5)
     indices = list(islice(sampler, 40_000))
@@ -205,9 +196,7 @@ def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "in order"])
 def test_another_seed_or_epoch_makes_another_order(kind: str) -> None:
-    """This holds for every sampler that shuffles, draws, or divides items among the
-    ranks.
-    """
+    """No two seeds or epochs give a sampler that shuffles or draws the same order."""
     seeds_and_epochs = ((1, 0), (2, 0), (1, 1), (1, 2))
     orders = set()
     for seed, epoch in seeds_and_epochs:
@@ -216,45 +205,56 @@ def test_another_seed_or_epoch_makes_another_order(kind: str) -> None:
     assert len(orders) == len(seeds_and_epochs)
 
 
-def test_the_exact_sampler_deals_each_sample_once_in_the_datasets_order() -> None:
-    """Some ranks get one more, some none; an empty dataset is not an error, as with
-    torch's own sampler.
-    """
-    for length, shares in ((5, [[0, 3], [1, 4], [2]]), (2, [[0], [1], []]), (0, [[], [], []])):
-        assert (
-            dealt(lambda w, r, length=length: ExactDistributedSampler(range(length), w, r), 3)
-            == shares
-        )
-    assert dealt(lambda w, r: ScalableDistributedSampler([], w, r), 3) == [[], [], []]
+@pytest.mark.parametrize(
+    ("length", "shares"), [(5, [[0, 3], [1, 4], [2]]), (2, [[0], [1], []]), (0, [[], [], []])]
+)
+def test_the_exact_sampler_deals_each_sample_once_in_the_datasets_order(
+    length: int, shares: list[list[int]]
+) -> None:
+    """Some of three ranks get one sample more, or none."""
+    assert dealt(partial(ExactDistributedSampler, range(length)), 3) == shares
 
 
-def test_huge_orders_need_no_memory_and_end_where_they_should() -> None:
-    """Orders too long for a list take less than a MiB, repeat no index, and do not
-    round near 2**62.
-    """
-    length = 2**62 - 3
-    sampler = ScalableDistributedSampler(range(length), 1000, 7)
-    assert len(set(islice(sampler, 40_000))) == 40_000
+def test_an_empty_dataset_is_not_an_error() -> None:
+    """Its samplers yield nothing, as torch's own sampler does."""
+    assert dealt(partial(ScalableDistributedSampler, []), 3) == [[], [], []]
+
+
+HUGE = 2**62 - 3
+RANKS = 1000
+RANK = 7
+
+
+def test_huge_orders_need_no_memory() -> None:
+    """Orders that are too long for a list take less than a MiB, and repeat no index."""
+    read = 40_000
+    sampler = ScalableDistributedSampler(range(HUGE), RANKS, RANK)
+    assert len(set(islice(sampler, read))) == read
     tracemalloc.start()
     try:
-        deque(islice(sampler, 40_000), maxlen=0)
-        sampler.resume_at(1, length // 2)
-        deque(islice(sampler, 40_000), maxlen=0)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        deque(islice(sampler, read), maxlen=0)
+        sampler.resume_at(1, HUGE // 2)
+        deque(islice(sampler, read), maxlen=0)
+        _, most_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    for uneven, left in (("pad", 6), ("drop", 5), ("exact", 5)):
-        sampler = sampler_of("scalable", length, shuffle=False, uneven=uneven)(1000, 7)
-        sampler.resume_at(0, length - 5001)
-        assert [*iter(sampler)] == [
-            (length - 5001 + 7 + number * 1000) % length for number in range(left)
-        ]
+    assert most_bytes < 1 << 20
+
+
+@pytest.mark.parametrize("uneven", ["pad", "drop", "exact"])
+def test_the_end_of_a_huge_order_is_not_rounded(uneven: str) -> None:
+    """Five rounds and one position are left, which belongs to another rank."""
+    start = HUGE - 5 * RANKS - 1
+    sampler = sampler_of("scalable", HUGE, shuffle=False, uneven=uneven)(RANKS, RANK)
+    sampler.resume_at(0, start)
+    rounds = 6 if uneven == "pad" else 5
+    positions = [start + RANK + number * RANKS for number in range(rounds)]
+    read = [*iter(sampler)]  # ``list`` would reserve memory for the whole length
+    assert read == [position % HUGE for position in positions]
 
 
 def test_a_position_belongs_to_its_epoch() -> None:
-    """Setting the same epoch keeps the position; another epoch starts at its beginning,
-    even an earlier one.
-    """
+    """Setting the same epoch keeps the position; any other one starts at its beginning."""
     sampler = sampler_of("scalable", 100)(1, 0)
     [whole] = dealt(sampler_of("scalable", 100), 1, 5)
     sampler.resume_at(5, 40)
@@ -305,63 +305,36 @@ def test_bad_arguments_are_refused(make: Any, says: str) -> None:
         make()
 
 
-def test_batches_reach_the_loader_unchanged() -> None:
-    """This holds for a batch sampler that reuses one list, and for a sampler that
-    yields batches.
-    """
+class Reusing(list[Any]):
+    """A batch sampler that yields one list again and again."""
 
-    class Reusing(list[Any]):
-        def __iter__(self) -> Iterator[list[int]]:
-            batch = [0]
-            for batch[0] in range(len(self)):
-                yield batch
+    def __iter__(self) -> Iterator[list[int]]:
+        batch = [0]
+        for batch[0] in range(len(self)):
+            yield batch
 
-    parts = dealt(lambda w, r: DistributedBatchSamplerWrapper(Reusing([0] * 5), w, r), 2)
+
+def test_a_batch_sampler_may_reuse_one_list() -> None:
+    """Each rank yields a copy of the list as it was."""
+    parts = dealt(partial(DistributedBatchSamplerWrapper, Reusing([0] * 5)), 2)
     assert parts == [[[0], [2], [4]], [[1], [3], [0]]]
+
+
+def test_a_sampler_may_yield_batches() -> None:
+    """Its batches are divided among the ranks, not their samples."""
     batches = BatchSampler(SequentialSampler(range(4)), 2, drop_last=False)
-    assert dealt(lambda w, r: SharedSampler(batches, w, r), 2) == [[[0, 1]], [[2, 3]]]
+    assert dealt(partial(SharedSampler, batches), 2) == [[[0, 1]], [[2, 3]]]
 
 
 def test_a_sampler_that_yields_too_little_is_named() -> None:
-    """A sampler must yield as many items as its length; further items are not read."""
-    with pytest.raises(
-        ConfigurationError, match=r"at least len\(sampler\) = 9 items \(got 7\); correct Drawing"
-    ):
-        list(SharedSampler(Drawing(7, promised=9), 2, 0))
-    assert len(in_turn(dealt(lambda w, r: SharedSampler(Drawing(7, promised=6), w, r), 2))) == 6
+    """A sampler must yield as many items as its length."""
+    too_short = SharedSampler(Drawing(7, promised=9), 2, 0)
+    message = r"at least len\(sampler\) = 9 items \(got 7\); correct Drawing"
+    with pytest.raises(ConfigurationError, match=message):
+        list(too_short)
 
 
-SMALLEST_P = 1e-4
-JUST_ABOVE_THE_TABLE = 65_537
-
-
-def cells_of(values: NDArray[Any], length: int, cells: int) -> NDArray[np.int64]:
-    """Return in which of so many equal parts of the order each value is."""
-    return (values.astype(np.float64) / length * cells).astype(np.int64)
-
-
-@pytest.mark.parametrize(
-    "length", [1, 2, 1000, 65_535, 65_536, 65_537, 65_538, 100_003, 257 * 256, 2**18, 999_999]
-)
-def test_lengths_around_the_table_and_beyond_are_bijections(length: int) -> None:
-    """Short orders are read from a table, longer ones from a network; both are complete
-    near the limit.
-    """
-    assert np.array_equal(
-        np.sort(Permutation(length, 3).apply(np.arange(length))), np.arange(length)
-    )
-
-
-@pytest.mark.parametrize("length", [JUST_ABOVE_THE_TABLE, 10**7, 10**12, 3 * 2**59])
-def test_pairs_of_one_epoch_are_independent(length: int) -> None:
-    """Positions side by side, one row apart or far apart have independent images."""
-    order = Permutation(length, mix(6, length))
-    positions = np.arange(60_000)
-    images = order.apply(positions)
-    row = isqrt(length - 1) + 1  # the network's positions are a square of such rows
-    for lag in (1, 2, row, length // 2):
-        other_images = order.apply((positions + lag) % length)
-        pairs = cells_of(images, length, 16) * 16 + cells_of(other_images, length, 16)
-        assert p_of(np.bincount(pairs, minlength=16 * 16)) > SMALLEST_P
-        distances = cells_of((other_images - images) % length, length, 200)
-        assert p_of(np.bincount(distances, minlength=200)) > SMALLEST_P
+def test_items_beyond_a_samplers_length_are_not_read() -> None:
+    """A sampler may yield more items than its length, which count for nothing."""
+    parts = dealt(partial(SharedSampler, Drawing(7, promised=6)), 2)
+    assert len(in_turn(parts)) == 6

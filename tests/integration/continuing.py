@@ -1,46 +1,33 @@
-"""Stop and resume runs, and compare the batches and weights of each rank with those of
-an unbroken run.
+"""Stop and resume runs, and compare their batches and weights with an unbroken run's.
+
+``Training(loaders, directory).run("train_batch_end-3")`` trains from the beginning, and
+saves a checkpoint at that point. ``run(ckpt_path=...)`` resumes, and ``difference``
+describes how the resumed run differs from the whole one.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from tests.harness.training import At, Kind, make_strategy, make_trainer
 
-# a hook of a callback without its "on_", and the steps of the whole run by then:
-# "train_batch_end-4"
-Point = str
-Points = Collection[Point]
-Order = Literal["lightning's", "distributed", "plain"]
 Loaders = Callable[[int, int], Any]  # of a rank in a world of this size
 
-
-class Step(NamedTuple):
-    """A training step of one rank, with the samples of its batch."""
-
-    epoch: int
-    batch: int
-    samples: tuple[int, ...]
-
-    @property
-    def moment(self) -> tuple[int, int]:
-        """The epoch and the batch, which are the same on all ranks."""
-        return self.epoch, self.batch
+# What is read.
 
 
 class Numbers(Dataset[Tensor]):
@@ -57,9 +44,7 @@ class Numbers(Dataset[Tensor]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """A stream of numbers that only this rank has, in another order each epoch, without
-    a length.
-    """
+    """Numbers that only this rank has, in another order each epoch, without a length."""
 
     def __init__(self, length: int, rank: int) -> None:
         self.numbers = range(rank * 1000, rank * 1000 + length)
@@ -74,16 +59,10 @@ class Stream(IterableDataset[Tensor]):
             yield torch.tensor([float(number)])
 
 
-class Reversed(DistributedSampler[Any]):
-    """A user's sampler with ranks and epochs."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return reversed(list(super().__iter__()))
-
-
 class Turning(Sampler[int]):
-    """A user's sampler that divides the samples itself, and begins each epoch one
-    sample further.
+    """A user's sampler that divides the samples itself.
+
+    It begins each epoch one sample further.
     """
 
     def __init__(self, samples: int, rank: int, world_size: int) -> None:
@@ -102,46 +81,53 @@ class Turning(Sampler[int]):
 
 
 def workers(number: int = 1, **options: Any) -> dict[str, Any]:
+    """Return the options of a loader with worker processes."""
     return {"num_workers": number, "multiprocessing_context": "fork", **options}
 
 
 KEPT = workers(persistent_workers=True)
 
 
-def sampled(order: Order, samples: int, **options: Any) -> Loaders:
-    """Return loaders of batches of two samples in some order."""
-    data: Dataset[Any] = Numbers(samples)
-
-    def make(rank: int, world_size: int) -> DataLoader[Any]:
-        if order == "distributed":
-            return DataLoader(data, 2, sampler=Reversed(data, world_size, rank, seed=3), **options)
-        if order == "plain":
-            return DataLoader(data, 2, sampler=Turning(samples, rank, world_size), **options)
-        return DataLoader(data, 2, shuffle=True, **options)
-
-    return make
-
-
-def stream(samples: int = 9, kind: Any = DataLoader, number: int = 0, **options: Any) -> Loaders:
-    """Return loaders with batches of two numbers from each rank's stream."""
-    return lambda rank, world_size: kind(Stream(samples, rank + number), batch_size=2, **options)
+def stream(samples: int, **options: Any) -> Loaders:
+    """Return loaders of batches of two numbers of each rank's own stream."""
+    return lambda rank, world_size: DataLoader(Stream(samples, rank), batch_size=2, **options)
 
 
 def shuffled(samples: int = 12, **options: Any) -> Callable[[], Any]:
+    """Return a function that makes a shuffled loader with batches of two samples."""
     return lambda: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
 
 
-def signalled(
-    hook: str,
-    earlier: int = 0,
-    signum: int = signal.SIGTERM,
-    *,
-    ranks: Collection[int] = (),
-) -> At:
-    """Return a callback that signals its process at the n-th call of a hook, on these
-    ranks or on all.
+# What is trained.
+
+
+class Step(NamedTuple):
+    """A training step of one rank, with the samples of its batch."""
+
+    epoch: int
+    batch: int
+    samples: tuple[int, ...]
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """The epoch and the batch, which are the same on all ranks."""
+        return self.epoch, self.batch
+
+
+def samples_of(steps: Iterable[Step]) -> list[int]:
+    """Return the samples of all batches, in order."""
+    return [sample for step in steps for sample in step.samples]
+
+
+class Event(NamedTuple):
+    """A step, a validation, its result or the end of an epoch.
+
+    ``steps`` is the number of steps that the whole run has done before.
     """
-    return At(hook, lambda trainer: os.kill(os.getpid(), signum), earlier=earlier, ranks=ranks)
+
+    what: str
+    steps: int
+    results: tuple[float, ...]
 
 
 class Stopped(Exception):
@@ -152,28 +138,33 @@ class Net(L.LightningModule):
     """Records the batches that it is trained on.
 
     With dropout its weights also depend on the random numbers.
-    """
 
-    validation: Mapping[str, Any] = MappingProxyType({})  # options of its loader
+    Args:
+        loaders: makes the training loaders.
+        dropout: the probability to drop a value; 0 draws no random numbers.
+        validation: options of the validation loader.
+
+    Attributes:
+        fail_at: the epoch and the batch whose step raises ``Stopped``.
+    """
 
     def __init__(
         self,
         loaders: Callable[[], Any],
-        fail_at: tuple[int, int] | None = None,
-        plateau: bool = False,
+        *,
+        dropout: float = 0.5,
+        validation: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.loaders = loaders
-        self.fail_at = fail_at
-        self.plateau = plateau
-        self.layers = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.validation = validation
+        self.layers = nn.Sequential(nn.Linear(1, 4), nn.Dropout(dropout), nn.Linear(4, 1))
+        self.fail_at: tuple[int, int] | None = None
         self.steps: list[Step] = []
-        self.events: list[
-            tuple[Any, ...]
-        ] = []  # steps, validations and ends of epochs, each with its step count
+        self.events: list[Event] = []
 
     def happens(self, what: str, *results: float) -> None:
-        self.events.append((what, steps_done(self.trainer), *results))
+        self.events.append(Event(what, steps_done(self.trainer), results))
 
     def on_fit_start(self) -> None:
         # Lightning has seeded all ranks equally.
@@ -181,14 +172,11 @@ class Net(L.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
-        parts = [
-            part
-            for part in (batch if isinstance(batch, (list, tuple)) else [batch])
-            if part is not None
-        ]
         if self.fail_at == (epoch, index):
             raise Stopped
         self.happens("step")
+        by_loader = batch if isinstance(batch, (list, tuple)) else [batch]
+        parts = [part for part in by_loader if part is not None]
         samples = tuple(int(number) for part in parts for number in part.flatten())
         self.steps.append(Step(epoch, index, samples))
         loss: Tensor = torch.cat([self.layers(part / 100) for part in parts]).square().mean()
@@ -206,12 +194,9 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        schedulers: list[dict[str, Any]] = [
-            {"scheduler": StepLR(optimizer, 2, 0.7), "interval": "step"},
-            {"scheduler": StepLR(optimizer, 1, 0.6), "interval": "epoch"},
-            {"scheduler": ReduceLROnPlateau(optimizer, patience=0, factor=0.5), "monitor": "epoch"},
-        ]
-        return [optimizer], schedulers if self.plateau else schedulers[:2]
+        by_step = {"scheduler": StepLR(optimizer, 2, 0.7), "interval": "step"}
+        by_epoch = {"scheduler": StepLR(optimizer, 1, 0.6), "interval": "epoch"}
+        return [optimizer], [by_step, by_epoch]
 
     def train_dataloader(self) -> Any:
         return self.loaders()
@@ -220,9 +205,13 @@ class Net(L.LightningModule):
         return DataLoader(Numbers(4), batch_size=1, **self.validation)
 
 
+WITHOUT_DROPOUT = partial(Net, dropout=0.0)
+
+
 class LongValidated(Net):
-    """Can be stopped in the middle of a validation: its ranks stay in step, or one
-    might finish it before the stop.
+    """Can be stopped in the middle of a validation.
+
+    Its ranks stay in step, or one might finish it before the stop.
     """
 
     samples = 120
@@ -238,9 +227,7 @@ class LongValidated(Net):
         self.happens("result", float(self.trainer.callback_metrics["result"]))
 
 
-def samples_of(steps: Iterable[Step]) -> list[int]:
-    """Return the samples of all batches, in order."""
-    return [sample for step in steps for sample in step.samples]
+# Where it is saved or stopped.
 
 
 def steps_done(trainer: L.Trainer) -> int:
@@ -249,9 +236,13 @@ def steps_done(trainer: L.Trainer) -> int:
 
 
 class Saver(L.Callback):
-    """Saves a checkpoint at each of these points."""
+    """Saves a checkpoint at each of these points.
 
-    def __init__(self, directory: Path, points: Points) -> None:
+    A point is a hook of a callback without its "on_", and the number of steps that the
+    whole run has done by then, such as "train_batch_end-4".
+    """
+
+    def __init__(self, directory: Path, points: Sequence[str]) -> None:
         self.saved = {point: f"{directory}/{point}.ckpt" for point in points}
         for moment in {point.partition("-")[0] for point in points}:
             setattr(self, f"on_{moment}", partial(self.save, moment))
@@ -262,79 +253,126 @@ class Saver(L.Callback):
             trainer.save_checkpoint(path)
 
 
+def signalled(
+    hook: str,
+    earlier: int = 0,
+    signum: int = signal.SIGTERM,
+    *,
+    ranks: Collection[int] = (),
+) -> At:
+    """Return a callback that signals its process at a call of a hook.
+
+    The call is the one after ``earlier`` calls, on these ranks or on all.
+    """
+    return At(hook, lambda trainer: os.kill(os.getpid(), signum), earlier=earlier, ranks=ranks)
+
+
+# Running and comparing.
+
+
+class Counts(NamedTuple):
+    """The counts of a run: of optimiser steps, also as loggers count them, and batches."""
+
+    optimiser_steps: int
+    logged_steps: int
+    batches: int
+
+
 @dataclass
 class Run:
-    """The record of one run on this rank."""
+    """The record of one run on this rank.
+
+    Attributes:
+        saved: the checkpoints by their points.
+        status: the exit status of a run that a signal has stopped.
+    """
 
     steps: list[Step]
     weights: Tensor
-    counts: tuple[Any, ...]
-    events: list[tuple[Any, ...]]
-    saved: dict[Point, str]
-    status: int | None = None  # of a run that a signal has stopped
+    counts: Counts
+    events: list[Event]
+    saved: dict[str, str]
+    status: int | None = None
 
 
 @dataclass
 class Training:
-    """A training on this rank, with options for the Trainer and for ``run``."""
+    """A training on this rank.
+
+    Attributes:
+        loaders: makes the training loaders.
+        directory: where the ranks connect.
+        options: of the Trainer; "model" makes the module from ``loaders``.
+        strategy: options of our strategy.
+        name: the folder for checkpoints in ``directory``.
+    """
 
     loaders: Callable[[], Any]
     directory: Path
     devices: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
-    name: str = "run"  # of the folder for its checkpoints; ranks connect in the directory itself
+    name: str = "run"
     side: Kind = "ours"
 
-    def run(self, *points: Point, into: str = "", **options: Any) -> Run:
-        """Train from the beginning, or from a checkpoint with another seed; save at
-        these points.
+    def run(
+        self,
+        *points: str,
+        into: str = "",
+        ckpt_path: str | None = None,
+        fail_at: tuple[int, int] | None = None,
+        **options: Any,
+    ) -> Run:
+        """Train from the beginning, or from a checkpoint with another seed.
+
+        Args:
+            points: where to save, see ``Saver``.
+            into: the folder for these checkpoints.
+            ckpt_path: the checkpoint to resume.
+            fail_at: see ``Net``.
+            **options: of the Trainer, in addition to those of the training.
         """
-        defaults = {
-            "devices": self.devices,
-            "max_epochs": 3,
-            "limit_val_batches": 0,
-            "num_sanity_val_steps": 0,
-        }
-        chosen: dict[str, Any] = {**defaults, **self.options, **options}
-        model = chosen.pop("model", Net)
-        fail_at = chosen.pop("fail_at", None)
-        plateau = chosen.pop("plateau", False)
-        ckpt_path = chosen.pop("ckpt_path", None)
-        saver = Saver(self.directory / self.name / into, points)
+        defaults = {"max_epochs": 3, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+        chosen = {**defaults, "devices": self.devices, **self.options, **options}
         L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
-        net = model(self.loaders, fail_at, plateau)
-        net.validation = chosen.pop("validation", {})
-        status: int | None = None
-        if not chosen.pop("dropout", True):
-            net.layers[1] = nn.Identity()
-        strategy = make_strategy(self.side, self.directory, **self.strategy)
+        module = chosen.pop("model", Net)(self.loaders)
+        module.fail_at = fail_at
+        saver = Saver(self.directory / self.name / into, points)
         chosen["callbacks"] = [saver, *chosen.get("callbacks", ())]
+        strategy = make_strategy(self.side, self.directory, **self.strategy)
         trainer = make_trainer(strategy, **chosen)
-        try:
-            trainer.fit(net, ckpt_path=ckpt_path)
-        except Stopped:
-            assert fail_at is not None
-        except SystemExit as end:
-            status = int(end.code or 0)
-        loop = trainer.fit_loop.epoch_loop
-        counts = (
-            trainer.global_step,
-            loop._batches_that_stepped,
-            loop.batch_progress.total.completed,
-        )
-        weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
-        return Run(net.steps, weights, counts, net.events, saver.saved, status)
+        status = _fit_until_stop(trainer, module, ckpt_path)
+        weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+        counts = _counts_of(trainer)
+        return Run(module.steps, weights, counts, module.events, saver.saved, status)
+
+
+def _fit_until_stop(trainer: L.Trainer, module: Net, ckpt_path: str | None) -> int | None:
+    """Train until the end or a stop; return the exit status if a signal stopped it."""
+    try:
+        trainer.fit(module, ckpt_path=ckpt_path)
+    except Stopped:
+        assert module.fail_at is not None
+    except SystemExit as end:
+        return int(end.code or 0)
+    return None
+
+
+def _counts_of(trainer: L.Trainer) -> Counts:
+    loop = trainer.fit_loop.epoch_loop
+    batches = loop.batch_progress.total.completed
+    return Counts(trainer.global_step, loop._batches_that_stepped, batches)
 
 
 def difference(training: Training, whole: Run, done: int, resumed: Run) -> str:
-    """Describe how a run that was resumed after ``done`` steps differs from the whole
-    one; empty if equal.
+    """Describe how a run that was resumed after ``done`` steps differs from the whole one.
+
+    Return an empty string if both are equal.
     """
-    # Steps that no optimiser step had followed yet.
-    again = len(resumed.steps) - len(whole.steps[done:])
-    is_within_step = 0 <= again < training.options.get("accumulate_grad_batches", 1)
-    if not is_within_step or resumed.steps != whole.steps[done - again :]:
+    # Batches after the last optimiser step are trained on again.
+    repeated = len(resumed.steps) - len(whole.steps[done:])
+    is_within_step = 0 <= repeated < training.options.get("accumulate_grad_batches", 1)
+    if not is_within_step or resumed.steps != whole.steps[done - repeated :]:
         return f"reads {resumed.steps} instead of {whole.steps[done:]}"
     if resumed.steps and resumed.counts != whole.counts:
         return f"counts {resumed.counts} instead of {whole.counts}"
@@ -343,27 +381,33 @@ def difference(training: Training, whole: Run, done: int, resumed: Run) -> str:
     return "" if torch.equal(resumed.weights, whole.weights) else "ends with other weights"
 
 
-def generations(training: Training, *chosen: Points) -> dict[str, str]:
-    """By checkpoints, each saved by a run that was resumed from the one before, what
-    the last run does otherwise.
+def generations(training: Training, *points: Sequence[str]) -> dict[str, str]:
+    """Resume a run, the resumed runs, and so on; return the differences from the whole run.
 
-    ``chosen`` says which ones are resumed from: of a run without a stop, then of each
-    resumed run, and so on. The last ones save nothing, which shows that saving changes
-    nothing.
+    The keys are the points at which the checkpoints were saved, such as
+    "train_batch_end-1/train_batch_end-4".
+
+    Args:
+        training: the training.
+        points: those at which the whole run is saved, those at which each resumed run
+            is saved, and so on. The last runs save nothing, which shows that saving
+            changes nothing.
     """
-    whole = training.run(*chosen[0])
-    found: dict[str, str] = {}
-    runs = [("from", whole)]
-    for points, later in zip(chosen, [*chosen[1:], ()], strict=True):
+    whole = training.run(*points[0])
+    differences: dict[str, str] = {}
+    runs = {"": whole}
+    for resumed_at, saved_at in zip(points, [*points[1:], ()], strict=True):
         earlier = runs
-        runs = []
-        for before, run in earlier:
-            for point in points:
-                name = f"{before}/{point}"
+        runs = {}
+        for name, run in earlier.items():
+            for point in resumed_at:
+                path = run.saved[point]
+                later_name = f"{name}/{point}".removeprefix("/")
+                later = training.run(*saved_at, into=later_name, ckpt_path=path)
                 done = int(point.rpartition("-")[2])
-                resumed = training.run(*later, into=name, ckpt_path=run.saved[point])
-                if wrong := difference(training, whole, done, resumed):
-                    found[name] = wrong
+                text = difference(training, whole, done, later)
+                if text:
+                    differences[later_name] = text
                 else:
-                    runs.append((name, resumed))
-    return found
+                    runs[later_name] = later
+    return differences

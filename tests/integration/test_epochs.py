@@ -1,6 +1,4 @@
-"""Each epoch has its own order and its own random numbers, for every kind of loader,
-sampler and dataset.
-"""
+"""Every kind of loader, sampler and dataset gets the epoch, and its random numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -91,9 +89,7 @@ class EpochSampler(TakesEpoch, Sampler[Any]):
 
 
 class Around(Sampler[Any]):
-    """A sampler, or batch sampler, around another one, which it holds in its own
-    attribute.
-    """
+    """A sampler, or batch sampler, that holds another one in its own attribute."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -133,7 +129,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 class Reader(continuing.Net):
-    """Records its batches by epoch, also in validation."""
+    """Records what it reads in each epoch, also in validation."""
 
     def __init__(self, train: Callable[[], Any], val: Callable[[], Any] = list) -> None:
         super().__init__(train)
@@ -145,23 +141,28 @@ class Reader(continuing.Net):
 
     @property
     def read(self) -> Epochs:
-        return {
-            epoch: {x for step in self.steps if step.epoch == epoch for x in step.samples}
-            for epoch in {step.epoch for step in self.steps}
-        }
+        read: Epochs = {}
+        for step in self.steps:
+            read.setdefault(step.epoch, set()).update(step.samples)
+        return read
 
     def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
-        self.validated.setdefault(self.trainer.current_epoch, set()).update(
-            batch.int().flatten().tolist()
-        )
+        samples = batch.int().flatten().tolist()
+        self.validated.setdefault(self.trainer.current_epoch, set()).update(samples)
 
 
 def train(
-    kind: training.Kind, directory: Path, net: Reader, *callbacks: L.Callback, **options: Any
+    kind: training.Kind,
+    directory: Path,
+    net: Reader,
+    *callbacks: L.Callback,
+    ckpt_path: str | None = None,
+    **options: Any,
 ) -> Reader:
-    """Train with ours, or with stock and ``SamplerEpochSeeding``."""
-    own = [] if kind == "ours" or callbacks else [SamplerEpochSeeding()]
-    ckpt_path = options.pop("ckpt_path", None)
+    """Train with ours, or with stock and a ``SamplerEpochSeeding``."""
+    has_seeding = any(isinstance(callback, SamplerEpochSeeding) for callback in callbacks)
+    if kind == "stock" and not has_seeding:
+        callbacks = (*callbacks, SamplerEpochSeeding())
     chosen = {
         "max_epochs": 3,
         "use_distributed_sampler": False,
@@ -170,46 +171,49 @@ def train(
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = training.make_trainer(
-            training.make_strategy(kind, directory), callbacks=[*own, *callbacks], **chosen
-        )
-        trainer.fit(net, ckpt_path=ckpt_path)
+        training.fit(kind, directory, net, *callbacks, ckpt_path=ckpt_path, **chosen)
     return net
 
 
-def read_epochs(kind: training.Kind, directory: Path) -> dict[str, Any]:
-    """Return the epochs that each loader read in each epoch, after a resume, and in
-    validation.
-    """
-    seeding = [SamplerEpochSeeding()] if kind == "stock" else []
-    found: dict[str, Any] = {}
-    for name, make in LOADERS.items():
-        saver = continuing.Saver(directory / name, ["train_epoch_end-2"])
-        found[name] = train(kind, directory, Reader(make), saver, *seeding).read
-        if "persistent workers" in name:
-            found[f"{name}, resumed"] = train(
-                kind, directory, Reader(make), ckpt_path=saver.saved["train_epoch_end-2"]
-            ).read
-    validation = Reader(
-        OwnLoader,
-        lambda: [loader(Samples(), **continuing.KEPT), loader(batch_sampler=EpochSampler(2))],
-    )
-    found["validation"] = train(kind, directory, validation).validated
-    return found
+def read_epochs(kind: training.Kind, directory: Path) -> dict[str, Epochs]:
+    return {name: train(kind, directory, Reader(make)).read for name, make in LOADERS.items()}
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
 def test_the_epoch_reaches_whatever_the_batches_are_made_from(
     kind: training.Kind, tmp_path: Path
 ) -> None:
-    """Each batch has the epoch that it is read in, from the first epoch on, after a
-    resume and in validation.
-    """
-    whole = {0: {0}, 1: {1}, 2: {2}}
-    resumed = {1: {1}, 2: {2}}
-    for found in training.on_ranks(kind, read_epochs, tmp_path):
-        assert found == {name: resumed if "resumed" in name else whole for name in found}
-        assert len(found) == len(LOADERS) + 2
+    """Each batch has the epoch in which it is read, from the first epoch on."""
+    for by_loader in training.on_ranks(kind, read_epochs, tmp_path):
+        assert by_loader == {name: {0: {0}, 1: {1}, 2: {2}} for name in LOADERS}
+
+
+def resume_stream(kind: training.Kind, directory: Path) -> Epochs:
+    """Resume after the first epoch, which has two batches."""
+    make = LOADERS["a stream, persistent workers"]
+    point = "train_epoch_end-2"
+    saver = continuing.Saver(directory, [point])
+    train(kind, directory, Reader(make), saver)
+    return train(kind, directory, Reader(make), ckpt_path=saver.saved[point]).read
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_workers_of_a_resumed_run_get_its_epoch(kind: training.Kind, tmp_path: Path) -> None:
+    """Persistent workers have each epoch, from the resumed one on."""
+    for epochs in training.on_ranks(kind, resume_stream, tmp_path):
+        assert epochs == {1: {1}, 2: {2}}
+
+
+def validate_each_epoch(kind: training.Kind, directory: Path) -> Epochs:
+    validation = [loader(Samples(), **continuing.KEPT), loader(batch_sampler=EpochSampler(2))]
+    return train(kind, directory, Reader(OwnLoader, lambda: validation)).validated
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_validation_loaders_get_the_training_epoch(kind: training.Kind, tmp_path: Path) -> None:
+    """Each validation reads with the epoch of training, also in persistent workers."""
+    for epochs in training.on_ranks(kind, validate_each_epoch, tmp_path):
+        assert epochs == {0: {0}, 1: {1}, 2: {2}}
 
 
 class Chance(Samples):
@@ -220,32 +224,37 @@ class Chance(Samples):
         return torch.tensor([[number] for number in drawn])
 
 
-def draw(kind: training.Kind, directory: Path) -> list[Epochs]:
-    found = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(len(found))  # another beginning each time
-        net = Reader(
-            partial(
-                loader,
-                Chance(),
-                **({**continuing.KEPT, "num_workers": 2} if kind == "ours" else {}),
-            )
-        )
-        found.append(train(kind, directory, net, SamplerEpochSeeding(seed=seed), max_epochs=2).read)
-    return found
+NUMBERS = 3 * 4  # of three generators for each of four samples
+
+
+class Drawn(NamedTuple):
+    """What a rank draws in each epoch, twice with one seed and once with another."""
+
+    first: Epochs
+    again: Epochs
+    other_seed: Epochs
+
+
+def draw(kind: training.Kind, directory: Path) -> Drawn:
+    workers = {**continuing.KEPT, "num_workers": 2} if kind == "ours" else {}
+
+    def draw_with(seed: int, *, start: int) -> Epochs:
+        torch.manual_seed(start)  # what the run would draw without the callback
+        net = Reader(partial(loader, Chance(), **workers))
+        return train(kind, directory, net, SamplerEpochSeeding(seed=seed), max_epochs=2).read
+
+    return Drawn(draw_with(5, start=0), draw_with(5, start=1), draw_with(6, start=2))
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
 def test_random_streams_belong_to_seed_epoch_rank_and_worker(
     kind: training.Kind, tmp_path: Path
 ) -> None:
-    """Runs with the same seed draw the same numbers; two epochs, ranks, workers or
-    seeds never share a number.
-    """
+    """Only runs with the same seed draw the same numbers, on the same rank and epoch."""
     by_rank = training.on_ranks(kind, draw, tmp_path)
-    assert all(first == again for first, again, _ in by_rank)
-    drawn = [
-        epoch for first, _, other in by_rank for run in (first, other) for epoch in run.values()
-    ]
-    assert [len(numbers) for numbers in drawn] == [4 * 3] * 2 * 2 * 2
-    assert len(set().union(*drawn)) == 4 * 3 * 2 * 2 * 2
+    epochs = []
+    for drawn in by_rank:
+        assert drawn.first == drawn.again
+        epochs += [*drawn.first.values(), *drawn.other_seed.values()]
+    assert [len(numbers) for numbers in epochs] == [NUMBERS] * 2 * 2 * 2  # ranks, seeds, epochs
+    assert len(set().union(*epochs)) == NUMBERS * len(epochs)

@@ -89,7 +89,7 @@ class Ordered(DataLoader[Any]):
             yield self.collate_fn([self.dataset[index] for index in indices])
 
 
-REMADE: dict[str, Callable[[], DataLoader[Any]]] = {
+CREATED_AGAIN: dict[str, Callable[[], DataLoader[Any]]] = {
     "plain": lambda: DataLoader(Numbers(8), batch_size=2, shuffle=True),
     "drawn": lambda: batched(Drawn(RandomSampler(range(8)), 2, False)),
     "ordered": lambda: Ordered(Numbers(8), batch_size=2, shuffle=True),
@@ -101,31 +101,35 @@ def repeated() -> DataLoader[Any]:
     return batched(Repeated(RandomSampler(range(8)), 2, False, times=2))
 
 
-def read_remade(kind: Kind, directory: Path) -> dict[str, Batches]:
-    """Return the batches of loaders that exist before the run, and of one that is
-    created in the module's hook, for one epoch.
-    """
-    found = {"repeated, in a hook": read(kind, directory, repeated, max_epochs=1)}
-    for name, make in REMADE.items():
-        exists = make()
-        found[name] = read(kind, directory, lambda exists=exists: exists, max_epochs=1)
-    return found
+def given(loader: DataLoader[Any]) -> Callable[[], DataLoader[Any]]:
+    """Return a ``train_dataloader`` that returns a loader from before the run."""
+    return lambda: loader
 
 
-def test_loaders_whose_classes_can_be_created_again_read_what_they_read_with_stock(
-    tmp_path: Path,
-) -> None:
-    """Lightning creates their batch samplers anew, with a sampler for the rank.
+def read_created_again(kind: Kind, directory: Path) -> dict[str, Batches]:
+    """Return one epoch of loaders from before the run, and of one from a hook."""
+    batches = {
+        name: read(kind, directory, given(make()), max_epochs=1)
+        for name, make in CREATED_AGAIN.items()
+    }
+    batches["repeated, in a hook"] = read(kind, directory, repeated, max_epochs=1)
+    return batches
+
+
+def test_batch_samplers_that_can_be_created_again_are_as_with_stock(tmp_path: Path) -> None:
+    """Lightning creates them anew, with a sampler for the rank.
 
     It knows the arguments of those that are created in a hook.
     """
-    ours, stock = on_both(read_remade, tmp_path)
+    ours, stock = on_both(read_created_again, tmp_path)
     assert ours == stock
 
 
 class Copied(NamedTuple):
-    """A loader that stock refuses, or creates again with other arguments; and what it
-    makes of a plain loader's batch.
+    """A loader that stock refuses, or creates again with other arguments.
+
+    Attributes:
+        change: returns what the loader makes of a plain loader's batch.
     """
 
     make: Callable[[], DataLoader[Any]]
@@ -142,14 +146,21 @@ COPIED = {
 }
 
 
-def read_copied(kind: Kind, directory: Path, name: str) -> list[Batches]:
-    """Return the batches of a plain loader, of one that is created in the module's hook,
-    and of one that exists before the run.
-    """
+class Read(NamedTuple):
+    """The batches of a plain loader, and of a user's loader from a hook or from before."""
+
+    plain: Batches
+    from_hook: Batches
+    from_before: Batches
+
+
+def read_copied(kind: Kind, directory: Path, name: str) -> Read:
     make = COPIED[name].make
-    exists = make()
-    ways = (REMADE["plain"], make, lambda: exists)
-    return [read(kind, directory, way) for way in ways]
+    return Read(
+        plain=read(kind, directory, CREATED_AGAIN["plain"]),
+        from_hook=read(kind, directory, make),
+        from_before=read(kind, directory, given(make())),
+    )
 
 
 @pytest.mark.parametrize("name", COPIED)
@@ -157,37 +168,47 @@ def test_a_loader_whose_class_cannot_be_created_again_keeps_its_arguments(
     name: str, tmp_path: Path
 ) -> None:
     """Each rank reads its part through the user's loader and batch sampler."""
-    for plain, made_in_hook, made_before in on_ranks("ours", read_copied, tmp_path, name):
-        change = COPIED[name].change
-        expected = {epoch: [change(batch) for batch in plain[epoch]] for epoch in plain}
-        assert made_in_hook == expected
-        assert made_before == expected
+    change = COPIED[name].change
+    for batches in on_ranks("ours", read_copied, tmp_path, name):
+        expected = {epoch: list(map(change, plain)) for epoch, plain in batches.plain.items()}
+        assert batches.from_hook == expected
+        assert batches.from_before == expected
 
 
-def refuse_batches(kind: Kind, directory: Path) -> list[str]:
-    messages = []
-    twice = Repeated(SequentialSampler(range(8)), 2, False, times=2)
-    for batch_sampler in (DrawnPairs(8), twice, [[0, 1], [2, 3]]):
-        made = batched(batch_sampler)
-        with pytest.raises(ConfigurationError) as raised:
-            read(kind, directory, lambda made=made: made)
-        messages.append(str(raised.value))
-    return messages
+class Indivisible(NamedTuple):
+    """A batch sampler that Lightning cannot create again, and the start of the error."""
+
+    make: Callable[[], Any]
+    message: str
 
 
-def test_batches_that_cannot_be_divided_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    """Every rank's error names the class and the remedies.
+INDIVISIBLE = {
+    "other arguments": Indivisible(
+        lambda: DrawnPairs(8), "DrawnPairs over SequentialSampler takes no distributed sampler"
+    ),
+    "an unknown argument": Indivisible(
+        lambda: Repeated(SequentialSampler(range(8)), 2, False, times=2),
+        "batch_sampler Repeated must have no arguments besides torch's (got times), or be created"
+        " in a hook such as train_dataloader",
+    ),
+    "a list": Indivisible(lambda: [[0, 1], [2, 3]], "list takes no distributed sampler"),
+}
 
-    The constructor takes other arguments, or another one that is unknown, or the
-    batches are in a list.
-    """
-    for drawn, twice, listed in on_ranks("ours", refuse_batches, tmp_path):
-        assert drawn.startswith("DrawnPairs over SequentialSampler takes no distributed sampler")
-        assert twice.startswith(
-            "batch_sampler Repeated must have no arguments besides torch's (got times), or be"
-            " created in a hook such as train_dataloader"
-        )
-        assert listed.startswith("list takes no distributed sampler")
-        for message in (drawn, twice, listed):
-            assert "batch_sampler=DistributedBatchSamplerWrapper(...)" in message
-            assert "Trainer(use_distributed_sampler=False)" in message
+
+def refuse_batches(kind: Kind, directory: Path, name: str) -> str:
+    """Return the error of a run on batches that exist before it."""
+    loader = batched(INDIVISIBLE[name].make())
+    with pytest.raises(ConfigurationError) as raised:
+        read(kind, directory, given(loader))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", INDIVISIBLE)
+def test_batches_that_cannot_be_divided_are_refused_with_a_remedy(
+    name: str, tmp_path: Path
+) -> None:
+    """Every rank's error names the class and the remedies."""
+    for message in on_ranks("ours", refuse_batches, tmp_path, name):
+        assert message.startswith(INDIVISIBLE[name].message)
+        assert "batch_sampler=DistributedBatchSamplerWrapper(...)" in message
+        assert "Trainer(use_distributed_sampler=False)" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from tests.harness import training
 from tests.integration.continuing import Numbers, Saver
 from tests.integration.reading import Backwards, Batches, loader, read
 
+POINT = "train_epoch_end-3"
 LOADERS: dict[str, Any] = {
     "padded": loader(11, shuffle=True),
     "in order": loader(11, batch_size=3),
@@ -44,41 +46,54 @@ def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
     assert ours == stock
 
 
-def seeded_orders(kind: training.Kind, directory: Path) -> list[Batches]:
-    """Return the batches of a run, of one with another seed, and of that one resumed."""
+class Seeded(NamedTuple):
+    """The batches of a run, of one with another seed, and of that one resumed."""
+
+    first: Batches
+    other_seed: Batches
+    resumed: Batches
+
+
+def seeded_orders(kind: training.Kind, directory: Path) -> Seeded:
+    """Resume at the end of the first epoch, which has three steps."""
     make = loader(11, shuffle=True)
+    saver = Saver(directory, [POINT])
     first = read(kind, directory, make, max_epochs=3)
-    saver = Saver(directory, ["train_epoch_end-3"])
     L.seed_everything(123, verbose=False)
-    seeded = read(kind, directory, make, max_epochs=3, callbacks=[saver])
-    path = saver.saved["train_epoch_end-3"]
-    return [first, seeded, read(kind, directory, make, max_epochs=3, ckpt_path=path)]
+    other_seed = read(kind, directory, make, max_epochs=3, callbacks=[saver])
+    resumed = read(kind, directory, make, max_epochs=3, ckpt_path=saver.saved[POINT])
+    return Seeded(first, other_seed, resumed)
 
 
 def test_the_order_of_a_seed_is_stock_lightnings(tmp_path: Path) -> None:
-    """Also after a resume at the end of the first epoch."""
+    """Each seed has another order, which a resumed run continues."""
     ours, stock = training.on_both(seeded_orders, tmp_path)
     assert ours == stock
-    first, seeded, resumed = ours[0]
-    assert seeded != first
-    assert resumed.keys() == {1, 2}
+    for orders in ours:
+        assert orders.other_seed != orders.first
+        assert orders.resumed == {epoch: orders.other_seed[epoch] for epoch in (1, 2)}
 
 
-def unusual_orders(kind: training.Kind, directory: Path) -> list[Batches]:
-    """Return the batches of a generator, and of the Trainer's option to overfit."""
+def read_generator(kind: training.Kind, directory: Path) -> Batches:
     generator = (torch.tensor([[float(number)]]) for number in range(9))
-    return [
-        read(kind, directory, lambda: generator, limit_train_batches=3),
-        read(kind, directory, loader(11, shuffle=True), overfit_batches=3),
-    ]
+    return read(kind, directory, lambda: generator, limit_train_batches=3)
 
 
-def test_a_generator_and_overfitting_are_as_with_stock(tmp_path: Path) -> None:
-    """A generator continues in the next epoch."""
-    ours, stock = training.on_both(unusual_orders, tmp_path)
+def test_a_generator_continues_in_the_next_epoch(tmp_path: Path) -> None:
+    """Each epoch reads three batches of it, as with stock."""
+    ours, stock = training.on_both(read_generator, tmp_path)
     assert ours == stock
-    generated, _ = ours[0]
-    assert generated == {0: [[0], [1], [2]], 1: [[3], [4], [5]]}
+    assert ours[0] == {0: [[0], [1], [2]], 1: [[3], [4], [5]]}
+
+
+def overfit(kind: training.Kind, directory: Path) -> Batches:
+    return read(kind, directory, loader(11, shuffle=True), overfit_batches=3)
+
+
+def test_overfitting_reads_the_batches_of_stock(tmp_path: Path) -> None:
+    """The Trainer's option ``overfit_batches`` chooses the same batches."""
+    ours, stock = training.on_both(overfit, tmp_path)
+    assert ours == stock
 
 
 # Samplers that draw, while the seed differs on each rank.
@@ -91,6 +106,10 @@ class Even(RandomSampler):
         return iter([index & ~1 for index in super().__iter__()])
 
 
+SAMPLES = 40
+SOME = 36
+
+
 class SamplerCase(NamedTuple):
     """Options of a loader of 40 samples, and what the ranks read of it together."""
 
@@ -99,36 +118,38 @@ class SamplerCase(NamedTuple):
     repeats: bool
 
 
-REPEATING = RandomSampler(range(40), replacement=True, num_samples=36)
-EVEN = Even(range(40))
+REPEATING = RandomSampler(range(SAMPLES), replacement=True, num_samples=SOME)
+EVEN = Even(range(SAMPLES))
 SAMPLERS = {
-    "shuffled": SamplerCase({"shuffle": True}, 40, repeats=False),
-    "some": SamplerCase({"sampler": RandomSampler(range(40), num_samples=36)}, 36, repeats=False),
-    "with replacement": SamplerCase({"sampler": REPEATING}, 36, repeats=True),
-    "with replacement, in a batch sampler": SamplerCase(
-        {"batch_sampler": Backwards(REPEATING, 2, False)}, 36, repeats=True
+    "shuffled": SamplerCase({"shuffle": True}, SAMPLES, repeats=False),
+    "some": SamplerCase(
+        {"sampler": RandomSampler(range(SAMPLES), num_samples=SOME)}, SOME, repeats=False
     ),
-    "even": SamplerCase({"sampler": EVEN}, 40, repeats=True),
+    "with replacement": SamplerCase({"sampler": REPEATING}, SOME, repeats=True),
+    "with replacement, in a batch sampler": SamplerCase(
+        {"batch_sampler": Backwards(REPEATING, 2, False)}, SOME, repeats=True
+    ),
+    "even": SamplerCase({"sampler": EVEN}, SAMPLES, repeats=True),
     "even, in a batch sampler": SamplerCase(
-        {"batch_sampler": BatchSampler(EVEN, 2, False)}, 40, repeats=True
+        {"batch_sampler": BatchSampler(EVEN, 2, False)}, SAMPLES, repeats=True
     ),
 }
 
 
 def read_drawn(
     kind: training.Kind, directory: Path, options: dict[str, Any], epochs: int
-) -> list[Any]:
+) -> list[list[int]]:
     """Return the samples that this rank reads in each epoch."""
     torch.manual_seed(os.getpid())
-    batches = read(kind, directory, loader(40, **options), max_epochs=epochs)
-    return [[sample for batch in batches[epoch] for sample in batch] for epoch in range(epochs)]
+    batches = read(kind, directory, loader(SAMPLES, **options), max_epochs=epochs)
+    return [[*itertools.chain(*batches[epoch])] for epoch in range(epochs)]
 
 
 def read_together(directory: Path, options: dict[str, Any], epochs: int = 1) -> list[list[int]]:
     """Return the samples that two ranks with different seeds read in each epoch."""
     env = {"PL_GLOBAL_SEED": lambda rank: str(100 + rank)}
     first, second = training.on_ranks("ours", read_drawn, directory, options, epochs, env=env)
-    return [[*mine, *others] for mine, others in zip(first, second, strict=True)]
+    return [[*own, *others] for own, others in zip(first, second, strict=True)]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -139,16 +160,17 @@ def test_ranks_divide_one_draw_of_a_sampler(name: str, tmp_path: Path) -> None:
     assert len(together) == case.samples
     assert (len(set(together)) < case.samples) is case.repeats
     if name.startswith("even"):
-        assert sorted(together) == sorted([*range(0, 40, 2)] * 2)
+        assert sorted(together) == sorted([*range(0, SAMPLES, 2)] * 2)
 
 
 def test_each_epoch_of_a_weighted_sampler_is_another_draw(tmp_path: Path) -> None:
     """All ranks divide one draw per epoch, and read none of its samples twice."""
-    weights = [1.0] * 39 + [0.0]
-    sampler = WeightedRandomSampler(weights, 36, replacement=False)
+    without_weight = SAMPLES - 1
+    weights = [1.0] * without_weight + [0.0]
+    sampler = WeightedRandomSampler(weights, SOME, replacement=False)
     epochs = read_together(tmp_path, {"sampler": sampler}, epochs=3)
     for drawn in epochs:
-        assert len(drawn) == 36
-        assert len(set(drawn)) == 36
-        assert 39 not in drawn, "it weighs nothing"
+        assert len(drawn) == SOME
+        assert len(set(drawn)) == SOME
+        assert without_weight not in drawn
     assert len({tuple(drawn) for drawn in epochs}) == 3

@@ -1,5 +1,9 @@
-"""A resumed run equals one that never stopped, for generated combinations of data,
-stops and resumes.
+"""A resumed run equals one that never stopped, for generated combinations of factors.
+
+A case chooses what is read, where a run stops, and on how many ranks it continues. On
+the same number of ranks the resumed run must equal a whole run to the last bit. On
+another number the rest of the epoch must be divided among the ranks, or refused if only
+the ranks that saved it can continue it.
 
 ``make test`` plays a pairwise cover, ``make nightly`` cases of a new seed
 (``SWEEP_SEED``, ``SWEEP_COUNT``).
@@ -9,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import random
 import signal
@@ -17,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -25,6 +30,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils import data as torch_data
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, get_worker_info
@@ -34,37 +40,56 @@ from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistribute
 from lightning_ddp_ext.errors import RankFailedError, ResumeError
 from tests.harness import sweeps
 from tests.integration import continuing
+from tests.integration.continuing import Run, Step
 from tests.integration.reading import Backwards
 
-# samples, which 1, 2 or 3 ranks split evenly
-LONG = 18
-SHORT = 12
-OF_STREAM = {LONG: 12, SHORT: 8}  # samples of each rank
-WITH_RANKS = ("scalable", "distributed", "dealt")  # share out by themselves
-# Are shared out by the strategy's sampler.
-INJECTED = (
-    "shuffled",
-    "sequential",
-    "own",
-    "weighted",
-    "replacement",
-    "option",  # of the strategy: sampler="scalable"
-)
+BATCH_SIZE = 2
+# The samples of the longer and of the shorter loader, which 1, 2 or 3 ranks split evenly.
+SAMPLES = (18, 12)
+STREAMED = (12, 8)  # the same of a stream, which each rank has for itself
+LIMIT = 4  # batches of an epoch
+
+WITH_RANKS = ("scalable", "distributed", "dealt")  # samplers that divide by themselves
+# Divided by the strategy's sampler; "option" stands for DDPExtStrategy(sampler="scalable").
+INJECTED = ("shuffled", "sequential", "own", "weighted", "replacement", "option")
+STREAMS = ("stream", "sized")
+
+# By the place where a run stops: the hook that stops it or saves a checkpoint.
 HOOKS = {
-    **dict.fromkeys(("middle", "last", "sigterm", "first"), "on_train_batch_end"),
-    **dict(
-        end="on_train_epoch_end", validation="on_validation_end", sigval="on_validation_batch_start"
-    ),
+    "middle": "on_train_batch_end",
+    "last": "on_train_batch_end",
+    "sigterm": "on_train_batch_end",
+    "first": "on_train_batch_end",
+    "end": "on_train_epoch_end",
+    "validation": "on_validation_end",
+    "sigval": "on_validation_batch_start",
     "max_steps": "on_train_end",
     "before": "on_train_batch_start",
 }
 SIGNALS = ("sigterm", "sigval")
-ENDING = (*SIGNALS, "max_steps")  # stops that end the run
+ENDING = (*SIGNALS, "max_steps")  # stops that end the run; at the others it only saves
 
 
 def levels(*names: str) -> Any:
     """Return the levels of a factor, the first of which is its default."""
     return field(default=names[0], metadata={"levels": names})
+
+
+class Source(NamedTuple):
+    """What a loader reads: data of a kind, in the longer loader or in the shorter one."""
+
+    kind: str
+    is_shorter: bool
+
+    @property
+    def samples(self) -> int:
+        """The number of samples, on each rank if it is a stream."""
+        return (STREAMED if self.kind in STREAMS else SAMPLES)[self.is_shorter]
+
+    @property
+    def first_sample(self) -> int:
+        """The number of its first sample on rank 0."""
+        return 100 if self.is_shorter else 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +99,7 @@ class Case:
     Set the variable ``SWEEP`` to its ``str`` to play it again.
     """
 
-    sampler: str = levels(*INJECTED, *WITH_RANKS, "batches", "stream", "sized", "stateful")
+    sampler: str = levels(*INJECTED, *WITH_RANKS, "batches", *STREAMS, "stateful")
     stop: str = levels(*HOOKS)
     loaders: str = levels("one", "list", "dict", "min_size", "max_size", "max_size_cycle")
     beside: str = levels("same", "shuffled", "stream")  # what the second of two loaders reads
@@ -106,71 +131,64 @@ class Case:
     @property
     def is_valid(self) -> bool:
         """Whether it can be played, and each level makes a difference."""
-        if self.loaders == "one" and (self.beside != "same" or self.generator == "shared"):
-            return False
-        if self.looks == "yes" and (self.workers != "none" or self.step != "batch"):
-            return False
-        if "before" in (self.stop, self.again) and self.loaders in (
-            "list",
-            "dict",
-            "max_size_cycle",
-        ):
-            # a loader that begins again with the batch that was read has drawn numbers
-            # for that already
-            return False
-        if self.optimizing == "third" and self.step != "batch":
-            return False  # Lightning clears gradients one batch too late
-        if "last" in (self.stop, self.again) and {"validation", "sigval"} & {self.stop, self.again}:
-            # a validation that is due after the last batch's save is skipped, so none
-            # exist
-            return False
-        if self.made == "each" and {"stream", "stateful"} & {*self.kinds}:
-            # Lightning begins to read new streams twice, and makes new loaders before
-            # it restores numbers
-            return False
-        if "option" in self.kinds and self.injected == "no":
-            return False
-        if self.workers == "kept" and self.injected == "no" and "stateful" in self.kinds:
-            return False  # torchdata also draws an order where workers start
-        if (
-            "max_steps" in (self.stop, self.again)
-            and self.optimizing == "third"
-            and self.ends_unannounced
-        ):
-            return False  # the epoch's last batch is not a step then
-        # Otherwise the number of steps is unknown, and the remaining data are not all
-        # the rest.
-        return self.stays or (self.again != "max_steps" and self.limit == "none")
+        stops = {self.stop, self.again}
+        kinds = {source.kind for source in self.sources}
+        has_one_loader = self.loaders == "one"
+        restarts_loader = self.loaders in ("list", "dict", "max_size_cycle")
+        invalid = (
+            has_one_loader and self.beside != "same",
+            has_one_loader and self.generator == "shared",
+            self.looks == "yes" and self.workers != "none",
+            self.looks == "yes" and self.step != "batch",
+            # A loader that begins again with the batch that was read has drawn numbers
+            # for that already.
+            "before" in stops and restarts_loader,
+            # Lightning clears gradients one batch too late.
+            self.optimizing == "third" and self.step != "batch",
+            # A validation that is due after the last batch's save is skipped, so none
+            # exist.
+            "last" in stops and not stops.isdisjoint({"validation", "sigval"}),
+            # Lightning begins to read new streams twice, and makes new loaders before it
+            # restores numbers.
+            self.made == "each" and not kinds.isdisjoint({"stream", "stateful"}),
+            "option" in kinds and self.injected == "no",
+            # torchdata also draws an order where workers start.
+            self.workers == "kept" and self.injected == "no" and "stateful" in kinds,
+            # The epoch's last batch is not a step.
+            "max_steps" in stops and self.optimizing == "third" and self.ends_unannounced,
+            # On other ranks the number of steps is unknown, and with a limit the
+            # remaining data are not all the rest.
+            not self.keeps_ranks and (self.again == "max_steps" or self.limit != "none"),
+        )
+        return not any(invalid)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Numbers of ranks until the first stop, and from then on."""
-        return int(self.ranks[0]), int(self.ranks[-1])
+    def ranks_before(self) -> int:
+        """The number of ranks until the first stop."""
+        return int(self.ranks[0])
 
     @property
-    def stays(self) -> bool:
+    def ranks_after(self) -> int:
+        """The number of ranks from the first stop on."""
+        return int(self.ranks[-1])
+
+    @property
+    def keeps_ranks(self) -> bool:
         """Whether the run continues on the same number of ranks."""
-        return len(self.ranks) == 1
+        return self.ranks_before == self.ranks_after
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of data of the loaders, the longer loader first."""
+    def sources(self) -> list[Source]:
+        """What the loaders read, the longer loader first."""
         second = self.sampler if self.beside == "same" else self.beside
-        return (self.sampler,) if self.loaders == "one" else (self.sampler, second)
-
-    @property
-    def draws(self) -> bool:
-        """Whether an order is drawn."""
-        return not {*self.kinds} <= {"sequential", *WITH_RANKS, "stream"}
+        sources = [Source(self.sampler, is_shorter=False), Source(second, is_shorter=True)]
+        return sources[:1] if self.loaders == "one" else sources
 
     @property
     def ends_unannounced(self) -> bool:
-        """Whether Lightning detects the end of an epoch only when it requests another
-        batch.
-        """
-        return "stream" in self.kinds and (
-            self.loaders == "min_size" or self.step == "dataloader_iter"
-        )
+        """Whether Lightning detects an epoch's end only when it requests another batch."""
+        has_stream = any(source.kind == "stream" for source in self.sources)
+        return has_stream and (self.loaders == "min_size" or self.step == "dataloader_iter")
 
     @property
     def epochs(self) -> int:
@@ -180,46 +198,44 @@ class Case:
     def accumulated(self) -> int:
         return 3 if self.optimizing == "third" else 1
 
-    def can_share(self, kind: str) -> bool:
+    @property
+    def can_be_shared(self) -> bool:
         """Whether another number of ranks can share the rest of an epoch."""
-        return kind in ("scalable", "dealt") or (kind in INJECTED and self.injected == "yes")
+        by_strategy = INJECTED if self.injected == "yes" else ()
+        return all(source.kind in ("scalable", "dealt", *by_strategy) for source in self.sources)
 
-    def batches(self, kind: str, samples: int, ranks: int) -> int:
+    def batches(self, source: Source, ranks: int) -> int:
         """Return the number of batches in an epoch on each rank."""
-        if kind == "dealt":
-            return -(-samples // 2 // ranks)
-        if kind in ("stream", "sized"):
-            return OF_STREAM[samples] // 2
-        return -(-samples // (2 * ranks if self.injected == "yes" or kind in WITH_RANKS else 2))
+        is_divided = self.injected == "yes" or source.kind in WITH_RANKS
+        is_own = source.kind in STREAMS or not is_divided
+        return math.ceil(source.samples / BATCH_SIZE / (1 if is_own else ranks))
 
     def length(self, ranks: int) -> int:
         """Return the number of steps in an epoch."""
-        lengths = [
-            self.batches(kind, size, ranks)
-            for kind, size in zip(self.kinds, (LONG, SHORT), strict=False)
-        ]
+        lengths = [self.batches(source, ranks) for source in self.sources]
         length = min(lengths) if self.loaders == "min_size" else max(lengths)
-        return length if self.limit == "none" else min(length, 4)
+        return length if self.limit == "none" else min(length, LIMIT)
 
     def index(self, stop: str, ranks: int) -> int:
-        """Return the batch of the epoch after which a run stops; no validation is due
-        after "first" and "middle".
+        """Return the batch of the epoch after which a run stops.
+
+        Validations are due after each second batch, but not after "first" and "middle".
         """
         length = self.length(ranks)
-        others = {
+        indices = {
+            "first": 0,
             "validation": 1,
             "sigval": 1,
             "max_steps": min(self.accumulated, length) - 1,
-            "first": 0,
+            "last": length - 1,
+            "end": length - 1,
         }
-        return (
-            length - 1
-            if stop in ("last", "end")
-            else others.get(stop, min(4, (length - 2) // 2 * 2))
-        )
+        return indices.get(stop, min(4, (length - 2) // 2 * 2))
 
 
-FACTORS: dict[str, tuple[str, ...]] = {each.name: each.metadata["levels"] for each in fields(Case)}
+FACTORS: dict[str, tuple[str, ...]] = {
+    factor.name: factor.metadata["levels"] for factor in fields(Case)
+}
 
 
 # What is read.
@@ -240,9 +256,7 @@ class Own(torch_data.Sampler[int]):
 
 
 class Sized(torch_data.IterableDataset[Tensor]):
-    """Numbers that the workers of a rank split; each worker draws an order for its
-    part.
-    """
+    """Numbers that the workers of a rank split; each worker draws an order for its part."""
 
     def __init__(self, numbers: range) -> None:
         self.numbers = numbers
@@ -272,66 +286,83 @@ class Stream(Sized):
         return ((place + self.epoch) % length for place in range(length))
 
 
+def options_of(
+    kind: str, data: list[Tensor], generator: torch.Generator | None, rank: int, ranks: int
+) -> dict[str, Any]:
+    """Return the options of a loader with a kind of sampler."""
+    count = len(data)
+    seed = None if generator is None else generator.initial_seed()
+    weights = [*range(1, count + 1)]
+    draw = partial(RandomSampler, data, generator=generator)
+    weighted = torch_data.WeightedRandomSampler(weights, count, generator=generator)
+    dealt = DistributedBatchSamplerWrapper(BatchSampler(draw(), BATCH_SIZE, False))
+    samplers: dict[str, Any] = {
+        "sequential": None,
+        "own": Own(count, seed),
+        "weighted": weighted,
+        "replacement": draw(replacement=True, num_samples=count),
+        "scalable": ScalableDistributedSampler(data, seed=1),
+        "distributed": torch_data.DistributedSampler(data, ranks, rank, seed=1),
+    }
+    batch_samplers = {"batches": Backwards(draw(), BATCH_SIZE, False), "dealt": dealt}
+    if kind in batch_samplers:
+        return {"batch_sampler": batch_samplers[kind]}
+    if kind in samplers:
+        return {"batch_size": BATCH_SIZE, "sampler": samplers[kind]}
+    return {"batch_size": BATCH_SIZE, "shuffle": True}
+
+
 def loaders_of(case: Case, rank: int, ranks: int) -> Any:
     """Return the module's ``train_dataloader``."""
     shared = torch.Generator().manual_seed(rank)
-    made = []
-    for number, (kind, samples) in enumerate(zip(case.kinds, (LONG, SHORT), strict=False)):
+    loaders = []
+    for number, source in enumerate(case.sources):
         own = torch.Generator().manual_seed(10 * (number + 1) + rank)
         generator = {"global": None, "shared": shared, "own": own}[case.generator]
-        made.append(loader_of(case, kind, samples, number, rank, ranks, generator))
+        loaders.append(loader_of(case, source, rank, ranks, generator))
     if case.loaders in ("one", "list", "dict"):
-        return {"one": made[0], "list": made, "dict": dict(enumerate(made))}[case.loaders]
-    return CombinedLoader(made, case.loaders)
+        return {"one": loaders[0], "list": loaders, "dict": dict(enumerate(loaders))}[case.loaders]
+    return CombinedLoader(loaders, case.loaders)
 
 
 def loader_of(
-    case: Case, kind: str, samples: int, number: int, rank: int, ranks: int, generator: Any
+    case: Case, source: Source, rank: int, ranks: int, generator: torch.Generator | None
 ) -> Any:
-    """Return a loader with batches of two samples, numbered from 0 or 100; a stream
-    adds 1000 times the rank.
-    """
+    """Return a loader with batches of two samples; a stream adds 1000 times the rank."""
     options: dict[str, Any] = {"generator": generator}
     if case.workers != "none":
-        options |= {"num_workers": 2 - number, "multiprocessing_context": "fork"}
+        options |= continuing.workers(1 if source.is_shorter else 2)
         options["persistent_workers"] = case.workers == "kept"
-    if kind in ("stream", "sized"):
-        numbers = range(100 * number + 1000 * rank, 100 * number + 1000 * rank + OF_STREAM[samples])
-        return DataLoader(Stream(numbers) if kind == "stream" else Sized(numbers), 2, **options)
-    data: Any = [
-        torch.tensor([float(sample)]) for sample in range(100 * number, 100 * number + samples)
-    ]
-    drawn = partial(RandomSampler, data, generator=generator)
-    weights = [*range(1, samples + 1)]
-    ways: dict[str, Callable[[], dict[str, Any]]] = {
-        "sequential": dict,
-        "own": lambda: {"sampler": Own(samples, generator and generator.initial_seed())},
-        "weighted": lambda: {
-            "sampler": torch_data.WeightedRandomSampler(weights, samples, generator=generator)
-        },
-        "replacement": lambda: {"sampler": drawn(replacement=True, num_samples=samples)},
-        "scalable": lambda: {"sampler": ScalableDistributedSampler(data, seed=1)},
-        "distributed": lambda: {
-            "sampler": torch_data.DistributedSampler(data, ranks, rank, seed=1)
-        },
-        "batches": lambda: {"batch_sampler": Backwards(drawn(), 2, False)},
-        "dealt": lambda: {
-            "batch_sampler": DistributedBatchSamplerWrapper(BatchSampler(drawn(), 2, False))
-        },
-    }
-    options |= ways[kind]() if kind in ways else {"shuffle": True}
-    options |= {} if "batch_sampler" in options else {"batch_size": 2}
-    return (StatefulDataLoader if kind == "stateful" else DataLoader)(data, **options)
+    first = source.first_sample
+    if source.kind in STREAMS:
+        numbers = range(first + 1000 * rank, first + 1000 * rank + source.samples)
+        stream = Stream(numbers) if source.kind == "stream" else Sized(numbers)
+        return DataLoader(stream, BATCH_SIZE, **options)
+    data: Any = [torch.tensor([float(first + place)]) for place in range(source.samples)]
+    options |= options_of(source.kind, data, generator, rank, ranks)
+    return (StatefulDataLoader if source.kind == "stateful" else DataLoader)(data, **options)
 
 
 # What is trained.
 
 
 class Swept(continuing.Net):
+    """Takes batches of a dict of loaders, and may have a scheduler that needs a value."""
+
+    def __init__(self, *args: Any, has_plateau: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.has_plateau = has_plateau
+
     def training_step(self, batch: Any, index: int) -> Tensor:
-        return super().training_step(
-            list(batch.values()) if isinstance(batch, dict) else batch, index
-        )
+        parts = list(batch.values()) if isinstance(batch, dict) else batch
+        return super().training_step(parts, index)
+
+    def configure_optimizers(self) -> Any:
+        [optimizer], schedulers = super().configure_optimizers()
+        if self.has_plateau:
+            plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            schedulers.append({"scheduler": plateau, "monitor": "epoch"})
+        return [optimizer], schedulers
 
 
 class Manual(Swept):
@@ -340,11 +371,11 @@ class Manual(Swept):
     def training_step(self, batch: Any, index: int) -> Tensor:
         loss = super().training_step(batch, index)
         optimizer = self.optimizers()
-        schedulers = self.lr_schedulers()
+        scheduler, *_ = self.lr_schedulers()
         optimizer.zero_grad()
         self.manual_backward(loss)
-        for each in (optimizer, schedulers[0]):
-            each.step()
+        optimizer.step()
+        scheduler.step()
         return loss
 
 
@@ -357,48 +388,47 @@ class Iterating(Swept):
 class IteratingManual(Iterating, Manual): ...
 
 
-KINDS = {"batch": (Swept, Manual), "dataloader_iter": (Iterating, IteratingManual)}
+def module_of(case: Case) -> Any:
+    """Return a function that makes the module from its loaders."""
+    manual = case.optimizing == "manual"
+    if case.step == "batch":
+        module = Manual if manual else Swept
+    else:
+        module = IteratingManual if manual else Iterating
+    # As with Lightning, a run that is resumed at an epoch's end does not update then.
+    has_plateau = {case.stop, case.again} <= {"no", "first", "middle", "before"}
+    validation = continuing.KEPT if case.workers == "kept" else {}
+    return partial(module, has_plateau=has_plateau, validation=validation)
 
 
 def training_of(case: Case, rank: int, ranks: int, place: Path) -> continuing.Training:
     options: dict[str, Any] = {
         "max_epochs": case.epochs,
-        "limit_train_batches": 1.0 if case.limit == "none" else 4,
-        # Resumed at an epoch's end, a run leaves out what is updated then: as with
-        # Lightning.
-        "plateau": {case.stop, case.again} <= {"no", "first", "middle", "before"},
+        "limit_train_batches": 1.0 if case.limit == "none" else LIMIT,
         "accumulate_grad_batches": case.accumulated,
         "use_distributed_sampler": case.injected == "yes",
         "reload_dataloaders_every_n_epochs": int(case.made == "each"),
         "callbacks": [Looks()] if case.looks == "yes" else [],
-        "validation": continuing.KEPT if case.workers == "kept" else {},
-        "model": KINDS[case.step][case.optimizing == "manual"],
-        **(
-            {}
-            if "last" in (case.stop, case.again)
-            else {"limit_val_batches": 2, "val_check_interval": 2}
-        ),
+        "model": module_of(case),
     }
-    # DDP rebuilds its buckets after the first step otherwise, and three ranks then add
-    # up in another order.
-    strategy: dict[str, Any] = {"find_unused_parameters": True} if ranks == 3 else {}
-    if "option" in case.kinds:
+    if "last" not in (case.stop, case.again):
+        options |= {"limit_val_batches": 2, "val_check_interval": 2}
+    strategy: dict[str, Any] = {}
+    if ranks == 3:
+        # DDP would rebuild its buckets after the first step, and three ranks would then
+        # add up in another order.
+        strategy["find_unused_parameters"] = True
+    if any(source.kind == "option" for source in case.sources):
         strategy["sampler"] = "scalable"
-    return continuing.Training(
-        lambda: loaders_of(case, rank, ranks),
-        place.parent,
-        ranks,
-        options,
-        strategy,
-        name=place.name,
-    )
+    loaders = partial(loaders_of, case, rank, ranks)
+    return continuing.Training(loaders, place.parent, ranks, options, strategy, name=place.name)
 
 
 # Where it stops.
 
 
 class Looks(L.Callback):
-    """Looks at a batch of each loader before each step."""
+    """Reads a batch of each loader before each step."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         for loader in tree_leaves(trainer.train_dataloader):
@@ -406,8 +436,9 @@ class Looks(L.Callback):
 
 
 class After(L.Callback):
-    """Calls ``do(trainer)`` in a hook, after this batch of this epoch and before the
-    next one.
+    """Calls ``do(trainer)`` once in a hook, after a batch and before the next one.
+
+    The batch is given by its epoch and number.
     """
 
     def __init__(
@@ -425,132 +456,238 @@ class After(L.Callback):
             self.do(trainer)
 
 
+def terminate(trainer: L.Trainer) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class StoppedRun(NamedTuple):
+    """A run to a stop, or past one that only saves.
+
+    Attributes:
+        path: the checkpoint of the stop.
+        done: the number of steps of the run until the stop.
+    """
+
+    run: Run
+    path: str
+    done: int
+
+
 def run_to(
     stop: str, epoch: int, case: Case, training: continuing.Training, ckpt_path: str | None = None
-) -> tuple[continuing.Run, str, int]:
-    """Train to a stop, or past one that only saves; return the run, its checkpoint, and
-    its steps until then.
-    """
+) -> StoppedRun:
+    """Train to a stop in an epoch, from the beginning or from a checkpoint."""
     ranks = training.devices
-    options = dict[str, Any]()
     place = training.directory / training.name / f"{stop}-{epoch}"
     batch = (epoch, case.index(stop, ranks))
-    path = str(place / ("last-preempted.ckpt" if stop in SIGNALS else "save.ckpt"))
-    callbacks = [After(HOOKS[stop], batch, lambda trainer: trainer.save_checkpoint(path))]
-    if stop == "max_steps":
-        options["max_steps"] = epoch * -(-case.length(ranks) // case.accumulated) + 1
+    options = dict[str, Any]()
     if stop in SIGNALS:
+        path = str(place / "last-preempted.ckpt")
         options["default_root_dir"] = place
-        kill = After(HOOKS[stop], batch, lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
-        callbacks = [kill] if int(os.environ["RANK"]) == epoch % ranks else []
-    callbacks += training.options["callbacks"]
-    run = training.run(callbacks=callbacks, ckpt_path=ckpt_path, **options)
-    return (
-        run,
-        path,
-        len(run.steps) if stop in ENDING else sum(step.moment <= batch for step in run.steps),
-    )
+        is_signalled = int(os.environ["RANK"]) == epoch % ranks
+        callbacks = [After(HOOKS[stop], batch, terminate)] if is_signalled else []
+    else:
+        path = str(place / "save.ckpt")
+        callbacks = [After(HOOKS[stop], batch, lambda trainer: trainer.save_checkpoint(path))]
+    if stop == "max_steps":
+        options["max_steps"] = epoch * math.ceil(case.length(ranks) / case.accumulated) + 1
+    options["callbacks"] = [*callbacks, *training.options["callbacks"]]
+    run = training.run(ckpt_path=ckpt_path, **options)
+    until_batch = [step for step in run.steps if step.moment <= batch]
+    return StoppedRun(run, path, len(run.steps if stop in ENDING else until_batch))
 
 
-# Playing a case. A rank that finds something wrong continues, like the others.
+# Playing a case. A rank that finds a fault continues, like the others.
 
-# A case, and a checkpoint of other ranks from which these ranks resume.
-Half = tuple[Case, "str | None"]
+
+class Resumption(NamedTuple):
+    """A case, and the checkpoint of other ranks from which these ranks resume."""
+
+    case: Case
+    path: str
 
 
 @dataclass
 class Played:
-    """A rank's results of a case, or of one half on other ranks; ``before`` leaves out
-    steps that are repeated.
+    """A rank's results of a case, until its first stop or after it on other ranks.
+
+    Attributes:
+        fault: what this rank has found to be wrong.
+        refused: the error of a resume that was refused.
+        path: the checkpoint of the stop.
+        whole: the steps of a run without a stop.
+        steps: those of them until the stop, or those after it, without the steps before
+            the stop that are repeated after it.
     """
 
-    wrong: str = ""
+    fault: str = ""
     refused: str = ""
     path: str = ""
-    whole: list[continuing.Step] = field(default_factory=list)  # without a stop
-    before: list[continuing.Step] = field(default_factory=list)
-    after: list[continuing.Step] = field(default_factory=list)
+    whole: list[Step] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
 
-LATER_THAN_ANY = (99, 0)  # epoch and batch
+def joined(*faults: str) -> str:
+    return "; ".join(filter(None, faults))
 
 
-def resume(case: Case, training: continuing.Training, path: str) -> tuple[continuing.Run, str]:
-    """Train from a checkpoint to the end; join the two runs around a second stop into
-    one.
+def play_to_stop(case: Case, rank: int, ranks: int, place: Path) -> Played:
+    """Play a case until its first stop, and on the same ranks to its end."""
+    training = training_of(case, rank, ranks, place)
+    try:
+        stopped = run_to(case.stop, int(case.epoch), case, training)
+        whole = training.run() if case.stop in ENDING else stopped.run
+        fault = fault_before_stop(case, whole, stopped.run, case.length(ranks))
+        if case.keeps_ranks:
+            resumed, fault_again = resume(case, training, stopped.path)
+            difference = continuing.difference(training, whole, stopped.done, resumed)
+            fault = joined(fault, difference, fault_again)
+    except (ResumeError, RankFailedError) as error:
+        return Played(refused=str(error))
+    # Steps that no optimiser step followed are repeated.
+    repeated = stopped.done % case.length(ranks) % case.accumulated
+    before = whole.steps[: stopped.done - repeated]
+    return Played(fault, path=stopped.path, whole=whole.steps, steps=before)
+
+
+def play_rest(resumption: Resumption, rank: int, ranks: int, place: Path) -> Played:
+    """Play a case from the checkpoint of its first stop."""
+    case, path = resumption
+    training = training_of(case, rank, ranks, place)
+    try:
+        whole = training.run()
+        resumed, fault = resume(case, training, path)
+    except (ResumeError, RankFailedError) as error:
+        # of the first rank that refuses, and of the others because of it
+        return Played(refused=str(error))
+    fault = joined(fault, fault_at_end(case, whole, resumed))
+    return Played(fault, whole=whole.steps, steps=resumed.steps)
+
+
+def fault_before_stop(case: Case, whole: Run, stopped: Run, length: int) -> str:
+    is_same = stopped.steps == whole.steps[: len(stopped.steps)]
+    if is_same and len(whole.steps) == case.epochs * length:
+        return ""
+    return f"reads {stopped.steps} before the stop, in epochs of {length} steps: {whole.steps}"
+
+
+def fault_at_end(case: Case, whole: Run, resumed: Run) -> str:
+    """Compare the events of the last epoch."""
+    events = events_of_last_epoch(resumed)
+    expected = events_of_last_epoch(whole)
+    if case.again in SIGNALS and len(events) < len(expected):
+        # On a busy machine the ranks may agree on a later stop, also in the last epoch.
+        expected = expected[len(expected) - len(events) :]
+    return "" if events == expected else f"ends with {events} instead of {expected}"
+
+
+def events_of_last_epoch(run: Run) -> list[str]:
+    """Return the events of the last epoch, or of the part of it that is in this run."""
+    names = [event.what for event in run.events]
+    ends = [-1, *(place for place, name in enumerate(names) if name == "epoch end")]
+    begin = ends[-2:][0] + 1
+    return names[begin:]
+
+
+def resume(case: Case, training: continuing.Training, path: str) -> tuple[Run, str]:
+    """Train from a checkpoint to the end, and return the run and its faults.
+
+    If the case has a second stop, join the two runs around it into one.
     """
     if case.again == "no":
         return training.run(ckpt_path=path), ""
-    second, path, done = run_to(case.again, int(case.epoch) + 1, case, training, path)
-    due = (int(case.epoch) + 1, case.index(case.again, training.devices))
+    epoch = int(case.epoch) + 1
+    second, path, done = run_to(case.again, epoch, case, training, path)
+    due = (epoch, case.index(case.again, training.devices))
     if case.stop in SIGNALS and second.steps and second.steps[0].moment > due:
         return second, ""  # on a busy machine the ranks had agreed on a first stop after this one
     third = training.run(ckpt_path=path)
     if case.again not in ENDING:
-        text = continuing.difference(training, second, done, third)
-        return second, text and f"resumed again {text}"
-    begin = third.steps[0].moment if third.steps else LATER_THAN_ANY
-    steps = [*(step for step in second.steps if step.moment < begin), *third.steps]
+        difference = continuing.difference(training, second, done, third)
+        return second, difference and f"resumed again {difference}"
+    steps = second.steps
+    if third.steps:
+        begin = third.steps[0].moment
+        steps = [*(step for step in second.steps if step.moment < begin), *third.steps]
     is_same = steps[: len(second.steps)] == second.steps
-    return replace(third, steps=steps), (
-        "" if is_same else f"resumed again reads {third.steps} after {second.steps}"
-    )
+    fault = "" if is_same else f"resumed again reads {third.steps} after {second.steps}"
+    return replace(third, steps=steps), fault
 
 
-def last_epoch(run: continuing.Run) -> list[str]:
-    """Return the events of the last epoch, or of the part of it that belongs to this
-    run.
+# Judging what other ranks have played.
+
+
+def judge(case: Case, firsts: list[Played], seconds: list[Played]) -> str:
+    """Describe the faults of a case; return an empty string if there are none.
+
+    Args:
+        case: the case.
+        firsts: the results until the first stop, by rank.
+        seconds: the results after it, by rank; empty on the same number of ranks.
     """
-    names = [name for name, *_ in run.events]
-    ends = [-1, *(place for place, name in enumerate(names) if name == "epoch end")]
-    return names[ends[-2:][0] + 1 :]
+    faults = [
+        *(played.fault or played.refused for played in firsts),
+        *(played.fault for played in seconds),
+    ]
+    if any(faults) or not seconds:
+        return joined(*faults)
+    epoch, done = divmod(len(firsts[0].steps), case.length(case.ranks_before))
+    refused = [played.refused for played in seconds if played.refused]
+    if refused:
+        may_be_within = case.stop in (*SIGNALS, "last") and case.ends_unannounced
+        is_due = (done or may_be_within) and not case.can_be_shared
+        names_ranks = len(refused) == case.ranks_after and "had ranks=" in refused[0]
+        return "" if is_due and names_ranks else f"is refused: {refused}"
+    if not done:
+        return fault_in_epochs_from(epoch, case, seconds)
+    if not case.can_be_shared:
+        return "is not refused, although the rest is unknown to other ranks"
+    rest = fault_in_rest(case, epoch, firsts, seconds)
+    return joined(fault_in_epochs_from(epoch + 1, case, seconds), rest)
 
 
-def play_half(half: Half, rank: int, ranks: int, place: Path) -> Played:
-    case, path = half
-    training = training_of(case, rank, ranks, place)
-    length = case.length(ranks)
-    try:
-        if path is not None:
-            whole = training.run()
-            resumed, text = resume(case, training, path)
-            ending = last_epoch(resumed)
-            expected = last_epoch(whole)
-            # On a busy machine the ranks may agree on a stop that is later, also in the
-            # last epoch.
-            is_partial = case.again in SIGNALS and len(ending) < len(expected)
-            if ending != (expected[len(expected) - len(ending) :] if is_partial else expected):
-                text += f"; ends with {ending} instead of {expected}"
-            return Played(text, whole=whole.steps, after=resumed.steps)
-        stopped, path, done = run_to(case.stop, int(case.epoch), case, training)
-        whole = training.run() if case.stop in ENDING else stopped
-        texts = []
-        if (
-            len(whole.steps) != case.epochs * length
-            or stopped.steps != whole.steps[: len(stopped.steps)]
-        ):
-            texts.append(
-                f"reads {stopped.steps} before the stop, in epochs of {length} steps: {whole.steps}"
-            )
-        if case.stays:
-            resumed, text = resume(case, training, path)
-            texts += [continuing.difference(training, whole, done, resumed), text]
-        before = whole.steps[: done - done % length % case.accumulated]  # until an optimiser step
-        return Played("; ".join(filter(None, texts)), "", path, whole.steps, before)
-    except (
-        ResumeError,
-        RankFailedError,
-    ) as error:  # of the first rank that refuses, and of the others because of it
-        return Played(refused=str(error))
+def fault_in_epochs_from(epoch: int, case: Case, seconds: list[Played]) -> str:
+    """Compare whole epochs of the new ranks: their steps, and their samples if known."""
+    for played in seconds:
+        later = [step for step in played.steps if step.epoch >= epoch]
+        expected = [step for step in played.whole if step.epoch >= epoch]
+        is_same = [step.moment for step in later] == [step.moment for step in expected]
+        if not is_same or (case.can_be_shared and later != expected):
+            return f"reads {later} in later epochs instead of {expected}"
+    return ""
 
+
+def fault_in_rest(case: Case, epoch: int, firsts: list[Played], seconds: list[Played]) -> str:
+    """Check that an epoch's rest has each sample of the loader that ends it."""
+    source = case.sources[1 if case.loaders == "min_size" else 0]
+
+    def count(steps_by_rank: Iterable[list[Step]]) -> Counter[int]:
+        steps = [step for steps in steps_by_rank for step in steps if step.epoch == epoch]
+        samples = continuing.samples_of(steps)
+        return Counter(sample for sample in samples if sample // 100 * 100 == source.first_sample)
+
+    whole = count(played.whole for played in firsts)
+    read = count(played.steps for played in (*firsts, *seconds))
+    repeated = case.ranks_after - 1
+    if source.kind == "dealt":
+        # Pads by batches, and already on two ranks, which share nine of them.
+        whole = Counter(set(whole))
+        repeated = BATCH_SIZE * case.ranks_after
+    if whole - read or (read - whole).total() > repeated:
+        return f"leaves out {sorted(whole - read)} and reads {sorted(read - whole)} twice"
+    steps = {len(played.steps) for played in seconds}
+    return "" if len(steps) == 1 else f"the ranks have different numbers of steps: {steps}"
+
+
+# Choosing cases.
 
 # Levels that the daily cover leaves to the nightly sweep: they take long, or do nearly
 # what others do.
 NIGHTLY = {"dict", "max_size", "max_size_cycle", "first", "validation", "3", "fresh", "shared"}
 FAMILIES = {
     **dict.fromkeys(INJECTED, "injected"),
-    **dict.fromkeys(WITH_RANKS, "shares out"),
-    "sized": "stream",
+    **dict.fromkeys(WITH_RANKS, "with ranks"),
+    **dict.fromkeys(STREAMS, "stream"),
 }
 # What the nightly sweep found, and no pair of levels shows.
 FOUND = (
@@ -561,166 +698,97 @@ FOUND = (
     ),
 )
 REPEAT = "SWEEP='{}' .venv/bin/python -m pytest tests/integration/test_resume_sweep.py -k equals"
+DRAWS = 10_000
 
 
-def drawn(chance: random.Random) -> Case | None:
-    """Draw a case; ``None`` for one that cannot be played."""
-    case = Case(**{factor: chance.choice(levels) for factor, levels in FACTORS.items()})
-    return case if case.is_valid else None
+def draw_cases(chance: random.Random, draws: Iterable[object]) -> Iterator[Case]:
+    """Draw a level of each factor for each of ``draws``; yield the valid cases."""
+    for _ in draws:
+        case = Case(**{factor: chance.choice(levels) for factor, levels in FACTORS.items()})
+        if case.is_valid:
+            yield case
 
 
-def ranks_of(case: Case) -> str:
-    return case.ranks if case.stays else "other"
+def group_of(case: Case) -> str:
+    """Return the test that plays the case in the daily cover."""
+    return case.ranks if case.ranks in ("1", "2") else "other"
 
 
 def pairs_of(case: Case) -> set[frozenset[tuple[str, str]]]:
-    """Return the pairs of levels that a case tries; on other ranks, where less is
-    compared, only those with that level.
+    """Return the pairs of levels that a case tries.
 
-    Samplers of one family are the same to all factors but the ranks, which share out
-    what they yield.
+    On other ranks, where less is compared, these are only the pairs with that level.
+    Samplers of one family are the same to all factors but the ranks, which divide what
+    they yield.
     """
+    ranks = ("ranks", group_of(case))
     levels = {
-        *{**vars(case), "ranks": ranks_of(case), "again": str(case.again != "no")}.items(),
-        ("stop", case.again),
+        **vars(case),
+        "ranks": group_of(case),
+        "again": str(case.again != "no"),
+        "sampler": FAMILIES.get(case.sampler, case.sampler),
     }
-    family = {
-        *levels - {("sampler", case.sampler)},
-        ("sampler", FAMILIES.get(case.sampler, case.sampler)),
-    }
-    pairs = {frozenset(pair) for pair in itertools.combinations(family - {("stop", "no")}, 2)}
-    pairs.add(frozenset({("sampler", case.sampler), ("ranks", ranks_of(case))}))
-    return pairs if case.stays else {pair for pair in pairs if ("ranks", "other") in pair}
+    tried = set(levels.items())
+    if case.again != "no":
+        tried.add(("stop", case.again))
+    pairs = {frozenset(pair) for pair in itertools.combinations(tried, 2)}
+    pairs.add(frozenset({("sampler", case.sampler), ranks}))
+    return pairs if case.keeps_ranks else {pair for pair in pairs if ranks in pair}
+
+
+def is_quick(case: Case) -> bool:
+    """Whether the daily cover may contain the case."""
+    if not NIGHTLY.isdisjoint(vars(case).values()):
+        return False
+    # Torch waits for seconds for workers whose iterator is garbage, as those of a step
+    # that takes an iterator are.
+    has_few_workers = len(case.sources) * case.ranks_before < 3 and case.again == "no"
+    return case.workers == "none" or (has_few_workers and case.step == "batch")
+
+
+def cost_of(case: Case) -> float:
+    """Return a measure of how long a case takes."""
+    return (case.epochs + (case.stop in ENDING) + 4) * (case.ranks_before + case.ranks_after + 2)
 
 
 @functools.cache
-def pairwise_cover(seed: int = 0) -> list[Case]:
-    """Return cases that together try each pair of levels of two factors, found
-    greedily.
-    """
-    chance = random.Random(seed)
-    cases = [
-        case
-        for _ in range(10_000)
-        if (case := drawn(chance)) and not NIGHTLY & {*vars(case).values()}
-    ]
-    # Torch waits for seconds for workers whose iterator is garbage, as those of a step
-    # that takes an iterator are.
-    with_workers = [
-        case for case in cases if len(case.kinds) * case.sizes[0] < 3 and case.again == "no"
-    ]
-    pool = [
-        case
-        for case in cases
-        if case.workers == "none" or (case in with_workers and case.step == "batch")
-    ]
-    tried = {case: pairs_of(case) for case in pool}
-    return sweeps.greedy_cover(
-        tried, lambda case: (case.epochs + (case.stop in ENDING) + 4) * (sum(case.sizes) + 2)
+def pairwise_cover() -> list[Case]:
+    """Return cases that together try each pair of levels, found greedily."""
+    pool = filter(is_quick, draw_cases(random.Random(0), range(DRAWS)))
+    return sweeps.greedy_cover({case: pairs_of(case) for case in pool}, cost_of)
+
+
+def play(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
+    """Run cases, many to a process; return the faults by case."""
+    firsts = results_of(play_to_stop, cases, lambda case: case.ranks_before, directory)
+    moved = [case for case in cases if not case.keeps_ranks and firsts[case][0].path]
+    resumptions = [Resumption(case, firsts[case][0].path) for case in moved]
+    later = directory / "after"
+    seconds = results_of(
+        play_rest, resumptions, lambda resumption: resumption.case.ranks_after, later
     )
+    by_case = {resumption.case: results for resumption, results in seconds.items()}
+    faults = {case: judge(case, firsts[case], by_case.get(case, [])) for case in cases}
+    return {case: fault for case, fault in faults.items() if fault}
 
 
-def played(halves: Sequence[Half], number: int, directory: Path) -> dict[Case, list[Played]]:
-    """Return each rank's record of the first or second halves of cases."""
-    found = sweeps.play_cases(play_half, halves, lambda half: half[0].sizes[number], directory)
+def results_of(
+    function: Any, cases: Sequence[Any], ranks_of: Callable[[Any], int], directory: Path
+) -> dict[Any, list[Played]]:
+    """Return each rank's results, or one with the story of ranks that ended early."""
+    results = sweeps.play_cases(function, cases, ranks_of, directory)
     return {
-        case: [Played(each)] if isinstance(each, str) else each for (case, _), each in found.items()
+        case: [Played(result)] if isinstance(result, str) else result
+        for case, result in results.items()
     }
 
 
-def play(cases: Iterable[Case], directory: Path) -> dict[Case, str]:
-    """Run cases, many to a process; return the faults by case."""
-    befores = played([(case, None) for case in cases], 0, directory)
-    paths = {case: records[0].path for case, records in befores.items() if not case.stays}
-    afters = played([(case, path) for case, path in paths.items() if path], 1, directory / "after")
-    judged = {case: judge(case, befores[case], afters.get(case, [])) for case in befores}
-    return {case: text for case, text in judged.items() if text}
-
-
-def judge(case: Case, befores: list[Played], afters: list[Played]) -> str:
-    """Describe the faults of a case; empty without any.
-
-    On other ranks what is left of the epoch is shared out, or refused if only the ranks
-    that saved it know what that is; later epochs are those of the new ranks.
-    """
-    for rank, played in [*enumerate(befores), *enumerate(afters)]:
-        if played.wrong or (played.refused and played in befores):
-            return f"rank {rank}: {played.wrong or played.refused}"
-    if not afters:
-        return ""
-    epoch, done = divmod(len(befores[0].before), case.length(case.sizes[0]))
-    can_share = all(map(case.can_share, case.kinds))
-    if refused := [played.refused for played in afters if played.refused]:
-        is_within = done or (case.stop in (*SIGNALS, "last") and case.ends_unannounced)
-        is_right = (
-            is_within
-            and not can_share
-            and len(refused) == case.sizes[1]
-            and "had ranks=" in refused[0]
-        )
-        return "" if is_right else f"is refused: {refused}"
-    if done and not can_share:
-        return "is not refused, although the rest is unknown to other ranks"
-    for played in afters:
-        later, whole = (
-            [step for step in steps if step.epoch >= epoch + bool(done)]
-            for steps in (played.after, played.whole)
-        )
-        is_same = (
-            later == whole
-            if can_share
-            else [step.moment for step in later] == [step.moment for step in whole]
-        )
-        if not is_same:
-            return f"reads {later} in later epochs instead of {whole}"
-    return judge_rest(case, epoch, befores, afters) if done else ""
-
-
-def judge_rest(case: Case, epoch: int, befores: list[Played], afters: list[Played]) -> str:
-    """Describe the faults of an epoch's rest: it must have each sample of the loader
-    that ends it.
-    """
-    number = int(case.loaders == "min_size")
-
-    def count(steps: Iterable[continuing.Step]) -> Counter[int]:
-        return Counter(
-            sample
-            for step in steps
-            if step.epoch == epoch
-            for sample in step.samples
-            if sample // 100 == number
-        )
-
-    whole = count(step for played in befores for step in played.whole)
-    read = count(step for played in befores for step in played.before)
-    read += count(step for played in afters for step in played.after)
-    allowed = case.sizes[1] - 1
-    if case.kinds[number] == "dealt":
-        # Pads by batches, and already on two ranks, which share nine of them.
-        whole = Counter(set(whole))
-        allowed = 2 * case.sizes[1]
-    if whole - read or (read - whole).total() > allowed:
-        return f"leaves out {sorted(whole - read)} and reads {sorted(read - whole)} twice"
-    return (
-        ""
-        if len({len(played.after) for played in afters}) == 1
-        else "ranks do other numbers of steps"
-    )
-
-
-@pytest.mark.parametrize("ranks", ["1", "2", "other"])
-def test_a_run_that_is_resumed_equals_one_that_is_not(ranks: str, tmp_path: Path) -> None:
-    """For each pair of ways to read, to stop and to resume, batches and weights are the
-    same, to the last bit.
-    """
+@pytest.mark.parametrize("group", ["1", "2", "other"])
+def test_a_run_that_is_resumed_equals_one_that_is_not(group: str, tmp_path: Path) -> None:
+    """Batches and weights are the same to the last bit, for each pair of levels."""
     cases = sweeps.chosen_cases(Case.parse, [*map(Case.parse, FOUND), *pairwise_cover()])
-    sweeps.expect_nothing_wrong(
-        play(
-            [case for case in cases if ("2" if ranks_of(case) == "3" else ranks_of(case)) == ranks],
-            tmp_path,
-        ),
-        REPEAT,
-    )
+    chosen = [case for case in cases if group_of(case) == group]
+    sweeps.expect_nothing_wrong(play(chosen, tmp_path), REPEAT)
 
 
 @pytest.mark.nightly
@@ -728,11 +796,6 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(ranks: str, tmp_path: Path
 def test_runs_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The cases are drawn from all levels of all factors."""
     seed, count = sweeps.new_seed(capsys, 60)
-    chance = random.Random(seed)
-    sweeps.expect_nothing_wrong(
-        play(
-            itertools.islice(filter(None, (drawn(chance) for _ in itertools.count())), count),
-            tmp_path,
-        ),
-        REPEAT,
-    )
+    drawn = draw_cases(random.Random(seed), itertools.count())
+    cases = [*dict.fromkeys(itertools.islice(drawn, count))]
+    sweeps.expect_nothing_wrong(play(cases, tmp_path), REPEAT)

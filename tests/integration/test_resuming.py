@@ -1,11 +1,8 @@
-"""A resumed run continues as if it had not been stopped: cases that
-``test_resume_sweep`` lacks.
-"""
+"""A resumed run continues as if it had not been stopped: cases that the sweep lacks."""
 
 from __future__ import annotations
 
 import random
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +11,15 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import SamplerEpochSeeding
-from tests.harness import training
 from tests.harness.ranks import run_ranks
+from tests.harness.training import make_strategy, make_trainer
 from tests.integration import continuing
+from tests.integration.continuing import Numbers, Step, Training
 
 # Two ranks read 16 samples in batches of two.
 BATCHES = 4  # of an epoch
@@ -29,22 +28,24 @@ BATCHES = 4  # of an epoch
 FAILURES = ((0, 1), (0, BATCHES - 1), (1, 0))
 
 
+def training_with_workers(directory: Path, **options: Any) -> Training:
+    loaders = continuing.shuffled(16, **continuing.KEPT)
+    return Training(loaders, directory, options={"model": continuing.WITHOUT_DROPOUT, **options})
+
+
 def fail_again_and_again(rank: int, world_size: int, directory: Path) -> str:
     """Describe how a run that fails three times differs from one that does not."""
-    options = {"dropout": False}
-    resuming = continuing.Training(
-        continuing.shuffled(16, **continuing.KEPT), directory, options=options
-    )
-    whole = resuming.run()
+    training = training_with_workers(directory)
+    whole = training.run()
     done = 0
     path = None
     for epoch, batch in FAILURES:
         point = f"exception-{BATCHES * epoch + batch}"
-        run = resuming.run(point, ckpt_path=path, fail_at=(epoch, batch))
+        run = training.run(point, ckpt_path=path, fail_at=(epoch, batch))
         assert run.steps == whole.steps[done : done + len(run.steps)]
         path = run.saved[point]
         done += len(run.steps)
-    return continuing.difference(resuming, whole, done, resuming.run(ckpt_path=path))
+    return continuing.difference(training, whole, done, training.run(ckpt_path=path))
 
 
 @pytest.mark.lowest
@@ -58,15 +59,11 @@ def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Pa
 
 def fail_within_a_step(rank: int, world_size: int, directory: Path) -> str:
     """Describe how a run that fails in the second of a step's two batches differs."""
-    options = {"dropout": False, "accumulate_grad_batches": 2}
-    resuming = continuing.Training(
-        continuing.shuffled(16, **continuing.KEPT), directory, options=options
-    )
-    point = f"exception-{2 * BATCHES - 1}"
-    path = resuming.run(point, fail_at=(1, BATCHES - 1)).saved[point]
-    return continuing.difference(
-        resuming, resuming.run(), 2 * BATCHES - 1, resuming.run(ckpt_path=path)
-    )
+    training = training_with_workers(directory, accumulate_grad_batches=2)
+    done = 2 * BATCHES - 1
+    point = f"exception-{done}"
+    path = training.run(point, fail_at=(1, BATCHES - 1)).saved[point]
+    return continuing.difference(training, training.run(), done, training.run(ckpt_path=path))
 
 
 def test_a_run_that_fails_within_an_optimiser_step_repeats_it(tmp_path: Path) -> None:
@@ -75,25 +72,21 @@ def test_a_run_that_fails_within_an_optimiser_step_repeats_it(tmp_path: Path) ->
 
 
 def validate_and_resume(rank: int, world_size: int, directory: Path, ends: dict[str, int]) -> str:
-    """Describe how a run differs that resumes from a checkpoint saved after
-    ``validate``; ``ends`` says where its training ended.
+    """Describe how a run differs that resumes from a checkpoint saved after ``validate``.
+
+    ``ends`` says where its training ended.
     """
-    resuming = continuing.Training(continuing.shuffled(20), directory, options={"max_epochs": 2})
+    training = Training(continuing.shuffled(20), directory, options={"max_epochs": 2})
     path = str(directory / "validated.ckpt")
     L.seed_everything(7, verbose=False)
-    net = continuing.Net(resuming.loaders)
-    trainer = training.make_trainer(
-        training.make_strategy("ours", directory),
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        **ends,
-    )
-    trainer.fit(net)
-    trainer.validate(net, verbose=False)
+    module = continuing.Net(training.loaders)
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, **ends}
+    trainer = make_trainer(make_strategy("ours", directory), **options)
+    trainer.fit(module)
+    trainer.validate(module, verbose=False)
     trainer.save_checkpoint(path)
-    return continuing.difference(
-        resuming, resuming.run(), len(net.steps), resuming.run(ckpt_path=path)
-    )
+    whole = training.run()
+    return continuing.difference(training, whole, len(module.steps), training.run(ckpt_path=path))
 
 
 @pytest.mark.parametrize(
@@ -112,46 +105,46 @@ def test_a_finished_run_continues_where_training_was(ends: dict[str, int], tmp_p
     assert run_ranks(validate_and_resume, 2, tmp_path, ends) == ["", ""]
 
 
-class ChangedSize(NamedTuple):
-    """The steps of an epoch with batches that grow after the third one, those of a run
-    that resumes after the fifth, and its warnings that the epoch starts again.
-    """
-
-    steps: list[continuing.Step]
-    resumed: list[continuing.Step]
-    warned: list[str]
+# Of two loaders, the first one ends after four batches.
+FIRST_SAMPLES = 8
+SECOND_SAMPLES = 20
 
 
-def change_batch_size(rank: int, world_size: int, directory: Path) -> ChangedSize:
-    def grow(trainer: L.Trainer) -> None:
-        loader: Any = trainer.train_dataloader
-        loader.batch_sampler.batch_size = 4
-
-    growing = training.At("on_train_batch_end", grow, earlier=2)
-    options = {"max_epochs": 1, "callbacks": [growing]}
-    resuming = continuing.Training(continuing.shuffled(48), directory, options=options)
-    run = resuming.run("train_batch_end-5")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        resumed = resuming.run(ckpt_path=run.saved["train_batch_end-5"], callbacks=[])
-    texts = [str(each.message) for each in caught]
-    warned = [text for text in texts if "that epoch starts again" in text]
-    return ChangedSize(run.steps, resumed.steps, warned)
+def two_loaders(mode: Any) -> CombinedLoader:
+    own = torch.Generator().manual_seed(20)
+    first = DataLoader(Numbers(FIRST_SAMPLES), 2, shuffle=True)
+    second = DataLoader(Numbers(SECOND_SAMPLES), 2, shuffle=True, generator=own)
+    return CombinedLoader([first, second], mode)
 
 
-def test_an_epoch_in_which_the_batch_size_changed_starts_again(tmp_path: Path) -> None:
-    """The resumed run reads all samples of the epoch once, and rank 0 warns."""
-    by_rank = run_ranks(change_batch_size, 2, tmp_path)
-    for run in by_rank:
-        # Each rank has 24 of the 48 samples.
-        assert [len(step.samples) for step in run.steps] == [2, 2, 2, 4, 4, 4, 4, 2]
-        assert [len(step.samples) for step in run.resumed] == [2] * 12
-    assert [len(run.warned) for run in by_rank] == [1, 0]
-    read = [sample for run in by_rank for sample in continuing.samples_of(run.resumed)]
-    assert sorted(read) == [*range(48)]
+class Steps(NamedTuple):
+    """The steps after a point without a stop, and those of a run that resumed there."""
+
+    expected: list[Step]
+    resumed: list[Step]
 
 
-class Augmented(continuing.Numbers):
+def resume_two_loaders(rank: int, world_size: int, directory: Path, mode: str, done: int) -> Steps:
+    """Resume after the first of an optimiser step's two batches, which is repeated."""
+    options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
+    training = Training(lambda: two_loaders(mode), directory, world_size, options)
+    point = f"train_batch_end-{done}"
+    whole = training.run(point)
+    resumed = training.run(ckpt_path=whole.saved[point])
+    return Steps(whole.steps[done - 1 :], resumed.steps)
+
+
+@pytest.mark.parametrize(("mode", "done"), [("max_size", 7), ("max_size_cycle", 5)])
+def test_a_loader_that_is_longer_than_the_first_one_continues(
+    mode: str, done: int, tmp_path: Path
+) -> None:
+    """The run resumes at an optimiser step that begins after the first loader's end."""
+    assert done > FIRST_SAMPLES // 2
+    [steps] = run_ranks(resume_two_loaders, 1, tmp_path, mode, done)
+    assert steps.resumed == steps.expected
+
+
+class Augmented(Numbers):
     """Samples with a part that all three global generators draw."""
 
     def __getitem__(self, index: int) -> Tensor:
@@ -166,27 +159,32 @@ class AugmentedTogether(Augmented):
         return [super(AugmentedTogether, self).__getitem__(index) for index in indices]
 
 
+class Differences(NamedTuple):
+    """The differences of resumed runs by checkpoints, and of a run with fewer workers."""
+
+    resumed: dict[str, str]
+    one_worker: str
+
+
 def resume_augmented(
     rank: int, world_size: int, directory: Path, dataset: type[Augmented]
-) -> tuple[dict[str, str], str]:
-    """Return the differences of runs that resume, and of one with fewer workers."""
+) -> Differences:
     two_workers: Any = partial(DataLoader, dataset(24), 2, shuffle=True, **continuing.workers(2))
     seeding = SamplerEpochSeeding(seed=3, each_sample=True)
-    resuming = continuing.Training(two_workers, directory, options={"callbacks": [seeding]})
-    resumed = continuing.generations(resuming, ["train_batch_end-3"], ["train_batch_end-7"])
-    whole = resuming.run()
-    resuming.loaders = partial(two_workers, num_workers=1)
-    return resumed, continuing.difference(resuming, whole, 0, resuming.run())
+    training = Training(two_workers, directory, options={"callbacks": [seeding]})
+    resumed = continuing.generations(training, ["train_batch_end-3"], ["train_batch_end-7"])
+    whole = training.run()
+    training.loaders = partial(two_workers, num_workers=1)
+    return Differences(resumed, continuing.difference(training, whole, 0, training.run()))
 
 
 @pytest.mark.parametrize("dataset", [Augmented, AugmentedTogether])
 def test_augmentation_in_workers_is_that_of_an_uninterrupted_run(
     dataset: type[Augmented], tmp_path: Path
 ) -> None:
-    """A run that resumes within an epoch learns the same with ``each_sample=True``.
+    """With ``each_sample=True``, resumed runs end with the same weights to the last bit.
 
-    It is the same bit for bit, as is one with another number of workers.
+    So does a run with another number of workers.
     """
-    for resumed, one_worker in run_ranks(resume_augmented, 2, tmp_path, dataset):
-        assert resumed == {}
-        assert one_worker == ""
+    for differences in run_ranks(resume_augmented, 2, tmp_path, dataset):
+        assert differences == Differences(resumed={}, one_worker="")

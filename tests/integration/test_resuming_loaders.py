@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from tests.harness.ranks import run_ranks
-from tests.integration.continuing import Numbers, Stream, Training, generations
+from tests.integration.continuing import WITHOUT_DROPOUT, Numbers, Stream, Training, generations
 
 
 class ByHand(DataLoader[Any]):
@@ -69,7 +69,7 @@ class LikeLitdata(DataLoader[Any]):
 
 # Each epoch has five batches of two samples, and a step two batches: steps end with
 # batches 1, 3 and 4 of an epoch.
-OPTIONS = {"dropout": False, "accumulate_grad_batches": 2}
+OPTIONS = {"model": WITHOUT_DROPOUT, "accumulate_grad_batches": 2}
 
 
 def continue_by_hand(rank: int, world_size: int, directory: Path) -> dict[str, str]:

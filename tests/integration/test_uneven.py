@@ -106,7 +106,7 @@ class Case:
             "max_epochs": len(self.lengths[0]),
             "use_distributed_sampler": False,
             "limit_val_batches": 1.0,
-            "dropout": False,
+            "model": WITHOUT_DROPOUT,
             **self.options,
         }
 

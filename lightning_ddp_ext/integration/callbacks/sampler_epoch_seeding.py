@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -13,7 +14,7 @@ from lightning_ddp_ext.data.loader import DistributedLoader, source_of
 from lightning_ddp_ext.data.seeding import WorkerSeeding, seed_generators
 from lightning_ddp_ext.errors import ConfigurationError
 
-from ..data.loaders import TrainerLoaders, is_shared_out
+from ..data.loaders import TrainerLoaders, is_divided
 from ..data.loop_state import epoch_of
 from ..private.lightning_tree import RunningStage, pl
 from ..private.replaced_methods import Prepare, ReplacedMethods
@@ -66,30 +67,33 @@ class SamplerEpochSeeding(pl.Callback):
         if isinstance(data, TrainerLoaders):  # our strategy wraps the loaders itself
             data.cursor.seeding = self._worker_seeding
         else:
-            self._wrap_loaders(trainer)
+            self._replaced.undo_all()
+            self._replaced.prepare_loaders(trainer, by=partial(self._prepare, trainer))
 
-    def _wrap_loaders(self, trainer: pl.Trainer) -> None:
-        """Make each loader of a stock strategy's Trainer start an epoch when it is read."""
-        self._replaced.undo_all()
+    def _prepare(
+        self,
+        trainer: pl.Trainer,
+        as_lightning: Prepare,
+        dataloader: object,
+        shuffle: bool,
+        stage: RunningStage,
+    ) -> object:
+        """Return a stock strategy's loader, which starts an epoch when it is read."""
+        source = source_of(dataloader)
+        if not is_divided(source):
+            source = as_lightning(source, shuffle, stage)
+        return DistributedLoader(source, partial(self._start_iterator, trainer)).shown()
 
-        def prepare(
-            as_lightning: Prepare, dataloader: object, shuffle: bool, running_stage: RunningStage
-        ) -> object:
-            source = source_of(dataloader)
-            if not is_shared_out(source):
-                source = as_lightning(source, shuffle, running_stage)
-            return DistributedLoader(source, start_iterator).shown()
-
-        def start_iterator(loader: DistributedLoader, iterator: object) -> Iterator[Any]:
-            start_epoch(
-                loader.loader,
-                epoch_of(trainer),
-                rank=trainer.global_rank,
-                seeding=self._worker_seeding,
-            )
-            return iter(loader.loader)
-
-        self._replaced.prepare_loaders(trainer, by=prepare)
+    def _start_iterator(
+        self, trainer: pl.Trainer, loader: DistributedLoader, iterator: object
+    ) -> Iterator[Any]:
+        start_epoch(
+            loader.loader,
+            epoch_of(trainer),
+            rank=trainer.global_rank,
+            seeding=self._worker_seeding,
+        )
+        return iter(loader.loader)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

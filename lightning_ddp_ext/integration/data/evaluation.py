@@ -19,14 +19,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.data.even_batches import EvenBatches
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import (
-    DistributedLoader,
-    PermanentBatchSampler,
-    batches_of,
-    index_sampler_of,
-    make_permanent,
-    own_copy,
-)
+from lightning_ddp_ext.data.loader import DistributedLoader, own_copy
+from lightning_ddp_ext.data.loader_properties import batches_of, index_sampler_of
+from lightning_ddp_ext.data.permanent_sampler import PermanentBatchSampler, make_permanent
 
 from ..named_calls import ranks_of
 from ..private.compat import active_loop_of, combined_loader_of, mode_of, results_of, takes_iterator

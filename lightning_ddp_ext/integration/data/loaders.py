@@ -21,8 +21,10 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, name_of, source_of
+from lightning_ddp_ext.data.loader import DistributedLoader, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of
+from lightning_ddp_ext.data.loader_properties import batches_of, name_of
+from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.resampled import REMEDY, with_sampler
 from lightning_ddp_ext.data.samplers import (
     ExactDistributedSampler,
@@ -36,31 +38,41 @@ from ..checkpoints.collective import Checkpoints
 from ..options import check_choice
 from ..private.compat import has_saved_arguments, needs_sampler
 from ..private.lightning_tree import RunningStage, pl, update_dataloader
-from ..private.replaced_methods import Prepare, ReplacedMethods
+from ..private.replaced_methods import Prepare
 from ..start.devices import RankDevicesStrategy
-from ..stopping.recorder import Recorder
-from ..stopping.stops import StopController
-from .cursor import EpochCursor, ResumeData
+from .cursor import EpochCursor, ResumeData, RunParts
 from .evaluation import EVALUATED, Evaluation, can_count_once
+from .position_saver import PositionSaver
 from .uneven import UnevenInputs, UnevenMode
 
 Order = Literal["torch", "scalable"]
 
+# A checkpoint may lag these batches behind, besides those of an optimiser step.
+_BATCHES_BEHIND = 4
+
 
 class TrainerLoaders:
-    """The loaders of a strategy's ranks.
+    """The loaders of a strategy's ranks, and the parts of the strategy that read them.
 
-    For ``order``, which is its ``sampler``, and the later arguments see
-    ``DDPExtStrategy``.
+    Args:
+        strategy: our strategy.
+        checkpoints: gathers the ranks' states.
+        parts: other parts of the strategy.
+        order: the argument ``sampler`` of ``DDPExtStrategy``.
+        exact_evaluation, uneven_inputs, resume_data: see ``DDPExtStrategy``.
+
+    Attributes:
+        uneven: handles ranks with different numbers of training batches.
+        evaluation: counts each sample once.
+        saver: saves the training position.
+        cursor: starts iterators at it.
     """
 
     def __init__(
         self,
         strategy: RankDevicesStrategy,
         checkpoints: Checkpoints,
-        stops: StopController,
-        recorder: Recorder,
-        replaced: ReplacedMethods,
+        parts: RunParts,
         *,
         order: Order,
         exact_evaluation: bool,
@@ -72,26 +84,24 @@ class TrainerLoaders:
         check_choice("resume_data", resume_data, *get_args(ResumeData))
         check_choice("uneven_inputs", uneven_inputs, None, *get_args(UnevenMode))
         self._strategy = strategy
-        self._stops = stops
-        self._recorder = recorder
-        self._replaced = replaced
+        self._parts = parts
         self._order = order
         self._exact_evaluation = exact_evaluation
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
-        self.cursor = EpochCursor(
-            strategy, checkpoints, stops, recorder, replaced, self.uneven, resume_data
-        )
+        self.saver = PositionSaver(strategy, checkpoints, parts.stops)
+        self.cursor = EpochCursor(strategy, parts, self.uneven, self.saver, resume_data)
 
     def attach(self, trainer: Any) -> None:
         """Reset the state, and make a Trainer call :meth:`prepare`.
 
         The Trainer then calls it where it would put its own sampler into a loader.
         """
+        self.saver.attach(trainer)
         self.cursor.attach(trainer)
         self.uneven.start_run()
         self.evaluation.end()
-        self._replaced.prepare_loaders(trainer, by=self.prepare)
+        self._parts.replaced.prepare_loaders(trainer, by=self.prepare)
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Let the loops continue as usual, and compare the ranks' first batches.
@@ -109,23 +119,28 @@ class TrainerLoaders:
         Collective: every rank must call it.
         """
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
-        dealt = self._with_sampler(as_lightning, source, shuffle, stage)
-        loader = DistributedLoader(dealt, self.cursor.start)
+        divided = self._with_sampler(as_lightning, source, shuffle, stage)
+        loader = DistributedLoader(divided, self.cursor.start)
         if stage in EVALUATED:
-            self.evaluation.prepare(loader, stage, is_dealt=dealt is not source)
+            self.evaluation.prepare(loader, stage, is_dealt=divided is not source)
             loader.on_iterator = self._before_validation
-            return loader.shown()
-        self.uneven.agree_on_length(loader)
-        remembered = self._strategy.current_trainer.accumulate_grad_batches + 4
-        loader.position = position_of(
-            loader.loader, world_size=self._strategy.world_size, remembered=remembered
-        )
+        else:
+            self.uneven.agree_on_length(loader)
+            loader.position = self._position_of(loader)
         return loader.shown()
+
+    def _position_of(self, loader: DistributedLoader) -> LoaderPosition:
+        step = self._strategy.current_trainer.accumulate_grad_batches
+        return position_of(
+            loader.loader,
+            world_size=self._strategy.world_size,
+            remembered=step + _BATCHES_BEHIND,
+        )
 
     def _before_validation(self) -> None:
         """Record the weights before any validation hook may exchange them."""
-        self._stops.weights.before_validation(self._strategy.current_trainer)
-        self._recorder.before_validation()
+        self._parts.stops.weights.before_validation(self._strategy.current_trainer)
+        self._parts.recorder.before_validation()
 
     # Samplers.
 
@@ -134,7 +149,7 @@ class TrainerLoaders:
     ) -> Any:
         """Return the loader with our sampler where Lightning would put its own."""
         sampler: Any = None
-        if is_shared_out(dataloader):
+        if is_divided(dataloader):
             if stage != RunningStage.PREDICTING:
                 return dataloader
             sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
@@ -154,7 +169,7 @@ class TrainerLoaders:
         if self._strategy.world_size > 1:
             _refuse_unknown_arguments(loader.batch_sampler)
         try:
-            return with_sampler(loader, lambda each: update_dataloader(each, sampler, mode=stage))
+            return with_sampler(loader, lambda copy: update_dataloader(copy, sampler, mode=stage))
         except (TypeError, pl.utilities.exceptions.MisconfigurationException) as error:
             raise ConfigurationError(
                 f"{name_of(loader)} takes no distributed sampler; {REMEDY}"
@@ -164,30 +179,34 @@ class TrainerLoaders:
         self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage
     ) -> Sampler[int] | None:
         """Return our sampler that replaces Lightning's, or ``None`` to keep that."""
-        is_evaluated = stage in EVALUATED
-        if is_evaluated and not self._exact_evaluation:
+        if stage in EVALUATED and not self._exact_evaluation:
             return None
         is_predicted = stage == RunningStage.PREDICTING
         options = {**self._strategy.distributed_sampler_kwargs, "seed": self.cursor.seed}
-        inner = getattr(loader.batch_sampler, "sampler", None)
-        is_divided = isinstance(inner, DistributedSampler) or batches_of(inner) == inf
-        is_plain = type(loader.batch_sampler) is BatchSampler and not is_divided
-        sampler = inner if is_plain or isinstance(inner, DRAWING) else loader.sampler
+        sampler = users_sampler_of(loader)
         if not yields_each_once(sampler, loader.dataset):
             return SharedSampler(sampler, uneven="exact" if is_predicted else "pad", **options)
-        shuffle = shuffle and not self._strategy.current_trainer.overfit_batches
+        options["shuffle"] = shuffle and not self._strategy.current_trainer.overfit_batches
         if is_predicted:
-            return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **options)
-        if is_evaluated:
+            return ExactDistributedSampler(loader.dataset, **options)
+        if stage in EVALUATED and not can_count_once(loader):
             # Lightning's own sampler comes with a warning that samples are repeated.
-            options["shuffle"] = shuffle
-            return (
-                ScalableDistributedSampler(loader.dataset, **options)
-                if can_count_once(loader)
-                else None
-            )
-        kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
-        return kind(loader.dataset, shuffle=shuffle, **options)
+            return None
+        is_scalable = stage in EVALUATED or self._order == "scalable"
+        kind = ScalableDistributedSampler if is_scalable else TorchOrderSampler
+        return kind(loader.dataset, **options)
+
+
+def users_sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler whose samples are divided among the ranks.
+
+    It is the one inside the loader's batch sampler if that yields nothing but its
+    samples, or if it draws.
+    """
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    is_divisible = not isinstance(inner, DistributedSampler) and batches_of(inner) < inf
+    is_plain = type(loader.batch_sampler) is BatchSampler and is_divisible
+    return inner if is_plain or isinstance(inner, DRAWING) else loader.sampler
 
 
 def _refuse_unknown_arguments(batch_sampler: Any) -> None:
@@ -198,7 +217,9 @@ def _refuse_unknown_arguments(batch_sampler: Any) -> None:
     if not isinstance(batch_sampler, BatchSampler) or has_saved_arguments(batch_sampler):
         return
     parameters = signature(type(batch_sampler)).parameters
-    optional = {name for name, each in parameters.items() if each.default is not each.empty}
+    optional = {
+        name for name, parameter in parameters.items() if parameter.default is not parameter.empty
+    }
     unknown = sorted(optional - {"batch_size", "drop_last"})
     if unknown:
         raise ConfigurationError(
@@ -218,8 +239,8 @@ def yields_each_once(sampler: Any, dataset: object) -> bool:
     return not getattr(sampler, "replacement", False) and batches_of(sampler) == batches_of(dataset)
 
 
-def is_shared_out(loader: Any) -> bool:
-    """Whether our samplers or batch samplers already split a loader among the ranks."""
+def is_divided(loader: Any) -> bool:
+    """Whether our samplers or batch samplers already divide a loader among the ranks."""
     batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
-    owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
-    return any(isinstance(each, GlobalOrderSampler) for each in owned)
+    samplers = (batch_sampler, getattr(batch_sampler, "sampler", None))
+    return any(isinstance(sampler, GlobalOrderSampler) for sampler in samplers)

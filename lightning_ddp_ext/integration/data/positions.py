@@ -33,4 +33,5 @@ def training_generators(strategy: RankDevicesStrategy, *, with_loaders: bool = T
     positions = positions_of(strategy.current_trainer) if with_loaders else []
     devices = [device for device in strategy.rank_devices if device.type == "cuda"]
     on_device = [torch.cuda.default_generators[device.index] for device in devices]
-    return [*on_device, *(each for position in positions for each in position.generators)]
+    in_loaders = [generator for position in positions for generator in position.generators]
+    return [*on_device, *in_loaders]

@@ -42,16 +42,37 @@ class SavedEpoch:
         """Return a state of the fit loop from which Lightning continues correctly."""
         return change_to(self.loops, restart, stopped=self.stopped)
 
-    def state_of(self, rank: int) -> Mapping[str, Any]:
+    def _state_of(self, rank: int) -> Mapping[str, Any]:
         """Return a rank's state.
 
         For a rank that did not exist, return what all ranks have in common.
         """
         return self.ranks[rank] if rank < len(self.ranks) else shared_state(self.ranks[0])
 
+    def loaders_of(self, rank: int) -> Sequence[Mapping[str, Any]]:
+        """Return the states of a rank's training loaders."""
+        states: Sequence[Mapping[str, Any]] = self._state_of(rank)["loaders"]
+        return states
+
     def random_state_of(self, rank: int) -> list[Any] | None:
         """Return a rank's random states, or ``None`` if they were not saved."""
-        return self.state_of(rank)["random"] if self.ranks else None
+        return self._state_of(rank)["random"] if self.ranks else None
+
+
+def make_section(
+    restart: Restart, *, seed: int | None, stopped: Stopped | None, ranks: Any
+) -> dict[str, Any]:
+    """Return the section of a checkpoint that :func:`read_saved` reads.
+
+    For the arguments, see :class:`SavedEpoch`.
+    """
+    return {
+        "version": VERSION,
+        "seed": seed,
+        "restart": vars(restart),
+        "stopped": stopped,
+        "ranks": ranks,
+    }
 
 
 def read_saved(
@@ -105,8 +126,9 @@ def _without_loader_states(loops: Mapping[str, Any]) -> dict[str, Any]:
 
     These are rank 0's, but each rank has its own or none.
     """
-    kept = {name: each for name, each in loops["state_dict"].items() if name != "combined_loader"}
-    return {**loops, "state_dict": kept}
+    states = dict(loops["state_dict"])
+    states.pop("combined_loader", None)
+    return {**loops, "state_dict": states}
 
 
 def without_random_state(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,16 +136,14 @@ def without_random_state(own: Mapping[str, Any]) -> dict[str, Any]:
 
     Only an uninterrupted save of all ranks can restore these.
     """
-    return {
-        "random": None,
-        "loaders": [{**each, "random": None, "own": None} for each in own["loaders"]],
-    }
+    loaders = [{**loader, "random": None, "own": None} for loader in own["loaders"]]
+    return {"random": None, "loaders": loaders}
 
 
 def shared_state(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a rank's saved state that is the same on all ranks."""
     shared = without_random_state(own)
-    for each in shared["loaders"]:
-        if each["data"]["loader"] != OrderPosition.kind:
-            each["drawn"] = None
+    for loader in shared["loaders"]:
+        if loader["data"]["loader"] != OrderPosition.kind:
+            loader["drawn"] = None
     return shared

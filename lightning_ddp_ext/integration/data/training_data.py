@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext.checksum import checksum
-from lightning_ddp_ext.data.loader import index_sampler_of
+from lightning_ddp_ext.data.loader_properties import index_sampler_of
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.nested import values_of
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
+from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.loader_properties import batches_of
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import AHEAD, end_together
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError

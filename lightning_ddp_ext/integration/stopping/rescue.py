@@ -33,7 +33,7 @@ from ..checkpoints.run_files import RunFiles
 from ..data.cursor import EpochCursor
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
 from ..data.positions import positions_of
-from ..data.saved_epoch import KEY, shared_state, without_random_state
+from ..data.saved_epoch import KEY, make_section, shared_state, without_random_state
 from ..named_calls import ranks_of
 from ..private.compat import (
     dump_checkpoint,
@@ -211,7 +211,9 @@ class Rescue:
 
         def write() -> None:
             checkpoint = self._checkpoint(loops, batches)
-            checkpoint[KEY] = self._cursor.section(restart, stopped, states)
+            checkpoint[KEY] = make_section(
+                restart, seed=self._cursor.known_seed, stopped=stopped, ranks=states
+            )
             checkpoint[FILE_KEY] = self._files.identity.content
             io = self._strategy.checkpoint_io
             if isinstance(io, RankZeroCheckpointIO):
@@ -351,7 +353,7 @@ class Rescue:
         starts = notes.find(restart.epoch, Kind.LOADERS) if loaders else pickle.dumps([])
         if random is None or starts is None:
             return None
-        by_loader = [dict(each) for each in pickle.loads(starts)]  # each by iterators' numbers
+        by_loader = pickle.loads(starts)  # each by the numbers of its iterators
         return {
             "random": random_state_in(random),
             "loaders": [

@@ -1,0 +1,83 @@
+"""Read what a loader of any class consists of: its sampler, length and parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ddp_ext.data.epochs import samplers_below
+
+
+def index_sampler_of(loader: Any) -> Any:
+    """Return the batch sampler or sampler that a loader reads, or ``None``."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def is_stateful(loader: object) -> bool:
+    """Whether a loader has a state, as torchdata's ``StatefulDataLoader`` does."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def batches_of(loader: Any) -> float:
+    """Return the length of a loader, sampler or dataset; ``inf`` if it has none."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return float("inf")
+
+
+def name_of(loader: Any) -> str:
+    """Return a name for a loader's data in errors.
+
+    The name consists of the classes that the user chose.
+    """
+    samplers = [type(sampler).__name__ for sampler in samplers_below(index_sampler_of(loader))]
+    return " over ".join(samplers) or type(getattr(loader, "dataset", loader)).__name__
+
+
+# Attributes that hold them in samplers of torch and in ours.
+_PARAMETERS = (
+    "batch_size",
+    "drop_last",
+    "_num_samples",
+    "num_samples",
+    "replacement",
+    "seed",
+    "shuffle",
+)
+
+
+def identity_of(sampler: object) -> str:
+    """Describe a sampler and those inside it by class and parameters.
+
+    Samplers with equal descriptions yield the same items.
+
+    >>> from torch.utils.data import BatchSampler, SequentialSampler
+    >>> identity_of(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False))
+    'BatchSampler(batch_size=2, drop_last=False) over SequentialSampler()'
+    """
+    return " over ".join(map(_describe, samplers_below(sampler)))
+
+
+def _describe(sampler: object) -> str:
+    attributes = getattr(sampler, "__dict__", {})
+    parameters = [name for name in _PARAMETERS if isinstance(attributes.get(name), (int, str))]
+    values = [f"{name.lstrip('_')}={attributes[name]!r}" for name in parameters]
+    return f"{type(sampler).__name__}({', '.join(values)})"
+
+
+def parameters_of(loader: Any) -> dict[str, Any]:
+    """Return the parameters that determine a loader's samples.
+
+    The number of workers is one of them if the loader has no indices or has a state.
+    """
+    sampler = index_sampler_of(loader)
+    depends_on_workers = sampler is None or is_stateful(loader)
+    return {
+        "batch_size": getattr(loader, "batch_size", None),
+        "sampler": identity_of(sampler),
+        "num_workers": getattr(loader, "num_workers", None) if depends_on_workers else None,
+    }

@@ -1,0 +1,179 @@
+"""Save where training continues in its data, and each rank's state there.
+
+A checkpoint may continue before the batch after which it is saved: accumulated
+gradients are not saved, so training continues after the last optimiser step, and after
+an exception the epoch may start again. Each rank therefore records its random states at
+the start of each epoch, optimiser step and validation, and saves those of the moment
+with which training continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from lightning_ddp_ext.data.random_state import record_random_state
+
+from ..checkpoints.collective import Checkpoints
+from ..private.compat import combined_loader_of, fetcher_of
+from ..start.devices import RankDevicesStrategy
+from ..stopping.stops import StopController
+from .loop_state import Restart, find_restart
+from .positions import positions_of, training_generators
+from .saved_epoch import KEY, make_section, without_random_state
+
+Moment = Literal["epoch", "step", "validation"]
+
+
+@dataclass(frozen=True)
+class RecordedState:
+    """A rank's state at the start of an epoch, an optimiser step or a validation.
+
+    Attributes:
+        random: the random states.
+        batches_given: the number of batches that each loader had given in the epoch.
+    """
+
+    random: list[Any]
+    batches_given: list[int]
+
+
+class RankPosition(NamedTuple):
+    """Where training continues after a number of batches of all epochs.
+
+    Attributes:
+        batches: the number of batches.
+        restart: where training continues.
+        state: this rank's random states and positions there.
+    """
+
+    batches: int
+    restart: Restart
+    state: dict[str, Any]
+
+
+class PositionSaver:
+    """Records a rank's states, and adds the ranks' positions to checkpoints.
+
+    Args:
+        strategy: our strategy.
+        checkpoints: gathers the ranks' states.
+        stops: knows whether all ranks stop.
+    """
+
+    def __init__(
+        self, strategy: RankDevicesStrategy, checkpoints: Checkpoints, stops: StopController
+    ) -> None:
+        self._strategy = strategy
+        self._checkpoints = checkpoints
+        self._stops = stops
+        self._recorded: dict[Moment, RecordedState] = {}
+        self._end: RankPosition | None = None
+
+    @property
+    def _trainer(self) -> Any:
+        return self._strategy.current_trainer
+
+    def attach(self, trainer: Any) -> None:
+        """Drop what was recorded in an earlier run, and at the end of earlier training."""
+        self._recorded = {}
+        if trainer.state.fn == "fit":
+            self._end = None
+
+    def record(self, moment: Moment) -> None:
+        """Record this rank's state at the start of what ``moment`` names."""
+        self._recorded[moment] = self._current_state()
+
+    def _current_state(self) -> RecordedState:
+        batches_given = [position.batches_given for position in positions_of(self._trainer)]
+        random = record_random_state(training_generators(self._strategy))
+        return RecordedState(random, batches_given)
+
+    def on_train_end(self) -> None:
+        """Record where training ended.
+
+        It is called before Lightning resets its loops and an evaluation removes the
+        loaders.
+        """
+        loop = self._trainer.fit_loop
+        # Its whole state would include those of loaders, which may be large.
+        loops = {
+            "epoch_progress": loop.epoch_progress.state_dict(),
+            "epoch_loop.batch_progress": loop.epoch_loop.batch_progress.state_dict(),
+        }
+        self._end = self._position_at(self._find_restart(loops), loops)
+
+    def save_to(self, checkpoint: dict[str, Any], what: str, *, seed: int | None) -> None:
+        """Add all ranks' data positions to a checkpoint in the call ``what``.
+
+        ``seed`` is the seed for the order of samples, if known. Collective unless
+        interrupted.
+        """
+        if "loops" not in checkpoint:
+            return
+        position = self._position_to_save(checkpoint["loops"]["fit_loop"])
+        if position is None:
+            return
+        checkpoint[KEY] = make_section(
+            position.restart,
+            seed=seed,
+            stopped=self._stops.stopped,
+            ranks=self._gather(position.state, what),
+        )
+
+    def _gather(self, own: dict[str, Any], what: str) -> list[Any] | None:
+        """Return the state of each rank on rank 0, and ``None`` on the others."""
+        if not self._checkpoints.is_interrupted:
+            return self._checkpoints.to_rank_zero(own, what)
+        # The other ranks skip this call.
+        return [own if self._strategy.world_size == 1 else without_random_state(own)]
+
+    def _position_to_save(self, loops: Mapping[str, Any]) -> RankPosition | None:
+        """Return this rank's position, or ``None`` if nothing has been trained."""
+        fit_loop = self._trainer.fit_loop
+        is_running = fetcher_of(fit_loop) is not None
+        if self._end is not None and not is_running and self._end.batches == _batches_in(loops):
+            return self._end
+        restart = self._find_restart(loops)
+        has_loaders = combined_loader_of(fit_loop) is not None
+        needs_only_random_state = not restart.is_within and restart.epoch > 0
+        if has_loaders or needs_only_random_state:
+            return self._position_at(restart, loops)
+        return None
+
+    def _find_restart(self, loops: Mapping[str, Any]) -> Restart:
+        fetcher = fetcher_of(self._trainer.fit_loop)
+        return find_restart(
+            loops,
+            accumulated=self._trainer.accumulate_grad_batches,
+            stopped=self._stops.stopped,
+            has_ended=fetcher is not None and fetcher.done,
+        )
+
+    def _position_at(self, restart: Restart, loops: Mapping[str, Any]) -> RankPosition:
+        processed = loops["epoch_loop.batch_progress"]["current"]["processed"]
+        recorded = self._recorded_for(restart, processed)
+        positions = positions_of(self._trainer) if restart.is_within else []
+        loaders = [
+            position.state_dict(restart.done, batches_given)
+            # Outside of an epoch there are no positions.
+            for position, batches_given in zip(positions, recorded.batches_given, strict=False)
+        ]
+        state = {"random": recorded.random, "loaders": loaders}
+        return RankPosition(_batches_in(loops), restart, state)
+
+    def _recorded_for(self, restart: Restart, processed: int) -> RecordedState:
+        """Return the state recorded for a restart, or the current one if none was."""
+        recorded: RecordedState | None = None
+        if restart.has_started:
+            recorded = self._recorded.get("epoch")
+        elif restart.at == "validation":
+            recorded = self._recorded.get("validation")
+        elif restart.dropped_of(processed):
+            recorded = self._recorded.get("step")
+        return recorded or self._current_state()
+
+
+def _batches_in(loops: Mapping[str, Any]) -> int:
+    return int(loops["epoch_loop.batch_progress"]["total"]["processed"])

@@ -1,0 +1,295 @@
+"""Continue in the epoch in which a checkpoint was saved, or repeat it.
+
+A resumed epoch is **saved** once the checkpoint was read, when its loaders are not
+known yet. It is **placed** once each loader continues at its position, or the whole
+epoch is repeated because a loader cannot continue:
+
+====================================  ===============================================
+hook                                  effect on a resumed epoch
+====================================  ===============================================
+the checkpoint is read                saved; Lightning gets a corrected loop state
+an iterator enters the epoch          placed
+``on_train_start``                    placed; counters and random state are restored
+``on_train_batch_start``              the loops no longer treat it as restarted
+``on_validation_end``                 the same, if the resume began with a validation
+an iterator enters the next epoch     it ends, and the cursor drops it
+====================================  ===============================================
+
+``on_train_start`` restores the random state that was saved. Iterators that start
+afterwards draw numbers too, so it is restored again at the moment at which it was
+recorded: before they start if the epoch is repeated, and after they have started if it
+continues after a batch. Without a length, Lightning reads the first batch before
+``on_train_start``. Where an epoch begins, the state is then restored before that batch,
+and is not restored again after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from lightning_ddp_ext.data.loader_properties import batches_of
+from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
+from lightning_ddp_ext.data.random_state import restore_random_state
+from lightning_ddp_ext.data.seeding import WorkerSeeding
+from lightning_ddp_ext.errors import ResumeError
+from lightning_ddp_ext.rank_lists import ranks_in_words
+
+from ..callbacks.hang_watchdog import report_progress
+from ..named_calls import ranks_of, refuse
+from ..private.compat import combined_loader_of, end_epoch_after, end_restart, mode_of
+from ..private.lightning_tree import rank_zero_warn
+from ..private.replaced_methods import ReplacedMethods
+from ..start.devices import RankDevicesStrategy
+from .loop_state import epoch_of
+from .positions import positions_of, training_generators, training_loaders_of
+from .saved_epoch import SavedEpoch
+
+T = TypeVar("T")
+
+_OF_MID_EPOCH_RESUME = ".*resuming from a checkpoint that ended before the epoch ended"
+
+
+class ResumedEpoch:
+    """An epoch about which a checkpoint decides.
+
+    Args:
+        strategy: our strategy.
+        replaced: hides Lightning's warning of a resume in the middle of an epoch.
+        saved: the content of the checkpoint.
+        is_strict: whether to raise if a loader cannot continue; otherwise the epoch is
+            repeated.
+
+    Attributes:
+        seed: the seed for the order of samples; ``None`` if the checkpoint has none.
+        restart: where training continues, with the batches of this number of ranks. It
+            is the start of the epoch if that is repeated.
+    """
+
+    def __init__(
+        self,
+        strategy: RankDevicesStrategy,
+        replaced: ReplacedMethods,
+        saved: SavedEpoch,
+        *,
+        is_strict: bool,
+    ) -> None:
+        self._strategy = strategy
+        self._replaced = replaced
+        self._saved = saved
+        self._is_strict = is_strict
+        self.seed = saved.seed
+        self.restart = saved.restart
+        self._batches = math.inf  # of the epoch, if known from the checkpoint
+        self._placed: Sequence[LoaderPosition] = ()
+        self._has_restored_random_state = False
+
+    @property
+    def _trainer(self) -> Any:
+        return self._strategy.current_trainer
+
+    @property
+    def describes_loops(self) -> bool:
+        """Whether Lightning's loops are where the checkpoint was saved."""
+        done = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        saved = self._saved.restart
+        return (epoch_of(self._trainer), done) == (saved.epoch, saved.done)
+
+    @property
+    def has_no_batches_left(self) -> bool:
+        """Whether the epoch is complete, possibly because of a new limit."""
+        limit = self._trainer.num_training_batches
+        is_cut = self.restart.at == "batch_end" and self.restart.done >= limit > 0
+        return self.restart.is_last or is_cut
+
+    # Placing the loaders.
+
+    def place(self, seeding: WorkerSeeding | None) -> None:
+        """Continue in each training loader, or repeat the epoch.
+
+        Collective the first time, and again for new loaders.
+
+        Args:
+            seeding: how ``SamplerEpochSeeding`` seeds loader workers.
+
+        Raises:
+            ResumeError: the data differs from the resumed run's; or its order does,
+                with ``resume_data="strict"``.
+        """
+        positions = positions_of(self._trainer)
+        is_placed = bool(self._placed) and self._placed[0] is positions[0]
+        if not self.restart.is_within or is_placed:
+            return
+        self._placed = positions
+        # If a rank refuses to resume, no rank has begun to read.
+        self._on_every_rank(self._check)
+        different = self._on_every_rank(partial(self._continue, seeding))
+        names = ranks_of(self._strategy).gather(different)
+        by_rank = {rank: name for rank, name in enumerate(names) if name is not None}
+        if by_rank:
+            self._repeat(by_rank)
+
+    def _on_every_rank(self, work: Callable[[], T]) -> T:
+        try:
+            return ranks_of(self._strategy).on_every_rank(work, "the resume")
+        except ResumeError as error:
+            refuse(self._strategy, error)
+
+    @property
+    def _states(self) -> Sequence[Mapping[str, Any]]:
+        """The saved states of this rank's loaders."""
+        return self._saved.loaders_of(self._strategy.global_rank)
+
+    def _check(self) -> None:
+        """Raise if the training loaders are not those of which the states were saved."""
+        states = self._states
+        if len(states) != len(self._placed):
+            raise ResumeError(
+                f"epoch {self.restart.epoch} cannot be resumed in the middle: it began with"
+                f" {len(states)} training loaders, but there are {len(self._placed)} now; use the"
+                f" same loaders, or {FROM_THE_EPOCHS_START}"
+            )
+        for position, state in zip(self._placed, states, strict=True):
+            position.check(state)
+
+    def _continue(self, seeding: WorkerSeeding | None) -> str | None:
+        """Continue in each loader.
+
+        Return the name of the first one that does not draw the same as the resumed run.
+        """
+        self._count_batches()
+        rank = self._strategy.global_rank
+        has_own_state = self._saved.random_state_of(rank) is not None
+        different = []
+        for loader, state in zip(training_loaders_of(self._trainer), self._states, strict=True):
+            position = loader.position
+            position.on_progress = partial(report_progress, self._trainer)
+            needs_own_state = position.is_by_rank and state["at"] > 0
+            if needs_own_state and not has_own_state:
+                different.append(position.name)
+                continue
+            epoch = self.restart.epoch
+            with loader.in_epoch(epoch, rank=rank, seeding=seeding):
+                draws_the_same = position.continue_epoch(epoch, state, done=self.restart.done)
+            if not draws_the_same:
+                different.append(position.name)
+        return different[0] if different else None
+
+    def _count_batches(self) -> None:
+        """Compute the number of batches done and the epoch's number of batches.
+
+        Both are for this number of ranks. Batches after the last optimiser step are not
+        done. Loops assume the same number of batches in all epochs. On a different
+        number of ranks, or with another batch size, the number of done batches
+        therefore changes. Loaders that restarted within the epoch are ignored for the
+        remaining batches, because the longest loader, which ends the epoch, is read
+        only once.
+        """
+        combine = min if mode_of(combined_loader_of(self._trainer.fit_loop)) == "min_size" else max
+        whole = combine(batches_of(position.loader) for position in self._placed)
+        left = combine(
+            position.left_after(state["at"])
+            for position, state in zip(self._placed, self._states, strict=True)
+            if not state["number"]
+        )
+        if math.inf not in (whole, left):
+            accumulated = self._trainer.accumulate_grad_batches
+            done = int(whole - left) // accumulated * accumulated
+            self.restart = replace(self.restart, done=done)
+            self._batches = done + left
+
+    def _repeat(self, by_rank: Mapping[int, str]) -> None:
+        """Start the epoch again, as stock Lightning does.
+
+        It is called with the name of a loader on each rank that has one that does not
+        draw the same as the resumed run.
+        """
+        names = " and ".join(dict.fromkeys(by_rank.values()))
+        message = (
+            f"epoch {self.restart.epoch} cannot be resumed in the middle: {names} on"
+            f" {ranks_in_words(by_rank)} does not yield the samples that it yielded before the"
+            " checkpoint was saved"
+        )
+        remedy = (
+            "derive its order from the epoch that set_epoch() gets, or draw it from a generator"
+            " that is an attribute of the loader or sampler, and save with trainer.save_checkpoint"
+            " or ModelCheckpoint"
+        )
+        if self._is_strict:
+            refuse(self._strategy, ResumeError(f"{message}; {remedy}, or {FROM_THE_EPOCHS_START}"))
+        rank_zero_warn(
+            f'{message}, so that epoch starts again; {remedy} (resume_data="strict" raises instead)'
+        )
+        self.restart = self.restart.from_epoch_start()
+        self._saved = replace(self._saved, ranks=())
+
+    # Random states.
+
+    def before_iterators(self) -> None:
+        """Restore the random state of the epoch's start, before its iterators start."""
+        is_due = self.restart.has_started or not self._has_restored_random_state
+        if self.restart.at == "epoch_start" and is_due:
+            self._restore_random_state()
+
+    def after_iterators(self) -> None:
+        """Restore the random state between two batches, after the iterators started."""
+        if self.restart.at == "batch_end":
+            self._restore_random_state()
+
+    def _restore_random_state(self) -> None:
+        """Restore this rank's random state, if one was saved."""
+        self._has_restored_random_state = True
+        random = self._saved.random_state_of(self._strategy.global_rank)
+        if random is None:
+            return
+        reloads = self._trainer.reload_dataloaders_every_n_epochs > 0
+        has_new_loaders = self.restart.begins_epoch and reloads
+        generators = training_generators(self._strategy, with_loaders=not has_new_loaders)
+        restore_random_state(random, generators)
+
+    # Hooks of the fit loop.
+
+    def on_train_start(self, seeding: WorkerSeeding | None) -> None:
+        """Set the counters and the random state with which training continues."""
+        self.place(seeding)
+        self._correct_loops()
+        has_read_batch = self.restart.at == "epoch_start" and self._has_restored_random_state
+        if not has_read_batch:
+            self._restore_random_state()
+
+    def _correct_loops(self) -> None:
+        """Change what the checkpoint's loop state did not yet take into account."""
+        fit_loop = self._trainer.fit_loop
+        restart = self.restart
+        if restart.at != self._saved.restart.at:
+            fit_loop.load_state_dict(self._saved.loops_at(restart))
+            fit_loop.update_restart_stage()
+        if restart.at == "epoch_start":
+            end_restart(fit_loop)
+        if restart.is_within:
+            self._replaced.hide_warning(_OF_MID_EPOCH_RESUME)
+            if restart.done != self._saved.restart.done:
+                self._set_batches_done()
+
+    def _set_batches_done(self) -> None:
+        """Set the loops to the number of done batches on this number of ranks."""
+        done = self.restart.done
+        current = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        current.ready = current.started = current.processed = done
+        current.completed = done - 1 if self.restart.at == "batch_end" else done
+        if self._batches < self._trainer.num_training_batches:
+            end_epoch_after(self._trainer, int(self._batches))
+
+    def on_train_batch_start(self) -> None:
+        """Let Lightning's loops continue as usual, once the first batch was read."""
+        if self.restart.is_within:
+            # Otherwise the epoch's end would skip schedulers that monitor a metric.
+            end_restart(self._trainer.fit_loop)
+
+    def on_validation_end(self) -> None:
+        """Let the epoch end as usual, if the resume began with a validation."""
+        if self.restart.at == "validation" and not self._trainer.sanity_checking:
+            end_restart(self._trainer.fit_loop)
