@@ -67,7 +67,7 @@ def supervised(
             session = current_session()
             if session is not None and run.is_outermost and session.stops.is_active:
                 session.stops.limit_exit(
-                    is_void=lambda: handler is not None and not is_main_thread_in(handler)
+                    is_needed=lambda: handler is None or is_main_thread_in(handler)
                 )
             if explanation is exception:
                 raise

@@ -101,4 +101,4 @@ def _exit_after(pid: int) -> None:
         error = None if event is None else event.to_error()
         reason = sentence if error is None else f"{type(error).__name__}: {error}"
         sentence = f"[rank {context.world.rank}] {reason}"
-    exit_now(1, f"{sentence}\n")
+    exit_now(1, sentence)

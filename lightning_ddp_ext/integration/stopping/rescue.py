@@ -22,7 +22,7 @@ from lightning_ddp_ext.checkpoint.save_lock import save_if_furthest
 from lightning_ddp_ext.data.random_state import random_state_in, record_random_state
 from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.forced_exit import delaying_forced_end, print_in_time
+from lightning_ddp_ext.forced_exit import delaying_forced_exit, print_in_time
 from lightning_ddp_ext.rank_lists import ranks_in_words
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -136,10 +136,10 @@ class Rescue:
             try:
                 self._recorder.start(open_records(ranks), context.peers)
                 self._delays.enter_context(
-                    delaying_forced_end(
+                    delaying_forced_exit(
                         self._stops.deadline.total_seconds(),
                         "save the last step",
-                        when=lambda: self._is_due and self._recorder.parameters.has_finished_step,
+                        is_needed=lambda: self._is_due and self._recorder.parameters.has_finished_step,
                     )
                 )
             except (OSError, RuntimeError) as error:
@@ -174,7 +174,7 @@ class Rescue:
             return
         seconds = self._stops.deadline.total_seconds()
         try:
-            with delaying_forced_end(seconds):
+            with delaying_forced_exit(seconds):
                 line = self._save(exception, seconds)
         except Exception as error:
             line = (
