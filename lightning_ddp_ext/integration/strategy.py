@@ -342,7 +342,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_validation_start(self) -> None:
         self._start_evaluation()
         self.data.cursor.record("validation")
-        self.recorder.note(Kind.BATCH)
+        self.recorder.record(Kind.BATCH)
 
     def _start_evaluation(self) -> None:
         self.data.uneven.report_step_if_even()
@@ -363,7 +363,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_validation_end(self) -> None:
         self.data.cursor.on_validation_end()
-        self.recorder.note(Kind.VALIDATED)
+        self.recorder.record(Kind.VALIDATED)
         self._end_evaluation()
 
     on_test_end = on_predict_end = _end_evaluation
@@ -433,7 +433,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.recorder.before_forward()
         with self.data.evaluation.step(), self.metrics.step(is_training=False):
             result = super().validation_step(*args, **kwargs)
-        self.recorder.note(Kind.VALIDATING)
+        self.recorder.record(Kind.VALIDATING)
         return result
 
     @override

@@ -302,7 +302,7 @@ class EpochCursor:
             for position in positions_of(self._trainer):
                 position.start_epoch(epoch)
         self.record("epoch")
-        self._recorder.note(Kind.EPOCH)
+        self._recorder.record(Kind.EPOCH)
 
     def _start_together(self, iterator: LazyIterator) -> Iterator[Any]:
         """Start the iterators of all training loaders, and return the batches of one."""
@@ -342,7 +342,7 @@ class EpochCursor:
         self._stops.before_batch()
         schedule_timed_validation(self._trainer, self._validated_at)
         if self._trainer.fit_loop.epoch_loop.batch_progress.current.processed % accumulated == 0:
-            self._recorder.note(Kind.WINDOW)
+            self._recorder.record(Kind.WINDOW)
             if accumulated > 1:
                 self.record("step")
 
