@@ -8,7 +8,7 @@ each channel thread replies with the rank's count. The ranks thus agree on the f
 stop point that none of them has passed.
 
 Only the channel threads reply, so ranks that are in a collective at that time always
-complete it. Until a signal arrives, a stop point costs one addition and one comparison.
+complete it. Until a signal arrives, a stop point costs an addition and a comparison.
 
 The states of a rank:
 

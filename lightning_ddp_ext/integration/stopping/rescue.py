@@ -152,6 +152,7 @@ class Rescue:
         return None
 
     def _why_never(self) -> str | None:
+        """Return why nothing can be saved in this run, whatever happens."""
         if self._averages_models:
             return "model_averaging_period lets the ranks have different weights"
         if any(map(_is_sharded, self._strategy.optimizers)):
@@ -188,12 +189,10 @@ class Rescue:
     @property
     def _is_due(self) -> bool:
         """Whether another rank has caused a failure after which this rank may save."""
-        cause = None if self._trainer is None else self._peers.cause
-        return (
-            cause is not None
-            and cause.kind in _SURVIVABLE
-            and cause.rank != self._strategy.global_rank
-        )
+        if self._trainer is None or self._peers.cause is None:
+            return False
+        cause = self._peers.cause
+        return cause.kind in _SURVIVABLE and cause.rank != self._strategy.global_rank
 
     def _save(self, exception: BaseException, seconds: float) -> str:
         """Save the last step, and return what to print; empty if another rank saved it."""
