@@ -30,8 +30,6 @@ from tests.integration import continuing
 STEP = "on_train_batch_start"
 ALL_STEPS = 6  # of two epochs
 SIGTERM_STATUS = 128 + signal.SIGTERM
-
-
 STOP_CHECKPOINT = "last-preempted.ckpt"
 
 
