@@ -91,7 +91,11 @@ def next_common(positions: Sequence[StopPoint]) -> StopPoint:
     (4, 19)
     >>> next_common([StopPoint(4, 99, 100), StopPoint(4, 99, 99)])[:2]
     (5, 0)
-    >>> next_common([StopPoint(4), StopPoint(5)])[:2]  # in an evaluation, if one starts next
+
+    The result may be in an evaluation that none has started. If none starts, ranks
+    stop at the next point.
+
+    >>> next_common([StopPoint(4), StopPoint(5)])[:2]
     (5, 1)
     """
     furthest = max(positions)

@@ -110,8 +110,9 @@ CONTINUING = [
 def test_a_model_that_changes_outside_of_the_optimiser_continues_exactly(
     kind: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The values in the file are those after the last finished step, however the model
-    changes them.
+    """The values in the file are those after the last finished step.
+
+    This holds however the model changes them.
     """
     plan = Plan(trainer=options, kind=kind)
     kills = [

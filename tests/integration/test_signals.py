@@ -81,9 +81,7 @@ def terminate_after_death(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_launchers_sigterm_leaves_time_to_name_the_dead_rank(tmp_path: Path) -> None:
-    """It follows within a tenth of a second, and ends the process only some seconds
-    later.
-    """
+    """It follows the death immediately, and ends the process only some seconds later."""
     _, *survivors = ranks.launch_ranks(terminate_after_death, 3, tmp_path)
     for survivor in survivors:
         assert survivor.exit_code == SIGTERM_STATUS, survivor.story()
@@ -147,8 +145,9 @@ def stop_process_group(
 def test_workers_leave_the_signal_of_a_group_to_their_rank(
     context: str, signum: int, tmp_path: Path
 ) -> None:
-    """A rank needs them until it stops; torchrun and terminals send a signal to all
-    processes of a group.
+    """A rank needs its workers until it stops.
+
+    torchrun and terminals send a signal to all processes of a group.
     """
     for end in ranks.run_ranks(stop_process_group, 2, tmp_path, context, signum):
         assert end.status == 128 + signum
@@ -184,8 +183,9 @@ LEFT_TO_USERS_HANDLER = (signal.SIGUSR1, signal.SIGHUP)
 def test_each_signal_ends_with_its_status_and_is_passed_on(
     signum: int, has_users_handler: bool, tmp_path: Path
 ) -> None:
-    """The user's earlier handler is called, and restored afterwards; SIGUSR1 and SIGHUP
-    reach only that handler.
+    """The user's earlier handler is called, and restored afterwards.
+
+    SIGUSR1 and SIGHUP reach only that handler.
     """
     by_rank = ranks.run_ranks(stop_beside_handler, 2, tmp_path, signum, has_users_handler)
     is_stopped = not (has_users_handler and signum in LEFT_TO_USERS_HANDLER)
@@ -282,9 +282,7 @@ def interrupt_twice(rank: int, world_size: int, directory: Path) -> End:
 
 
 def test_a_second_interrupt_exits_immediately(tmp_path: Path) -> None:
-    """It exits as Lightning does on Ctrl-C, without waiting for the step, and so
-    without a checkpoint.
-    """
+    """It exits as Lightning does on Ctrl-C, without a checkpoint."""
     for end in ranks.run_ranks(interrupt_twice, 2, tmp_path):
         assert (end.status, end.checkpoints) == (1, [])
 
@@ -300,9 +298,7 @@ def hold_rank_one(rank: int, world_size: int, directory: Path, timeout: float | 
 def test_all_end_within_the_deadline_though_a_rank_does_not_stop(
     timeout: float | None, tmp_path: Path
 ) -> None:
-    """They exit with the signal's status, and print where each of them was and which
-    one did not reply.
-    """
+    """They exit with the signal's status, and name the rank that did not reply."""
     with ranks.RankProcesses(hold_rank_one, 2, tmp_path, timeout) as processes:
         processes.wait_for("in step 1", rank=1)
         processes.kill(1, signal.SIGSTOP)

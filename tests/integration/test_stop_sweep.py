@@ -419,9 +419,7 @@ def faults_of(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_run_continues_as_if_uninterrupted(ranks: int, tmp_path: Path) -> None:
-    """Steps, validations and weights are the same, and no rank waits for another one in
-    vain.
-    """
+    """Steps, validations and weights are the same, and no rank waits in vain."""
     cases = [case for case in sweeps.chosen_cases(Case.parse, cover()) if case.ranks == ranks]
     sweeps.expect_nothing_wrong(faults_of(cases, tmp_path), REPEAT)
 

@@ -205,8 +205,9 @@ def cross_validate(
 
 @pytest.mark.parametrize("name", ["as Lightning chooses", "no logger", "path"])
 def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(name: str, tmp_path: Path) -> None:
-    """In a cross-validation, no fold resumes from another fold's weights, nor replaces
-    another fold's file.
+    """No fold of a cross-validation resumes from another fold's weights.
+
+    It does not replace another fold's file either.
     """
 
     def run_again(stopped_fold: int | None, *, width: int = 1) -> list[str]:
@@ -224,8 +225,9 @@ def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(name: str, tmp_path:
 
 
 def test_runs_that_differ_by_environment_keep_their_stop_checkpoints(tmp_path: Path) -> None:
-    """Each finds its own file; one without a file says in which variables it differs
-    from the run that saved it.
+    """Each finds its own file.
+
+    One without a file says in which variables it differs from the run that saved it.
     """
 
     def launch(part: str, **options: Any) -> Launched:
@@ -285,7 +287,5 @@ def run_in_relative_directories(rank: int, world_size: int, directory: Path) -> 
 
 
 def test_a_file_has_one_name_though_the_root_directory_is_relative(tmp_path: Path) -> None:
-    """A run removes the stop checkpoint that it resumed from, by whichever name it
-    found it.
-    """
+    """A run removes the stop checkpoint that it resumed from, whatever its name."""
     assert ranks.run_ranks(run_in_relative_directories, 1, tmp_path) == [[]]

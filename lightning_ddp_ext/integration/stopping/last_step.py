@@ -23,8 +23,8 @@ from ..private.compat import dump_checkpoint, fetcher_of, is_read_in_step, valid
 from ..private.lightning_tree import pl
 from .recorder import Recorder
 
-# By a restart's ``at``: the last kind of record whose random state it may use. Otherwise
-# ``EPOCH`` if the epoch's start hooks have run, else ``VALIDATED``.
+# By a restart's ``at``: the last kind of record whose random state it may use.
+# Otherwise ``EPOCH`` if the epoch's start hooks have run, else ``VALIDATED``.
 _LATEST = {"batch_end": Kind.WINDOW, "validation": Kind.BATCH}
 
 
