@@ -137,7 +137,7 @@ def states_of_ranks(
     The random states of ranks without records are derived from the seed.
 
     Raises:
-        Refused: only the other ranks know the positions of their loaders.
+        Refused: the positions of the other ranks' loaders are not recorded.
     """
     restart = step.restart
     positions = positions_of(trainer) if restart.is_within else []
