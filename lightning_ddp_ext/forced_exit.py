@@ -1,4 +1,13 @@
-"""Force the exit of this process after a time limit, which a save may extend."""
+"""Force the exit of this process after a time limit, which a save may extend.
+
+A :class:`ForcedExit` starts a countdown, for example after another rank's death:
+
+1. It waits for the time limit, unless it is cancelled before.
+2. It ends if the exit is not needed, and the process continues.
+3. While :func:`delaying_forced_exit` blocks run, it waits for their ends, if the
+   countdown allows this.
+4. It prints a message and exits.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +20,32 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-_TO_PRINT = 5.0  # seconds; the machine may be busy
+_SECONDS_TO_PRINT = 5.0  # the machine may be busy
 _changed = threading.Condition()  # its lock protects the state of this module
 
 
 @dataclass(eq=False)
 class _Delay:
-    """A running `delaying_forced_end` block."""
+    """A running `delaying_forced_exit` block."""
 
     seconds: float
     purpose: str
-    when: Callable[[], bool]
+    is_needed: Callable[[], bool]
 
 
-_blocks: list[_Delay] = []
+_delays: list[_Delay] = []
 
 
-def _due_delays() -> list[_Delay]:
-    return [each for each in _blocks if each.when()]
+def _needed_delays() -> list[_Delay]:
+    return [delay for delay in _delays if delay.is_needed()]
 
 
 @contextmanager
-def delaying_forced_end(
+def delaying_forced_exit(
     seconds: float,
     purpose: str = "finish writing its checkpoint",
     *,
-    when: Callable[[], bool] = lambda: True,
+    is_needed: Callable[[], bool] = lambda: True,
 ) -> Iterator[None]:
     """Delay a forced exit while the block runs.
 
@@ -45,33 +54,33 @@ def delaying_forced_end(
     Args:
         seconds: the longest delay.
         purpose: what this rank will do before it exits, for a message.
-        when: returns whether the exit has to wait; called when it is due.
+        is_needed: returns whether the exit has to wait; called when it is due.
     """
-    delay = _Delay(seconds, purpose, when)
+    delay = _Delay(seconds, purpose, is_needed)
     with _changed:
-        _blocks.append(delay)
+        _delays.append(delay)
     try:
         yield
     finally:
         with _changed:
-            _blocks.remove(delay)
+            _delays.remove(delay)
             _changed.notify_all()
 
 
 def wait_for_delays() -> bool:
-    """Wait for the :func:`delaying_forced_end` blocks; return whether any was running.
+    """Wait for the :func:`delaying_forced_exit` blocks; return whether any was running.
 
     The wait takes at most the longest of their delays.
     """
     with _changed:
-        due = _due_delays()
-        longest = max((each.seconds for each in due), default=0.0)
-        _changed.wait_for(lambda: not _due_delays(), timeout=longest)
-    return bool(due)
+        delays = _needed_delays()
+        longest = max((delay.seconds for delay in delays), default=0.0)
+        _changed.wait_for(lambda: not _needed_delays(), timeout=longest)
+    return bool(delays)
 
 
 class ForcedExit:
-    """A countdown after which this process exits, unless it is lifted.
+    """A countdown after which this process exits, unless it is cancelled.
 
     It runs in a thread called ``name``.
     """
@@ -79,16 +88,16 @@ class ForcedExit:
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
-        self._lifted = threading.Event()
+        self._cancelled = threading.Event()
 
     def start(
         self,
         seconds: float,
         status: int,
-        sentence: Callable[[], str],
+        message: Callable[[], str],
         *,
-        is_void: Callable[[], bool] = lambda: False,
-        after_saves: float | None = None,
+        is_needed: Callable[[], bool] = lambda: True,
+        seconds_after_saves: float | None = None,
     ) -> None:
         """Start the countdown unless it is running.
 
@@ -97,43 +106,56 @@ class ForcedExit:
         Args:
             seconds: the time until the exit.
             status: the exit status of the process.
-            sentence: returns the text to print before the exit.
-            is_void: called when the time is up; if it returns True, the process
+            message: returns the line to print before the exit; empty to print none.
+            is_needed: called when the time is up; if it returns False, the process
                 continues.
-            after_saves: seconds from the completion of an unfinished save to the exit;
-                ``None`` to interrupt the save.
+            seconds_after_saves: seconds from the completion of an unfinished save to
+                the exit; ``None`` to interrupt the save.
         """
-
-        def end() -> None:
-            if lifted.wait(seconds) or is_void():
-                return
-            with _changed:
-                due = _due_delays()
-            if due and after_saves is not None:
-                print_in_time(f"{sentence()}. This rank will {due[-1].purpose} before it exits\n")
-                wait_for_delays()
-                if lifted.wait(after_saves):
-                    return
-            exit_now(status, f"{sentence()}\n")
-
         with _changed:
-            if self._thread is None or not self._thread.is_alive():
-                lifted = self._lifted = threading.Event()
-                self._thread = threading.Thread(target=end, name=self._name, daemon=True)
-                self._thread.start()
+            if self._thread is not None and self._thread.is_alive():
+                return
+            self._cancelled = threading.Event()
+            self._thread = threading.Thread(
+                target=_count_down,
+                args=[self._cancelled, seconds, status, message, is_needed, seconds_after_saves],
+                name=self._name,
+                daemon=True,
+            )
+            self._thread.start()
 
-    def lift(self) -> None:
+    def cancel(self) -> None:
         """Cancel the countdown; it can be started again."""
         with _changed:
-            self._lifted.set()
+            self._cancelled.set()
             thread = self._thread
             self._thread = None
         if thread is not None:
             thread.join(timeout=1.0)
 
 
-def exit_now(status: int, sentence: str = "") -> NoReturn:
-    """Kill daemonic children, such as loader workers, print the sentence, and exit.
+def _count_down(
+    cancelled: threading.Event,
+    seconds: float,
+    status: int,
+    message: Callable[[], str],
+    is_needed: Callable[[], bool],
+    seconds_after_saves: float | None,
+) -> None:
+    if cancelled.wait(seconds) or not is_needed():
+        return
+    with _changed:
+        delays = _needed_delays()
+    if delays and seconds_after_saves is not None:
+        print_in_time(f"{message()}. This rank will {delays[-1].purpose} before it exits\n")
+        wait_for_delays()
+        if cancelled.wait(seconds_after_saves):
+            return
+    exit_now(status, message())
+
+
+def exit_now(status: int, message: str = "") -> NoReturn:
+    """Kill daemonic children, such as loader workers, print the message, and exit.
 
     Any thread may call it.
     """
@@ -141,22 +163,23 @@ def exit_now(status: int, sentence: str = "") -> NoReturn:
         for child in multiprocessing.active_children():
             if child.daemon:
                 child.kill()
-        print_in_time(sentence)
+        print_in_time(f"{message}\n" if message else "")
     os._exit(status)
 
 
-def print_in_time(sentence: str) -> None:
-    """Print to stderr, but give up after some seconds.
+def print_in_time(text: str) -> None:
+    """Print to stderr and flush the output, but give up after some seconds.
 
     The reader of a pipe may have stopped reading.
     """
-    printer = threading.Thread(target=_print, args=[sentence], name="ddpx-print", daemon=True)
+    printer = threading.Thread(target=_print, args=[text], name="ddpx-print", daemon=True)
     printer.start()
-    printer.join(_TO_PRINT)
+    printer.join(_SECONDS_TO_PRINT)
 
 
-def _print(sentence: str) -> None:
-    for stream, text in ((sys.stderr, sentence), (sys.stdout, "")):
-        with suppress(Exception):
-            stream.write(text)
-            stream.flush()
+def _print(text: str) -> None:
+    with suppress(Exception):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    with suppress(Exception):
+        sys.stdout.flush()

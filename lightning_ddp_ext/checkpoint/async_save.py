@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_ddp_ext.checkpoint.save import unwritable
 from lightning_ddp_ext.checkpoint.snapshot import Buffer
-from lightning_ddp_ext.forced_exit import delaying_forced_end
+from lightning_ddp_ext.forced_exit import delaying_forced_exit
 from lightning_ddp_ext.threads import start_thread
 
 _logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Saver:
         Then run the removals that were waiting for a successful save.
         """
         self._last_save_failed = True  # until it succeeds
-        with delaying_forced_end(self.deadline):
+        with delaying_forced_exit(self.deadline):
             job()
         self._last_save_failed = False
         self._postponed.pop(path, None)  # the file is new

@@ -377,12 +377,12 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_validation_start(self) -> None:
         self._start_evaluation()
         self.data.saver.record("validation")
-        self.recorder.note(Kind.BATCH)
+        self.recorder.record(Kind.BATCH)
 
     @override
     def on_validation_end(self) -> None:
         self.data.cursor.on_validation_end()
-        self.recorder.note(Kind.VALIDATED)
+        self.recorder.record(Kind.VALIDATED)
         self._end_evaluation()
 
     def _start_evaluation(self) -> None:
@@ -455,7 +455,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.recorder.before_forward()
         with self.data.evaluation.step(), self.metrics.step(is_training=False):
             result = super().validation_step(*args, **kwargs)
-        self.recorder.note(Kind.VALIDATING)
+        self.recorder.record(Kind.VALIDATING)
         return result
 
     @override

@@ -233,7 +233,7 @@ class Peers:
         with self.arrived:
             self.has_raised = True
             self.arrived.notify_all()
-        self._forced_exit.lift()
+        self._forced_exit.cancel()
 
     # On the channel's thread, or on the thread that reports.
 
@@ -277,8 +277,8 @@ class Peers:
                     seconds,
                     1,
                     lambda: sentence,
-                    is_void=lambda: not self._is_in_run(),
-                    after_saves=seconds,
+                    is_needed=self._is_in_run,
+                    seconds_after_saves=seconds,
                 )
 
     def _is_in_run(self) -> bool:

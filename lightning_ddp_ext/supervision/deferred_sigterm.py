@@ -24,7 +24,7 @@ class DeferredSigterm:
         self._has_arrived = False
         self._time_is_up = False
         ForcedExit("ddpx-sigterm").start(
-            _SECONDS_TO_PRINT, STATUS, lambda: "", is_void=self._expire
+            _SECONDS_TO_PRINT, STATUS, lambda: "", is_needed=self._expire
         )
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
@@ -36,6 +36,6 @@ class DeferredSigterm:
             signal.raise_signal(signum)
 
     def _expire(self) -> bool:
-        """Return whether the process continues, since no signal has arrived."""
+        """Return whether a signal has arrived, so that the process must exit."""
         self._time_is_up = True
-        return not self._has_arrived
+        return self._has_arrived

@@ -82,9 +82,7 @@ def _limit_exit(handler: FrameType | None) -> None:
     """Limit the time until this process exits or the call of ``handler`` returns."""
     session = current_session()
     if session is not None and session.stops.is_active:
-        session.stops.limit_exit(
-            is_void=lambda: handler is not None and not is_main_thread_in(handler)
-        )
+        session.stops.limit_exit(is_needed=lambda: handler is None or is_main_thread_in(handler))
 
 
 class Origin(Enum):

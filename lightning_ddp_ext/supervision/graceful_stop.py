@@ -8,18 +8,19 @@ each channel thread replies with the rank's count. The ranks thus agree on the f
 stop point that none of them has passed.
 
 Only the channel threads reply, so ranks that are in a collective at that time always
-complete it. Until a signal arrives, a stop point costs one addition and one comparison.
+complete it. Until a signal arrives, a stop point costs an addition and a comparison.
 
-The request and the target of a rank show its state:
+The states of a rank:
 
-=========  =======  ==============  ====================================================
-State      Request  Target          Meaning
-=========  =======  ==============  ====================================================
-running    none     none            no rank has received a signal
-requested  set      none            rank 0 has not begun the job of the request yet
-pausing    set      ``_UNDECIDED``  the main thread waits at its next stop point
-agreed     set      a stop point    all ranks stop there
-=========  =======  ==============  ====================================================
+=======  ===========================================================  =======
+State    Meaning                                                      Next
+=======  ===========================================================  =======
+RUNNING  rank 0 has not paused this rank                              PAUSING
+PAUSING  the main thread waits for the target at its next stop point  AGREED
+AGREED   all ranks stop at the target                                 RUNNING
+=======  ===========================================================  =======
+
+A rank is also RUNNING again after its last stop point.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from enum import Enum, auto
+from functools import partial
 from signal import Signals
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.rank_lists import listed
@@ -38,7 +41,15 @@ from lightning_ddp_ext.supervision.signals import status_of
 from lightning_ddp_ext.supervision.stacks import call_site_of, main_frame
 from lightning_ddp_ext.threads import start_thread
 
-_AFTER_SAVES = 3.0  # seconds from a finished save to the exit, after the deadline
+_SECONDS_AFTER_SAVES = 3.0  # from a finished save to the exit, after the deadline
+
+
+class _State(Enum):
+    """A rank's state; see the module's docstring."""
+
+    RUNNING = auto()
+    PAUSING = auto()
+    AGREED = auto()
 
 
 @dataclass(frozen=True)
@@ -58,32 +69,45 @@ class StopRequest:
 
 
 Acknowledge = Callable[[StopRequest], object]
-Target = tuple[int, int]  # a stop point, and a step of the evaluation after it
-_UNDECIDED: Target = (-1, -1)
-# The numbers of stop points that a rank has passed, of evaluation steps started since,
-# and of steps in that evaluation.
-Position = tuple[int, int, int]
 
 
-def next_common(positions: Sequence[Position]) -> Target:
+class StopPoint(NamedTuple):
+    """A stop point outside of evaluations, or a step of the evaluation after it."""
+
+    point: int
+    step: int = 0  # 0 is the point itself
+    # The length of the evaluation on the rank that is in it. It is 0 in a target, so a
+    # rank that has reached the target compares as greater or equal.
+    evaluation_steps: int = 0
+
+
+def next_common(positions: Sequence[StopPoint]) -> StopPoint:
     """Return the first stop point that no rank has passed and that all will reach.
 
     If the evaluation is shorter on some rank, this is the next point outside of
     evaluation steps.
 
-    >>> next_common([(4, 17, 100), (4, 18, 99)])
+    >>> next_common([StopPoint(4, 17, 100), StopPoint(4, 18, 99)])[:2]
     (4, 19)
-    >>> next_common([(4, 99, 100), (4, 99, 99)])
+    >>> next_common([StopPoint(4, 99, 100), StopPoint(4, 99, 99)])[:2]
     (5, 0)
-    >>> next_common([(4, 0, 0), (5, 0, 0)])  # in an evaluation, if one starts next
+
+    The result may be in an evaluation that none has started. If none starts, ranks
+    stop at the next point.
+
+    >>> next_common([StopPoint(4), StopPoint(5)])[:2]
     (5, 1)
     """
-    points, steps, _ = max(positions)
-    shortest = min(
-        (of_steps for passed, _, of_steps in positions if passed == points and of_steps),
-        default=steps + 1,
-    )
-    return (points, steps + 1) if steps < shortest else (points + 1, 0)
+    furthest = max(positions)
+    lengths = [
+        position.evaluation_steps
+        for position in positions
+        if position.point == furthest.point and position.evaluation_steps > 0
+    ]
+    next_step = furthest.step + 1
+    if next_step <= min(lengths, default=next_step):
+        return StopPoint(furthest.point, next_step)
+    return StopPoint(furthest.point + 1)
 
 
 def _ignore(request: StopRequest) -> None:
@@ -107,11 +131,13 @@ class GracefulStop:
         self._raise_if_a_rank_is_silent = raise_if_a_rank_is_silent
         self._context = context
         self._peers = context.peers
-        self._position: Position = (0, 0, 0)
+        self._position = StopPoint(0)
         self._job = 0
         self.is_active = False
+        self._state = _State.RUNNING
+        # On rank 0 also while it is RUNNING, if it has not begun the request's job.
         self._request: StopRequest | None = None
-        self._target: Target | None = None
+        self._target = StopPoint(0)  # in the state AGREED
         self._replies = Replies()
         self._seconds = 0.0  # from the first signal to the deadline
         self._acknowledge: Acknowledge = _ignore
@@ -133,7 +159,7 @@ class GracefulStop:
         self._limit_stop(request)
         self._remote.call([0], "handle_request", asdict(request))
 
-    def start(self, deadline: timedelta, acknowledge: Acknowledge | None = None) -> None:
+    def start(self, deadline: timedelta, acknowledge: Acknowledge) -> None:
         """Handle requests from now on: the ranks have begun a job with stop points.
 
         Args:
@@ -141,14 +167,13 @@ class GracefulStop:
                 are still running must exit.
             acknowledge: called on rank 0 with the first request, in a thread.
         """
-        self._forced_exit.lift()  # a run whose ``on_exception`` raised has skipped teardown
+        self._forced_exit.cancel()  # a run whose ``on_exception`` raised has skipped teardown
         with self._peers.arrived:
             self._job += 1
-            # After an exception, the ranks' counts may differ.
-            self._position = (self._job << 32, 0, 0)
+            self._position = StopPoint(self._job << 32)  # counts may differ after an exception
             self.is_active = True
             self._seconds = deadline.total_seconds()
-            self._acknowledge = acknowledge or _ignore
+            self._acknowledge = acknowledge
             if self._request is not None:  # a rank that started before this one sent it
                 self._limit_stop(self._request)
                 self._start_agreement(self._request)
@@ -158,10 +183,9 @@ class GracefulStop:
         with self._peers.arrived:
             self.is_active = False
             self._acknowledge = _ignore  # this object outlives the Trainer
-            if self._request is None or self._has_finished(self._request.job):
-                self._request = None
-                self._target = None
-        self._forced_exit.lift()
+            if self._request is not None and self._has_finished(self._request.job):
+                self._reset()
+        self._forced_exit.cancel()
 
     # Stop points, in the main thread.
 
@@ -174,11 +198,11 @@ class GracefulStop:
             RankFailedError: a rank died or failed, which takes precedence over a
                 request; it may be a subclass.
         """
-        self._position = (self._position[0] + 1, 0, 0)
-        return None if self._target is None else self._decide()
+        self._position = StopPoint(self._position.point + 1)
+        return None if self._state is _State.RUNNING else self._take_request_if_due()
 
     def at_step(
-        self, count_steps: Callable[[], int], may_stop: Callable[[], bool] = lambda: True
+        self, count_steps: Callable[[], int], may_stop: Callable[[], bool]
     ) -> StopRequest | None:
         """Return the request if all ranks stop here.
 
@@ -191,9 +215,15 @@ class GracefulStop:
                 If it returns False, they stop at the next point outside of evaluation
                 steps.
         """
-        points, steps, of_steps = self._position
-        self._position = (points, steps + 1, of_steps if steps else count_steps())
-        return None if self._target is None else self._decide(may_stop)
+        point, step, evaluation_steps = self._position
+        if step == 0:
+            evaluation_steps = count_steps()
+        self._position = StopPoint(point, step + 1, evaluation_steps)
+        if self._state is _State.RUNNING or not self._is_due():
+            return None
+        if not may_stop():
+            self._target = StopPoint(point + 1)
+        return self._take_request_if_due()
 
     def at_last_point(self) -> StopRequest | None:
         """Return the request if all ranks stop at their last stop point. Collective.
@@ -207,27 +237,26 @@ class GracefulStop:
         )
         return self.at_point()
 
-    def _decide(self, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
-        """Return the request if the ranks stop here, after they have agreed where."""
-        if self._is_agreed_on() and not may_stop():
-            self._target = (self._position[0] + 1, 0)
+    def _is_due(self) -> bool:
+        """Whether the ranks stop here; waits until they have agreed where."""
         with self._peers.arrived:
-            if not self._is_agreed_on():
+            self._peers.wait_for(lambda: self._state is not _State.PAUSING)
+            self._peers.check()
+            return self._state is _State.AGREED and self._position >= self._target
+
+    def _take_request_if_due(self) -> StopRequest | None:
+        """Return the request, and forget it, if the ranks stop here."""
+        with self._peers.arrived:
+            if not self._is_due():
                 return None
             request = self._request
             self.is_active = False
-            self._request = self._target = None
+            self._reset()
             return request
 
-    def _is_agreed_on(self) -> bool:
-        """Whether the ranks stop here; waits until they have agreed where."""
-        with self._peers.arrived:
-            self._peers.wait_for(lambda: self._target != _UNDECIDED)
-            self._peers.check()
-            target = self._target
-            if target is None or target == _UNDECIDED:
-                return False
-            return self._position[:2] >= target
+    def _reset(self) -> None:
+        self._state = _State.RUNNING
+        self._request = None
 
     # The agreement, in other threads.
 
@@ -246,7 +275,7 @@ class GracefulStop:
         request = StopRequest(**values)
         if self._request is None and not self._has_finished(request.job):
             self._request = request
-            if self.is_active and request.job == self._job:
+            if request.job == self._job:
                 self._start_agreement(request)
 
     def _start_agreement(self, request: StopRequest) -> None:
@@ -262,50 +291,61 @@ class GracefulStop:
         self._acknowledge(request)
         replies = self._replies
         if self._peers.wait_for(lambda: len(replies) == len(self._peers.everyone), self._seconds):
-            target = next_common([tuple(reply) for reply in replies.values()])
+            target = next_common([StopPoint(*reply) for reply in replies.values()])
             self._remote.call(self._peers.everyone, "set_target", target, request.job)
 
-    def _pause(self, values: dict[str, Any]) -> Position:
+    def _pause(self, values: dict[str, Any]) -> StopPoint:
         request = StopRequest(**values)
         if not self._has_finished(request.job):
             self._request = request
-            self._target = _UNDECIDED
+            self._state = _State.PAUSING
             self._limit_stop(request)
-        return self._position  # read after the flag is set; the main thread uses the opposite order
+        return self._position  # read after the state; the main thread uses the opposite order
 
     def _set_target(self, target: Sequence[int], job: int) -> None:
         if not self._has_finished(job):
-            self._target = (target[0], target[1])
+            self._target = StopPoint(*target)
+            self._state = _State.AGREED
 
     # The deadline.
 
-    def limit_exit(self, *, is_void: Callable[[], bool] = lambda: False) -> None:
+    def limit_exit(self, *, is_needed: Callable[[], bool] = lambda: True) -> None:
         """Limit the time until this rank exits after an exception.
 
         It exits even if hooks or teardown block. :meth:`end` lifts the limit.
+
+        Args:
+            is_needed: called when the time is up; if it returns False, the process
+                continues.
         """
         if self._seconds:  # otherwise no Trainer has run
             finding = "the process raised an exception and has not exited"
-            self._start_limit(1, finding, is_void=is_void, after_saves=_AFTER_SAVES)
+            self._forced_exit.start(
+                self._seconds,
+                1,
+                partial(self._explain_exit, finding),
+                is_needed=is_needed,
+                seconds_after_saves=_SECONDS_AFTER_SAVES,
+            )
 
     def _limit_stop(self, request: StopRequest) -> None:
         if self.is_active:
-            self._start_limit(status_of(request.signum), f"{request}: the ranks have not stopped")
-
-    def _start_limit(self, status: int, finding: str, **options: Any) -> None:
-        def sentence() -> str:
-            rank = self._peers.rank
-            is_agreeing = rank == 0 and self._target is not None
-            silent = [
-                info
-                for info in self._context.table
-                if is_agreeing and info.rank not in self._replies
-            ]
-            who = f", and {listed(silent)} did not answer" if silent else ""
-            return (
-                f"[rank {rank}] {finding} within {self._seconds:g} s (save_deadline){who}, so"
-                f" rank {rank} exits at {call_site_of(main_frame())}; earlier checkpoints are"
-                " intact. Pass a longer save_deadline if the ranks only need more time"
+            finding = f"{request}: the ranks have not stopped"
+            self._forced_exit.start(
+                self._seconds, status_of(request.signum), partial(self._explain_exit, finding)
             )
 
-        self._forced_exit.start(self._seconds, status, sentence, **options)
+    def _explain_exit(self, finding: str) -> str:
+        rank = self._peers.rank
+        collects_replies = rank == 0 and self._state is _State.PAUSING
+        silent = [
+            info
+            for info in self._context.table
+            if collects_replies and info.rank not in self._replies
+        ]
+        silence = f", and {listed(silent)} did not answer" if silent else ""
+        return (
+            f"[rank {rank}] {finding} within {self._seconds:g} s (save_deadline){silence}, so"
+            f" rank {rank} exits at {call_site_of(main_frame())}; earlier checkpoints are"
+            " intact. Pass a longer save_deadline if the ranks only need more time"
+        )

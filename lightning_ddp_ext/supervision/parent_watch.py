@@ -103,7 +103,7 @@ def _exit_after(pid: int) -> None:
     time.sleep(GRACE)
     if wait_for_delays():
         time.sleep(GRACE)
-    exit_now(1, f"{_reason_to_exit(pid)}\n")
+    exit_now(1, _reason_to_exit(pid))
 
 
 def _reason_to_exit(pid: int) -> str:

@@ -8,8 +8,10 @@ not stopped.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +25,14 @@ from lightning.pytorch.loggers import CSVLogger
 from tests.harness import ranks
 from tests.integration import continuing
 
+SIGTERM_STATUS = 128 + signal.SIGTERM
+FROM_START = "from the start"
+RESUMED = "resumed"
+
 
 class Place(NamedTuple):
-    """Where a run saves when it is stopped, and the options that choose this, made on a
-    rank from its root directory.
+    """Where a run saves when it is stopped, below its root directory, and the options
+    that choose this, made on a rank from that directory.
     """
 
     pattern: str
@@ -60,23 +66,25 @@ STEPS = 6  # of two epochs on two ranks
 def run_command(place: Place, root: Path, *callbacks: L.Callback, **options: Any) -> continuing.Run:
     """Run a command for two epochs, from its last checkpoint if there is one."""
     chosen: dict[str, Any] = {"enable_checkpointing": True, **place.options(root), **options}
-    stop_checkpoint = chosen.pop("stop_checkpoint", "last-preempted.ckpt")
+    strategy = {"stop_checkpoint": chosen.pop("stop_checkpoint", "last-preempted.ckpt")}
     chosen["callbacks"] = [*chosen.pop("callbacks", ()), *callbacks]
-    command = continuing.Training(
-        continuing.shuffled(), root.parent, strategy={"stop_checkpoint": stop_checkpoint}
-    )
+    command = continuing.Training(continuing.shuffled(), root.parent, strategy=strategy)
     run = command.run(max_epochs=2, default_root_dir=root, ckpt_path="last", **chosen)
     dist.barrier()  # loggers of the next run look for directories of this one
     return run
 
 
+def begin_of(run: continuing.Run) -> str:
+    return FROM_START if run.steps[0].moment == (0, 0) else RESUMED
+
+
 class Commands(NamedTuple):
-    """A command that was stopped, the same again, and, without checkpoints, once more."""
+    """A command that was stopped, the same again, and one that was not stopped."""
 
     stopped: continuing.Run
     saved: list[Path]
     resumed: continuing.Run
-    left: list[Path]
+    remaining: list[Path]  # stop checkpoints after the end of the resumed command
     whole: continuing.Run
 
 
@@ -92,9 +100,9 @@ def run_three_times(rank: int, world_size: int, directory: Path, name: str) -> C
     saved = list(root.glob(place.pattern))
     dist.barrier()
     resumed = run_command(place, root)
-    left = list(root.rglob(Path(place.pattern).name))
+    remaining = list(root.rglob(Path(place.pattern).name))
     whole = run_command(place, directory / "whole")
-    return Commands(stopped, saved, resumed, left, whole)
+    return Commands(stopped, saved, resumed, remaining, whole)
 
 
 # One of them is enough for `make fast`.
@@ -107,14 +115,13 @@ def test_the_same_command_continues_wherever_it_saves(name: str, tmp_path: Path)
 
     A finished run leaves no stop checkpoint.
     """
-    by_rank = ranks.run_ranks(run_three_times, 2, tmp_path, name)
-    for found in by_rank:
-        assert found.stopped.status == 143
-        assert len(found.saved) == 1
-        assert found.resumed.status is None
-        assert found.stopped.steps + found.resumed.steps == found.whole.steps
-        assert len(found.whole.steps) == STEPS
-        assert found.left == []
+    for commands in ranks.run_ranks(run_three_times, 2, tmp_path, name):
+        assert commands.stopped.status == SIGTERM_STATUS
+        assert len(commands.saved) == 1
+        assert commands.resumed.status is None
+        assert commands.stopped.steps + commands.resumed.steps == commands.whole.steps
+        assert len(commands.whole.steps) == STEPS
+        assert commands.remaining == []
 
 
 def run_alone(
@@ -125,59 +132,59 @@ def run_alone(
     stops: bool,
     ckpt_path: str | None = "last",
 ) -> str:
-    """Run a command with these words on one rank, and say where it begins; it is stopped
-    in its second step, or runs to its end.
+    """Run a command with these words, to its end or until a stop in its second step;
+    return where it begins.
     """
     sys.argv = ["train.py", *words]
-    options = {
-        "logger": True,
-        "enable_checkpointing": True,
-        "max_epochs": 2,
-        "default_root_dir": directory,
-    }
-    callbacks = [continuing.signalled("on_train_batch_end", 1)] if stops else []
-    command = continuing.Training(continuing.shuffled(), directory, 1, options)
-    return begin_of(command.run(callbacks=callbacks, ckpt_path=ckpt_path))
+    command = continuing.Training(continuing.shuffled(), directory, devices=1)
+    run = command.run(
+        callbacks=[continuing.signalled("on_train_batch_end", 1)] if stops else [],
+        ckpt_path=ckpt_path,
+        logger=True,
+        enable_checkpointing=True,
+        max_epochs=2,
+        default_root_dir=directory,
+    )
+    return begin_of(run)
 
 
-def begin_of(run: continuing.Run) -> str:
-    return "from the start" if run.steps[0].moment == (0, 0) else "resumed"
+class Launched(NamedTuple):
+    """A command on one rank."""
+
+    begin: str
+    output: str
 
 
-def launch_alone(directory: Path, *words: str, **options: Any) -> tuple[str, str]:
-    """Return where a command begins, and its output."""
+def launch_alone(directory: Path, *words: str, **options: Any) -> Launched:
     [outcome] = ranks.launch_ranks(run_alone, 1, directory, *words, **options)
     assert outcome.exit_code == 0, outcome.story()
-    return outcome.result, outcome.output
+    return Launched(outcome.result, outcome.output)
 
 
 def test_another_command_leaves_a_stop_checkpoint(tmp_path: Path) -> None:
     """Two experiments may share a directory."""
-    begun, _ = launch_alone(tmp_path, "--lr", "1", stops=True)
-    assert begun == "from the start"
-    begun, _ = launch_alone(tmp_path, "--lr", "2", stops=False)
-    assert begun == "from the start"
-    begun, _ = launch_alone(tmp_path, "--lr", "1", "--ckpt_path", "last", stops=False)
-    assert begun == "resumed"
+    assert launch_alone(tmp_path, "--lr", "1", stops=True).begin == FROM_START
+    assert launch_alone(tmp_path, "--lr", "2", stops=False).begin == FROM_START
+    same = launch_alone(tmp_path, "--lr", "1", "--ckpt_path", "last", stops=False)
+    assert same.begin == RESUMED
 
 
 def test_a_first_run_with_last_names_the_file_of_a_later_one(tmp_path: Path) -> None:
     """It starts from the beginning."""
-    begun, output = launch_alone(tmp_path, stops=False)
-    assert begun == "from the start"
+    launched = launch_alone(tmp_path, stops=False)
+    assert launched.begin == FROM_START
     line = "ckpt_path='last': no checkpoint yet; if the ranks are stopped, they save "
-    assert output.count(line) == 1
+    assert launched.output.count(line) == 1
 
 
 class Fold(continuing.Net):
     """Has hyperparameters, as most models have."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, width: int, *args: Any) -> None:
         super().__init__(*args)
-        self.save_hyperparameters({"width": WIDTH})
+        self.save_hyperparameters({"width": width})
 
 
-WIDTH = 1
 FOLDS = 3
 
 
@@ -185,101 +192,100 @@ def cross_validate(
     rank: int, world_size: int, directory: Path, name: str, stopped_fold: int | None, width: int
 ) -> list[str]:
     """Return where each fold begins, until one is stopped."""
-    global WIDTH
-    WIDTH = width
-    begun = []
+    begins = []
     for fold in range(FOLDS):
         callbacks = [stop_rank_one()] if fold == stopped_fold else []
-        run = run_command(PLACES[name], directory / name, *callbacks, model=Fold)
-        begun.append(begin_of(run))
+        model = partial(Fold, width)
+        run = run_command(PLACES[name], directory / name, *callbacks, model=model)
+        begins.append(begin_of(run))
         if run.status is not None:
             break
-    return begun
+    return begins
 
 
-OF_FOLDS = ("as Lightning chooses", "no logger", "path")
-
-
-@pytest.mark.parametrize("name", OF_FOLDS)
+@pytest.mark.parametrize("name", ["as Lightning chooses", "no logger", "path"])
 def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(name: str, tmp_path: Path) -> None:
-    """In a cross-validation, no fold resumes from another fold's weights, nor replaces
-    another fold's file.
+    """No fold of a cross-validation resumes from another fold's weights.
+
+    It does not replace another fold's file either.
     """
 
-    def again(stopped_fold: int | None, *, width: int = 1) -> list[str]:
+    def run_again(stopped_fold: int | None, *, width: int = 1) -> list[str]:
         first, second = ranks.run_ranks(cross_validate, 2, tmp_path, name, stopped_fold, width)
         assert first == second
         return list(first)
 
-    assert again(1) == ["from the start"] * 2
-    assert again(0) == ["from the start"]
+    assert run_again(1) == [FROM_START, FROM_START]
+    assert run_again(0) == [FROM_START]
     assert len(list(tmp_path.rglob("*.ckpt"))) >= 2
-    assert again(0, width=2) == ["from the start"], "another model is in the same fold"
-    assert again(None) == ["resumed", "resumed", "from the start"]
-    assert again(None, width=2) == ["resumed", "from the start", "from the start"]
+    assert run_again(0, width=2) == [FROM_START], "another model is in the same fold"
+    assert run_again(None) == [RESUMED, RESUMED, FROM_START]
+    assert run_again(None, width=2) == [RESUMED, FROM_START, FROM_START]
     assert not [path for path in tmp_path.rglob("*.ckpt") if "epoch" not in path.name]
 
 
 def test_runs_that_differ_by_environment_keep_their_stop_checkpoints(tmp_path: Path) -> None:
-    """Each finds its own file; one without a file says in which variables it differs
-    from the run that saved it.
+    """Each finds its own file.
+
+    One without a file says in which variables it differs from the run that saved it.
     """
 
-    def launch(part: str, **options: Any) -> tuple[str, str]:
+    def launch(part: str, **options: Any) -> Launched:
         return launch_alone(tmp_path, env={"PART": part}, **options)
 
-    assert launch("a", stops=True)[0] == "from the start"
-    begun, output = launch("z", stops=False)  # may be the same run, in another shell
-    assert begun == "resumed"
-    assert "if that was another run, move the file away" in output
-    assert launch("b", stops=True, ckpt_path=None)[0] == "from the start"
-    begun, output = launch("c", stops=True)
-    assert begun == "resumed"
-    assert ".ckpt, saved by a run with other values of PART" in output
-    begun, output = launch("a", stops=False)
-    assert begun == "resumed"
-    assert "belongs to a run with other values of PART; pass its path" in output
-    assert ", saved by" not in output
+    assert launch("a", stops=True).begin == FROM_START
+    other_shell = launch("z", stops=False)  # may be the same run, in another shell
+    assert other_shell.begin == RESUMED
+    assert "if that was another run, move the file away" in other_shell.output
+    assert launch("b", stops=True, ckpt_path=None).begin == FROM_START
+    other_run = launch("c", stops=True)
+    assert other_run.begin == RESUMED
+    assert ".ckpt, saved by a run with other values of PART" in other_run.output
+    same_run = launch("a", stops=False)
+    assert same_run.begin == RESUMED
+    assert "belongs to a run with other values of PART; pass its path" in same_run.output
+    assert ", saved by" not in same_run.output
 
 
-def saved_by_a_callback(rank: int, world_size: int, directory: Path, stops: bool) -> int:
-    """Return the first step of a run whose ``ModelCheckpoint`` saves to the path of the
-    stop checkpoint.
+def save_by_a_callback(rank: int, world_size: int, directory: Path, stops: bool) -> str:
+    """Run a command whose ``ModelCheckpoint`` saves to the path of the stop checkpoint;
+    return where it begins.
     """
     saver = ModelCheckpoint(directory, save_last=True)
     place = Place("last.ckpt", lambda root: {"stop_checkpoint": "last.ckpt"})
     callbacks = [saver, stop_rank_one()] if stops else [saver]
-    return STEPS - len(run_command(place, directory / "run", *callbacks).steps)
+    return begin_of(run_command(place, directory / "run", *callbacks))
 
 
 def test_a_finished_run_keeps_a_file_that_it_has_written_again(tmp_path: Path) -> None:
     """Only the file that it resumed from is removed, and only if it is unchanged since."""
-    ranks.run_ranks(saved_by_a_callback, 2, tmp_path, True)
-    first, second = ranks.run_ranks(saved_by_a_callback, 2, tmp_path, False)
-    assert first == second > 0
+    ranks.run_ranks(save_by_a_callback, 2, tmp_path, True)
+    assert ranks.run_ranks(save_by_a_callback, 2, tmp_path, False) == [RESUMED, RESUMED]
     [last] = tmp_path.glob("last*.ckpt")
     assert torch.load(last, weights_only=True)["global_step"] == STEPS
 
 
-def in_relative_directories(rank: int, world_size: int, directory: Path) -> list[list[str]]:
-    """Return the files that finished runs leave, after each was stopped and resumed in
-    its directory.
+RELATIVE_RUNS = 6
+
+
+def run_in_relative_directories(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Stop and resume runs in relative directories; return their stop checkpoints at
+    the end.
     """
     os.chdir(directory)
-    left = []
-    for number in range(6):
-        place = Path(f"run{number}")
-        for callbacks in ([continuing.signalled("on_train_batch_end", 1)], []):
-            options = {"enable_checkpointing": True, "default_root_dir": place, "max_epochs": 1}
-            continuing.Training(continuing.shuffled(), directory, 1, options).run(
-                callbacks=callbacks, ckpt_path="last"
-            )
-        left.append([path.name for path in place.rglob("*.ckpt") if "preempted" in path.name])
-    return left
+    for number in range(RELATIVE_RUNS):
+        options = {
+            "enable_checkpointing": True,
+            "default_root_dir": Path(f"run{number}"),
+            "max_epochs": 1,
+        }
+        command = continuing.Training(continuing.shuffled(), directory, 1, options)
+        command.run(callbacks=[continuing.signalled("on_train_batch_end", 1)], ckpt_path="last")
+        assert list(directory.rglob("*preempted*.ckpt"))
+        command.run(ckpt_path="last")
+    return [str(path) for path in directory.rglob("*preempted*.ckpt")]
 
 
 def test_a_file_has_one_name_though_the_root_directory_is_relative(tmp_path: Path) -> None:
-    """A run removes the stop checkpoint that it resumed from, by whichever name it
-    found it.
-    """
-    assert ranks.run_ranks(in_relative_directories, 1, tmp_path) == [[[]] * 6]
+    """A run removes the stop checkpoint that it resumed from, whatever its name."""
+    assert ranks.run_ranks(run_in_relative_directories, 1, tmp_path) == [[]]

@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness.ranks import run_ranks
-from tests.integration.continuing import Run, Training, generations
+from tests.integration.continuing import WITHOUT_DROPOUT, Run, Training, generations
 
 Lengths = list[int]  # of a rank's data, by epoch
 STOP = {"uneven_inputs": "stop_at_shortest"}

@@ -26,7 +26,7 @@ from lightning_ddp_ext.errors import (
     DDPExtError,
     RankFailedError,
 )
-from lightning_ddp_ext.forced_exit import delaying_forced_end
+from lightning_ddp_ext.forced_exit import delaying_forced_exit
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.peers import Run
@@ -83,7 +83,7 @@ class Checkpoints:
             io.saver.deadline = seconds  # for background saves
 
         def write() -> None:
-            with delaying_forced_end(seconds):
+            with delaying_forced_exit(seconds):
                 io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
         self.on_rank_zero(write, f"saving {os.fspath(path)}")

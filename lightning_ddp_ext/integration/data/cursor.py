@@ -192,7 +192,7 @@ class EpochCursor:
             for position in positions_of(self._trainer):
                 position.start_epoch(epoch)
         self._saver.record("epoch")
-        self._parts.recorder.note(Kind.EPOCH)
+        self._parts.recorder.record(Kind.EPOCH)
 
     def _start_together(self, iterator: LazyIterator) -> Iterator[Any]:
         """Start the iterators of all training loaders, and return the batches of one."""
@@ -222,7 +222,7 @@ class EpochCursor:
         self._parts.stops.before_batch()
         schedule_timed_validation(self._trainer, self._validated_at)
         if self._trainer.fit_loop.epoch_loop.batch_progress.current.processed % accumulated == 0:
-            self._parts.recorder.note(Kind.WINDOW)
+            self._parts.recorder.record(Kind.WINDOW)
             if accumulated > 1:
                 self._saver.record("step")
 

@@ -1,4 +1,16 @@
-"""Record, in each step of a rank, what a surviving rank needs to save that step."""
+"""Record, in each step of a rank, what a surviving rank needs to save that step.
+
+The strategy's hooks call these methods, in this order in each optimiser step:
+
+====================================  ================================================
+Moment                                Recorded
+====================================  ================================================
+before the first batch is fetched     random states, parameters, changed buffers
+before or after the backward pass     random states, buffers, parameters changed early
+after the optimiser step              parameters
+in and after validation               random states, changed buffers
+====================================  ================================================
+"""
 
 from __future__ import annotations
 
@@ -30,16 +42,14 @@ class Recorder:
 
     def __init__(self, strategy: RankDevicesStrategy) -> None:
         self._strategy = strategy
-        self.notes: dict[int, RankRecords] = {}  # by rank, for the ranks on this host
+        self.records: dict[int, RankRecords] = {}  # by rank, for the ranks on this host
         self.error: str | None = None  # why states are no longer recorded
-        # Whether an iterator over training data is new and its start not noted yet.
+        # Whether an iterator over training data is new and its start not recorded yet.
         self.has_new_iterator = False
         self.forward_passes = 0  # number of passes since this batch started
-        # Whether a forward or backward pass is running, or an exception ended it. The
-        # optimiser changes nothing in these passes.
         self.stepped = 0  # optimiser steps before this batch, as Lightning's loggers count them
-        self._buffers_at = -1  # the number of batches when the buffers were last noted
-        self._own: RankRecords | None = None
+        self._buffers_at = -1  # the number of batches when the buffers were last recorded
+        self._own: RankRecords | None = None  # unless nothing is recorded
 
     # A strategy is pickled for spawned ranks, without the state of this process.
 
@@ -49,11 +59,11 @@ class Recorder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def start(self, notes: dict[int, RankRecords], peers: Peers) -> None:
+    def start(self, records: dict[int, RankRecords], peers: Peers) -> None:
         """Start recording a run; if another rank fails, ``peers.cause`` tells why."""
         self._peers = peers
-        self.notes = notes
-        self.first = min(notes)
+        self.records = records
+        self.first = min(records)
         self._generators: list[Any] = []
         trainer = self._strategy.current_trainer
         module = trainer.lightning_module
@@ -61,17 +71,16 @@ class Recorder:
         self.parameters = SavedParameters(module)
         self.fixed = FixedValues(module, lambda: (*module.parameters(), *self.buffers.tensors()))
         self._loop = trainer.fit_loop.epoch_loop
-        self._own = notes[self._strategy.global_rank]
+        self._own = records[self._strategy.global_rank]
 
     def end(self) -> None:
-        """Close the notes, and drop what was recorded."""
-        for notes in self.notes.values():
-            notes.close()
-        initial = Recorder(self._strategy)
-        self.__dict__ = initial.__dict__
+        """Close the records, and drop them."""
+        for records in self.records.values():
+            records.close()
+        self.__dict__ = Recorder(self._strategy).__dict__
 
-    def note(self, moment: Kind) -> None:
-        """Note this rank's random states, changed buffers and new iterators.
+    def record(self, moment: Kind) -> None:
+        """Record this rank's random states, changed buffers and new iterators.
 
         Also record its parameters at the start of an optimiser step.
         """
@@ -85,11 +94,11 @@ class Recorder:
             if moment == Kind.WINDOW:
                 self.parameters.start_step()
             own.write(moment, batches, random_state_bytes(self._generators))
-            self._note_buffers(own, batches, even_if_same=moment == Kind.BATCH)
-            self._note_iterators(own)
+            self._record_buffers(own, batches, even_if_same=moment == Kind.BATCH)
+            self._record_iterators(own)
 
-    def _note_buffers(self, own: RankRecords, batches: int, *, even_if_same: bool) -> None:
-        """Note the buffers on the first rank of this host, once after each batch."""
+    def _record_buffers(self, own: RankRecords, batches: int, *, even_if_same: bool) -> None:
+        """Record the buffers on the first rank of this host, once after each batch."""
         if self._strategy.global_rank != self.first:
             return
         is_due = even_if_same or batches != self._buffers_at
@@ -98,13 +107,13 @@ class Recorder:
             own.write(Kind.BUFFERS, batches, content)
             self._buffers_at = batches
 
-    def _note_iterators(self, own: RankRecords) -> None:
-        """Note where new iterators over training data start."""
+    def _record_iterators(self, own: RankRecords) -> None:
+        """Record where new iterators over training data start."""
         if not self.has_new_iterator:
             return
         self.has_new_iterator = False
         positions = positions_of(self._strategy.current_trainer)
-        starts = pickle.dumps([each.starts() for each in positions])
+        starts = pickle.dumps([position.starts() for position in positions])
         own.write(Kind.LOADERS, positions[0].epoch, starts)
 
     @contextmanager
@@ -140,28 +149,29 @@ class Recorder:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Note this rank's state around a backward pass that averages gradients.
+        """Record this rank's state around a backward pass that averages gradients.
 
-        The state is noted before the pass on CPU, and after it on a GPU. On a GPU, this
-        first waits for the averages, and raises a ``RankFailedError`` if a rank has
-        failed. Otherwise the optimiser step would be queued behind an all-reduce, and
-        would use partial sums after its abort.
+        The state is recorded before the pass on CPU, and after it on a GPU. On a GPU,
+        this first waits for the averages, and raises a ``RankFailedError`` if a rank
+        has failed. Otherwise the optimiser step would be queued behind an all-reduce,
+        and would use partial sums after its abort.
         """
-        is_noted = self._own is not None and getattr(
-            self._strategy.model, "require_backward_grad_sync", True
-        )
-        is_on_gpu = is_noted and self._strategy.root_device.type != "cpu"
+        averages = getattr(self._strategy.model, "require_backward_grad_sync", True)
+        if self._own is None or not averages:
+            yield
+            return
         # In later calls of its closure, an optimiser may have changed the parameters.
-        if is_noted and self.forward_passes <= 1:
+        if self.forward_passes <= 1:
             with self._stopping_at_an_error():
                 self.parameters.before_backward()
-        if is_noted and not is_on_gpu:
-            self.note(Kind.BATCH)
+        is_on_gpu = self._strategy.root_device.type != "cpu"
+        if not is_on_gpu:
+            self.record(Kind.BATCH)
         yield
         if is_on_gpu:
             wait_for_gpus(self._strategy.rank_devices)
             self._raise_cause()
-            self.note(Kind.BATCH)
+            self.record(Kind.BATCH)
 
     def after_optimizer_step(self) -> None:
         """Record the parameters after an optimiser step."""

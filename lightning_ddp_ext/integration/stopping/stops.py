@@ -1,6 +1,11 @@
 """Stop a Trainer on all ranks after the same step, when one receives a signal.
 
-The ranks also save a checkpoint.
+1. :meth:`StopController.attach` installs signal handlers at the start of a run.
+2. A signal on any rank requests a stop from ``supervision.graceful_stop``.
+3. At each stop point (``before_batch``, ``at_step`` and the ends), the strategy's hooks
+   ask whether the ranks have agreed to stop there. If so, they save and raise
+   :class:`StoppedException`.
+4. :meth:`StopController.detach` restores the handlers after the run.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_ddp_ext.rendezvous.peers import Run, current_run
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
@@ -39,7 +44,7 @@ from .training_weights import TrainingWeights, saved_by
 _UNDER_TORCHRUN = timedelta(seconds=25)
 _ELSEWHERE = timedelta(minutes=10)
 # The signals that end a process even while it handles an exception.
-_ENDS_FAILED = (signal.SIGTERM, signal.SIGHUP)
+_EVEN_AFTER_FAILURE = (signal.SIGTERM, signal.SIGHUP)
 
 
 def default_deadline() -> timedelta:
@@ -127,8 +132,8 @@ class StopController:
         self.detach()  # an earlier run may not have been torn down
         self._stopping = session.stops
         self._stopping.start(self.deadline, self._acknowledge)
-        of_terminal = (signal.SIGINT, *without_handler(signal.SIGHUP))
-        self._signals.install(signal.SIGTERM, *of_terminal, *self._time_limit_signals)
+        terminal_signals = (signal.SIGINT, *without_handler(signal.SIGHUP))
+        self._signals.install(signal.SIGTERM, *terminal_signals, *self._time_limit_signals)
 
     @property
     def _time_limit_signals(self) -> list[signal.Signals]:
@@ -136,18 +141,17 @@ class StopController:
 
         These are SLURM's requeue signal if set, or SIGUSR1 unless the user handles it.
         """
-        requeue_signal = None if self._slurm is None else self._slurm.requeue_signal
-        return without_handler(signal.SIGUSR1) if requeue_signal is None else [requeue_signal]
+        if self._slurm is not None and self._slurm.requeue_signal is not None:
+            return [self._slurm.requeue_signal]
+        return without_handler(signal.SIGUSR1)
 
     @property
     def _slurm(self) -> SLURMEnvironment | None:
         """The environment with which Lightning requeues jobs, if it does."""
         environment = self._strategy.cluster_environment
-        return (
-            environment
-            if isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-            else None
-        )
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            return environment
+        return None
 
     def detach(self) -> None:
         """Restore the signal handlers after the Trainer's run."""
@@ -170,8 +174,11 @@ class StopController:
         received = self._signals.received
         if received is None or self._signals.has_passed_on:
             return
-        has_interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
-        if received in _ENDS_FAILED if has_failed else not has_interrupted:
+        if has_failed:
+            has_effect = received in _EVEN_AFTER_FAILURE
+        else:
+            has_effect = self._trainer.state.status != TrainerStatus.INTERRUPTED
+        if has_effect:
             os.kill(os.getpid(), received)
 
     def _request_stop(self, signum: int) -> None:
@@ -185,12 +192,9 @@ class StopController:
         """
         saves = self._files.stop_name is not None or self._requeues(request)
         stop = ", save and stop" if saves else " and stop without saving"
-        again = (
-            "; press Ctrl-C again to exit immediately without saving"
-            if request.signum == signal.SIGINT
-            else ""
-        )
-        rank_zero_info(f"{request}: the ranks will finish the current step{stop}{again}")
+        if request.signum == signal.SIGINT:
+            stop += "; press Ctrl-C again to exit immediately without saving"
+        rank_zero_info(f"{request}: the ranks will finish the current step{stop}")
 
     # Stop points.
 
@@ -214,8 +218,7 @@ class StopController:
 
     def at_step(self) -> None:
         """Stop before a step of an evaluation, if the ranks have agreed to."""
-        if self._stopping is not None:
-            self._stop_if_agreed(self._decide_at_step, "validation")
+        self._stop_if_agreed(self._decide_at_step, "validation")
 
     def _decide_at_step(self, stopping: GracefulStop) -> StopRequest | None:
         return stopping.at_step(partial(_steps_of, self._trainer), self._may_stop)
@@ -238,16 +241,19 @@ class StopController:
         if self._signals.received is not None:
             self._request_stop(self._signals.received)  # in case the listening thread was not woken
         request = decide(self._stopping)
-        if request is None:
-            return
-        self._signals.received = None
-        self.stopped = where
+        if request is not None:
+            self._signals.received = None
+            self.stopped = where
+            self._stop(request)
+
+    def _stop(self, request: StopRequest) -> NoReturn:
+        """Save and log, requeue the job if it has to be, and raise. Collective."""
         requeues = self._trainer.is_global_zero and self._requeues(request)
-        saved = (
-            self._save(is_requeued=requeues) if self.weights.has_trained else "nothing to save yet"
-        )
+        saved = "nothing to save yet"
+        if self.weights.has_trained:
+            saved = self._save(is_requeued=requeues)
         self._checkpoints.finish()
-        rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
+        rank_zero_info(f"{request}: all ranks stop {self._describe_point()}; {saved}")
         if requeues:
             for logger in self._trainer.loggers:
                 logger.finalize("finished")
@@ -255,14 +261,12 @@ class StopController:
         treat_next_exception_as_stop(self._trainer)
         raise StoppedException(request.signum)
 
-    def _where(self) -> str:
+    def _describe_point(self) -> str:
         if self._trainer.state.fn != "fit":
             return f"during trainer.{self._trainer.state.fn.value}"
-        return (
-            f"after step {self._trainer.global_step}"
-            if self.weights.has_trained
-            else "before the first step"
-        )
+        if not self.weights.has_trained:
+            return "before the first step"
+        return f"after step {self._trainer.global_step}"
 
     def _requeues(self, request: StopRequest) -> bool:
         """Whether the job has to be requeued.
@@ -271,11 +275,12 @@ class StopController:
         """
         if self._slurm is None:
             return False
-        return request.signum in self._time_limit_signals or (
-            request.signum == signal.SIGTERM and is_preempted()
-        )
+        if request.signum in self._time_limit_signals:
+            return True
+        return request.signum == signal.SIGTERM and is_preempted()
 
     def _save(self, *, is_requeued: bool) -> str:
+        """Save the stop checkpoint, and return what to log about it. Collective."""
         files = self._files
         name = files.requeue_name if is_requeued else files.stop_name
         own = files.place(name, self._trainer) if self._strategy.is_global_zero else None

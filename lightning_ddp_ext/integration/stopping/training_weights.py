@@ -33,11 +33,11 @@ class TrainingWeights:
         if self.has_trained and self._recorded is None and _may_swap(trainer):
             self._recorded = _checksums(saved_by(trainer.lightning_module))
 
-    def match(self, first: Iterable[torch.Tensor]) -> bool:
-        """Whether the first of the saved tensors are the training weights."""
+    def match(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether these tensors, the first of the saved ones, are training weights."""
         if self._recorded is None:
             return True
-        now = _checksums(first)
+        now = _checksums(tensors)
         return self._recorded[: len(now)] == now
 
 
@@ -51,16 +51,15 @@ def _may_swap(trainer: Any) -> bool:
 
     ``EMAWeightAveraging`` does so.
     """
-    callbacks = [
-        each for each in trainer.callbacks if not isinstance(each, pl.callbacks.ProgressBar)
-    ]
     hooks = ("on_validation_start", "on_validation_epoch_start")
+    callbacks = [
+        callback
+        for callback in trainer.callbacks
+        if not isinstance(callback, pl.callbacks.ProgressBar)
+    ]
+    owners = [trainer.lightning_module, *callbacks]
     is_overridden = pl.utilities.model_helpers.is_overridden
-    return any(
-        is_overridden(hook, owner)
-        for owner in (trainer.lightning_module, *callbacks)
-        for hook in hooks
-    )
+    return any(is_overridden(hook, owner) for owner in owners for hook in hooks)
 
 
 def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:

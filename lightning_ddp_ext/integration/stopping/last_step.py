@@ -1,0 +1,198 @@
+"""Restore the state after the last finished optimiser step, on a surviving rank.
+
+The state of the loops is changed as if all ranks had stopped after that step, and the
+values that may have changed since are restored from what this host's ranks recorded.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_ddp_ext.checkpoint.rank_records import Kind, RankRecords
+from lightning_ddp_ext.data.random_state import random_state_in, record_random_state
+from lightning_ddp_ext.data.seeding import mix, seeded
+
+from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
+from ..data.positions import positions_of
+from ..data.saved_epoch import shared_state, without_random_state
+from ..private.compat import dump_checkpoint, fetcher_of, is_read_in_step, validates_next
+from ..private.lightning_tree import pl
+from .recorder import Recorder
+
+# By a restart's ``at``: the last kind of record whose random state it may use.
+# Otherwise ``EPOCH`` if the epoch's start hooks have run, else ``VALIDATED``.
+_LATEST = {"batch_end": Kind.WINDOW, "validation": Kind.BATCH}
+
+
+class Refused(Exception):
+    """Raised with the reason why nothing is saved."""
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """The point after the last finished step.
+
+    Attributes:
+        loops: the state of the loops at this point.
+        stopped: where all ranks would have stopped.
+        restart: where training continues.
+        batches: the number of batches that were trained on.
+    """
+
+    loops: dict[str, Any]
+    stopped: Stopped | None
+    restart: Restart
+    batches: int
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """The data positions and random states of all ranks.
+
+    Attributes:
+        states: the states, by rank.
+        derived: the ranks whose random states are derived from the seed.
+    """
+
+    states: list[dict[str, Any]]
+    derived: list[int]
+
+
+def find_last_step(trainer: Any, rank: int, recorder: Recorder) -> LastStep:
+    """Find the point after the last finished step, without changing the Trainer."""
+    loops = copy.deepcopy(trainer.fit_loop.state_dict())
+    batch = loops["epoch_loop.batch_progress"]
+    validated = recorder.records[rank].find(batch["total"]["ready"], Kind.VALIDATED)
+    stopped = complete_batch(
+        loops,
+        accumulated=trainer.accumulate_grad_batches,
+        stepped=recorder.stepped,
+        validates=validates_next(trainer),
+        has_validated=validated is not None,
+    )
+    restart = find_restart(
+        loops,
+        accumulated=trainer.accumulate_grad_batches,
+        stopped=stopped,
+        has_ended=fetcher_of(trainer.fit_loop).done,
+    )
+    batches = batch["total"]["processed"] - restart.dropped_of(batch["current"]["processed"])
+    return LastStep(loops, stopped, restart, batches)
+
+
+def checkpoint_of(step: LastStep, trainer: Any, recorder: Recorder) -> dict[str, Any]:
+    """Restore the recorded values, and return the Trainer's checkpoint after the step.
+
+    Raises:
+        Refused: another saved value may have changed.
+    """
+    _restore_parameters(trainer, recorder)
+    _restore_buffers(step.batches, recorder)
+    checkpoint = dump_checkpoint(trainer)
+    checkpoint["loops"]["fit_loop"] = step.loops
+    states = checkpoint["callbacks"]
+    for callback in trainer.checkpoint_callbacks:
+        is_stock = isinstance(callback, pl.callbacks.ModelCheckpoint)
+        if is_stock and callback.state_key in states:
+            forget_missing_files(states[callback.state_key], callback.mode)
+    return checkpoint
+
+
+def _restore_parameters(trainer: Any, recorder: Recorder) -> None:
+    parameters = recorder.parameters
+    is_step_lost = parameters.is_in_step and trainer.lightning_module.automatic_optimization
+    if is_step_lost and parameters.changes_early and is_read_in_step(trainer.fit_loop):
+        raise Refused(
+            "parameters may have changed before the step fetched its batch (dataloader_iter)"
+        )
+    unknown = parameters.undo(step=is_step_lost)
+    if unknown is not None:
+        raise Refused(
+            f"{unknown} may have changed since the last step, and its earlier value is not recorded"
+        )
+
+
+def _restore_buffers(batches: int, recorder: Recorder) -> None:
+    """Restore the recorded buffers, if no value that is not recorded has changed."""
+    changed = recorder.fixed.find_changed()
+    if changed is not None:
+        raise Refused(
+            f"{changed} has changed since the start, and its value after the last step is not"
+            " recorded: it is too large a buffer, or neither a parameter nor a buffer"
+        )
+    recorded = recorder.records[recorder.first].find(batches, Kind.BUFFERS) or b""
+    if not recorder.buffers.restore(recorded):
+        raise Refused("the buffers of this step are not recorded")
+
+
+def states_of_ranks(
+    step: LastStep, trainer: Any, recorder: Recorder, *, seed: int | None
+) -> RankStates:
+    """Return the data positions and random states of all ranks after the step.
+
+    The random states of ranks without records are derived from the seed.
+
+    Raises:
+        Refused: the positions of the other ranks' loaders are not recorded.
+    """
+    restart = step.restart
+    positions = positions_of(trainer) if restart.is_within else []
+    if any(position.kind == "state" for position in positions):
+        raise Refused("the training loaders have states that only their own ranks can save")
+    own = {"loaders": [each.state_dict(restart.done, each.batches_given) for each in positions]}
+    states = []
+    derived = []
+    for rank in range(trainer.world_size):
+        state = without_random_state(own) if rank == trainer.global_rank else shared_state(own)
+        records = recorder.records.get(rank)
+        if records is None or not _add_random_states(state, step, records):
+            if any(position.is_by_rank for position in positions):
+                raise Refused(
+                    f"the order in which rank {rank} reads its samples is not recorded on this host"
+                )
+            derived.append(rank)
+            with seeded(mix(seed or 0, rank, restart.epoch, step.batches)):
+                state = {**shared_state(own), "random": record_random_state()}
+        states.append(state)
+    return RankStates(states, derived)
+
+
+def _add_random_states(state: dict[str, Any], step: LastStep, records: RankRecords) -> bool:
+    """Add a rank's recorded random states to its state, unless one is missing."""
+    restart = step.restart
+    latest = Kind.EPOCH if restart.has_started else _LATEST.get(restart.at, Kind.VALIDATED)
+    random = records.find(step.batches, *Kind.up_to(latest))
+    starts = records.find(restart.epoch, Kind.LOADERS) if state["loaders"] else pickle.dumps([])
+    if random is None or starts is None:
+        return False
+    state["random"] = random_state_in(random)
+    for loader, iterators in zip(state["loaders"], pickle.loads(starts), strict=True):
+        loader["random"] = dict(iterators).get(loader["number"], [])
+    return True
+
+
+def forget_missing_files(state: dict[str, Any], mode: str) -> None:
+    """Drop missing files from a ``ModelCheckpoint``'s state.
+
+    Rank 0 may have been writing such a file when it died.
+    """
+    scores = state.get("best_k_models", {})
+    existing = {path: score for path, score in scores.items() if not _is_missing(path)}
+    if len(existing) < len(scores):
+        # The callback finds the worst file once it has `save_top_k` of them.
+        best_of = min if mode == "min" else max
+        best = best_of(existing, key=existing.__getitem__, default="")
+        state["best_k_models"] = existing
+        state["best_model_path"] = best
+        state["best_model_score"] = existing.get(best)
+    for name in ("best_model_path", "last_model_path"):
+        if _is_missing(state.get(name, "")):
+            state[name] = ""
+
+
+def _is_missing(path: str) -> bool:
+    return Path(path).parent.is_dir() and not Path(path).exists()

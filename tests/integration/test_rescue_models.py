@@ -1,0 +1,237 @@
+"""Which models a survivor saves after another rank's death: those of which each saved
+value is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torchmetrics import MeanMetric
+
+from tests.harness.ranks import launch_ranks
+from tests.harness.training import Batch
+from tests.integration import rescuing
+from tests.integration.rescuing import Kill, Net, Plan
+
+# Code that changes the model outside of the optimiser.
+
+
+class Momentum(Net):
+    """Has an encoder whose weights follow those that are trained, before each forward
+    pass.
+
+    Args:
+        change: how the weights are changed.
+        since: the first step that does so.
+    """
+
+    def __init__(self, change: Callable[[Tensor, Tensor], object], since: int = 0) -> None:
+        super().__init__()
+        self.change = change
+        self.since = since
+        self.target = nn.Linear(4, 8).requires_grad_(False)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        trained = self.layers[0]
+        if self.global_step >= self.since:
+            self._follow(self.target.weight, trained.weight)
+            self._follow(self.target.bias, trained.bias)
+        distance = (self.target(batch[0]) - trained(batch[0])).square().mean()
+        return super().training_step(batch, index) + distance
+
+    @torch.no_grad()
+    def _follow(self, target: Tensor, trained: Tensor) -> None:
+        self.change(target, 0.8 * target + 0.2 * trained)
+
+
+def assign(parameter: Tensor, value: Tensor) -> None:
+    """Give a parameter other memory, which leaves its version unchanged."""
+    parameter.data = value
+
+
+def assign_inside(parameter: Tensor, value: Tensor) -> None:
+    """Change a parameter without a trace in its version."""
+    parameter.data.copy_(value)
+
+
+class Normalising(Net):
+    """Scales trained weights before each forward pass."""
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        with torch.no_grad():
+            self.layers[0].weight.mul_(0.9)
+        return super().training_step(batch, index)
+
+
+class Clipping(Net):
+    """Limits trained weights after each step."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.layers[0].weight.clamp_(-0.3, 0.3)
+
+
+class OtherGenerator(Net):
+    """Has NumPy draw from a generator that is not a Mersenne Twister."""
+
+    def setup(self, stage: str) -> None:
+        np.random.set_bit_generator(np.random.PCG64(7))
+
+
+class Skipping(Net):
+    """Ends the first epoch in its fifth batch, which is not trained on."""
+
+    def on_train_batch_start(self, batch: Batch, index: int) -> int | None:
+        return -1 if self.current_epoch == 0 and index == 4 else None
+
+
+ACCUMULATING: dict[str, Any] = {"accumulate_grad_batches": 2}
+CONTINUING = [
+    pytest.param(partial(Momentum, Tensor.copy_), {}, id="momentum by copy_"),
+    pytest.param(partial(Momentum, assign), ACCUMULATING, id="momentum by data ="),
+    pytest.param(partial(Momentum, assign_inside), ACCUMULATING, id="momentum by data.copy_"),
+    (Normalising, {}),
+    (Clipping, {}),
+    (OtherGenerator, {}),
+    (Skipping, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CONTINUING)
+def test_a_model_that_changes_outside_of_the_optimiser_continues_exactly(
+    kind: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The values in the file are those after the last finished step.
+
+    This holds however the model changes them.
+    """
+    plan = Plan(trainer=options, kind=kind)
+    kills = [
+        Kill("on_before_backward", earlier=9, ranks=[0]),
+        Kill("on_validation_batch_start", earlier=1),
+        Kill("on_before_backward", earlier=3),
+    ]
+    killed = rescuing.survive(2, plan, kills, tmp_path / "killed")
+    unbroken = rescuing.survive(2, plan, (), tmp_path / "unbroken")
+    torch.testing.assert_close(killed, unbroken, rtol=0, atol=0)
+
+
+# Models and options with a value that may not be that of the last finished step.
+
+
+class Counting(Net):
+    """Saves the state of a metric, which differs between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = MeanMetric()
+        self.seen.persistent(True)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.seen.update(batch[0])
+        return super().training_step(batch, index)
+
+
+class Queue(Net):
+    """Changes a buffer that is too large to be recorded, as MoCo's queue is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(1 << 19))  # 2 MiB
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.queue[index] = batch[0][0, 0]
+        return super().training_step(batch, index)
+
+
+class Shaking(Net):
+    """Changes a trained weight before the sixth step's forward pass."""
+
+    def on_train_batch_start(self, batch: Batch, index: int) -> None:
+        if self.global_step == 5:
+            self.layers[4].bias.data = self.layers[4].bias.data + 1
+
+
+class SeveralClosures(Net):
+    """Has an optimiser that calls the closure three times a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+
+class Manual(Net):
+    """Makes two steps itself in each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+
+
+class Sharded(Net):
+    """Has an optimiser of whose state each rank has a part."""
+
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.05)
+
+
+class Averaging(L.Callback):
+    """Has other weights validated than are trained; as Lightning's own, it does not
+    change their version counters.
+    """
+
+    def _swap(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for parameter in module.parameters():
+            parameter.data.copy_(-parameter)
+
+    on_validation_epoch_start = on_validation_epoch_end = _swap
+
+
+THIRD_STEP = Kill("on_after_backward", earlier=2)
+SIXTH_STEP = Kill("on_before_backward", earlier=5)
+EIGHTH_CALL = Kill("on_after_backward", earlier=7)
+IN_VALIDATION = Kill("on_validation_batch_start", earlier=1)
+IN_SANITY_CHECK = Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2})
+SUDDEN_MOMENTUM = partial(Momentum, assign_inside, since=SIXTH_STEP.earlier)
+NO_STEP = "no step has finished since the start"
+REFUSED = [
+    ("several times per step", Plan(EIGHTH_CALL, kind=SeveralClosures)),
+    ("manual optimisation", Plan(SIXTH_STEP, kind=Manual)),
+    ("shard of the optimiser's state", Plan(THIRD_STEP, kind=Sharded)),
+    ("weight averaging", Plan(IN_VALIDATION, trainer={"callbacks": [Averaging()]})),
+    ("seen.mean_value has changed", Plan(SIXTH_STEP, kind=Counting)),
+    ("queue has changed", Plan(SIXTH_STEP, kind=Queue)),
+    ("target.weight may have changed", Plan(SIXTH_STEP, kind=SUDDEN_MOMENTUM)),
+    ("layers.4.bias may have changed", Plan(SIXTH_STEP, kind=Shaking)),
+    (NO_STEP, Plan(Kill("on_before_backward"))),
+    pytest.param(NO_STEP, IN_SANITY_CHECK, marks=pytest.mark.nightly),
+    ("model_averaging_period", Plan(THIRD_STEP, strategy={"model_averaging_period": 2})),
+    ('resume_data="stock"', Plan(THIRD_STEP, strategy={"resume_data": "stock"})),
+]
+
+
+@pytest.mark.parametrize(("reason", "plan"), REFUSED)
+def test_what_could_be_a_wrong_checkpoint_is_refused(
+    reason: str, plan: Plan, tmp_path: Path
+) -> None:
+    """A line next to the error gives the reason."""
+    survivor, _ = launch_ranks(rescuing.train, 2, plan, tmp_path)
+    assert survivor.exit_code == 1
+    _, refusal, rest = survivor.output.partition("this rank did not save the last step: ")
+    assert refusal, survivor.story()
+    assert reason in rest.splitlines()[0]
+    assert "RankDiedError: rank 1 " in survivor.output
+    assert not (tmp_path / rescuing.NAME).exists()
