@@ -8,11 +8,16 @@ from __future__ import annotations
 import io
 import pickle
 from typing import Any
-from zipfile import ZipFile
 
 from typing_extensions import override
 
-from lightning_ddp_ext.checkpoint.archive import Archive, reading
+from lightning_ddp_ext.checkpoint.archive import (
+    Archive,
+    open_zip,
+    reading,
+    record_name,
+    records_of,
+)
 from lightning_ddp_ext.checkpoint.location import Location
 
 
@@ -24,28 +29,24 @@ def entry_of(location: Location, key: str) -> Any:
 
     Raises:
         CheckpointNotFoundError: the file does not exist.
-        DamagedCheckpointError: a local file is empty, truncated, altered, or not a
-            checkpoint.
-        CheckpointError: the file cannot be read.
+        DamagedCheckpointError: the file is empty, truncated, or not a checkpoint, or a
+            local one was altered.
+        CheckpointError: the file cannot be read; the store's error is its cause.
     """
     if location.local is not None:
-        archive = Archive.open(location.local, location.url)
-        archive.check(())
-        if not archive.records:
-            return None  # written before torch 1.6
+        Archive.open(location.local, location.url).check(())
     with reading(location.url), location.fs.open(location.path, "rb") as file:
-        pickled = _pickled(file)
+        records = records_of(file, location.url)
+        if not records:
+            return None  # written before torch 1.6
+        pickle_record = next(record for record in records if record_name(record) == "data.pkl")
+        with open_zip(file) as archive:
+            pickled = archive.read(pickle_record)
     try:
         content = _Unpickler(io.BytesIO(pickled)).load()
     except Exception:  # another program's file may contain any pickle, or a damaged one
         return None
     return content.get(key) if isinstance(content, dict) else None
-
-
-def _pickled(file: Any) -> bytes:
-    with ZipFile(file) as archive:
-        [name] = [each for each in archive.namelist() if each.partition("/")[2] == "data.pkl"]
-        return archive.read(name)
 
 
 class _Ignoring(type):

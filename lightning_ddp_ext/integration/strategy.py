@@ -328,6 +328,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             return
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
+        self.checkpoints.on_rank_zero(self.files.raise_search_error, "finding the checkpoint")
         self._replaced.restore_by(trainer, self._restore_chosen_file)
         self._replaced.exchange_profiler(trainer)
         self.metrics.start_run()
