@@ -74,7 +74,7 @@ class Archive:
         name = name or str(path)
         with reading(name, is_first=True), open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            return cls(str(path), name, size, records_of(file, name))
+            return cls(str(path), name, size, _records(file, name))
 
     @cached_property
     def tensors(self) -> tuple[ZipInfo, ...]:
@@ -104,14 +104,12 @@ class Archive:
         others = [record for record in self.records if not _is_tensor(record)]
         with reading(self.name), open(self.path, "rb") as file:
             try:
-                archive = open_zip(file)
+                archive = _zip_file(file)
             except _DAMAGE:
                 message = f"checkpoint {self.name} was truncated while it was being read; {_REMEDY}"
                 raise DamagedCheckpointError(message) from None
             to_check = filter(_has_crc, (*others, *tensors))
-            damaged = tuple(
-                record_name(record) for record in to_check if not _is_intact(archive, record)
-            )
+            damaged = tuple(_name(record) for record in to_check if not _is_intact(archive, record))
         if damaged:
             raise _mismatch(self.name, damaged)
 
@@ -182,12 +180,10 @@ def is_of_system(error: Exception) -> bool:
     return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEM_ERROR.search(str(error)))
 
 
-def records_of(file: BinaryIO, name: str) -> tuple[ZipInfo, ...]:
-    """Return the records of an open file in their order; none in a file from before 1.6.
+def _records(file: BinaryIO, name: str) -> tuple[ZipInfo, ...]:
+    """Return the records in the order of their positions, or raise if any is invalid.
 
-    Raises:
-        DamagedCheckpointError: the file is empty, truncated, or not a checkpoint, or
-            its records overlap.
+    A file from before torch 1.6 has none.
     """
     if not _is_archive(file, name):
         return ()
@@ -196,10 +192,10 @@ def records_of(file: BinaryIO, name: str) -> tuple[ZipInfo, ...]:
         if record.header_offset + record.file_size >= following.header_offset:
             # Each byte could be in many records, and checking them could take for ever.
             raise DamagedCheckpointError(
-                f"checkpoint {name} is damaged: records {record_name(record)} and"
-                f" {record_name(following)} overlap; {_REMEDY}"
+                f"checkpoint {name} is damaged: records {_name(record)} and"
+                f" {_name(following)} overlap; {_REMEDY}"
             )
-    if "data.pkl" not in map(record_name, records):
+    if "data.pkl" not in map(_name, records):
         raise DamagedCheckpointError(
             f"{name} is not a checkpoint: it is a zip archive without data.pkl, unlike those"
             " written by torch.save"
@@ -228,7 +224,7 @@ def _read_directory(file: BinaryIO, name: str) -> list[ZipInfo]:
     """Return the records in the order of their positions; raise if one is invalid."""
     size = file.seek(0, os.SEEK_END)
     try:
-        with open_zip(file) as archive:
+        with _zip_file(file) as archive:
             records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         for record in records:
             _raise_if_invalid(record, size)
@@ -251,7 +247,7 @@ def _raise_if_invalid(record: ZipInfo, file_size: int) -> None:
         raise ValueError("some records lie outside the file")
 
 
-def open_zip(file: BinaryIO) -> zipfile.ZipFile:
+def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
     """Read an archive's directory; unlike zipfile, tell disk errors from damage."""
     try:
         return zipfile.ZipFile(file)
@@ -277,13 +273,13 @@ def _is_intact(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
     return True
 
 
-def record_name(record: ZipInfo) -> str:
+def _name(record: ZipInfo) -> str:
     """Return a record's name without the top folder: ``data.pkl``, ``data/0``."""
     return record.filename.partition("/")[2]
 
 
 def _is_tensor(record: ZipInfo) -> bool:
-    return record_name(record).startswith("data/")
+    return _name(record).startswith("data/")
 
 
 def _has_crc(record: ZipInfo) -> bool:

@@ -8,16 +8,11 @@ from __future__ import annotations
 import io
 import pickle
 from typing import Any
+from zipfile import ZipFile
 
 from typing_extensions import override
 
-from lightning_ddp_ext.checkpoint.archive import (
-    Archive,
-    open_zip,
-    reading,
-    record_name,
-    records_of,
-)
+from lightning_ddp_ext.checkpoint.archive import Archive, reading
 from lightning_ddp_ext.checkpoint.location import Location
 
 
@@ -29,24 +24,31 @@ def entry_of(location: Location, key: str) -> Any:
 
     Raises:
         CheckpointNotFoundError: the file does not exist.
-        DamagedCheckpointError: the file is empty, truncated, or not a checkpoint, or a
-            local one was altered.
-        CheckpointError: the file cannot be read; the store's error is its cause.
+        DamagedCheckpointError: a local file is empty, truncated, altered, or not a
+            checkpoint.
+        CheckpointError: the file cannot be read; the error of its file system is the
+            cause.
     """
     if location.local is not None:
-        Archive.open(location.local, location.url).check(())
+        archive = Archive.open(location.local, location.url)
+        archive.check(())
+        is_from_before_torch_1_6 = not archive.records
+        if is_from_before_torch_1_6:
+            return None
     with reading(location.url), location.fs.open(location.path, "rb") as file:
-        records = records_of(file, location.url)
-        if not records:
-            return None  # written before torch 1.6
-        pickle_record = next(record for record in records if record_name(record) == "data.pkl")
-        with open_zip(file) as archive:
-            pickled = archive.read(pickle_record)
+        pickled = _pickled(file)
     try:
         content = _Unpickler(io.BytesIO(pickled)).load()
     except Exception:  # another program's file may contain any pickle, or a damaged one
         return None
     return content.get(key) if isinstance(content, dict) else None
+
+
+def _pickled(file: Any) -> bytes:
+    with ZipFile(file) as archive:
+        names = archive.namelist()
+        [pickle_name] = [name for name in names if name.partition("/")[2] == "data.pkl"]
+        return archive.read(pickle_name)
 
 
 class _Ignoring(type):
