@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
 from lightning_ddp_ext.errors import CheckpointError
+from lightning_ddp_ext.ranks import reason_of
 
 from ..private.compat import checkpoint_of_requeued_job, chosen_directory_of
 from ..private.lightning_tree import SLURMEnvironment, pl
@@ -100,8 +101,8 @@ def unanswered(path: str, error: BaseException) -> CheckpointError:
     Each further request might also take minutes.
     """
     return CheckpointError(
-        f"cannot search {path} for checkpoints: {type(error).__name__}: {error}; check that it can"
-        " be reached, or pass the path of a checkpoint as ckpt_path"
+        f"cannot search {path} for checkpoints: {reason_of(error)}; check that it can be reached,"
+        " or pass the path of a checkpoint as ckpt_path"
     )
 
 
