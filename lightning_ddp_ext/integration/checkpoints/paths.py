@@ -113,10 +113,10 @@ def _files_in(directory: str) -> list[str]:
     """
     location = _locate_anew(directory)
     try:
-        found = location.fs.ls(location.path, detail=False)
+        listed = location.fs.ls(location.path, detail=False)
     except (FileNotFoundError, NotADirectoryError, NotImplementedError):
         return []
-    return [os.path.join(directory, os.path.basename(each)) for each in found]
+    return [os.path.join(directory, os.path.basename(path)) for path in listed]
 
 
 def _locate_anew(path: str) -> Location:
@@ -147,15 +147,15 @@ def files_that_last_means(trainer: Any) -> set[str]:
 
     The file of a requeued SLURM job is included.
     """
-    found: set[str | None] = set()
+    paths: set[str | None] = set()
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
-            found |= _last_files(callback, trainer)
+            paths |= _last_files(callback, trainer)
         elif isinstance(callback, pl.callbacks.OnExceptionCheckpoint):
-            found.add(callback.ckpt_path)
+            paths.add(callback.ckpt_path)
     if SLURMEnvironment.detect():
-        found.add(checkpoint_of_requeued_job(trainer))
-    return {canonical(path) for path in found if path}
+        paths.add(checkpoint_of_requeued_job(trainer))
+    return {canonical(path) for path in paths if path}
 
 
 def _last_files(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:
