@@ -150,9 +150,10 @@ def refused_last(kind: training.Kind, directory: Path, kept: Path | str) -> str:
     trainer = checkpointing.trainer_for(
         kind, directory, None, [ModelCheckpoint(kept, save_last=True)], max_epochs=1
     )
-    with warnings.catch_warnings(), pytest.raises(CheckpointError) as caught:
-        warnings.simplefilter("ignore")  # skipped files
-        trainer.fit(Net(), ckpt_path="last")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about skipped files
+        with pytest.raises(CheckpointError) as caught:
+            trainer.fit(Net(), ckpt_path="last")
     return f"{caught.type.__name__}: {caught.value}"
 
 
