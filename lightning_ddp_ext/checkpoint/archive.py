@@ -72,10 +72,9 @@ class Archive:
             CheckpointError: the system does not allow this process to read it.
         """
         name = name or str(path)
-        with reading(name, was_there=False), open(path, "rb") as file:
+        with reading(name, is_first=True), open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            records = _records(file, name, size) if _has_records(file, name) else ()
-            return cls(str(path), name, size, records)
+            return cls(str(path), name, size, _records(file, name))
 
     @cached_property
     def tensors(self) -> tuple[ZipInfo, ...]:
@@ -110,42 +109,46 @@ class Archive:
                 message = f"checkpoint {self.name} was truncated while it was being read; {_REMEDY}"
                 raise DamagedCheckpointError(message) from None
             to_check = filter(_has_crc, (*others, *tensors))
-            damaged = tuple(_name(each) for each in to_check if not _is_intact(archive, each))
+            damaged = tuple(_name(record) for record in to_check if not _is_intact(archive, record))
         if damaged:
-            more = len(damaged) - _MAX_LISTED
-            listed = ", ".join(damaged[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
-            verb = "does" if len(damaged) == 1 else "do"
-            raise DamagedCheckpointError(
-                f"checkpoint {self.name} is damaged: {listed} {verb} not match the recorded CRC-32"
-                " checksum; use an earlier checkpoint, copy the file again, or read it anyway with"
-                " verify=False",
-                damaged=damaged,
-            )
+            raise _mismatch(self.name, damaged)
+
+
+def _mismatch(name: str, damaged: tuple[str, ...]) -> DamagedCheckpointError:
+    """Return the error for records that differ from their checksums."""
+    left_out = len(damaged) - _MAX_LISTED
+    listed = ", ".join(damaged[:_MAX_LISTED]) + (f" and {left_out} more" if left_out > 0 else "")
+    verb = "does" if len(damaged) == 1 else "do"
+    return DamagedCheckpointError(
+        f"checkpoint {name} is damaged: {listed} {verb} not match the recorded CRC-32 checksum;"
+        " use an earlier checkpoint, copy the file again, or read it anyway with verify=False",
+        damaged=damaged,
+    )
 
 
 @contextmanager
-def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
+def reading(name: str, *, is_first: bool = False) -> Iterator[None]:
     """Convert errors in a block that reads a file to checkpoint errors.
 
     Only a directory counts as damaged.
 
     Args:
         name: the user's name for the file.
-        was_there: whether the file has been opened before.
+        is_first: whether the block is the first to open the file; after that, a missing
+            file was removed.
     """
     try:
         yield
     except CheckpointError:
         raise
     except (FileNotFoundError, NotADirectoryError):
-        if was_there:
-            raise CheckpointNotFoundError(
-                f"checkpoint {name} was removed while being read; {_REMEDY}"
-            ) from None
-        raise CheckpointNotFoundError(
+        message = (
             f"checkpoint {name} does not exist (working directory {os.getcwd()}); pass the path of"
             " a file"
-        ) from None
+            if is_first
+            else f"checkpoint {name} was removed while being read; {_REMEDY}"
+        )
+        raise CheckpointNotFoundError(message) from None
     except IsADirectoryError:
         raise DamagedCheckpointError(
             f"checkpoint {name} is a directory, not a file written by torch.save; pass the path of"
@@ -177,7 +180,30 @@ def is_of_system(error: Exception) -> bool:
     return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEM_ERROR.search(str(error)))
 
 
-def _has_records(file: BinaryIO, name: str) -> bool:
+def _records(file: BinaryIO, name: str) -> tuple[ZipInfo, ...]:
+    """Return the records in the order of their positions, or raise if any is invalid.
+
+    A file from before torch 1.6 has none.
+    """
+    if not _is_archive(file, name):
+        return ()
+    records = _read_directory(file, name)
+    for record, following in pairwise(records):
+        if record.header_offset + record.file_size >= following.header_offset:
+            # Each byte could be in many records, and checking them could take for ever.
+            raise DamagedCheckpointError(
+                f"checkpoint {name} is damaged: records {_name(record)} and"
+                f" {_name(following)} overlap; {_REMEDY}"
+            )
+    if "data.pkl" not in map(_name, records):
+        raise DamagedCheckpointError(
+            f"{name} is not a checkpoint: it is a zip archive without data.pkl, unlike those"
+            " written by torch.save"
+        )
+    return tuple(records)
+
+
+def _is_archive(file: BinaryIO, name: str) -> bool:
     """Whether the file is an archive, rather than a pickle from before torch 1.6.
 
     Raise if it is neither.
@@ -194,39 +220,31 @@ def _has_records(file: BinaryIO, name: str) -> bool:
     return is_archive
 
 
-def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
+def _read_directory(file: BinaryIO, name: str) -> list[ZipInfo]:
+    """Return the records in the order of their positions; raise if one is invalid."""
+    size = file.seek(0, os.SEEK_END)
     try:
         with _zip_file(file) as archive:
             records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         for record in records:
-            # For a directory record, torch would use uninitialised memory.
-            if (
-                record.compress_type != zipfile.ZIP_STORED
-                or record.external_attr & _DIRECTORY_ATTRIBUTE
-            ):
-                raise ValueError(f"record {record.filename} has an invalid header")
-        if records and (
-            records[0].header_offset < 0 or records[-1].header_offset + records[-1].file_size > size
-        ):
-            raise ValueError("some records lie outside the file")
+            _raise_if_invalid(record, size)
     except _DAMAGE as error:
         raise DamagedCheckpointError(
             f"checkpoint {name} is damaged: the zip directory at its end cannot be read ({error});"
             f" the file has {size} bytes and was probably truncated; {_REMEDY}"
         ) from None
-    for record, following in pairwise(records):
-        if record.header_offset + record.file_size >= following.header_offset:
-            # Each byte could be in many records, and checking them could take for ever.
-            raise DamagedCheckpointError(
-                f"checkpoint {name} is damaged: records {_name(record)} and {_name(following)}"
-                f" overlap; {_REMEDY}"
-            )
-    if "data.pkl" not in map(_name, records):
-        raise DamagedCheckpointError(
-            f"{name} is not a checkpoint: it is a zip archive without data.pkl, unlike those"
-            " written by torch.save"
-        )
-    return tuple(records)
+    return records
+
+
+def _raise_if_invalid(record: ZipInfo, file_size: int) -> None:
+    is_compressed = record.compress_type != zipfile.ZIP_STORED
+    # For a directory, torch would use uninitialised memory.
+    is_directory = bool(record.external_attr & _DIRECTORY_ATTRIBUTE)
+    if is_compressed or is_directory:
+        raise ValueError(f"record {record.filename} has an invalid header")
+    ends_at = record.header_offset + record.file_size
+    if record.header_offset < 0 or ends_at > file_size:
+        raise ValueError("some records lie outside the file")
 
 
 def _zip_file(file: BinaryIO) -> zipfile.ZipFile:

@@ -14,6 +14,7 @@ import struct
 import tempfile
 from contextlib import ExitStack
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 from lightning_ddp_ext.ranks import Ranks
@@ -92,7 +93,7 @@ class RankRecords:
         """Return the newest complete record of these kinds and batch count, if any."""
         slots = [(kind, slot) for kind in kinds for slot in range(_SLOTS_PER_KIND)]
         records = [self._read(kind, slot) for kind, slot in slots]
-        fitting = [each for each in records if each.is_complete and each.batches == batches]
+        fitting = [record for record in records if record.is_complete and record.batches == batches]
         return max(fitting).content if fitting else None
 
     def _read(self, kind: int, slot: int) -> _Record:
@@ -119,26 +120,32 @@ def open_records(ranks: Ranks) -> dict[int, RankRecords]:
     Raises:
         OSError: a rank cannot create its file; raised on all ranks.
     """
-    with ExitStack() as stack:
-
-        def create() -> tuple[str, int]:
-            path, descriptor = _create()
-            stack.callback(os.unlink, path)
-            return path, descriptor
-
-        path, own = ranks.on_every_rank(create, "creating a file for its records")
-        paths = ranks.gather(path)
-        descriptors = {rank: _open(each) for rank, each in enumerate(paths) if rank != ranks.rank}
+    with ExitStack() as names, ExitStack() as descriptors:
+        path, own = ranks.on_every_rank(
+            partial(_create, names, descriptors), "creating a file for its records"
+        )
+        records = {ranks.rank: RankRecords(own)}
+        for rank, path_of_rank in enumerate(ranks.gather(path)):
+            descriptor = None if rank == ranks.rank else _open(path_of_rank)
+            if descriptor is not None:
+                descriptors.callback(os.close, descriptor)
+                records[rank] = RankRecords(descriptor)
         ranks.gather(None)  # wait until all ranks have opened the files
-    records = {rank: RankRecords(each) for rank, each in descriptors.items() if each is not None}
-    return {**records, ranks.rank: RankRecords(own)}
+        descriptors.pop_all()  # the caller closes the records
+    return records
 
 
-def _create() -> tuple[str, int]:
-    """Create a file with a random name, and return its path and descriptor."""
+def _create(names: ExitStack, descriptors: ExitStack) -> tuple[str, int]:
+    """Create a file with a random name, and return its path and descriptor.
+
+    The stacks remove the name and close the descriptor.
+    """
     directory = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
     path = os.path.join(directory, f"lightning_ddp_ext-records-{secrets.token_hex(16)}")
-    return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    names.callback(os.unlink, path)
+    descriptors.callback(os.close, descriptor)
+    return path, descriptor
 
 
 def _open(path: str) -> int | None:

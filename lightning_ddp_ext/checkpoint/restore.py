@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from zipfile import ZipInfo
 
 from torch import Tensor, UntypedStorage
@@ -37,9 +38,23 @@ from lightning_ddp_ext.ranks import Ranks
 _BLOCK_BYTES = 1 << 20
 
 
+class Restored(NamedTuple):
+    """A checkpoint that was read.
+
+    Attributes:
+        content: the checkpoint.
+        how: how it was read, for the log.
+        is_checked: whether every record was checked; also true if ``verify`` is off.
+    """
+
+    content: Any
+    how: str
+    is_checked: bool
+
+
 def restore(
     location: Location, ranks: Ranks, options: LoadOptions, *, map_weights: bool = False
-) -> tuple[Any, str, bool]:
+) -> Restored:
     """Read the checkpoint at ``location`` on every rank.
 
     Collective: every rank must call it with the same options.
@@ -52,37 +67,39 @@ def restore(
             that copy the weights into a model and drop them. Everything else is copied
             into this process's own memory.
 
-    Returns:
-        The checkpoint; how it was read, for the log; and whether all was checked (also
-        true if ``verify`` is off).
-
     Raises:
         CheckpointError: the checkpoint cannot be read; the same error on every rank.
     """
     with ExitStack() as stack:
         archive, view = _open(stack, location, ranks)
         views = ranks.gather(view)
-        if views[0].error is not None:
-            raise views[0].error
-        without_file = [rank for rank, each in enumerate(views) if each.file != views[0].file]
+        of_rank_zero = views[0]
+        if of_rank_zero.error is not None:
+            raise of_rank_zero.error
+        without_file = [rank for rank, each in enumerate(views) if each.file != of_rank_zero.file]
         if without_file:
             rank = without_file[0]
             reason = f"rank {rank} on host {views[rank].host} does not see it"
             how = f"sent from rank 0 to all ranks ({reason})"
-            content = _send(stack, archive, ranks, options, location.url)
+            content = _send(
+                stack, archive if ranks.rank == 0 else None, ranks, options, location.url
+            )
         else:
             assert archive is not None, "this rank sees the file"
             how = "mapped by every rank"
             on_this_host = [rank for rank, each in enumerate(views) if each.host == view.host]
-            records = _shard(archive, on_this_host.index(ranks.rank), len(on_this_host))
-
-            def check_and_read() -> Any:
-                if options.verify:
-                    archive.check(records)
-                return read(archive, options, map_weights=map_weights)
-
+            shard = _shard(archive, on_this_host.index(ranks.rank), len(on_this_host))
+            check_and_read = partial(_check_and_read, archive, shard, options, map_weights)
             content = ranks.on_every_rank(check_and_read, f"reading {location.url}")
-    return content, how, views[0].has_checksums or not options.verify
+    return Restored(content, how, of_rank_zero.has_checksums or not options.verify)
+
+
+def _check_and_read(
+    archive: Archive, shard: list[ZipInfo], options: LoadOptions, map_weights: bool
+) -> Any:
+    if options.verify:
+        archive.check(shard)
+    return read(archive, options, map_weights=map_weights)
 
 
 @dataclass(frozen=True)
@@ -121,61 +138,107 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive |
     return archive, _View(host, file, archive.has_checksums)
 
 
+class _StorageInfo(NamedTuple):
+    """The size of a storage, and the device from which it was saved.
+
+    The storage of a generator has no device.
+    """
+
+    size: int
+    device: str | None
+
+
+class _Header(NamedTuple):
+    """A checkpoint without the bytes of its storages."""
+
+    pickled: bytes
+    storages: list[_StorageInfo]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The checkpoint on rank 0.
+
+    Attributes:
+        header: what rank 0 sends first.
+        storages: what it sends then, mapped from the file.
+        check: the running check of the file.
+    """
+
+    header: _Header
+    storages: list[UntypedStorage]
+    check: Future[None]
+
+
 def _send(
     stack: ExitStack, archive: Archive | None, ranks: Ranks, options: LoadOptions, name: str
 ) -> Any:
-    """Return the content of rank 0's file.
+    """Return the content of rank 0's file; other ranks pass no archive.
 
     Rank 0 checks it while sending the tensors. Collective.
     """
     what = f"reading {name}"
     threads = ThreadPoolExecutor(1)
     stack.callback(threads.shutdown, wait=False)  # after an error, do not wait for the check
-    storages: list[UntypedStorage] = []  # of rank 0's tensors, mapped from the file
-
-    def split_on_rank_zero() -> Any:
-        if archive is None or ranks.rank != 0:
-            return None
-        if options.verify:
-            archive.check(())
-        devices: dict[object, str] = {}  # from which tensors were saved; generators have none
-
-        def record_device(storage: UntypedStorage, device: str) -> UntypedStorage:
-            devices[identity_of(storage)] = device
-            return storage
-
-        content = load(archive, record_device, options.weights_only, mmap=True)
-        pickled, storages[:] = split(content)
-        checking = threads.submit(archive.check if options.verify else lambda: None)
-        metadata = [(each.nbytes(), devices.get(identity_of(each))) for each in storages]
-        return checking, (pickled, metadata)
-
-    checking, header = ranks.on_every_rank(split_on_rank_zero, what) or (None, None)
-    pickled, metadata = ranks.from_rank_zero(header)
+    source = ranks.on_every_rank(
+        lambda: None if archive is None else _split_file(archive, options, threads), what
+    )
+    header: _Header = ranks.from_rank_zero(None if source is None else source.header)
     received: list[UntypedStorage] = []
+    ranks.broadcast(_make_blocks(header, source, received))
+    return ranks.on_every_rank(lambda: _join(header, source, received, options, name), what)
 
-    def make_blocks() -> Iterator[Tensor]:
-        for sizes in _blocks([size for size, _ in metadata]):
-            block = UntypedStorage(sum(map(aligned, sizes)))
-            for slice_ in slices_of(block, sizes):
-                if ranks.rank == 0:
-                    slice_.copy_(storages[len(received)])
-                received.append(slice_)
-            yield bytes_of(block)
 
-    ranks.broadcast(make_blocks())
+def _split_file(archive: Archive, options: LoadOptions, threads: ThreadPoolExecutor) -> _Source:
+    """Split rank 0's file into a header and storages, and start to check the latter."""
+    if options.verify:
+        archive.check(())
+    devices: dict[object, str] = {}
 
-    def place_and_join() -> Any:
-        if checking is not None:
-            checking.result()
-        place = placement(options.map_location)
-        for index, (_, device) in enumerate(metadata):
-            if device is not None:
-                received[index] = place(received[index], device)
-        with reading(name):
-            return join(pickled, received)
+    def record_device(storage: UntypedStorage, device: str) -> UntypedStorage:
+        devices[identity_of(storage)] = device
+        return storage
 
-    return ranks.on_every_rank(place_and_join, what)
+    content = load(archive, record_device, options.weights_only, mmap=True)
+    pickled, storages = split(content)
+    check = threads.submit(archive.check if options.verify else lambda: None)
+    infos = [_StorageInfo(each.nbytes(), devices.get(identity_of(each))) for each in storages]
+    return _Source(_Header(pickled, infos), storages, check)
+
+
+def _make_blocks(
+    header: _Header, source: _Source | None, received: list[UntypedStorage]
+) -> Iterator[Tensor]:
+    """Yield the memory of storages to broadcast, and add its slices to ``received``.
+
+    Rank 0 copies its storages there.
+    """
+    for sizes in _blocks([info.size for info in header.storages]):
+        block = UntypedStorage(sum(map(aligned, sizes)))
+        for slice_ in slices_of(block, sizes):
+            if source is not None:
+                slice_.copy_(source.storages[len(received)])
+            received.append(slice_)
+        yield bytes_of(block)
+
+
+def _join(
+    header: _Header,
+    source: _Source | None,
+    received: list[UntypedStorage],
+    options: LoadOptions,
+    name: str,
+) -> Any:
+    """Return the checkpoint with its storages on their devices, if the file is intact."""
+    if source is not None:
+        source.check.result()
+    place = placement(options.map_location)
+    storages = [
+        storage if info.device is None else place(storage, info.device)
+        for storage, info in zip(received, header.storages, strict=True)
+    ]
+    with reading(name):
+        return join(header.pickled, storages)
 
 
 def _blocks(sizes: list[int]) -> Iterator[list[int]]:

@@ -26,13 +26,15 @@ def entry_of(location: Location, key: str) -> Any:
         CheckpointNotFoundError: the file does not exist.
         DamagedCheckpointError: a local file is empty, truncated, altered, or not a
             checkpoint.
-        CheckpointError: the file cannot be read.
+        CheckpointError: the file cannot be read; the error of its file system is the
+            cause.
     """
     if location.local is not None:
         archive = Archive.open(location.local, location.url)
         archive.check(())
-        if not archive.records:
-            return None  # written before torch 1.6
+        is_from_before_torch_1_6 = not archive.records
+        if is_from_before_torch_1_6:
+            return None
     with reading(location.url), location.fs.open(location.path, "rb") as file:
         pickled = _pickled(file)
     try:
@@ -44,8 +46,9 @@ def entry_of(location: Location, key: str) -> Any:
 
 def _pickled(file: Any) -> bytes:
     with ZipFile(file) as archive:
-        [name] = [each for each in archive.namelist() if each.partition("/")[2] == "data.pkl"]
-        return archive.read(name)
+        names = archive.namelist()
+        [pickle_name] = [name for name in names if name.partition("/")[2] == "data.pkl"]
+        return archive.read(pickle_name)
 
 
 class _Ignoring(type):

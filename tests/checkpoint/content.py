@@ -112,28 +112,29 @@ def facts(value: Any) -> Any:
     return type(value), value
 
 
-def _of_tensor(tensor: Tensor) -> tuple[Any, ...]:
+def _of_tensor(tensor: Tensor) -> dict[str, Any]:
     is_strided = tensor.layout == torch.strided
-    found = (
-        tensor.dtype,
-        tensor.layout,
-        tensor.shape,
-        tensor.stride() if is_strided else tensor._nnz(),
-    )
-    found += (
-        tensor.is_conj(),
-        tensor.is_neg(),
-        tensor.requires_grad,
-        tensor.device.type,
-        facts(vars(tensor)),
-    )
-    if tensor.device.type == "meta":
-        return found
-    dense = (
-        tensor.dequantize() if tensor.is_quantized else tensor if is_strided else tensor.to_dense()
-    )
-    plain = dense.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
-    return (*found, bytes(plain.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return {
+        "dtype": tensor.dtype,
+        "layout": tensor.layout,
+        "shape": tensor.shape,
+        "strides or count": tensor.stride() if is_strided else tensor._nnz(),
+        "conjugate bit": tensor.is_conj(),
+        "negative bit": tensor.is_neg(),
+        "requires_grad": tensor.requires_grad,
+        "device": tensor.device.type,
+        "attributes": facts(vars(tensor)),
+        "bytes": None if tensor.is_meta else _bytes_of(tensor),
+    }
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    elif tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+    return bytes(plain.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def same(left: Any, right: Any) -> bool:
@@ -146,11 +147,6 @@ def same(left: Any, right: Any) -> bool:
 def restored(path: Path, *, map_weights: bool = False, **options: Any) -> Any:
     """Return the checkpoint as a single rank restores it."""
     return restore(locate(path), Ranks(), LoadOptions(**options), map_weights=map_weights)[0]
-
-
-def mapped(path: Path | str) -> bool:
-    """Whether the file, removed or not, is mapped into this process."""
-    return str(path) in Path("/proc/self/maps").read_text()
 
 
 def saved(path: Path, content: Any, **options: Any) -> Archive:

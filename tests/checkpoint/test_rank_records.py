@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +65,26 @@ def test_files_have_no_name_and_are_in_shared_memory_or_the_temporary_directory(
         open_records(Ranks())
 
 
+@dataclass(frozen=True)
 class Interrupted(Ranks):
-    """Ranks of which one dies before it sends its value."""
+    """A rank that exchanges some values with the others before one of them dies."""
+
+    answers: Iterator[bool] = field(kw_only=True)
 
     def gather(self, value: Any) -> list[Any]:
+        if next(self.answers, False):
+            return [value]
         raise ZeroDivisionError
 
 
+@pytest.mark.parametrize("exchanges", [0, 1, 2])
 def test_no_file_is_left_if_another_rank_dies_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exchanges: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is removed although the exchange with the other ranks raises."""
+    """The file is removed and closed although an exchange with the other ranks raises."""
     monkeypatch.setattr(rank_records, "_MEMORY", str(tmp_path))
+    open_before = os.listdir("/proc/self/fd")
     with pytest.raises(ZeroDivisionError):
-        open_records(Interrupted())
+        open_records(Interrupted(answers=repeat(True, exchanges)))
     assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == len(open_before)

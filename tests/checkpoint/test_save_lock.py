@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -27,9 +26,3 @@ def test_a_lock_file_with_other_content_does_not_prevent_a_save(tmp_path: Path) 
     for content in (b"", b"a", b"a ", b"\xff {", b"a 7x"):
         Path(lock_of(path)).write_bytes(content)
         assert save_if_furthest(path, "a", 1, lambda: None, 1)
-
-
-def fill(path: Path) -> None:
-    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
-        while file.write(bytes(1 << 10)):
-            pass

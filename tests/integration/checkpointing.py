@@ -121,3 +121,15 @@ def trainer_for(
     return training.make_trainer(
         training.make_strategy(kind, directory), callbacks=callbacks, **options
     )
+
+
+def fit_from(
+    trainer: L.Trainer, path: Path | str, model: L.LightningModule | None = None
+) -> dict[str, Any]:
+    """Train from a checkpoint, and return the whole state at the start of training."""
+    states: list[dict[str, Any]] = []
+    trainer.callbacks.append(
+        training.At("on_train_start", lambda trainer: states.append(everything(trainer)))
+    )
+    trainer.fit(Net() if model is None else model, ckpt_path=path)
+    return states[0]

@@ -5,41 +5,21 @@ it is mapped or sent.
 from __future__ import annotations
 
 import os
-import warnings
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_utilities.core import rank_zero
 from torch import nn
 
-from lightning_ddp_ext import CheckpointError, RankZeroCheckpointIO
+from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness import training
-from tests.harness.training import Net as TrainedNet
 from tests.integration import checkpointing
 from tests.integration.checkpointing import Keeper, Net
-from tests.integration.continuing import signalled
 
 BOTH = pytest.mark.parametrize("kind", training.KINDS)
-
-
-def fit_from(
-    trainer: L.Trainer, path: Path | str, model: L.LightningModule | None = None
-) -> dict[str, Any]:
-    """Train from a checkpoint, and return the whole state at the start of training."""
-    states: list[dict[str, Any]] = []
-    trainer.callbacks.append(
-        training.At(
-            "on_train_start", lambda trainer: states.append(checkpointing.everything(trainer))
-        )
-    )
-    trainer.fit(Net() if model is None else model, ckpt_path=path)
-    return states[0]
 
 
 class TwoOptimizers(Net):
@@ -68,7 +48,7 @@ def resumed(
         kind, directory, RankZeroCheckpointIO(), [Keeper()], **options
     )
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
-    return fit_from(trainer, path, model()), trainer.global_step
+    return checkpointing.fit_from(trainer, path, model()), trainer.global_step
 
 
 @pytest.mark.lowest
@@ -159,7 +139,7 @@ def from_state_dict(
     """
     told: list[str] = []
     rank_zero.log.addFilter(lambda record: told.append(record.getMessage()) is None)
-    state = fit_from(checkpointing.trainer_for(kind, directory, max_epochs=1), path)
+    state = checkpointing.fit_from(checkpointing.trainer_for(kind, directory, max_epochs=1), path)
     for use in ("validate", "test", "predict"):
         model = Net()
         getattr(checkpointing.trainer_for(kind, directory), use)(model, ckpt_path=path)
@@ -189,149 +169,3 @@ def test_a_plain_state_dict_starts_a_run(kind: training.Kind, tmp_path: Path) ->
         training.assert_same(state["weights"], saved)
         assert state["step"] == 0
     assert [len(told) for _, told in results] == [4, 0]
-
-
-def last_on_rank_zero(kind: training.Kind, directory: Path) -> dict[str, Any]:
-    """Resume from "last" with a directory that on rank 1 is another, empty one."""
-    callback = checkpointing.checkpoint_callback(
-        kind, dirpath=directory / os.environ["RANK"], save_last=True
-    )
-    return fit_from(
-        checkpointing.trainer_for(kind, directory, None, [callback, Keeper()], max_epochs=2), "last"
-    )
-
-
-@pytest.mark.lowest
-@BOTH
-def test_last_is_what_rank_zero_finds(kind: training.Kind, tmp_path: Path) -> None:
-    """A rank whose disk has no `last.ckpt` resumes from rank 0's."""
-    for rank in "01":
-        (tmp_path / kind / rank).mkdir(parents=True)
-    before = checkpointing.train_and_save(tmp_path / kind / "0" / "last.ckpt")
-    for state in training.on_ranks(kind, last_on_rank_zero, tmp_path):
-        training.assert_same(state, before)
-
-
-class Distilled(L.Callback):
-    """Knows the file of a teacher, whose weights a student learns to imitate."""
-
-    def __init__(self, ckpt_path: Path) -> None:
-        self.ckpt_path = ckpt_path
-
-
-def last_with_a_teacher(kind: training.Kind, directory: Path, teacher: Path) -> tuple[int, int]:
-    trainer = checkpointing.trainer_for(kind, directory, None, [Distilled(teacher)], max_epochs=1)
-    return fit_from(trainer, "last")["step"], trainer.global_step
-
-
-def test_last_ignores_a_file_that_a_users_callback_names(tmp_path: Path) -> None:
-    """Of the callbacks that save no checkpoint, no attribute is read."""
-    checkpointing.train_and_save(tmp_path / "teacher.ckpt")
-    ours, stock = training.on_both(last_with_a_teacher, tmp_path, tmp_path / "teacher.ckpt")
-    assert ours == stock == [(0, 4), (0, 4)]
-
-
-class Resumed(NamedTuple):
-    """The steps at which a run began and ended, and its warnings about files."""
-
-    first_step: int
-    last_step: int
-    skipped: list[str]
-
-
-def run_command(
-    kind: training.Kind, directory: Path, kept: Path, *callbacks: L.Callback
-) -> Resumed:
-    """Run one command line, from its newest file on, for ten epochs of four steps."""
-    begun: list[int] = []
-    begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
-    saver = ModelCheckpoint(kept, save_last=True)
-    io = RankZeroCheckpointIO()
-    options = {"max_epochs": 10, "default_root_dir": directory}  # long enough to agree on a stop
-    trainer = checkpointing.trainer_for(kind, directory, io, [begin, saver, *callbacks], **options)
-    with warnings.catch_warnings(record=True) as caught, suppress(SystemExit):
-        warnings.simplefilter("always")
-        trainer.fit(Net(), ckpt_path="last")
-    texts = [str(each.message) for each in caught]
-    return Resumed(begun[0], trainer.global_step, [text for text in texts if "skips" in text])
-
-
-def run_until_stopped(kind: training.Kind, directory: Path, kept: Path) -> Resumed:
-    """Send SIGTERM to rank 1 after some batches."""
-    return run_command(kind, directory, kept, signalled("on_train_batch_end", 5, ranks=[1]))
-
-
-def test_last_continues_after_a_preemption(tmp_path: Path) -> None:
-    """The same command line, run again, resumes from the stop checkpoint, which is newer
-    than `last.ckpt`.
-    """
-    kept = tmp_path / "kept"
-    stopped, _ = training.on_ranks("ours", run_until_stopped, tmp_path, kept)
-    assert stopped.first_step == 0
-    assert stopped.last_step > 5
-    resumed, _ = training.on_ranks("ours", run_command, tmp_path, kept)
-    assert resumed == Resumed(stopped.last_step, 40, [])
-
-
-def test_last_is_the_file_before_one_that_is_not_whole(tmp_path: Path) -> None:
-    """Rank 0 names the newest file, which is cut off."""
-    kept = tmp_path / "kept"
-    stopped, _ = training.on_ranks("ours", run_until_stopped, tmp_path, kept)
-    newest = kept / "last-preempted.ckpt"
-    os.truncate(newest, newest.stat().st_size // 2)
-    (kept / "last.ckpt").rename(kept / "last-v1.ckpt")
-    resumed, other = training.on_ranks("ours", run_command, tmp_path, kept)
-    assert resumed.first_step in range(4, stopped.last_step + 1, 4), "an epoch's end"
-    assert resumed.last_step == 40
-    assert other.skipped == []
-    [told] = resumed.skipped
-    assert told.startswith(
-        f"ckpt_path='last' skips a file that cannot be used: checkpoint {newest} is damaged"
-    )
-
-
-def resumed_from_a_store(kind: training.Kind, directory: Path) -> list[int]:
-    """Return the steps at which two runs begin that save to the same URL."""
-    begun: list[int] = []
-    for epochs in (1, 2):
-        saving = ModelCheckpoint("memory://bucket/run", save_last=True)
-        begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
-        options: dict[str, Any] = {
-            "callbacks": [saving, begin],
-            "enable_checkpointing": True,
-            "max_epochs": epochs,
-        }
-        training.make_trainer(training.make_strategy(kind, directory), **options).fit(
-            TrainedNet(), ckpt_path="last"
-        )
-    return begun
-
-
-def test_last_is_found_at_a_url(tmp_path: Path) -> None:
-    """A file system lists files without the protocol of the URL."""
-    assert training.on_ranks("ours", resumed_from_a_store, tmp_path) == [[0, 4]] * 2
-
-
-def refused_last(kind: training.Kind, directory: Path, kept: Path) -> str:
-    trainer = checkpointing.trainer_for(
-        kind, directory, None, [ModelCheckpoint(kept, save_last=True)], max_epochs=1
-    )
-    with pytest.raises(CheckpointError) as caught:
-        trainer.fit(Net(), ckpt_path="last")
-    return f"{caught.type.__name__}: {caught.value}"
-
-
-def test_last_is_not_an_older_file_if_the_newest_cannot_be_read(tmp_path: Path) -> None:
-    """The newest file may be whole: every rank raises an error with its name and the
-    reason.
-    """
-    checkpointing.train_and_save(tmp_path / "last.ckpt")
-    os.utime(tmp_path / "last.ckpt", (0, 0))
-    # Where nothing is mapped, reading is an error.
-    (tmp_path / "last-preempted.ckpt").symlink_to("/proc/self/mem")
-    one, other = training.on_ranks("ours", refused_last, tmp_path, tmp_path)
-    assert one == other
-    path = tmp_path / "last-preempted.ckpt"
-    assert one.startswith(
-        f"CheckpointError: checkpoint {path} could not be read, but may be intact: "
-    )

@@ -68,13 +68,13 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 
     @override
     def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, Tensor]:
-        mine = super()._monitor_candidates(trainer)
+        own_values = super()._monitor_candidates(trainer)
         if self._checkpoints is None or self._checkpoints.is_interrupted:
-            return mine
+            return own_values
         move = fabric.utilities.move_data_to_device
-        agreed = trainer.strategy.broadcast(move(mine, "cpu"))
-        candidates: dict[str, Tensor] = move(agreed, trainer.strategy.root_device)
-        return candidates
+        of_rank_zero = trainer.strategy.broadcast(move(own_values, "cpu"))
+        values: dict[str, Tensor] = move(of_rank_zero, trainer.strategy.root_device)
+        return values
 
     @override
     def _link_checkpoint(  # type: ignore[override]

@@ -118,15 +118,15 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         arguments: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
         passed = {name: value for name, value in arguments.items() if value is not None}
         options = replace(self.load_options, **passed)
-        content, how, is_checked = restore(locate(path), ranks, options, map_weights=map_weights)
+        restored = restore(locate(path), ranks, options, map_weights=map_weights)
         if ranks.world_size > 1:
-            rank_zero_info(f"checkpoint {os.fspath(path)}: {how}")
-        if not is_checked:
+            rank_zero_info(f"checkpoint {os.fspath(path)}: {restored.how}")
+        if not restored.is_checked:
             rank_zero_warn(
                 f"checkpoint {os.fspath(path)} has no checksums, so damage cannot be detected; "
                 "save it again with RankZeroCheckpointIO, or pass verify=False"
             )
-        return content
+        return restored.content
 
     @override
     def remove_checkpoint(self, path: PathOrUrl) -> None:

@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch import nn
-
-from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names_in_model, renamed
 from lightning_ddp_ext.checkpoint.load import MapLocation
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
 from lightning_ddp_ext.errors import (
-    CheckpointError,
     CheckpointSaveError,
     DDPExtError,
     RankFailedError,
 )
 from lightning_ddp_ext.forced_exit import delaying_forced_exit
-from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.peers import Run
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -39,12 +34,11 @@ from ..named_calls import ranks_of
 from ..private.compat import trainer_of
 from ..private.lightning_tree import (
     TrainerStatus,
-    lightning_version,
     pl,
-    rank_zero_info,
     rank_zero_warn,
 )
 from .checkpoint_io import RankZeroCheckpointIO
+from .loaded_content import adapted, wants_content
 
 
 class Checkpoints:
@@ -176,17 +170,24 @@ class Checkpoints:
     # Reading.
 
     def restore(
-        self, read: Callable[..., None], path: PathOrUrl | None = None, *args: Any, **kwargs: Any
+        self,
+        read: Callable[..., None],
+        choose: Callable[[], PathOrUrl | None],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        """Call ``read`` on every rank with the file that rank 0 found. Collective.
+        """Call ``read`` on every rank with the file that rank 0 chooses. Collective.
 
         Each rank resolves ``"last"``, ``"best"`` and similar values on its own disk
         before the ranks connect. A rank that finds nothing would otherwise skip the
         restore and its collectives.
         """
-        self._path_to_restore = self._ranks.from_rank_zero(
-            None if path is None else os.fspath(path)
-        )
+
+        def path() -> str | None:
+            chosen = choose()
+            return None if chosen is None else os.fspath(chosen)
+
+        self._path_to_restore = self.on_rank_zero(path, "finding the checkpoint")
         try:
             read(self._path_to_restore, *args, **kwargs)
         finally:
@@ -224,7 +225,7 @@ class Checkpoints:
             content = io.read(
                 path, self._ranks, map_location, weights_only, map_weights=map_weights
             )
-        return _adapted(content, os.fspath(path), module)
+        return adapted(content, os.fspath(path), module)
 
     # State of the strategy and the Trainer.
 
@@ -280,72 +281,3 @@ def _wait_at_end(what: str) -> None:
     if context is not None:
         with suppress(RankFailedError):
             context.barriers.enter(f"the end of {what}")
-
-
-def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]:
-    """Return a checkpoint written by any program in the form that Lightning restores.
-
-    A plain state dict gets the missing entries of a checkpoint, and names with
-    ``module.`` or ``_orig_mod.`` are replaced by the model's names.
-    """
-    if is_plain_state_dict(content):
-        rank_zero_info(
-            f"{path} is a plain state dict: its weights are loaded, and optimisers, learning rates"
-            " and progress start from scratch"
-        )
-        content = {
-            "state_dict": content,
-            "epoch": 0,
-            "global_step": 0,
-            "optimizer_states": [],
-            "lr_schedulers": [],
-        }
-    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), Mapping):
-        found = (
-            listed(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
-        )
-        raise CheckpointError(
-            f"checkpoint {path} has no entry 'state_dict' (got {found}); save the model's"
-            " state_dict() alone, or under that name"
-        )
-    content.setdefault("pytorch-lightning_version", lightning_version)
-    names = {} if model is None else names_in_model(content["state_dict"], model.state_dict())
-    if names:
-        content["state_dict"] = renamed(content["state_dict"], names)
-    return content
-
-
-def wants_content(module: pl.LightningModule, trainer: Any) -> bool:
-    """Whether a hook gets the file's weights before they are loaded.
-
-    It may read, change or keep them.
-    """
-    hooks = [
-        _is_users_hook(module, pl.LightningModule, name)
-        for name in ("on_load_checkpoint", "load_state_dict")
-    ]
-    if trainer is not None:
-        hooks += [
-            _is_users_hook(callback, pl.Callback, "on_load_checkpoint")
-            for callback in trainer.callbacks
-        ]
-        hooks.append(
-            _is_users_hook(trainer.precision_plugin, pl.plugins.Precision, "on_load_checkpoint")
-        )
-    return any(hooks) or any(_changes_what_it_loads(part) for part in module.modules())
-
-
-def _is_users_hook(owner: Any, base: type, name: str) -> bool:
-    """Whether a hook is the user's.
-
-    Hooks of Lightning and of this package ignore the weights.
-    """
-    hook = getattr(type(owner), name)
-    return hook is not getattr(base, name) and not hook.__module__.startswith("lightning_ddp_ext.")
-
-
-def _changes_what_it_loads(module: nn.Module) -> bool:
-    # If torch renames one of these, the result is True, which is only slower.
-    load_method = getattr(type(module), "_load_from_state_dict", None)
-    is_torch_own = getattr(load_method, "__module__", "").startswith("torch.nn.")
-    return bool(getattr(module, "_load_state_dict_pre_hooks", True)) or not is_torch_own

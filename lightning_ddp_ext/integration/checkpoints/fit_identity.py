@@ -65,7 +65,7 @@ class FitIdentity:
         """
         own = self.content["facts"]
         others = saved["facts"]
-        changed = [each for each in {**own, **others} if own.get(each) != others.get(each)]
+        changed = [fact for fact in {**own, **others} if own.get(fact) != others.get(fact)]
         if not changed and not self.number:
             return "a fit in a hook"
         return f"a fit with another {listed(changed)}" if changed else ""
@@ -122,7 +122,7 @@ def command() -> str:
     """
     script, *options = sys.argv or [""]
     words = [os.path.realpath(script), *(word for word in options if not _asks_to_resume(word))]
-    words += [os.environ.get(each, "") for each in _TASKS]
+    words += [os.environ.get(variable, "") for variable in _TASKS]
     return f"{Path(script).stem}-{_hashed(words)}"
 
 
@@ -135,17 +135,16 @@ def _hparams(args: tuple[Any, ...]) -> dict[str, str]:
 
     They are found among the call's arguments.
     """
-    found: dict[str, str] = {}
-    for each in args:
-        if isinstance(each, (pl.LightningModule, pl.LightningDataModule)):
-            name = "module" if isinstance(each, pl.LightningModule) else "datamodule"
-            hparams = each.hparams if isinstance(each.hparams, dict) else {"hparams": each.hparams}
-            found |= {
-                f"{name}.{key}": _hashed(value)
-                for key, value in hparams.items()
-                if not _asks_to_resume(key)
-            }
-    return found
+    hashes: dict[str, str] = {}
+    for owner in args:
+        if not isinstance(owner, (pl.LightningModule, pl.LightningDataModule)):
+            continue
+        name = "module" if isinstance(owner, pl.LightningModule) else "datamodule"
+        hparams = owner.hparams if isinstance(owner.hparams, dict) else {"hparams": owner.hparams}
+        for key, value in hparams.items():
+            if not _asks_to_resume(key):
+                hashes[f"{name}.{key}"] = _hashed(value)
+    return hashes
 
 
 def _environment() -> dict[str, str]:

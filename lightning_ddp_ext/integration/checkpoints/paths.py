@@ -12,6 +12,8 @@ import re
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
+from lightning_ddp_ext.errors import CheckpointError
+from lightning_ddp_ext.ranks import reason_of
 
 from ..private.compat import checkpoint_of_requeued_job, chosen_directory_of
 from ..private.lightning_tree import SLURMEnvironment, pl
@@ -68,18 +70,40 @@ def versioned(path: str, number: int) -> str:
 def versions_of(path: str | None) -> set[str]:
     """Return the paths of all versions of a file that exist.
 
-    If the store cannot be listed, return ``path`` itself; reading it then raises the
-    reason on every rank.
+    If listing is refused, return ``path`` itself; reading it then raises the reason on
+    every rank.
+
+    Raises:
+        CheckpointError: the store does not answer.
     """
     if path is None:
         return set()
     directory, name = os.path.split(path)
     stem, suffix = os.path.splitext(name)
     version = re.compile(rf"{re.escape(stem)}(-v\d+)*{re.escape(suffix)}")
+    return _matching_files(directory, version, if_refused=path)
+
+
+def _matching_files(directory: str, pattern: re.Pattern[str], *, if_refused: str) -> set[str]:
+    """Return the files whose names match, or ``{if_refused}`` if listing is refused."""
     try:
-        return {each for each in _files_in(directory) if version.fullmatch(os.path.basename(each))}
-    except Exception:  # each kind of store raises its own errors
-        return {path}
+        files = _files_in(directory)
+    except PermissionError:
+        return {if_refused}
+    except Exception as error:  # each kind of store raises its own errors
+        raise unanswered(directory, error) from error
+    return {path for path in files if pattern.fullmatch(os.path.basename(path))}
+
+
+def unanswered(path: str, error: BaseException) -> CheckpointError:
+    """Return the error for a search that ends because a store does not answer.
+
+    Each further request might also take minutes.
+    """
+    return CheckpointError(
+        f"cannot search {path} for checkpoints: {reason_of(error)}; check that it can be reached,"
+        " or pass the path of a checkpoint as ckpt_path"
+    )
 
 
 def _files_in(directory: str) -> list[str]:
@@ -89,10 +113,10 @@ def _files_in(directory: str) -> list[str]:
     """
     location = _locate_anew(directory)
     try:
-        found = location.fs.ls(location.path, detail=False)
+        listed = location.fs.ls(location.path, detail=False)
     except (FileNotFoundError, NotADirectoryError, NotImplementedError):
         return []
-    return [os.path.join(directory, os.path.basename(each)) for each in found]
+    return [os.path.join(directory, os.path.basename(path)) for path in listed]
 
 
 def _locate_anew(path: str) -> Location:
@@ -123,40 +147,37 @@ def files_that_last_means(trainer: Any) -> set[str]:
 
     The file of a requeued SLURM job is included.
     """
-    found: set[str | None] = set()
+    paths: set[str | None] = set()
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
-            found |= _last_files(callback, trainer)
+            paths |= _last_files(callback, trainer)
         elif isinstance(callback, pl.callbacks.OnExceptionCheckpoint):
-            found.add(callback.ckpt_path)
+            paths.add(callback.ckpt_path)
     if SLURMEnvironment.detect():
-        found.add(checkpoint_of_requeued_job(trainer))
-    return {canonical(path) for path in found if path}
+        paths.add(checkpoint_of_requeued_job(trainer))
+    return {canonical(path) for path in paths if path}
 
 
 def _last_files(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:
     """Return the files that Lightning takes for ``"last"``.
 
-    Lightning itself loses the protocol of a URL. If the store cannot be listed, return
-    the usual file; reading it then raises the reason on every rank.
+    Lightning itself loses the protocol of a URL. If listing is refused, return the
+    usual file; reading it then raises the reason on every rank.
     """
     directory = chosen_directory_of(callback, trainer)
-    name = re.compile(
-        rf"{callback.CHECKPOINT_NAME_LAST}(-(\d+))?.*{re.escape(callback.FILE_EXTENSION)}"
-    )
-    try:
-        files = _files_in(directory)
-    except Exception:  # each kind of store raises its own errors
-        files = [
-            os.path.join(directory, f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}")
-        ]
-    return {each for each in files if name.fullmatch(os.path.basename(each))}
+    stem = callback.CHECKPOINT_NAME_LAST
+    suffix = callback.FILE_EXTENSION
+    name = re.compile(rf"{stem}(-(\d+))?.*{re.escape(suffix)}")
+    return _matching_files(directory, name, if_refused=os.path.join(directory, f"{stem}{suffix}"))
 
 
 def modification_time(path: str) -> float | None:
     """Return a file's modification time, or ``None`` if the file does not exist.
 
-    The time is infinity if it is unknown.
+    The time is infinity if the store refuses or does not record it.
+
+    Raises:
+        CheckpointError: the store does not answer.
     """
     location = _locate_anew(path)
     try:
@@ -165,8 +186,10 @@ def modification_time(path: str) -> float | None:
         return float(location.fs.modified(location.path).timestamp())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except Exception:  # each kind of store raises its own errors
+    except (PermissionError, NotImplementedError):
         return float("inf")
+    except Exception as error:  # each kind of store raises its own errors
+        raise unanswered(path, error) from error
 
 
 def change_token(path: str) -> str:

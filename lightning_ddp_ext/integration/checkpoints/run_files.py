@@ -1,8 +1,9 @@
-"""Find the file that ``ckpt_path="last"`` means, and remove files no longer needed.
+"""Name a run's stop and rescue checkpoints, resume from them, and remove obsolete ones.
 
-The removed files are stop and rescue checkpoints. A launcher needs the file before the
-ranks connect, so each rank searches its own disk, and later all ranks restore the file
-that rank 0 found.
+A launcher needs the file that ``ckpt_path="last"`` means before the ranks connect, so
+each rank searches its own disk (:meth:`RunFiles.resolve_last`). Once the ranks have
+connected, all of them restore the file that rank 0 found, or raise its search error
+(:meth:`RunFiles.chosen`).
 """
 
 from __future__ import annotations
@@ -11,29 +12,18 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.archive import Archive
-from lightning_ddp_ext.checkpoint.location import PathOrUrl, locate
+from lightning_ddp_ext.checkpoint.location import PathOrUrl
 from lightning_ddp_ext.checkpoint.save_lock import lock_of
-from lightning_ddp_ext.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-)
-from lightning_ddp_ext.rank_lists import listed
+from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.rendezvous.peers import current_run
 
-from ..private.lightning_tree import (
-    SLURMEnvironment,
-    TrainerStatus,
-    rank_zero_info,
-    rank_zero_warn,
-)
+from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, rank_zero_info
 from .fit_identity import FitIdentity, command, identify, identity_in
+from .last_search import UNUSABLE, choose, newest_first, read_candidate
 from .paths import (
     change_token,
     files_that_last_means,
@@ -43,40 +33,10 @@ from .paths import (
     versions_of,
 )
 
-_UNUSABLE = (DamagedCheckpointError, CheckpointNotFoundError)
-_PASS_PATH = "pass its path to resume from it"
 # Lightning also saves a file for it, whatever the settings.
 _OF_REQUEUED_JOB = "last-preempted.ckpt"
+_UNKNOWN_FILE = "last.ckpt"  # never read: all ranks restore rank 0's file, or raise its error
 _fits = 0  # the number of fits that this process has begun, without those that a signal stopped
-
-
-@dataclass
-class _Candidate:
-    """A file that ``"last"`` may mean.
-
-    Attributes:
-        path: its path or URL.
-        identity: the identity of the fit that saved it; empty if it is unknown.
-        error: why the identity cannot be read. Unless the file is damaged, it may be
-            intact, and reading it later raises the reason.
-        is_of_fit: whether the same fit saved it, possibly in another job or
-            environment.
-        changed: the environment variables that the saving run had differently.
-        owner: the other fit or run to which the file belongs; empty if it belongs to
-            none, so that it may be used.
-    """
-
-    path: str
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    error: CheckpointError | None = None
-    is_of_fit: bool = False
-    changed: list[str] = field(default_factory=list)
-    owner: str = ""
-
-    @property
-    def is_damaged(self) -> bool:
-        """Whether the file cannot be used, now or later."""
-        return isinstance(self.error, _UNUSABLE)
 
 
 class RunFiles:
@@ -102,9 +62,10 @@ class RunFiles:
         self._fit = 0  # for a fit in a hook of another run
         self.identity = FitIdentity()
         self.stop_path: str | None = None
-        self._has_searched = False
+        self._has_searched = False  # on rank 0, whose search counts
         self._found: str | None = None
-        # Own files not newer than the one found, and their states.
+        self._search_error: CheckpointError | None = None
+        # Own files not newer than the one found, and their change tokens.
         self._obsolete: dict[str, str] = {}
 
     @contextmanager
@@ -135,28 +96,32 @@ class RunFiles:
         if path is None:
             return None
         path = versioned(path, int(os.environ.get("SLURM_JOB_ID", 0)))
-        return next(
-            each
-            for each in (versioned(path, number) for number in count())
-            if self._may_replace(each)
-        )
+        versions = (versioned(path, number) for number in count())
+        return next(version for version in versions if self._may_replace(version))
 
     def _may_replace(self, path: str) -> bool:
-        time = modification_time(path)
-        if path == self._found or time is None:
+        """Whether a path is free, has a file of the same fit, or cannot be checked."""
+        if path == self._found:
+            return True
+        try:
+            time = modification_time(path)
+        except CheckpointError:
+            return True  # of no name it is known whether it is free
+        if time is None:
             return True
         try:
             saved = identity_in(path)
         except CheckpointError as error:
-            # In a store that cannot be reached, no name is known to be free.
-            return isinstance(error, _UNUSABLE) or math.isinf(time)
+            is_unknown = math.isinf(time)
+            return is_unknown or isinstance(error, UNUSABLE)
         if saved is None:
             return True
-        return not (
+        is_of_other_run = (
             self.identity.difference(saved)
             or self.identity.is_of_other_job(saved)
             or self.identity.changed_variables(saved)
         )
+        return not is_of_other_run
 
     # Resuming.
 
@@ -169,36 +134,58 @@ class RunFiles:
         self.identity = identify(args, self._fit)
         self._has_searched = False
         self._found = None
+        self._search_error = None
         self._obsolete = {}
-        if "last" not in [arg for arg in args if isinstance(arg, str)]:
+        try:
+            if any(_is_last(arg) for arg in args):
+                found = self._search(trainer, is_rank_zero=is_rank_zero)
+                return tuple(found if found and _is_last(arg) else arg for arg in args)
             has_path = any(isinstance(arg, PathOrUrl) for arg in args)
             may_be_requeued = trainer.state.fn == "fit" and SLURMEnvironment.detect()
             if is_rank_zero and may_be_requeued and not has_path:
                 self._find_requeued(trainer)
-            return args
-        own = {
-            each
-            for name in self._names
-            for each in versions_of(path_of_run_file(name, command(), trainer))
-        }
-        of_lightning = files_that_last_means(trainer)
-        newest_first = _newest_first(own | of_lightning)
-        found = next(iter(newest_first), None)
-        if is_rank_zero:
-            # All ranks would log: rank_zero_info does not know a rank's number yet.
-            self._has_searched = True
-            found = self._found = self._search(newest_first, own - of_lightning, trainer)
-        if found is None:
-            return args
-        return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
+        except CheckpointError as error:
+            self._search_error = error
+            # Lightning would search for "last" itself.
+            return tuple(_UNKNOWN_FILE if _is_last(arg) else arg for arg in args)
+        return args
 
     def chosen(self, path: PathOrUrl | None) -> PathOrUrl | None:
         """Return the file that rank 0 restores, given the one that Lightning chose.
 
         If no file is found for ``"last"``, Lightning may choose a file that belongs to
         another fit.
+
+        Raises:
+            CheckpointError: a store did not answer the search.
         """
+        if self._search_error is not None:
+            raise self._search_error
         return self._found if self._has_searched else path
+
+    def _search(self, trainer: Any, *, is_rank_zero: bool) -> str | None:
+        """Return the file that ``"last"`` means on this rank.
+
+        Rank 0 also reads the identities of the files, and logs its choice.
+        """
+        own: set[str] = set()
+        for name in self._names:
+            own |= versions_of(path_of_run_file(name, command(), trainer))
+        of_lightning = files_that_last_means(trainer)
+        paths = newest_first(own | of_lightning)
+        if not is_rank_zero:
+            # It would log, because rank_zero_info does not know a rank's number yet.
+            return next(iter(paths), None)
+        choice = choose(paths, own - of_lightning, self.identity)
+        found = None if choice.chosen is None else choice.chosen.path
+        choice.log("" if found else self._none_found(trainer))
+        self._continue_from(found, choice.obsolete_paths())
+        return found
+
+    def _continue_from(self, path: str | None, obsolete: list[str]) -> None:
+        self._has_searched = True
+        self._found = path
+        self._obsolete = {each: change_token(each) for each in obsolete}
 
     def _find_requeued(self, trainer: Any) -> None:
         """Find the newest file that this job saved before it was requeued.
@@ -206,19 +193,14 @@ class RunFiles:
         As with stock, no argument has to ask for it.
         """
         versions = versions_of(path_of_run_file(self.requeue_name, command(), trainer))
-        requeued = [
-            each.path
-            for each in map(_candidate, _newest_first(versions))
-            if self._is_for_requeue(each.identity)
-        ]
-        if not requeued:
+        files = [read_candidate(path) for path in newest_first(versions)]
+        requeued = [file.path for file in files if self._is_for_requeue(file.identity)]
+        if requeued:
+            self._continue_from(requeued[0], requeued)
+        else:
             rank_zero_info(
                 "after SIGTERM, a requeued job only resumes with trainer.fit(..., ckpt_path='last')"
             )
-            return
-        self._has_searched = True
-        self._found = requeued[0]
-        self._obsolete = {path: change_token(path) for path in requeued}
 
     def _is_for_requeue(self, saved: Mapping[str, Any]) -> bool:
         """Whether this fit saved a file before this job was requeued."""
@@ -227,60 +209,6 @@ class RunFiles:
             and self.identity.is_of_job(saved)
             and not self.identity.difference(saved)
         )
-
-    def _search(self, newest_first: list[str], only_ours: set[str], trainer: Any) -> str | None:
-        """Return the newest usable file, and log it and the owners of the others."""
-        candidates = [_candidate(path) for path in newest_first]
-        self._find_owners(candidates, only_ours)
-        damaged = [each for each in candidates if each.is_damaged]
-        usable = [each for each in candidates if not (each.owner or each.is_damaged)]
-        found = _newest_intact(usable)
-        if found is not None and not found.changed:  # a run with changes may still need its files
-            not_newer = usable[usable.index(found) :]
-            self._obsolete = {
-                each.path: change_token(each.path) for each in not_newer if each.is_of_fit
-            }
-        if found is None and damaged:
-            found = damaged[0]  # reading it raises the reason on every rank
-        self._log(found, candidates, trainer)
-        return None if found is None else found.path
-
-    def _find_owners(self, candidates: list[_Candidate], only_ours: set[str]) -> None:
-        """Find the files that belong to other fits or runs.
-
-        ``only_ours`` has the paths to which only this package saves.
-        """
-        for each in candidates:
-            if each.identity:
-                each.owner = self.identity.difference(each.identity)
-                each.is_of_fit = not each.owner
-            elif each.error is None and each.path in only_ours:
-                each.owner = "an unknown fit"
-        of_fit = [each for each in candidates if each.is_of_fit]
-        if any(self.identity.is_of_job(each.identity) for each in of_fit):
-            for each in of_fit:
-                if self.identity.is_of_other_job(each.identity):
-                    each.owner = f"SLURM job {each.identity['job']}"
-        for each in of_fit:
-            each.changed = self.identity.changed_variables(each.identity)
-        if not all(each.changed for each in of_fit):
-            # A run in this environment saved one, so the others belong to other runs.
-            for each in of_fit:
-                if each.changed:
-                    each.owner = _in_words(each.changed)
-
-    def _log(self, found: _Candidate | None, candidates: list[_Candidate], trainer: Any) -> None:
-        line = f"ckpt_path='last' is {found.path}" if found else self._none_found(trainer)
-        if found is not None and found.changed:
-            remedy = "if that was another run, move the file away and start again"
-            rank_zero_warn(f"{line}, saved by {_in_words(found.changed)}; {remedy}")
-            return
-        others = [
-            f"{each.path} belongs to {each.owner}; {_PASS_PATH}"
-            for each in candidates
-            if each.owner
-        ]
-        rank_zero_info("; ".join([line, *others]))
 
     def _none_found(self, trainer: Any) -> str:
         """Describe what the next run of this command will find."""
@@ -301,59 +229,19 @@ class RunFiles:
         """
         if trainer is None:
             return  # in a process that starts ranks
-        is_finished = trainer.state.status != TrainerStatus.INTERRUPTED and not trainer.should_stop
-        if not is_finished or trainer.state.fn != "fit" or not trainer.is_global_zero:
+        was_interrupted = trainer.state.status == TrainerStatus.INTERRUPTED
+        is_finished_fit = (
+            trainer.state.fn == "fit" and not was_interrupted and not trainer.should_stop
+        )
+        if not is_finished_fit or not trainer.is_global_zero:
             return
         obsolete = self._obsolete
         self._obsolete = {}
-        for path, state in obsolete.items():
-            if state and change_token(path) == state:
+        for path, token in obsolete.items():
+            if token and change_token(path) == token:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
                 Path(lock_of(path)).unlink(missing_ok=True)
 
 
-def _newest_first(paths: set[str]) -> list[str]:
-    """Return the files that exist."""
-    times = {path: modification_time(path) for path in paths}
-    existing = {path: time for path, time in times.items() if time is not None}
-    return sorted(existing, key=existing.__getitem__, reverse=True)
-
-
-def _candidate(path: str) -> _Candidate:
-    """Read the identity in a file, and warn if the file is damaged."""
-    try:
-        return _Candidate(path, identity_in(path) or {})
-    except CheckpointError as error:
-        candidate = _Candidate(path, error=error)
-        if candidate.is_damaged:
-            _skip(error)
-        return candidate
-
-
-def _newest_intact(newest_first: list[_Candidate]) -> _Candidate | None:
-    """Return the first of these files that is not damaged.
-
-    Warn of those that are. A file that cannot be read now may be intact, so no older
-    file replaces it; reading it later raises the reason on every rank.
-    """
-    if len(newest_first) == 1:
-        return newest_first[0]  # it is checked when it is read
-    for each in newest_first:
-        local = locate(each.path).local
-        try:
-            if local is not None:  # a remote store only shows complete files
-                Archive.open(local, each.path).check()
-        except CheckpointError as error:
-            if isinstance(error, _UNUSABLE):
-                _skip(error)
-                continue
-        return each
-    return None
-
-
-def _skip(error: CheckpointError) -> None:
-    rank_zero_warn(f"ckpt_path='last' skips a file that cannot be used: {error}")
-
-
-def _in_words(variables: list[str]) -> str:
-    return f"a run with other values of {listed(variables)}"
+def _is_last(argument: Any) -> bool:
+    return isinstance(argument, str) and argument == "last"

@@ -1,0 +1,208 @@
+"""``ckpt_path="last"`` means the newest usable file of this run that rank 0 finds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import fsspec
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_ddp_ext import CheckpointError, RankZeroCheckpointIO
+from tests.checkpoint.content import flip
+from tests.harness import training
+from tests.integration import checkpointing
+from tests.integration.checkpointing import Keeper, Net
+from tests.integration.continuing import signalled
+
+
+def last_on_rank_zero(kind: training.Kind, directory: Path) -> dict[str, Any]:
+    """Resume from "last" with a directory that on rank 1 is another, empty one."""
+    callback = checkpointing.checkpoint_callback(
+        kind, dirpath=directory / os.environ["RANK"], save_last=True
+    )
+    return checkpointing.fit_from(
+        checkpointing.trainer_for(kind, directory, None, [callback, Keeper()], max_epochs=2), "last"
+    )
+
+
+@pytest.mark.lowest
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_last_is_what_rank_zero_finds(kind: training.Kind, tmp_path: Path) -> None:
+    """A rank whose disk has no `last.ckpt` resumes from rank 0's."""
+    for rank in "01":
+        (tmp_path / kind / rank).mkdir(parents=True)
+    before = checkpointing.train_and_save(tmp_path / kind / "0" / "last.ckpt")
+    for state in training.on_ranks(kind, last_on_rank_zero, tmp_path):
+        training.assert_same(state, before)
+
+
+class Distilled(L.Callback):
+    """Knows the file of a teacher, whose weights a student learns to imitate."""
+
+    def __init__(self, ckpt_path: Path) -> None:
+        self.ckpt_path = ckpt_path
+
+
+def last_with_a_teacher(kind: training.Kind, directory: Path, teacher: Path) -> tuple[int, int]:
+    trainer = checkpointing.trainer_for(kind, directory, None, [Distilled(teacher)], max_epochs=1)
+    return checkpointing.fit_from(trainer, "last")["step"], trainer.global_step
+
+
+def test_last_ignores_a_file_that_a_users_callback_names(tmp_path: Path) -> None:
+    """Of the callbacks that save no checkpoint, no attribute is read."""
+    checkpointing.train_and_save(tmp_path / "teacher.ckpt")
+    ours, stock = training.on_both(last_with_a_teacher, tmp_path, tmp_path / "teacher.ckpt")
+    assert ours == stock == [(0, 4), (0, 4)]
+
+
+class Resumed(NamedTuple):
+    """The steps at which a run began and ended, and its warnings about files."""
+
+    first_step: int
+    last_step: int
+    skipped: list[str]
+
+
+def run_command(
+    kind: training.Kind, directory: Path, kept: Path, *callbacks: L.Callback
+) -> Resumed:
+    """Run one command line, from its newest file on, for ten epochs of four steps."""
+    begun: list[int] = []
+    begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
+    saver = ModelCheckpoint(kept, save_last=True)
+    io = RankZeroCheckpointIO()
+    options = {"max_epochs": 10, "default_root_dir": directory}  # long enough to agree on a stop
+    trainer = checkpointing.trainer_for(kind, directory, io, [begin, saver, *callbacks], **options)
+    with warnings.catch_warnings(record=True) as caught, suppress(SystemExit):
+        warnings.simplefilter("always")
+        trainer.fit(Net(), ckpt_path="last")
+    texts = [str(each.message) for each in caught]
+    return Resumed(begun[0], trainer.global_step, [text for text in texts if "skips" in text])
+
+
+def run_until_stopped(kind: training.Kind, directory: Path, kept: Path) -> Resumed:
+    """Send SIGTERM to rank 1 after some batches."""
+    return run_command(kind, directory, kept, signalled("on_train_batch_end", 5, ranks=[1]))
+
+
+def test_last_continues_after_a_preemption(tmp_path: Path) -> None:
+    """The same command line, run again, resumes from the stop checkpoint, which is newer
+    than `last.ckpt`.
+    """
+    kept = tmp_path / "kept"
+    stopped, _ = training.on_ranks("ours", run_until_stopped, tmp_path, kept)
+    assert stopped.first_step == 0
+    assert stopped.last_step > 5
+    resumed, _ = training.on_ranks("ours", run_command, tmp_path, kept)
+    assert resumed == Resumed(stopped.last_step, 40, [])
+
+
+def test_last_is_the_file_before_one_that_is_not_whole(tmp_path: Path) -> None:
+    """Rank 0 names the newest file, which is cut off."""
+    kept = tmp_path / "kept"
+    stopped, _ = training.on_ranks("ours", run_until_stopped, tmp_path, kept)
+    newest = kept / "last-preempted.ckpt"
+    os.truncate(newest, newest.stat().st_size // 2)
+    (kept / "last.ckpt").rename(kept / "last-v1.ckpt")
+    resumed, other = training.on_ranks("ours", run_command, tmp_path, kept)
+    assert resumed.first_step in range(4, stopped.last_step + 1, 4), "an epoch's end"
+    assert resumed.last_step == 40
+    assert other.skipped == []
+    [told] = resumed.skipped
+    assert told.startswith(
+        f"ckpt_path='last' skips a file that cannot be used: checkpoint {newest} is damaged"
+    )
+
+
+def resumed_from_a_store(kind: training.Kind, directory: Path) -> list[int]:
+    """Return the steps at which two runs begin that save to the same URL."""
+    begun: list[int] = []
+    for epochs in (1, 2):
+        saving = ModelCheckpoint("memory://bucket/run", save_last=True)
+        begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
+        options: dict[str, Any] = {
+            "callbacks": [saving, begin],
+            "enable_checkpointing": True,
+            "max_epochs": epochs,
+        }
+        training.make_trainer(training.make_strategy(kind, directory), **options).fit(
+            training.Net(), ckpt_path="last"
+        )
+    return begun
+
+
+def test_last_is_found_at_a_url(tmp_path: Path) -> None:
+    """A file system lists files without the protocol of the URL."""
+    assert training.on_ranks("ours", resumed_from_a_store, tmp_path) == [[0, 4]] * 2
+
+
+def refused_last(kind: training.Kind, directory: Path, kept: Path | str) -> str:
+    """Return the error of a run that resumes from the newest file in ``kept``."""
+    trainer = checkpointing.trainer_for(
+        kind, directory, None, [ModelCheckpoint(kept, save_last=True)], max_epochs=1
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about skipped files
+        with pytest.raises(CheckpointError) as caught:
+            trainer.fit(Net(), ckpt_path="last")
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_last_is_not_an_older_file_if_the_newest_cannot_be_read(tmp_path: Path) -> None:
+    """The newest file may be whole, so every rank raises an error with its name."""
+    checkpointing.train_and_save(tmp_path / "last.ckpt")
+    os.utime(tmp_path / "last.ckpt", (0, 0))
+    unreadable = tmp_path / "last-preempted.ckpt"
+    unreadable.symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error
+    errors = training.on_ranks("ours", refused_last, tmp_path, tmp_path)
+    assert errors == [errors[0]] * 2
+    assert errors[0].startswith(
+        f"CheckpointError: checkpoint {unreadable} could not be read, but may be intact: "
+    )
+
+
+def test_last_is_an_error_if_every_file_is_damaged(tmp_path: Path) -> None:
+    """No run starts anew and replaces the files: every rank raises the damage of one."""
+    checkpointing.train_and_save(tmp_path / "last.ckpt")
+    flip(tmp_path / "last.ckpt", "data/1")
+    shutil.copy(tmp_path / "last.ckpt", tmp_path / "last-v1.ckpt")
+    errors = training.on_ranks("ours", refused_last, tmp_path, tmp_path)
+    assert errors == [errors[0]] * 2
+    assert errors[0].startswith("DamagedCheckpointError: ")
+    assert "data/1 does not match the recorded CRC" in errors[0]
+
+
+def refused_by_a_server(kind: training.Kind, directory: Path, url: str) -> str:
+    timeout = aiohttp.ClientTimeout(total=1)
+    fsspec.config.conf["http"] = {"client_kwargs": {"timeout": timeout}}
+    return refused_last(kind, directory, url)
+
+
+def count_connections(server: socket.socket) -> int:
+    server.setblocking(False)
+    connections = 0
+    with suppress(BlockingIOError):
+        while True:
+            server.accept()[0].close()
+            connections += 1
+    return connections
+
+
+def test_one_request_is_sent_to_a_server_that_never_replies(tmp_path: Path) -> None:
+    """Each further request could take minutes, so all ranks raise the first one's error."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/run"
+        errors = training.on_ranks("ours", refused_by_a_server, tmp_path, url)
+        assert count_connections(server) == 2, "one of each rank"
+    assert errors == [errors[0]] * 2
+    assert errors[0].startswith(f"CheckpointError: cannot search {url} for checkpoints: ")
+    assert "check that it can be reached, or pass the path of a checkpoint" in errors[0]
