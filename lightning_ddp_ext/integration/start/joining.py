@@ -148,8 +148,9 @@ class ConnectionSettings:
         context = current()
         started = started_ranks()
         is_connected = context is not None and len(context.table) > 1
-        if is_connected or dist.is_initialized() or world.world_size == 1:
-            return FileEndpoint("")  # never used: the ranks are connected, or this is the only one
+        has_foreign_group = context is None and dist.is_initialized()
+        if is_connected or has_foreign_group or world.world_size == 1:
+            return FileEndpoint("")  # never used: no rank has to find another one
         environ = {**os.environ, **(started.variables if started is not None else {})}
         method = self.init_method
         environment = strategy.cluster_environment

@@ -97,16 +97,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
+        is_joint = self.num_processes * self.num_nodes > 1
         started = started_ranks()
         if started is not None:
             self.procs = list(started.children)
-        elif not self.cluster_environment.creates_processes_externally:
+        elif is_joint and not self.cluster_environment.creates_processes_externally:
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         files = self._parts.files
         # The handler is the Trainer's calling frame, which runs the later hooks.
         safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._parts.rescue.save}
-        is_joint = self.num_processes * self.num_nodes > 1
         with files.count_fit(trainer):
             args = files.resolve_last(args, trainer, is_rank_zero=self._strategy.is_global_zero)
             return supervised(
