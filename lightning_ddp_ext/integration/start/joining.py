@@ -87,7 +87,7 @@ class ConnectionSettings:
         method = self.init_method
         if isinstance(method, File):
             return {}
-        has_address = _is_set_otherwise("main_address", environment) or _is_set_otherwise(
+        has_address = _is_overridden("main_address", environment) or _is_overridden(
             "main_port", environment
         )
         if num_nodes > 1 or isinstance(method, Tcp) or has_address:
@@ -203,7 +203,7 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
 
     Raise if the port is missing, since each process would choose a different one.
     """
-    if "MASTER_PORT" not in environ and not _is_set_otherwise("main_port", environment):
+    if "MASTER_PORT" not in environ and not _is_overridden("main_port", environment):
         raise RendezvousError(
             "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment if you"
             f" start each process yourself (got MASTER_ADDR={environ.get('MASTER_ADDR')},"
@@ -213,7 +213,7 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
     return Tcp(environment.main_address, int(environment.main_port))
 
 
-def _is_set_otherwise(name: str, environment: ClusterEnvironment) -> bool:
+def _is_overridden(name: str, environment: ClusterEnvironment) -> bool:
     """Whether the environment overrides ``main_address`` or ``main_port``.
 
     By default, these read ``MASTER_ADDR`` and ``MASTER_PORT``.
