@@ -1,12 +1,10 @@
-"""The handshake between rank 0 and others: accepted ranks, and the error that all raise
-otherwise; and sending over the channel that remains of it.
+"""The handshake between rank 0 and the others accepts all ranks, or all of them raise
+the same error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import queue
 import re
 import socket
 from dataclasses import asdict
@@ -17,13 +15,11 @@ import psutil
 import pytest
 
 from lightning_ddp_ext.errors import RendezvousError
-from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Timeouts
-from lightning_ddp_ext.rendezvous.sockets import listen
-from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, MAX_MESSAGE, NOT_READING, encode
+from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, encode
 from tests.harness.ranks import RankProcesses, free_port, hold
 from tests.rendezvous import servers
 
@@ -222,26 +218,3 @@ def test_a_stale_address_is_replaced(answer: servers.Answer, tmp_path: Path) -> 
         outcomes = servers.endings(str(path), [{"timeouts": SOON}] * 2, init_timeout=servers.LONG)
     assert [outcome.result for outcome in outcomes] == [2.0, 2.0]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_sending_never_waits() -> None:
-    """Data that the kernel does not accept are sent later, up to a limit: beyond it the
-    peer is dropped.
-    """
-    text = "x" * (MAX_MESSAGE // 2)
-    with listen("127.0.0.1", 0) as listener:
-        peer = socket.create_connection(listener.getsockname()[:2])
-        of_rank_zero = listener.accept()[0]
-    peer.settimeout(10.0)
-    rank_zero = Channel(heartbeat=30.0)
-    closed = queue.SimpleQueue[tuple[int, str]]()
-    rank_zero.connect(1, of_rank_zero)
-    rank_zero.on_closed(lambda rank, reason: closed.put((rank, reason)))
-    with peer, peer.makefile("rb") as received:
-        for number in range(12):  # 6 times the longest message, beyond a socket's buffer
-            rank_zero.send("a", {"text": text, "number": number})
-        assert [json.loads(received.readline())[1]["number"] for _ in range(12)] == [*range(12)]
-        while closed.empty():
-            rank_zero.send("a", {"text": text})
-        assert closed.get() == (1, NOT_READING)
-    rank_zero.close()
