@@ -9,6 +9,7 @@ from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -67,7 +68,7 @@ class World:
 
         Every node except the last is assumed to have as many processes as this one.
         """
-        return -(-self.world_size // self.local_world_size)
+        return math.ceil(self.world_size / self.local_world_size)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -214,11 +215,11 @@ def launcher_of(environ: Environ) -> Launcher | None:
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         return TORCHRUN
-    if _first_integer(environ, OPEN_MPI.world_size) not in (None, 1):
+    if _has_several_processes(environ, OPEN_MPI):
         return OPEN_MPI
     # With srun --mpi=pmi2, both are set, but only SLURM's describe the nodes.
     slurm_describes_nodes = is_slurm(environ) and PMI.local_rank not in environ
-    is_pmi = PMI.rank in environ and _first_integer(environ, PMI.world_size) not in (None, 1)
+    is_pmi = PMI.rank in environ and _has_several_processes(environ, PMI)
     if is_pmi and not slurm_describes_nodes:
         return PMI
     if is_slurm(environ):
@@ -227,14 +228,20 @@ def launcher_of(environ: Environ) -> Launcher | None:
     return BY_HAND if is_by_hand else None
 
 
+def _has_several_processes(environ: Environ, launcher: Launcher) -> bool:
+    return _first_integer(environ, launcher.world_size) not in (None, 1)
+
+
 def run_of(source: str, environ: Environ) -> str:
     """Return the variables that number a launcher's runs; empty if it has none.
 
     >>> run_of("SLURM", {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"})
     'SLURM_JOB_ID=12 SLURM_STEP_ID=0'
     """
-    names = {each.source: each.run_variables for each in (TORCHRUN, OPEN_MPI, SLURM)}
-    return " ".join(f"{name}={environ[name]}" for name in names.get(source, ()) if name in environ)
+    names = {
+        launcher.source: launcher.run_variables for launcher in (TORCHRUN, OPEN_MPI, SLURM)
+    }.get(source, ())
+    return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
 
 
 def _world_from(environ: Environ, launcher: Launcher, devices: int | None) -> World:
@@ -278,11 +285,10 @@ def _slurm_tasks_on_node(environ: Environ) -> int | None:
     All nodes are assumed to have equally many, but more than the local rank.
     """
     nodes = _first_integer(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
-    tasks = (
-        -(-_integer(environ, "SLURM_NTASKS") // nodes)
-        if nodes
-        else _first_integer(environ, "SLURM_NTASKS_PER_NODE")
-    )
+    if nodes:
+        tasks: int | None = math.ceil(_integer(environ, "SLURM_NTASKS") / nodes)
+    else:
+        tasks = _first_integer(environ, "SLURM_NTASKS_PER_NODE")
     return None if tasks is None else max(tasks, _integer(environ, "SLURM_LOCALID") + 1)
 
 

@@ -40,42 +40,46 @@ def env() -> int:
 
     The status is 1 if an environment variable is invalid.
     """
-    facts: dict[str, Any] = {
+    facts = _facts_of_machine()
+    error = None
+    try:
+        choose(None, os.environ)
+        facts["world"] = _world_in_words()
+    except DDPExtError as invalid:
+        error = str(invalid)
+    for name, value in {**facts, "error": error}.items():
+        print_line(f"{name}: {_text(value)}")
+    return 0 if error is None else 1
+
+
+def _facts_of_machine() -> dict[str, Any]:
+    has_cuda = torch.cuda.is_available()
+    gpus = range(torch.cuda.device_count())
+    backends = ("gloo", "nccl", "mpi")
+    return {
         "versions": {name: _version(name) for name in _PACKAGES},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "cpus": len(os.sched_getaffinity(0)),
-        "devices": [
-            f"cuda:{index} {torch.cuda.get_device_name(index)}"
-            for index in range(torch.cuda.device_count())
-        ],
-        "backends": [
-            name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()
-        ],
-        "nccl": (
-            ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
-        ),
+        "devices": [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in gpus],
+        "backends": [name for name in backends if getattr(dist, f"is_{name}_available")()],
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else None,
         "interfaces": _interfaces(),
-        "variables": {
-            name: os.environ[name]
-            for name in sorted(os.environ)
-            if name in _NAMES or name.startswith(_PREFIXES)
-        },
+        "variables": {name: os.environ[name] for name in sorted(os.environ) if _is_shown(name)},
         "world": None,
-        "error": None,
     }
-    try:
-        choose(None, os.environ)
-        world = read_world(os.environ)
-        facts["world"] = "not a rank of a launcher"
-        if world is not None:
-            facts["world"] = f"rank {world.rank} of {world.world_size}, {world.source}"
-    except DDPExtError as error:
-        facts["error"] = str(error)
-    for name, value in facts.items():
-        print_line(f"{name}: {_text(value)}")
-    return 0 if facts["error"] is None else 1
+
+
+def _is_shown(variable: str) -> bool:
+    return variable in _NAMES or variable.startswith(_PREFIXES)
+
+
+def _world_in_words() -> str:
+    world = read_world(os.environ)
+    if world is None:
+        return "not a rank of a launcher"
+    return f"rank {world.rank} of {world.world_size}, {world.source}"
 
 
 def _version(package: str) -> str | None:
@@ -96,7 +100,7 @@ def _interfaces() -> dict[str, list[str]]:
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return "; ".join(f"{name} {_text(each)}" for name, each in value.items()) or "none"
+        return "; ".join(f"{name} {_text(entry)}" for name, entry in value.items()) or "none"
     if isinstance(value, list):
         return ", ".join(value) or "none"
     return "none" if value is None else str(value)

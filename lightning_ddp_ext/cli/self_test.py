@@ -11,6 +11,8 @@ import os
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,58 +37,70 @@ def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
     """
     logging.disable(logging.INFO)  # hide the log lines of Lightning and of our strategy
     warnings.simplefilter("ignore")
-    model_class = importlib.import_module(f"{pl.__name__}.demos.boring_classes").BoringModel
-
-    def make_trainer(steps: int) -> Any:
-        world = read_world(os.environ)
-        return pl.Trainer(
-            strategy=DDPExtStrategy(init_method, stop_checkpoint=None),
-            accelerator=accelerator,
-            devices=devices if world is None else world.local_world_size,
-            num_nodes=1 if world is None else world.num_nodes,
-            max_steps=steps,
-            limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-
+    make_trainer = partial(
+        _make_trainer, devices=devices, accelerator=accelerator, init_method=init_method
+    )
     try:
-        trainer = make_trainer(_STEPS)
+        trainer = make_trainer(max_steps=_STEPS)
     except (ValueError, TypeError, pl.utilities.exceptions.MisconfigurationException) as unusable:
         print_error(f"lightning-ddp-ext test: error: {' '.join(str(unusable).split())}")
         return 2
-    began = time.perf_counter()
-
-    def report(done: str) -> None:
+    started = time.perf_counter()
+    for part in _test_parts(trainer, make_trainer):
         if trainer.is_global_zero:
-            print_line(f"{time.perf_counter() - began:6.2f} s  {done}")
+            print_line(f"{time.perf_counter() - started:6.2f} s  {part}")
+    return 0
 
+
+def _make_trainer(
+    *, devices: int, accelerator: str, init_method: str | None, max_steps: int
+) -> Any:
+    world = read_world(os.environ)
+    return pl.Trainer(
+        strategy=DDPExtStrategy(init_method, stop_checkpoint=None),
+        accelerator=accelerator,
+        devices=devices if world is None else world.local_world_size,
+        num_nodes=1 if world is None else world.num_nodes,
+        max_steps=max_steps,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _test_parts(trainer: Any, make_trainer: Callable[..., Any]) -> Iterator[str]:
+    """Test one part after another, and yield what has passed."""
+    model_class = importlib.import_module(f"{pl.__name__}.demos.boring_classes").BoringModel
+    strategy = trainer.strategy
     with tempfile.TemporaryDirectory(prefix="rank-test-") as directory:
         trainer.fit(model_class())
-        report("connected and trained")
-        total = trainer.strategy.reduce(
-            torch.ones(1, device=trainer.strategy.root_device), reduce_op="sum"
-        ).item()
-        if total != trainer.world_size:
-            raise DDPExtError(
-                f"an all-reduce of ones from all ranks gave {total}, not {trainer.world_size}"
-            )
-        report("reduced")
-        path = trainer.strategy.broadcast(os.path.join(directory, "test.ckpt"))
+        yield "connected and trained"
+        _check_all_reduce(trainer)
+        yield "reduced"
+        path = strategy.broadcast(os.path.join(directory, "test.ckpt"))
         trainer.save_checkpoint(path)
-        report("saved")
-        trainer.strategy.on_rank_zero(lambda: check(path).size, what="verification")
-        report("verified")
-        trainer = make_trainer(2 * _STEPS)
-        trainer.fit(model_class(), ckpt_path=path)
-        if trainer.global_step != 2 * _STEPS:
+        yield "saved"
+        strategy.on_rank_zero(lambda: check(path).size, what="verification")
+        yield "verified"
+        resuming = make_trainer(max_steps=2 * _STEPS)
+        resuming.fit(model_class(), ckpt_path=path)
+        if resuming.global_step != resuming.max_steps:
             raise DDPExtError(
-                f"the resumed run stopped after step {trainer.global_step}, not {2 * _STEPS}"
+                f"the resumed run stopped after step {resuming.global_step}, not"
+                f" {resuming.max_steps}"
             )
         # Rank 0 keeps its file until all ranks have read it.
-        trainer.strategy.barrier("the end of the test")
-        report("restored")
-    report(f"all tests passed (ranks: {trainer.world_size}, nodes: {trainer.num_nodes})")
-    return 0
+        resuming.strategy.barrier("the end of the test")
+        yield "restored"
+    yield f"all tests passed (ranks: {trainer.world_size}, nodes: {trainer.num_nodes})"
+
+
+def _check_all_reduce(trainer: Any) -> None:
+    ones = torch.ones(1, device=trainer.strategy.root_device)
+    total = trainer.strategy.reduce(ones, reduce_op="sum").item()
+    if total != trainer.world_size:
+        raise DDPExtError(
+            f"an all-reduce of ones from all ranks gave {total}, not {trainer.world_size}"
+        )

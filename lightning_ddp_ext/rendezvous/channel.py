@@ -4,6 +4,10 @@ Every rank except rank 0 has one TCP connection to it. A closed connection revea
 dead rank, whatever state Python, the store or a collective is in. An asyncio event loop
 on a daemon thread serves the connections. Callbacks on that thread must not wait for
 messages, since the thread itself would have to deliver them.
+
+The life of a connection on rank 0: ``accept`` opens it without a rank, ``admit`` gets
+its messages until ``adopt`` assigns a rank, and then the listeners of each topic get
+them. A rank that leaves in order says so before it closes.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ OnClosed = Callable[[int, str], None]
 _logger = logging.getLogger(__name__)
 
 _PAUSE_AFTER_ERROR = 0.1
-_FLUSH_WITHIN = 1.0
+_FLUSH_SECONDS = 1.0
 _LEAVING = "leaving"
 
 
@@ -151,7 +155,7 @@ class Channel:
             return
         self._loop.call_soon_threadsafe(self._closing.set)
         if not self.is_current_thread:
-            self._thread.join(timeout=2 * _FLUSH_WITHIN)
+            self._thread.join(timeout=2 * _FLUSH_SECONDS)
         self._listeners.clear()
 
     def close_inherited_sockets(self) -> None:
@@ -189,20 +193,23 @@ class Channel:
     async def _serve_until_closing(self) -> None:
         await self._closing.wait()
         self._flush()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._cancel_accepting()
         # The peers close first: closing with unread data would discard sent messages.
         peers = list(self._peers.values())
         for connection in peers:
             connection.close_in_order()
         if peers:
-            await asyncio.wait([connection.lost for connection in peers], timeout=_FLUSH_WITHIN)
+            await asyncio.wait([connection.lost for connection in peers], timeout=_FLUSH_SECONDS)
         for connection in list(self._connections):
             connection.close(CLOSED)
         await asyncio.sleep(0)  # in which the loop closes their sockets
         self._listening.close()
+
+    async def _cancel_accepting(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, listener: socket.socket) -> None:
         # Without descriptors, asyncio's server tries a thousand times in each attempt.
@@ -212,7 +219,8 @@ class Channel:
                 connected, _ = await self._loop.sock_accept(listener)
                 await self._open(connected)
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE) and not has_warned:
+                has_no_descriptors = error.errno in (errno.EMFILE, errno.ENFILE)
+                if has_no_descriptors and not has_warned:
                     _logger.warning(
                         "rank 0 has no file descriptors left for more ranks; raise the limit"
                         " (ulimit -n)"

@@ -1,4 +1,10 @@
-"""Run rank 0's part of the handshake, which accepts or refuses all ranks together."""
+"""Run rank 0's part of the handshake, which accepts or refuses all ranks together.
+
+The start is undecided until all ranks have connected, which sets ``_table``, or until
+the first error, which sets ``_error``. Afterwards, both stay as they are. Messages
+arrive on the channel's thread, which decides; the main thread waits, and checks the
+conditions that no message reports. ``handshake`` lists the messages.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +70,7 @@ class Coordinator:
         """
         withdraw = partial(self._endpoint.withdraw, self._address)
         try:
-            while not self._is_decided():
-                self._check_conditions()
-                seconds = min(_POLL, self._deadline.remaining)
-                self._channel.wait_for(self._has_news, seconds)
-            if self._error is not None:
-                raise self._error
+            self._wait_until_decided()
         except BaseException as error:
             self._refuse(gave_up_error(self._hello.info, error))
             if isinstance(error, RendezvousError):
@@ -82,6 +83,14 @@ class Coordinator:
             self._channel, self._table, self._store, self._store_sockets, self._route, withdraw
         )
 
+    def _wait_until_decided(self) -> None:
+        while not self._is_decided():
+            self._check_conditions()
+            seconds = min(_POLL, self._deadline.remaining)
+            self._channel.wait_for(self._has_news, seconds)
+        if self._error is not None:
+            raise self._error
+
     def _is_decided(self) -> bool:
         return bool(self._table) or self._error is not None
 
@@ -90,12 +99,7 @@ class Coordinator:
 
     def _check_conditions(self) -> None:
         """Check the conditions that end the wait without a message."""
-        sentence = self._launch_failure()
-        for rank, reason in dict(self._channel.ended).items():
-            sentence = (
-                f"{self._present[rank]} exited before all ranks had connected"
-                f" ({reason or 'it left'}); look at its output"
-            )
+        sentence = self._exit_of_a_rank() or self._launch_failure()
         if sentence is not None:
             self._refuse(RendezvousError(sentence))
         if self._deadline.expired:
@@ -104,6 +108,17 @@ class Coordinator:
         if published is not None and published != self._address:
             self._check_rank_zero_at(published)
             self._endpoint.publish(self._address)
+
+    def _exit_of_a_rank(self) -> str | None:
+        """Describe the exit of a rank that had connected, if any."""
+        ended = dict(self._channel.ended)
+        if not ended:
+            return None
+        rank = min(ended)
+        return (
+            f"{self._present[rank]} exited before all ranks had connected"
+            f" ({ended[rank] or 'it left'}); look at its output"
+        )
 
     # Detection of another rank 0.
 
@@ -140,11 +155,13 @@ class Coordinator:
 
     def _handle_hello(self, connection: Connection, hello: Hello) -> None:
         info = hello.info
-        if self._hello.run and hello.run and hello.run != self._hello.run:
+        is_of_another_run = self._hello.run and hello.run and hello.run != self._hello.run
+        if is_of_another_run:
             _reply(connection, refusal_of(_other_run(self._where, self._hello, hello)))
             return
-        if self._table and (info in self._table or info.rank in self._channel.ended):
-            # The sender has left this run, and starts the next one before rank 0 does.
+        has_left = info in self._table or info.rank in self._channel.ended
+        if self._table and has_left:
+            # The sender starts the next run before rank 0 does.
             _reply(connection, {"retry": "an earlier run has not exited there"})
             return
         error = self._objection_to(hello)
@@ -153,16 +170,21 @@ class Coordinator:
             _reply(connection, refusal_of(error))
             self._refuse(error)
             return
+        self._accept(connection, info)
+        if len(self._present) == self._hello.world_size:
+            self._welcome()
+
+    def _accept(self, connection: Connection, info: RankInfo) -> None:
         self._present[info.rank] = info
         if info.network != self._hello.info.network:
             self._route = host_of(connection.socket.getsockname())
         self._channel.adopt(info.rank, connection)
         _reply(connection, {"accepted": self._store.port})
-        if len(self._present) == self._hello.world_size:
-            self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
-            self._channel.send(
-                "handshake", {"welcome": list(map(astuple, self._table)), "route": self._route}
-            )
+
+    def _welcome(self) -> None:
+        self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
+        ranks = [astuple(info) for info in self._table]
+        self._channel.send("handshake", {"welcome": ranks, "route": self._route})
 
     def _objection_to(self, hello: Hello) -> RendezvousError | None:
         if self._error is not None:

@@ -53,9 +53,10 @@ class Address:
 
     def candidates(self, network: str) -> list[str]:
         """Return the hosts in the order in which a process in ``network`` tries them."""
-        return list(
-            dict.fromkeys(["127.0.0.1", *self.hosts] if self.network == network else self.hosts)
-        )
+        hosts = [*self.hosts]
+        if self.network == network:
+            hosts = ["127.0.0.1", *(host for host in hosts if host != "127.0.0.1")]
+        return hosts
 
 
 class Endpoint:

@@ -1,4 +1,20 @@
-"""Run the other ranks' part of the handshake: find rank 0 and wait for its replies."""
+"""Run the other ranks' part of the handshake: find rank 0 and wait for its replies.
+
+===========  ==================================  =======================================
+topic        from a rank to rank 0               from rank 0 to ranks
+===========  ==================================  =======================================
+"hello"      nonce of the address; :class:`Hello`
+"handshake"                                      ``accepted``: the port of rank 0's store
+..                                               ``retry``: why to try again later
+..                                               ``refused``: the error of all ranks
+..                                               ``welcome``: all ranks have connected
+..           ``overdue``: time is up
+..           ``gave_up``: this rank's error
+===========  ==================================  =======================================
+
+A rank sends its hello until rank 0 has accepted it, opens the store, and waits for the
+welcome. A refusal ends the start at any point before the welcome.
+"""
 
 from __future__ import annotations
 
@@ -57,11 +73,11 @@ class Handshake:
         self._endpoint = request.endpoint
         self._timeouts = request.timeouts
         self._launch_failure = request.launch_failure
-        self._answers: Message = {}
+        self._replies: Message = {}
         self._last_error = OSError("not tried")
         self._published: Address | None = None
         self._host = self._where = self._own_address = ""
-        channel.listen("handshake", self._answers.update)
+        channel.listen("handshake", self._replies.update)
 
     def connect(self) -> Connections:
         """Connect to rank 0, and wait until all ranks are connected.
@@ -77,21 +93,22 @@ class Handshake:
                 store = self._open_store()
             table = self._await_welcome()
         except BaseException as error:
-            if "welcome" in self._answers:
-                if 0 in self._channel.ended:
-                    self._withdraw()
-                self._channel.send(
-                    "event", asdict(event_of("failed", self._hello.info, reason_of(error)))
-                )
-            elif "refused" not in self._answers:
-                self._channel.send(
-                    "handshake", {"gave_up": str(gave_up_error(self._hello.info, error))}
-                )
+            self._report_end(error)
             raise
         route = self._own_address
         if self._hello.info.network == table[0].network:
-            route = self._answers["route"]
+            route = self._replies["route"]
         return Connections(self._channel, table, store, store_sockets, route, self._withdraw)
+
+    def _report_end(self, error: BaseException) -> None:
+        """Report to rank 0 the error that ends this rank's start."""
+        info = self._hello.info
+        if "welcome" in self._replies:
+            if 0 in self._channel.ended:
+                self._withdraw()
+            self._channel.send("event", asdict(event_of("failed", info, reason_of(error))))
+        elif "refused" not in self._replies:
+            self._channel.send("handshake", {"gave_up": str(gave_up_error(info, error))})
 
     def _withdraw(self) -> None:
         """Remove the address of a rank 0 that died."""
@@ -109,15 +126,21 @@ class Handshake:
             if address is None:
                 self._last_error = OSError("rank 0 has not published its address there")
                 continue
-            for host in address.candidates(self._hello.info.network):
-                try:
-                    self.send_hello(host, address)
-                    return
-                except OSError as error:
-                    # A name may become resolvable only when its host is up.
-                    self._last_error = error
+            if self._is_accepted_at(address):
+                return
             self._raise_if_port_is_taken()
         raise self._not_found()
+
+    def _is_accepted_at(self, address: Address) -> bool:
+        """Try the hosts of an address, and return whether rank 0 has accepted this rank."""
+        for host in address.candidates(self._hello.info.network):
+            try:
+                self.send_hello(host, address)
+                return True
+            except OSError as error:
+                # A name may become resolvable only when its host is up.
+                self._last_error = error
+        return False
 
     def send_hello(self, host: str, address: Address) -> None:
         """Wait until the process at an address has accepted this rank.
@@ -131,17 +154,17 @@ class Handshake:
         self._host = host_of(connected.getpeername())
         self._own_address = host_of(connected.getsockname())
         self._channel.connect(0, connected)
-        self._answers.clear()
+        self._replies.clear()
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         # Rank 0 may be busy, so only a closed connection, the deadline or a changed
         # address ends this wait.
         while not self._wait_for("accepted", min(self._timeouts.connect, self._deadline.remaining)):
             if self._deadline.expired or self._endpoint.look_up(self._deadline) != address:
                 break
-        if "refused" in self._answers:
-            raise error_in(self._answers["refused"])
-        if "accepted" not in self._answers:
-            raise OSError(self._no_answer())
+        if "refused" in self._replies:
+            raise error_in(self._replies["refused"])
+        if "accepted" not in self._replies:
+            raise OSError(self._reason_without_reply())
 
     def _connect(self, host: str, port: int) -> socket.socket:
         seconds = max(0.1, min(self._timeouts.connect, self._deadline.remaining))
@@ -154,19 +177,19 @@ class Handshake:
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         return connected
 
-    def _no_answer(self) -> str:
+    def _reason_without_reply(self) -> str:
         closed = self._channel.ended.get(0)
         if closed == MALFORMED:
             return "another program is answering there"
-        if "retry" in self._answers:
-            return str(self._answers["retry"])
+        if "retry" in self._replies:
+            return str(self._replies["retry"])
         if closed is None:
             return "it accepted the connection, but did not reply"
         return "it closed the connection without replying"
 
     def _raise_if_port_is_taken(self) -> None:
-        is_other = self._channel.ended.get(0) == MALFORMED
-        if is_other and isinstance(self._endpoint, TcpEndpoint):
+        is_other_program = self._channel.ended.get(0) == MALFORMED
+        if is_other_program and isinstance(self._endpoint, TcpEndpoint):
             raise RendezvousError(
                 f"a program other than rank 0 is listening at {self._where}; choose a port that no"
                 " other program uses, or correct the address of rank 0's host"
@@ -181,19 +204,21 @@ class Handshake:
             remedy = (
                 "that it uses the same init_method (a file must be on a disk that all hosts share)"
             )
+        return RendezvousError(
+            f"{self._hello.info} did not find rank 0 at {where} within {self._deadline.seconds:g} s"
+            f" ({self._last_reason()}); check that rank 0 is running, {remedy}, and that no"
+            " firewall blocks the connection"
+        )
+
+    def _last_reason(self) -> str:
+        """Return why the last attempt failed, and who published the address."""
         reason = str(self._last_error.strerror or self._last_error)
         if isinstance(self._last_error, TimeoutError):
             reason = "timed out"
-        if self._published is not None and self._published.pid:
-            reason = (
-                f"{reason}; pid {self._published.pid} on host {self._published.host} published its"
-                " address there"
-            )
-        return RendezvousError(
-            f"{self._hello.info} did not find rank 0 at {where} within {self._deadline.seconds:g} s"
-            f" ({reason}); check that rank 0 is running, {remedy}, and that no firewall blocks the"
-            " connection"
-        )
+        published = self._published
+        if published is not None and published.pid:
+            reason += f"; pid {published.pid} on host {published.host} published its address there"
+        return reason
 
     # Waiting for the other ranks.
 
@@ -202,7 +227,7 @@ class Handshake:
 
         After the welcome, hundreds of ranks would connect to the store simultaneously.
         """
-        port = self._answers["accepted"]
+        port = self._replies["accepted"]
         try:
             return connect_store(self._host, port, self._deadline, self._raise_if_over)
         except RendezvousError:
@@ -213,18 +238,18 @@ class Handshake:
         if not self._wait_for("welcome", self._deadline.remaining):
             self._channel.send("handshake", {"overdue": True})
             self._wait_for("welcome", self._timeouts.answer)
-        if "welcome" not in self._answers:
+        if "welcome" not in self._replies:
             self._raise_if_over()
             raise self._lost("did not reply")
         return self._table()
 
     def _table(self) -> tuple[RankInfo, ...]:
-        return tuple(RankInfo(*values) for values in self._answers["welcome"])
+        return tuple(RankInfo(*values) for values in self._replies["welcome"])
 
     def _raise_if_over(self) -> None:
-        if "refused" in self._answers:
-            raise error_in(self._answers["refused"])
-        if 0 in self._channel.ended and "welcome" in self._answers:
+        if "refused" in self._replies:
+            raise error_in(self._replies["refused"])
+        if 0 in self._channel.ended and "welcome" in self._replies:
             reason = self._channel.ended[0] or "it closed the connection"
             raise event_of("died", self._table()[0], reason).to_error()
         if 0 in self._channel.ended:
@@ -236,17 +261,15 @@ class Handshake:
             " 0's output"
         )
 
-    def _wait_for(self, answer: str, seconds: float) -> bool:
-        """Return whether the wait for an answer ends within ``seconds``.
+    def _wait_for(self, reply: str, seconds: float) -> bool:
+        """Return whether the wait for a reply ends within ``seconds``.
 
         It also ends with a refusal, a request to retry, or a closed connection.
         """
-        ends = {answer, "refused", "retry"}
-
-        def is_over() -> bool:
-            return not ends.isdisjoint(self._answers) or 0 in self._channel.ended
-
-        return self._channel.wait_for(is_over, seconds)
+        ends = {reply, "refused", "retry"}
+        return self._channel.wait_for(
+            lambda: bool(ends & self._replies.keys()) or 0 in self._channel.ended, seconds
+        )
 
 
 # Errors sent as messages between rank 0 and the other ranks.

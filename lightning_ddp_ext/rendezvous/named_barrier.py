@@ -125,7 +125,7 @@ class NamedBarriers:
             where: file and line in the user's code, if known.
             name: the name that must be the same on every rank; by default ``what``.
         """
-        texts = [each[:_LONGEST_TEXT] for each in (name or what, what, where)]
+        texts = [text[:_LONGEST_TEXT] for text in (name or what, what, where)]
         with self._peers.arrived:
             self.made += 1
             call = Call(self._peers.rank, self.made, self._steps, *texts)
@@ -198,9 +198,11 @@ class NamedBarriers:
         calls = self._waiting.setdefault(call.number, [])
         calls.append(call)
         missed = self._missed()
-        if self._peers.rank == 0 and call.name != calls[0].name:
+        has_other_name = call.name != calls[0].name
+        is_complete = len(calls) == len(self._peers.everyone)
+        if self._peers.rank == 0 and has_other_name:
             self._report_mismatch(calls)
-        elif len(calls) == len(self._peers.everyone) and len({each.name for each in calls}) == 1:
+        elif is_complete and _have_one_name(calls):
             self._remote.call(self._peers.everyone, "open", call.number)
         elif missed is not None:
             self._report_absence(missed, [self._peers.rank])
@@ -212,8 +214,8 @@ class NamedBarriers:
     def _report_overdue(self, values: dict[str, Any]) -> bool:
         """Report the ranks that have not started a call; for rank 0."""
         call = Call(**values)
-        began = {each.rank for each in self._waiting.get(call.number, [])}
-        absent = [rank for rank in self._peers.everyone if rank not in began]
+        started = {other.rank for other in self._waiting.get(call.number, [])}
+        absent = [rank for rank in self._peers.everyone if rank not in started]
         if absent and self._open < call.number:
             self._report_absence(call, absent, "did not do so in time", _BE_IN_TIME)
         return True
@@ -237,3 +239,7 @@ class NamedBarriers:
         remedy = "make sure that every rank makes the same calls in the same order"
         sentence = f"ranks are waiting for each other in different calls: {places}; {remedy}"
         self._peers.report(event_of("absent", table[odd.rank], sentence))
+
+
+def _have_one_name(calls: list[Call]) -> bool:
+    return len({call.name for call in calls}) == 1

@@ -9,9 +9,9 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 Level = Literal["LOC", "NVL", "PIX", "PXB", "PHB", "SYS"]
 
-_OF_NCCL = "NCCL_SOCKET_IFNAME"
-_OF_GLOO = "GLOO_SOCKET_IFNAME"
-INTERFACE_VARIABLES = (_OF_NCCL, _OF_GLOO)
+_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+INTERFACE_VARIABLES = (_NCCL_INTERFACE, _GLOO_INTERFACE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,10 @@ class NCCLOptions:
 
 
 def _check(field: str, value: object, kind: Any) -> None:
-    expected = get_args(kind)[0]
-    choices = get_args(expected)
-    if value is None or (value in choices if choices else type(value) is expected):
+    expected = get_args(kind)[0]  # kind is ``expected | None``
+    choices = get_args(expected)  # of a Literal
+    is_valid = value in choices if choices else type(value) is expected
+    if value is None or is_valid:
         return
     rule = f"one of {', '.join(choices)}" if choices else f"of type {expected.__name__}"
     raise ConfigurationError(
@@ -89,14 +90,18 @@ def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str
     """Return the environment variables for these settings and this interface."""
     settings = asdict(options) if options is not None else {}
     variables = {
-        f"NCCL_{field.upper()}": str(int(value)) if isinstance(value, bool) else str(value)
+        f"NCCL_{field.upper()}": _text_of(value)
         for field, value in settings.items()
         if value is not None
     }
     if interface is None:
         return variables
     if interface.startswith("^"):  # gloo cannot exclude an interface
-        return {**variables, _OF_NCCL: interface}
+        return {**variables, _NCCL_INTERFACE: interface}
     name = interface.removeprefix("=")
     # NCCL takes a name without "=" for a prefix.
-    return {**variables, _OF_NCCL: f"={name}", _OF_GLOO: name}
+    return {**variables, _NCCL_INTERFACE: f"={name}", _GLOO_INTERFACE: name}
+
+
+def _text_of(value: str | int | bool) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)

@@ -21,6 +21,13 @@ from lightning_ddp_ext.rendezvous.wire import Message
 
 Kind = Literal["died", "failed", "left", "absent", "hung"]
 
+_ERRORS: dict[Kind, type[RankFailedError]] = {
+    "died": RankDiedError,
+    "failed": RankFailedError,
+    "left": RankFailedError,
+    "absent": RankAbsentError,
+    "hung": RankHungError,
+}
 _LONGEST_TEXT = 1 << 15
 
 
@@ -40,24 +47,8 @@ class PeerEvent:
 
         Its cause is the rank's traceback, if there is one.
         """
-        who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
-        died = (
-            f"{who} died: {self.reason}; every rank stops. Look for the reason in its own output, "
-            "or in its host's log (out of memory?)"
-        )
-        left = (
-            f"{who} finished and exited, but this rank still needs it for a collective; "
-            "make sure that every rank makes the same calls in the same order"
-        )
-        kind, sentence = {
-            "died": (RankDiedError, died),
-            "failed": (RankFailedError, f"{who} failed, so this rank stops: {self.reason}"),
-            "left": (RankFailedError, left),
-            "absent": (RankAbsentError, self.reason),
-            "hung": (RankHungError, f"{self.reason}; every rank stops"),
-        }[self.kind]
-        error = kind(
-            sentence,
+        error = _ERRORS[self.kind](
+            self._sentence(),
             rank=self.rank,
             host=self.host,
             pid=self.pid,
@@ -65,6 +56,18 @@ class PeerEvent:
         )
         error.__cause__ = RemoteTraceback(self.traceback_text) if self.traceback_text else None
         return error
+
+    def _sentence(self) -> str:
+        who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        return {
+            "died": f"{who} died: {self.reason}; every rank stops. Look for the reason in its own"
+            " output, or in its host's log (out of memory?)",
+            "failed": f"{who} failed, so this rank stops: {self.reason}",
+            "left": f"{who} finished and exited, but this rank still needs it for a collective;"
+            " make sure that every rank makes the same calls in the same order",
+            "absent": self.reason,
+            "hung": f"{self.reason}; every rank stops",
+        }[self.kind]
 
 
 def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str = "") -> PeerEvent:
@@ -114,7 +117,8 @@ def start_run(*, is_joint: bool = True) -> Iterator[Run]:
     """
     global _joint_runs
     run = Run(is_outermost=not _under_way, is_joint=is_joint)
-    _joint_runs += run.is_outermost and is_joint
+    if run.is_outermost and is_joint:
+        _joint_runs += 1
     _under_way.append(run)
     try:
         yield run

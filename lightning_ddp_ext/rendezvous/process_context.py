@@ -4,6 +4,9 @@ The connections normally stay open until exit. To turn a request into a process 
 :func:`join` calls ``Coordinator.connect`` on rank 0 and ``Handshake.connect`` on every
 other rank, which both return the ``Connections``, and then
 ``ProcessGroups.form_default``.
+
+A process has at most two contexts: one with all ranks, and, while a rank works alone
+between two Trainers of all ranks, a second one of this rank only, which is then in use.
 """
 
 from __future__ import annotations
@@ -136,8 +139,9 @@ class ProcessContext:
                 " Trainer of a script"
             )
         cause = self.peers.cause
-        if cause is not None and (cause.kind == "died" or not self.peers.has_raised):
-            raise cause.to_error()
+        has_survived = self.peers.has_raised and cause is not None and cause.kind != "died"
+        if not has_survived:
+            self.peers.check()
         return replace(request, init_method=first.init_method, endpoint=first.endpoint)
 
     def can_serve(self, request: Request) -> bool:
@@ -159,11 +163,10 @@ class ProcessContext:
         exception.
         """
         cause = self.peers.cause
-        return (
-            self.groups.has_aborted_nccl
-            and cause is not None
-            and (cause.kind, cause.rank) != ("failed", self.world.rank)
-        )
+        if cause is None or not self.groups.has_aborted_nccl:
+            return False
+        is_own_exception = cause.kind == "failed" and cause.rank == self.world.rank
+        return not is_own_exception
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
         """Report to the other ranks why this one cannot continue, and unblock them.
@@ -197,9 +200,8 @@ class ProcessContext:
         finally:
             self.groups.release()
             cause = self.peers.cause
-            if self.world.is_rank_zero or (
-                cause is not None and (cause.kind, cause.rank) == ("died", 0)
-            ):
+            rank_zero_died = cause is not None and cause.kind == "died" and cause.rank == 0
+            if self.world.is_rank_zero or rank_zero_died:
                 self._connections.withdraw()
             self._connections.channel.close()
             self.peers.record_raised()
@@ -209,7 +211,7 @@ class ProcessContext:
 
 _contexts: list[ProcessContext] = []  # the last one is in use
 _stuck: list[ProcessGroups] = []  # closed, but their abort did not return
-_of_parent: list[ProcessContext] = []
+_parents_contexts: list[ProcessContext] = []  # in a forked child
 
 
 def current() -> ProcessContext | None:
@@ -240,21 +242,25 @@ def join(request: Request) -> ProcessContext | None:
         RankFailedError: a rank died or failed, earlier or during this call.
     """
     use_device(request.device)
-    former = _reusable(request.world.world_size)
-    if former is not None:
-        request = former.adapted(request)
-        if former.can_serve(request):
-            former.groups.set_timeout(request)
-            return former
-        if former.groups.uses_nccl and request.variables != former.groups.request.variables:
-            _logger.warning(
-                "this Trainer sets other variables of NCCL than an earlier one, but NCCL reads most"
-                " of them only once in a process; run it in a separate script"
-            )
+    earlier = _reusable(request.world.world_size)
+    if earlier is not None:
+        request = earlier.adapted(request)
+        if earlier.can_serve(request):
+            earlier.groups.set_timeout(request)
+            return earlier
+        _warn_of_changed_variables(earlier.groups, request)
         _contexts.pop().close()
     if dist.is_initialized():
         _adopt_foreign_group(request)
         return None
+    context = _open(request)
+    _contexts.append(context)
+    at_exit(leave)
+    return context
+
+
+def _open(request: Request) -> ProcessContext:
+    """Connect to the other ranks, and form the default group. Collective."""
     check_variables(request.variables)
     deadline = Deadline(request.init_timeout.total_seconds())
     at_exit(_exit_if_stuck)
@@ -263,11 +269,17 @@ def join(request: Request) -> ProcessContext | None:
         context.peers.start()
         context.form_group(request, deadline)
     except BaseException as error:
-        cause = _cause_of_broken_start(context, error)
+        cause = _close_without_group(context, error)
         raise cause from cause.__cause__
-    _contexts.append(context)
-    at_exit(leave)
     return context
+
+
+def _warn_of_changed_variables(groups: ProcessGroups, request: Request) -> None:
+    if groups.uses_nccl and request.variables != groups.request.variables:
+        _logger.warning(
+            "this Trainer sets other variables of NCCL than an earlier one, but NCCL reads most"
+            " of them only once in a process; run it in a separate script"
+        )
 
 
 def _group_settings(request: Request) -> tuple[object, ...]:
@@ -289,10 +301,10 @@ def _reusable(world_size: int) -> ProcessContext | None:
     if len(_contexts) > 1 and world_size > 1:
         _contexts.pop().close()
     context = current()
-    is_alone = (
-        context is not None and world_size == 1 < len(context.table) and not dist.is_initialized()
-    )
-    return None if is_alone else context
+    if context is None or len(context.table) == 1 or world_size > 1:
+        return context
+    has_destroyed_group = not dist.is_initialized()
+    return None if has_destroyed_group else context
 
 
 def connect(request: Request, deadline: Deadline) -> Connections:
@@ -304,28 +316,29 @@ def connect(request: Request, deadline: Deadline) -> Connections:
     )
     if world.world_size == 1:
         return Connections(channel, (hello.info,), HashStore())
+    connector = Coordinator if world.is_rank_zero else Handshake
     try:
-        return (Coordinator if world.is_rank_zero else Handshake)(
-            request, hello, channel, deadline
-        ).connect()
+        return connector(request, hello, channel, deadline).connect()
     except BaseException:
         channel.close(in_order=False)
         raise
 
 
-def _cause_of_broken_start(context: ProcessContext, error: BaseException) -> BaseException:
-    """Close the context, and return the error of the rank that prevented its group.
+def _close_without_group(context: ProcessContext, error: BaseException) -> BaseException:
+    """Close a context whose group did not form, and return the error to raise.
 
-    If no other rank did, report this rank's own error and return it.
+    It is that of another rank which prevented the group. Otherwise, report this rank's
+    own error and return it.
     """
-    is_own = isinstance(error, DDPExtError)
-    event = context.peers.wait(0.0 if is_own else context.peers.timeouts.first_cause)
+    is_explained = isinstance(error, DDPExtError)
+    event = context.peers.wait(0.0 if is_explained else context.peers.timeouts.first_cause)
     if event is None:
         context.announce_failure(error, "")
-    else:
-        context.close_group()
+        context.close()
+        return error
+    context.close_group()
     context.close()
-    return error if event is None else event.to_error()
+    return event.to_error()
 
 
 def leave() -> None:
@@ -352,7 +365,7 @@ def _drop_in_child() -> None:
     for context in _contexts:
         context.drop_in_child()
     # Keep references: destroying a store joins threads, which only the parent has.
-    _of_parent.extend(_contexts)
+    _parents_contexts.extend(_contexts)
     _contexts.clear()
 
 
@@ -360,12 +373,14 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def _adopt_foreign_group(request: Request) -> None:
-    mine = (dist.get_rank(), dist.get_world_size())
-    if request.is_explicit or mine != (request.world.rank, request.world.world_size):
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    world = request.world
+    if request.is_explicit or (rank, world_size) != (world.rank, world.world_size):
         raise GroupInUseError(
-            f"a process group that lightning_ddp_ext did not open is in use (rank {mine[0]} of"
-            f" {mine[1]}), but this Trainer needs rank {request.world.rank} of"
-            f" {request.world.world_size} with init_method {request.init_method}; call"
+            f"a process group that lightning_ddp_ext did not open is in use (rank {rank} of"
+            f" {world_size}), but this Trainer needs rank {world.rank} of {world.world_size} with"
+            f" init_method {request.init_method}; call"
             " torch.distributed.destroy_process_group() before fit, or omit init_method"
         )
     _logger.warning(

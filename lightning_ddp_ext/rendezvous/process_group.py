@@ -25,19 +25,19 @@ from lightning_ddp_ext.threads import start_thread
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _ONLY_NCCL = ("nccl", "cuda:nccl")
 # torch's default timeouts for collectives.
-_OF_NCCL = timedelta(minutes=10)
-_OF_OTHERS = timedelta(minutes=30)
+_NCCL_TIMEOUT = timedelta(minutes=10)
+_OTHER_TIMEOUT = timedelta(minutes=30)
 # With torch's default of 1, its watchdog thread ends the process 0.1 s after an error of
 # CUDA, before the main thread reports it, or in the middle of a rescue. With 0, it logs
 # every error and ends; torch's heartbeat monitor then ends a process that hangs, 8
 # minutes later. torch means to log only errors of CUDA, but negates the result of
 # std::string::find: see Watchdog::run in its ProcessGroupNCCL.cpp.
 _NCCL_DEFAULTS = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
-_ABORTED_WITHIN = 5.0  # seconds
+_ABORT_SECONDS = 5.0
 # After a timeout, torch's NCCL watchdog terminates the process from C++, so the rank
 # that waited would count as dead. At our timeout a survey names the missing rank;
 # torch's timeout is later and only a fallback.
-_AFTER_OURS = timedelta(minutes=1)
+_NCCL_SLACK = timedelta(minutes=1)
 
 
 def check_variables(variables: dict[str, str]) -> None:
@@ -48,9 +48,10 @@ def check_variables(variables: dict[str, str]) -> None:
     """
     for name, value in variables.items():
         exported = os.environ.get(name, value)
-        is_exact = name in INTERFACE_VARIABLES and f"={exported}" == value
-        if exported != value and not is_exact:
-            argument = "interface" if name in INTERFACE_VARIABLES else "nccl"
+        is_interface = name in INTERFACE_VARIABLES
+        has_same_name = is_interface and f"={exported}" == value
+        if exported != value and not has_same_name:
+            argument = "interface" if is_interface else "nccl"
             raise ConfigurationError(
                 f"{argument}= of the strategy sets {name}={value}, but the environment has "
                 f"{name}={exported}; remove one of them"
@@ -103,7 +104,7 @@ class ProcessGroups:
     @property
     def timeout(self) -> timedelta:
         """The timeout of collectives."""
-        return self.request.timeout or (_OF_NCCL if self.uses_nccl else _OF_OTHERS)
+        return self.request.timeout or (_NCCL_TIMEOUT if self.uses_nccl else _OTHER_TIMEOUT)
 
     def set_variables(self, request: Request) -> None:
         """Set a request's environment variables until the groups are closed.
@@ -203,7 +204,7 @@ class ProcessGroups:
 
     def _with_slack(self, timeout: timedelta) -> timedelta:
         """Return the timeout for torch, which must act after this package with NCCL."""
-        return timeout + (_AFTER_OURS if self.uses_nccl else timedelta())
+        return timeout + (_NCCL_SLACK if self.uses_nccl else timedelta())
 
     @contextmanager
     def forming(self) -> Iterator[None]:
@@ -233,30 +234,32 @@ class ProcessGroups:
         arbitrary values instead.
         """
         self.abort_nccl()
-        for sockets in self._sockets[self._is_formed_by_nccl :]:
+        for sockets in self._abortable_sockets():
             sockets.abort()
         if self._is_forming and self._connections.store_sockets is not None:
             self._connections.store_sockets.abort()
 
-    @property
-    def _is_formed_by_nccl(self) -> bool:
-        """Whether the first sockets are NCCL's, which :meth:`abort` leaves open.
+    def _abortable_sockets(self) -> list[OpenedSockets]:
+        """Return the sockets of all groups, without those of a formed NCCL group.
 
-        Otherwise other ranks would see a remote error before NCCL is aborted there.
+        If those were aborted, other ranks would see a remote error before NCCL is
+        aborted there.
         """
-        return self.request.backend in _ONLY_NCCL and not self._is_forming
+        default_is_nccl = self.request.backend in _ONLY_NCCL and not self._is_forming
+        return self._sockets[1:] if default_is_nccl else self._sockets
 
     def abort_nccl(self) -> bool:
         """Abort NCCL's groups, and return whether any existed.
 
         Destroying them would wait for their kernels.
         """
-        if not self.uses_nccl or not (dist.is_initialized() or self.has_aborted_nccl):
+        has_groups = dist.is_initialized() or self.has_aborted_nccl
+        if not self.uses_nccl or not has_groups:
             return False
         self.has_aborted_nccl = True  # set before any wait for the device returns
         # An abort may wait for minutes: https://github.com/NVIDIA/nccl/issues/1777
         aborting = start_thread("ddpx-abort", self._abort_all)
-        aborting.join(_ABORTED_WITHIN)
+        aborting.join(_ABORT_SECONDS)
         self.is_abort_stuck = aborting.is_alive()
         return True
 
@@ -272,7 +275,8 @@ class ProcessGroups:
         Args:
             is_broken: whether other ranks may have abandoned a collective.
         """
-        if dist.is_initialized() and dist.group.WORLD in self._kept:
+        is_ours = dist.is_initialized() and dist.group.WORLD in self._kept
+        if is_ours:
             # Objects that refer to the group must be freed before it, and its parts
             # together with it. Otherwise gloo's threads outlive their owner and abort
             # the process at exit: in 9 of 50 processes without gc.collect().

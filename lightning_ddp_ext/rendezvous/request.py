@@ -138,19 +138,31 @@ class Hello:
 
     def settings(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, by name."""
-        versions = {f"the version of {name}": each for name, each in self.versions.items()}
-        return {"world_size": str(self.world_size), "init_method": self.init_method, **versions}
+        settings = {"world_size": str(self.world_size), "init_method": self.init_method}
+        for package, version in self.versions.items():
+            settings[f"the version of {package}"] = version
+        return settings
 
 
 def difference_between(first: Hello, second: Hello) -> str | None:
     """Describe the first setting that wrongly differs between two ranks, if any."""
     low, high = sorted([first, second], key=lambda hello: hello.info.rank)
-    for name in {**low.settings(), **high.settings()}:
-        one, other = (hello.settings().get(name, "none") for hello in (low, high))
-        # Ranks may name rank 0's host differently, but both have reached the same one.
-        if re.sub(r"^tcp://.*:", "tcp://", one) != re.sub(r"^tcp://.*:", "tcp://", other):
+    low_settings = low.settings()
+    high_settings = high.settings()
+    for name in {**low_settings, **high_settings}:
+        low_value = low_settings.get(name, "none")
+        high_value = high_settings.get(name, "none")
+        if _without_host(low_value) != _without_host(high_value):
             return (
-                f"{name} must be the same on all ranks: {low.info} has {one}, {high.info} has"
-                f" {other}; start every rank with the same settings and the same installation"
+                f"{name} must be the same on all ranks: {low.info} has {low_value}, {high.info} has"
+                f" {high_value}; start every rank with the same settings and the same installation"
             )
     return None
+
+
+def _without_host(value: str) -> str:
+    """Remove the host of a ``tcp://`` URL.
+
+    Ranks may name rank 0's host differently, but have all reached the same one.
+    """
+    return re.sub(r"^tcp://.*:", "tcp://", value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from contextlib import suppress
@@ -49,7 +50,7 @@ class OpenedSockets:
 
 
 def _sockets_of_this_process() -> dict[int, str]:
-    identities = {int(name): _identity(int(name)) for name in os.listdir(_OPEN_FILES)}
+    identities = {fd: _identity(fd) for fd in map(int, os.listdir(_OPEN_FILES))}
     return {fd: identity for fd, identity in identities.items() if identity.startswith("socket:")}
 
 
@@ -84,8 +85,9 @@ def listen(host: str, port: int) -> socket.socket:
         OSError: the port cannot be bound.
     """
     is_dual = not is_loopback(host) and socket.has_dualstack_ipv6()
-    place = host if is_loopback(host) else "::" if is_dual else "0.0.0.0"
-    family, *_, address = socket.getaddrinfo(place, port, type=socket.SOCK_STREAM)[0]
+    if not is_loopback(host):
+        host = "::" if is_dual else "0.0.0.0"
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(
         address[:2], family=family, backlog=1024, dualstack_ipv6=is_dual
     )
@@ -109,16 +111,12 @@ def host_of(address: tuple[Any, ...]) -> str:
 
 def own_addresses() -> list[str]:
     """Return this host's numeric addresses, loopback last, and IPv4 before IPv6."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = [
-        entry.address
-        for family in families
-        for entries in _interfaces().values()
-        for entry in entries
-        if entry.family == family
-        and "%" not in entry.address  # a scope such as %eth0 means nothing elsewhere
-    ]
-    return sorted(found, key=is_loopback)
+    entries = list(itertools.chain(*_interfaces().values()))
+    ipv4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    ipv6 = [entry.address for entry in entries if entry.family == socket.AF_INET6]
+    # A scope such as %eth0 means nothing on another host.
+    without_scope = [address for address in ipv4 + ipv6 if "%" not in address]
+    return sorted(without_scope, key=is_loopback)
 
 
 def interface_of(address: str) -> str | None:

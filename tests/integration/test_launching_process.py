@@ -1,11 +1,10 @@
-"""A script that starts its own ranks keeps its environment, gets the results, and its
-ranks had the right settings.
+"""A script that starts its own ranks: its Trainers, its environment, and the results
+that it gets.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from typing import Any
 
@@ -17,6 +16,12 @@ from tests.harness.ranks import free_port, run_ranks
 from tests.harness.scripts import run_script
 from tests.harness.training import Net, make_trainer
 
+pytestmark = pytest.mark.lowest
+
+SEED = "5"
+TRAINERS = ("first", "second", "stock", "stock with callbacks")
+# Each process reports on its start, on a step of each Trainer ("in first"), and on the
+# end of each training ("first").
 SCRIPT = """
     import gc
     import json
@@ -62,30 +67,33 @@ SCRIPT = """
     import lightning_ddp_ext as ddpx
 
 
-    def tell(what, **facts):
+    def report(what, **facts):
         facts = {"what": what, "other definitions": changed(BEFORE), **facts}
         sys.stdout.write(json.dumps(facts) + "\\n")
         sys.stdout.flush()
+
+
+    def report_step(what, trainer):
+        report(f"in {what}", rank=trainer.global_rank, RANK=os.environ.get("RANK"))
 
 
     def train(what, strategy, *callbacks, **options):
         L.seed_everything(5)
         before = dict(os.environ)
         model = Net()
-        in_step = At(
-            "on_train_batch_start",
-            lambda trainer: tell(
-                f"in {what}", rank=trainer.global_rank, RANK=os.environ.get("RANK")
-            ),
-        )
+        in_step = At("on_train_batch_start", lambda trainer: report_step(what, trainer))
         trainer = make_trainer(strategy, callbacks=[in_step, *callbacks], **options)
         trainer.fit(model)
-        after = dict(os.environ)
-        both = sorted(before.keys() | after.keys())
-        names = [name for name in both if before.get(name) != after.get(name)]
-        digest = {name: value.double().sum().item().hex() for name, value in weights(model).items()}
-        found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        tell(what, rank=trainer.global_rank, changed=names, weights=digest, found=found)
+        names = {name for name, _ in before.items() ^ dict(os.environ).items()}
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        sums = {name: value.double().sum().item().hex() for name, value in weights(model).items()}
+        report(
+            what,
+            rank=trainer.global_rank,
+            changed=sorted(names),
+            weights=sums,
+            metrics=metrics,
+        )
 
 
     def train_with_callbacks(what, strategy):
@@ -98,12 +106,12 @@ SCRIPT = """
 
 
     if __name__ == "__main__":
-        collects = gc.isenabled(), gc.get_freeze_count() < 1000  # Python 3.12 starts with some 400
-        tell(
+        report(
             "start",
             rank=os.environ.get("LOCAL_RANK", 0),
             seed=os.environ.get("PL_GLOBAL_SEED"),
-            collects=collects,
+            collects=gc.isenabled(),
+            is_frozen=gc.get_freeze_count() >= 1000,  # Python 3.12 starts with some 400
         )
         train("first", "ddp_ext")
         train_with_callbacks("second", "ddp_ext")
@@ -112,78 +120,126 @@ SCRIPT = """
 """
 
 
-def reports(done: Outcome, what: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def url() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def script(url: str) -> Outcome:
+    """Run the script in a shell with an exported ``RANK`` and ``DDPX_INIT_METHOD``."""
+    env = {"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
+    done = run_script(SCRIPT, env=env)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def reports(script: Outcome, what: str) -> list[dict[str, Any]]:
     """Return the processes' reports on ``what``, by rank."""
-    told = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in script.output.splitlines() if line.startswith("{")]
     return sorted(
-        (report for report in told if report["what"] == what),
+        (report for report in lines if report["what"] == what),
         key=lambda report: int(report["rank"]),
     )
 
 
-@pytest.mark.lowest
-def test_a_script_and_its_trainers() -> None:
-    """A plain script, in a shell with an exported RANK, starts its ranks once for all
-    its Trainers.
+@pytest.mark.parametrize("what", TRAINERS)
+def test_all_trainers_of_a_script_use_the_same_ranks(script: Outcome, what: str) -> None:
+    """The ranks start once, and stock Trainers train on them as well."""
+    first, second = reports(script, what)
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert first["metrics"] == second["metrics"]
+    assert first["weights"] == second["weights"]
+    assert [report["rank"] for report in reports(script, "start")] == [0, "1"]
 
-    Stock ones among its Trainers use the same ranks; a variable may say where these
-    meet. No class and no module of Lightning or torch is changed, by the import, and in
-    and after each run.
+
+def test_a_trainer_learns_what_a_stock_one_learns(script: Outcome) -> None:
+    """In one script, with the same seed, the weights are equal to the last bit."""
+    assert reports(script, "first")[0]["weights"] == reports(script, "stock")[0]["weights"]
+
+
+def test_a_variable_sets_the_init_method_of_a_script(script: Outcome, url: str) -> None:
+    """The ranks connect there once, for all Trainers."""
+    assert script.output.count(f"process group: gloo, 2 ranks, {url}\n") == 1
+
+
+def test_a_started_rank_has_the_seed_from_its_first_line_on(script: Outcome) -> None:
+    """The seed of the launching process is set before the script runs again."""
+    assert [report["seed"] for report in reports(script, "start")] == [None, SEED]
+
+
+def test_a_started_rank_leaves_its_imports_out_of_garbage_collection(script: Outcome) -> None:
+    """Collection itself is on in both processes."""
+    assert [report["collects"] for report in reports(script, "start")] == [True, True]
+    assert [report["is_frozen"] for report in reports(script, "start")] == [False, True]
+
+
+def test_the_launching_process_keeps_its_environment(script: Outcome) -> None:
+    """The first run sets three variables, and the second none.
+
+    This is as with stock, whose launcher also leaves MASTER_ADDR, MASTER_PORT and
+    NODE_RANK behind.
     """
-    url = f"tcp://127.0.0.1:{free_port()}"
-    env = {"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
-    done = run_script(SCRIPT, env=env)
-    assert done.exit_code == 0, done.output
-    trained = {
-        what: reports(done, what) for what in ("first", "second", "stock", "stock with callbacks")
-    }
-    for what, (one, other) in trained.items():
-        assert (one["rank"], other["rank"]) == (0, 1), what
-        assert one["found"] == other["found"], what
-        assert one["weights"] == other["weights"], what
-    assert trained["first"][0]["weights"] == trained["stock"][0]["weights"]
-    assert done.output.count(f"process group: gloo, 2 ranks, {url}\n") == 1
-    started = [(report["rank"], report["seed"]) for report in reports(done, "start")]
-    assert started == [(0, None), ("1", "5")], "once, with the seed from the first line on"
-    collects = [report["collects"] for report in reports(done, "start")]
-    assert collects == [[True, True], [True, False]], "a started rank leaves its imports out"
-    # As with stock, whose launcher leaves MASTER_ADDR, MASTER_PORT and NODE_RANK behind
-    # as well.
-    assert [trained[what][0]["changed"] for what in ("first", "second")] == [
-        ["DDPX_RANK_PID", "LOCAL_RANK", "OMP_NUM_THREADS"],
-        [],
-    ]
-    variables = [report["RANK"] for report in reports(done, "in first")]
-    assert variables == ["0", None], "a stray RANK is neither followed nor taken away"
-    looks = re.findall(r'"other definitions": (.*?), "rank"', done.output)
-    assert looks == ["[]"] * 2 * (1 + 2 * len(trained)), looks
+    first, second = (reports(script, what)[0]["changed"] for what in ("first", "second"))
+    assert first == ["DDPX_RANK_PID", "LOCAL_RANK", "OMP_NUM_THREADS"]
+    assert second == []
+
+
+def test_an_exported_rank_is_neither_followed_nor_removed(script: Outcome) -> None:
+    """The launching process keeps the variable, and a started rank does not inherit it."""
+    assert [report["RANK"] for report in reports(script, "in first")] == ["0", None]
+
+
+@pytest.mark.parametrize("what", ["start", *TRAINERS, *(f"in {trainer}" for trainer in TRAINERS)])
+def test_no_definition_of_lightning_or_torch_changes(script: Outcome, what: str) -> None:
+    """Classes and modules are the same after the import, during each run and after it."""
+    assert [report["other definitions"] for report in reports(script, what)] == [[], []]
+
+
+METRIC = "accuracy_of_class_number_"
+METRICS = 400
 
 
 class Talkative(Net):
-    """Logs as many metrics as a model with a hundred classes."""
+    """Logs as many metrics as a model with hundreds of classes."""
 
     def on_train_epoch_end(self) -> None:
-        for number in range(400):
-            self.log(f"accuracy_of_class_number_{number}", float(number))
+        for number in range(METRICS):
+            self.log(f"{METRIC}{number}", float(number))
 
 
-def fit_by_fork(rank: int, world_size: int) -> tuple[int, float, bool]:
-    changed = set()
-    sys.addaudithook(
-        lambda event, args: changed.add(args[0]) if event in ("os.putenv", "os.unsetenv") else None
-    )
+def fit_by_fork(rank: int, world_size: int) -> dict[str, float]:
     trainer = make_trainer(DDPExtStrategy(start_method="fork"), max_epochs=1)
     trainer.fit(Talkative())
-    metrics = dict(trainer.callback_metrics)
-    trainer.test(Net(), verbose=False)
-    return len(metrics), float(metrics["accuracy_of_class_number_399"]), b"PATH" in changed
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.lowest
 def test_results_of_any_size_are_returned() -> None:
     """Results may exceed a pipe: Lightning would read it after the ranks exit, and the
     ranks exit after it is read.
-
-    Other threads find a variable such as PATH in the environment all the time.
     """
-    assert run_ranks(fit_by_fork, 1) == [(404, 399.0, False)]
+    [metrics] = run_ranks(fit_by_fork, 1)
+    logged = {name: value for name, value in metrics.items() if name.startswith(METRIC)}
+    assert logged == {f"{METRIC}{number}": float(number) for number in range(METRICS)}
+
+
+def variables_set_by_fork(rank: int, world_size: int) -> set[bytes]:
+    """Fit and test; return the variables that are set or removed meanwhile."""
+    names = set()
+
+    def record(event: str, args: Any) -> None:
+        if event in ("os.putenv", "os.unsetenv"):
+            names.add(args[0])
+
+    sys.addaudithook(record)
+    trainer = make_trainer(DDPExtStrategy(start_method="fork"), max_epochs=1)
+    trainer.fit(Net())
+    trainer.test(Net(), verbose=False)
+    return names
+
+
+def test_other_threads_find_a_variable_at_any_time() -> None:
+    """Starting ranks does not set a variable such as PATH again, even to its value."""
+    [names] = run_ranks(variables_set_by_fork, 1)
+    assert names
+    assert b"PATH" not in names

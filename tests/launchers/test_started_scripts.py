@@ -1,5 +1,5 @@
-"""A script's other ranks get its arguments and directory, and programs that a rank
-starts are not that rank.
+"""Ranks that a script starts: their arguments and directory, the programs that they
+start, and a training on one rank before it.
 """
 
 from __future__ import annotations
@@ -76,3 +76,33 @@ def test_a_program_that_a_rank_starts_has_ranks_of_both_numbers(rank: int, tmp_p
     again = [each for each in start_of_each_rank(done.output) if each["arguments"] == ["again"]]
     assert [each["rank"] for each in again] == [0, 1], done.output
     assert [each["world_size"] for each in again] == [2, 2]
+
+
+ALONE_FIRST = """
+import os
+import sys
+
+import lightning_ddp_ext
+from tests.harness.training import Net, make_trainer
+
+
+def train(devices):
+    trainer = make_trainer("ddp_ext", devices=devices, max_steps=1)
+    trainer.fit(Net())
+    sys.stdout.write(f"trained: rank {trainer.global_rank} of {trainer.world_size}\\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" not in os.environ:  # this process starts the others
+        train(devices=1)
+    train(devices=2)
+"""
+
+
+def test_a_process_that_trained_alone_starts_ranks_and_joins_them() -> None:
+    """A script may try its model on one device, and then train on all of them."""
+    done = run_script(ALONE_FIRST, time_limit=90)
+    assert done.exit_code == 0, done.output
+    trained = re.findall(r"^trained: (.*)$", done.output, re.MULTILINE)
+    assert sorted(trained) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"], done.output

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.rendezvous import coordinator
-from lightning_ddp_ext.rendezvous.endpoint import FileEndpoint, TcpEndpoint
+from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint, TcpEndpoint
+from lightning_ddp_ext.rendezvous.handshake import Handshake
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.wire import Connection, Message
 from lightning_ddp_ext.world import World
 from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold
 
@@ -132,25 +131,30 @@ def connect(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings
     """Once the test lets it go, join as this seat wants to, and add ones with the
     others.
     """
-    mine = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
-    announce_connected_ranks()
-    if "stop" in mine:
-        hold_before(mine.pop("stop"))
+    fields = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
+    announce_handshake()
+    if "stop" in fields:
+        hold_before(fields.pop("stop"))
     hold("ready")
-    join(request(**mine))
+    join(request(**fields))
     return add_ones()
 
 
-def announce_connected_ranks() -> None:
-    """On rank 0, announce that it listens, and each rank that it accepted."""
-    reply = coordinator._reply
+def announce_handshake() -> None:
+    """Announce on rank 0 that it listens, and on another rank that rank 0 has accepted
+    it, or why it has to try again.
+    """
+    send_hello = Handshake.send_hello
 
-    def reply_and_announce(connection: Connection, body: Message) -> None:
-        reply(connection, body)
-        if "accepted" in body:
-            announce("connected")
+    def send_hello_and_announce(handshake: Handshake, host: str, address: Address) -> None:
+        try:
+            send_hello(handshake, host, address)
+        except OSError as error:
+            announce(str(error))
+            raise
+        announce("connected")
 
-    coordinator._reply = reply_and_announce
+    Handshake.send_hello = send_hello_and_announce
     TcpEndpoint.publish = lambda self, address: announce("listens")
 
 
@@ -182,7 +186,7 @@ def endings(
     where: Tcp | str, settings: Sequence[Settings], *, init_timeout: float = 4.0
 ) -> list[Outcome]:
     """Return the outcomes of processes that join at the same time."""
-    with started(where, [{"init_timeout": init_timeout, **mine} for mine in settings]) as ranks:
+    with started(where, [{"init_timeout": init_timeout, **fields} for fields in settings]) as ranks:
         return ranks.wait()
 
 

@@ -1,11 +1,10 @@
-"""The handshake between rank 0 and others: accepted ranks, and the error that all raise
-otherwise; and sending over the channel that remains of it.
+"""The handshake between rank 0 and the others accepts all ranks, or all of them raise
+the same error.
 """
 
 from __future__ import annotations
 
-import json
-import queue
+import contextlib
 import re
 import socket
 from dataclasses import asdict
@@ -16,22 +15,12 @@ import psutil
 import pytest
 
 from lightning_ddp_ext.errors import RendezvousError
-from lightning_ddp_ext.rendezvous import coordinator
-from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Timeouts
-from lightning_ddp_ext.rendezvous.sockets import listen
-from lightning_ddp_ext.rendezvous.wire import (
-    MAX_HELLO,
-    MAX_MESSAGE,
-    NOT_READING,
-    Connection,
-    Message,
-    encode,
-)
-from tests.harness.ranks import RankProcesses, announce, free_port, hold
+from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, encode
+from tests.harness.ranks import RankProcesses, free_port, hold
 from tests.rendezvous import servers
 
 CLAIMED = (
@@ -61,14 +50,10 @@ def test_a_start_that_cannot_be(
     """All ranks name those that claim the same rank, or that differ in a setting, and
     the remedy.
     """
-    settings = [{"timeouts": SOON, **each} for each in ({}, {}, third)]
-    assert re.fullmatch(
-        expected,
-        servers.same_sentence(
-            servers.endings(servers.place(kind, tmp_path), settings, init_timeout=servers.LONG),
-            RendezvousError,
-        ),
-    )
+    settings = [{"timeouts": SOON, **fields} for fields in ({}, {}, third)]
+    where = servers.place(kind, tmp_path)
+    outcomes = servers.endings(where, settings, init_timeout=servers.LONG)
+    assert re.fullmatch(expected, servers.same_sentence(outcomes, RendezvousError))
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
@@ -131,20 +116,13 @@ def run_in_turn(seat: int, seats: int, where: Tcp | str) -> float:
     """Join as one of two ranks of the first or second run; rank 0 of the first one
     exits when the test lets it.
     """
-    reply = coordinator._reply
-
-    def reply_and_announce(connection: Connection, body: Message) -> None:
-        reply(connection, body)
-        if "retry" in body:
-            announce("retry")
-
-    coordinator._reply = reply_and_announce
+    servers.announce_handshake()
     hold("ready")
     join(servers.request(seat % 2, 2, where, init_timeout=servers.LONG))
-    found = servers.add_ones()
+    total = servers.add_ones()
     if seat == 0:
         hold("done")
-    return found
+    return total
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
@@ -154,16 +132,17 @@ def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
     """``srun bash -c "python fit.py; python test.py"`` starts them when their
     predecessors exit.
     """
+    first_rank_0, first_rank_1, next_rank_0, next_rank_1 = range(4)
     with RankProcesses(run_in_turn, 4, servers.place(kind, tmp_path)) as ranks:
-        for seat in (0, 1):
-            ranks.release(seat)
-        ranks.wait_for("done", 0)
-        ranks.wait(1)
-        ranks.release(3)
-        ranks.wait_for("retry", 0)
-        ranks.release(0)
-        ranks.wait(0)
-        ranks.release(2)
+        ranks.release(first_rank_0)
+        ranks.release(first_rank_1)
+        ranks.wait_for("done", first_rank_0)
+        ranks.wait(first_rank_1)
+        ranks.release(next_rank_1)
+        ranks.wait_for("an earlier run has not exited there", next_rank_1)
+        ranks.release(first_rank_0)
+        ranks.wait(first_rank_0)
+        ranks.release(next_rank_0)
         assert [outcome.result for outcome in ranks.wait()] == [2.0] * 4
 
 
@@ -180,41 +159,49 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     )
 
 
-def test_other_connections_do_not_disturb_a_start() -> None:
-    """Port scanners, ranks beyond their own world, and many silent connections do not
-    matter.
-
-    At a loopback address only those of this host reach rank 0 and its store.
-    """
+def test_rank_zero_at_a_loopback_address_listens_on_this_host_only() -> None:
+    """Other hosts reach neither rank 0 nor its store."""
     where = Tcp("127.0.0.1", free_port())
     with RankProcesses(servers.connect, 2, where, [{"init_timeout": servers.LONG}] * 2) as ranks:
         ranks.release(0)
         ranks.wait_for("listens", 0)
         connections = psutil.Process(ranks.pids[0]).net_connections()
-        assert {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN} == {
-            "127.0.0.1"
-        }
-        beyond = asdict(Hello(RankInfo(7), 4, "", {}))
-        strangers = []
-        for sent in (
-            b"GET / HTTP/1.1\r\n\r\n",
-            b"\0" * 9000,
-            b'["a", 1]\n',
-            b"\xff\xfe\n",
-            b"[" * 9999 + b"\n",
-            b"x" * (MAX_HELLO + 1),
-            encode("a", {"text": "x" * MAX_HELLO}),
-            encode("x", {}),
-            encode("hello", {"nonce": ""}),
-            encode("hello", {"nonce": "", "hello": beyond}),
-            *[b""] * 300,
-        ):
-            strangers.append(socket.create_connection((where.host, where.port)))
-            strangers[-1].sendall(sent)
+        listening = [entry for entry in connections if entry.status == psutil.CONN_LISTEN]
+        assert {entry.laddr.ip for entry in listening} == {"127.0.0.1"}
+
+
+RANK_BEYOND_ITS_WORLD = asdict(Hello(RankInfo(7), 4, "", {}))
+SENT_BY_STRANGERS = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\0" * 9000,
+    b'["a", 1]\n',
+    b"\xff\xfe\n",
+    b"[" * 9999 + b"\n",
+    b"x" * (MAX_HELLO + 1),
+    encode("a", {"text": "x" * MAX_HELLO}),
+    encode("x", {}),
+    encode("hello", {"nonce": ""}),
+    encode("hello", {"nonce": "", "hello": RANK_BEYOND_ITS_WORLD}),
+    *[b""] * 300,
+]
+
+
+def test_other_connections_do_not_disturb_a_start() -> None:
+    """Port scanners, ranks beyond their own world, and many silent connections do not
+    matter.
+    """
+    where = Tcp("127.0.0.1", free_port())
+    with (
+        contextlib.ExitStack() as strangers,
+        RankProcesses(servers.connect, 2, where, [{"init_timeout": servers.LONG}] * 2) as ranks,
+    ):
+        ranks.release(0)
+        ranks.wait_for("listens", 0)
+        for data in SENT_BY_STRANGERS:
+            stranger = socket.create_connection((where.host, where.port))
+            strangers.enter_context(stranger).sendall(data)
         ranks.release(1)
         assert [outcome.result for outcome in ranks.wait()] == [2.0, 2.0]
-    for stranger in strangers:
-        stranger.close()
 
 
 @pytest.mark.parametrize("answer", [servers.silent, servers.web, servers.drip])
@@ -231,26 +218,3 @@ def test_a_stale_address_is_replaced(answer: servers.Answer, tmp_path: Path) -> 
         outcomes = servers.endings(str(path), [{"timeouts": SOON}] * 2, init_timeout=servers.LONG)
     assert [outcome.result for outcome in outcomes] == [2.0, 2.0]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_sending_never_waits() -> None:
-    """Data that the kernel does not accept are sent later, up to a limit: beyond it the
-    peer is dropped.
-    """
-    text = "x" * (MAX_MESSAGE // 2)
-    with listen("127.0.0.1", 0) as listener:
-        peer = socket.create_connection(listener.getsockname()[:2])
-        of_rank_zero = listener.accept()[0]
-    peer.settimeout(10.0)
-    rank_zero = Channel(heartbeat=30.0)
-    closed = queue.SimpleQueue[tuple[int, str]]()
-    rank_zero.connect(1, of_rank_zero)
-    rank_zero.on_closed(lambda rank, reason: closed.put((rank, reason)))
-    with peer, peer.makefile("rb") as received:
-        for number in range(12):  # 6 times the longest message, beyond a socket's buffer
-            rank_zero.send("a", {"text": text, "number": number})
-        assert [json.loads(received.readline())[1]["number"] for _ in range(12)] == [*range(12)]
-        while closed.empty():
-            rank_zero.send("a", {"text": text})
-        assert closed.get() == (1, NOT_READING)
-    rank_zero.close()

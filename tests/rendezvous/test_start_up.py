@@ -91,14 +91,14 @@ def test_a_rank_that_never_starts(init_method: str | None, tmp_path: Path) -> No
     """After init_timeout all name the missing rank, the present ones, the address and
     the remedy.
     """
-    where: Any = place("tcp", tmp_path)
+    where = place("tcp", tmp_path)
     common = {"world_size": 3, "init_method": init_method}
     outcomes = endings(where, [{"init_timeout": wait, **common} for wait in (LONG, 5.0)])
-    where = f"{where} (env://)" if init_method else where
+    address = f"{where} (env://)" if init_method else str(where)
     present = ", ".join(process(outcome.rank, outcome.pid) for outcome in outcomes)
     assert (
         same_sentence(outcomes, MissingRanksError)
-        == f"rank 2 of 3 did not connect to {where} within {LONG:g} s (init_timeout); present:"
+        == f"rank 2 of 3 did not connect to {address} within {LONG:g} s (init_timeout); present:"
         f" {present}; check that every rank is running and can reach rank 0, or raise"
         " init_timeout"
     )
@@ -136,16 +136,18 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
     """
     where = place(kind, tmp_path)
     (outcome,) = endings(where, [{"rank": 1, "world_size": 2}])
-    looked = f"127.0.0.1:{where.port}" if isinstance(where, Tcp) else url(where)
-    found = "Connection refused"
-    remedy = "that its host has this address"
-    if kind == "file":
-        found = "rank 0 has not published its address there"
+    if isinstance(where, Tcp):
+        address = f"127.0.0.1:{where.port}"
+        reason = "Connection refused"
+        remedy = "that its host has this address"
+    else:
+        address = url(where)
+        reason = "rank 0 has not published its address there"
         remedy = "that it uses the same init_method (a file must be on a disk that all hosts share)"
     assert (
         sentence(outcome, RendezvousError)
-        == f"{process(1, outcome.pid)} did not find rank 0 at {looked} within 4 s ({found}); check"
-        f" that rank 0 is running, {remedy}, and that no firewall blocks the connection"
+        == f"{process(1, outcome.pid)} did not find rank 0 at {address} within 4 s ({reason});"
+        f" check that rank 0 is running, {remedy}, and that no firewall blocks the connection"
     )
 
 
@@ -172,8 +174,8 @@ def test_a_rank_that_ends_before_all_have_connected(
 ) -> None:
     """The others name it immediately, without waiting for init_timeout."""
     with started(place(kind, tmp_path), [{"init_timeout": LONG, "world_size": 4}] * 3) as ranks:
-        for _ in (1, 2):
-            ranks.wait_for("connected", 0)
+        for rank in (1, 2):
+            ranks.wait_for("connected", rank)
         ranks.kill(victim, end)
         others = ranks.wait(*({0, 1, 2} - {victim}))
     name = re.escape(process(victim, ranks.pids[victim]))
@@ -251,7 +253,7 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
     where = Tcp(two_hosts[0].address, free_port())
     settings = [{"world_size": 3, "init_timeout": 6.0, "timeouts": Timeouts(answer=3.0)}] * 2
     with started(where, settings, namespaces=list(two_hosts)) as ranks:
-        ranks.wait_for("connected", 0)
+        ranks.wait_for("connected", 1)
         two_hosts.cut()
         here, there = ranks.wait()
     assert f"of 3 did not connect to {where} within 6 s (init_timeout)" in sentence(
@@ -263,27 +265,37 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
 
 
 @pytest.mark.parametrize("answer", [silent, web, drip])
-def test_a_server_that_is_not_ours(answer: Answer) -> None:
-    """Rank 0 reports that it cannot bind the port, rank 1 that another program listens
-    there.
-    """
+def test_rank_zero_names_a_port_that_another_program_uses(answer: Answer) -> None:
+    """The message has the port, the reason and the remedies."""
     with server(answer) as where:
-        first, second = endings(where, [{}, {}], init_timeout=4.0)
+        (outcome,) = endings(where, [{"world_size": 2}])
     assert (
-        sentence(first, RendezvousError)
-        == f"init_method '{where}': rank 0 on {HOST} (pid {first.pid}) cannot bind port"
+        sentence(outcome, RendezvousError)
+        == f"init_method '{where}': rank 0 on {HOST} (pid {outcome.pid}) cannot bind port"
         f" {where.port}: Address already in use; stop the program that uses the port, or choose"
         " another port"
     )
-    assert sentence(second, RendezvousError) == (
-        f"{process(1, second.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it"
+
+
+@pytest.mark.parametrize("answer", [silent, drip])
+def test_a_server_that_never_replies_is_not_rank_zero(answer: Answer) -> None:
+    """At init_timeout, the other rank says that the connection was accepted."""
+    with server(answer) as where:
+        (outcome,) = endings(where, [{"rank": 1, "world_size": 2}], init_timeout=4.0)
+    assert sentence(outcome, RendezvousError) == (
+        f"{process(1, outcome.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it"
         " accepted the connection, but did not reply); check that rank 0 is running, that its host"
         " has this address, and that no firewall blocks the connection"
-        if answer is not web
-        else (
-            f"a program other than rank 0 is listening at 127.0.0.1:{where.port}; choose a port"
-            " that no other program uses, or correct the address of rank 0's host"
-        )
+    )
+
+
+def test_a_web_server_is_not_rank_zero() -> None:
+    """The other rank says that another program listens there."""
+    with server(web) as where:
+        (outcome,) = endings(where, [{"rank": 1, "world_size": 2}])
+    assert sentence(outcome, RendezvousError) == (
+        f"a program other than rank 0 is listening at 127.0.0.1:{where.port}; choose a port"
+        " that no other program uses, or correct the address of rank 0's host"
     )
 
 

@@ -95,14 +95,14 @@ def number_of_nodes(environment: ClusterEnvironment | None, *, devices: int, num
     """
     if not (isinstance(environment, TorchElasticEnvironment) and _is_elastic()):
         return num_nodes
-    found = int(os.environ["GROUP_WORLD_SIZE"])
-    if found != num_nodes:
+    current_nodes = int(os.environ["GROUP_WORLD_SIZE"])
+    if current_nodes != num_nodes:
         rank_zero_info(
-            f"torchrun has {found} of num_nodes={num_nodes} nodes, so a step trains"
-            f" {devices * found} batches instead of {devices * num_nodes}; the batch size per rank"
-            " and the learning rate stay the same"
+            f"torchrun has {current_nodes} of num_nodes={num_nodes} nodes, so a step trains"
+            f" {devices * current_nodes} batches instead of {devices * num_nodes}; the batch size"
+            " per rank and the learning rate stay the same"
         )
-    return found
+    return current_nodes
 
 
 @cache
@@ -114,9 +114,10 @@ def _is_elastic() -> bool:
     """
     import psutil  # importing it takes 6 ms, and only torchrun's ranks need it
 
-    words = []
+    words: list[str] = []
     with suppress(psutil.Error):
-        words = [word for each in psutil.Process().parents() for word in each.cmdline()]
+        for parent in psutil.Process().parents():
+            words += parent.cmdline()
     words.append(f"--nnodes={os.environ.get('PET_NNODES', '')}")
     nnodes = re.findall(r"--nnodes[ =](\S*)", " ".join(words))[0]
     low, _, high = nnodes.partition(":")
@@ -131,10 +132,9 @@ def choose_environment(
     It is the given one, or one of ours for launchers that Lightning does not detect.
     Raise if the ranks do not match the Trainer's devices.
     """
-    if (
-        type(environment) not in (LightningEnvironment, SLURMEnvironment)
-        or started_ranks() is not None
-    ):
+    is_from_user_or_torchrun = type(environment) not in (LightningEnvironment, SLURMEnvironment)
+    has_started_ranks = started_ranks() is not None
+    if is_from_user_or_torchrun or has_started_ranks:
         return environment
     world = read_world(os.environ, devices=devices)
     _check_tasks(world, devices * num_nodes)
@@ -147,10 +147,10 @@ def choose_environment(
 
 def _check_tasks(world: World | None, ranks: int) -> None:
     """Raise if SLURM did not start the ranks, or started tasks that are not ranks."""
-    tasks = int(
-        os.environ.get("SLURM_STEP_NUM_TASKS", 0 if "SLURM_STEP_ID" not in os.environ else ranks)
-    )
-    if world is None and tasks == ranks > 1 and "SLURM_JOB_NAME" in os.environ:
+    is_step = "SLURM_STEP_ID" in os.environ
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", ranks if is_step else 0))
+    is_task_of_ignored_job = world is None and "SLURM_JOB_NAME" in os.environ
+    if is_task_of_ignored_job and tasks == ranks > 1:
         raise ConfigurationError(
             f"srun started {tasks} tasks, but Lightning ignores SLURM in a job named"
             f" {os.environ['SLURM_JOB_NAME']!r}, so each task would train alone; use srun"

@@ -87,7 +87,7 @@ class ConnectionSettings:
         method = self.init_method
         if isinstance(method, File):
             return {}
-        has_address = _is_set_otherwise("main_address", environment) or _is_set_otherwise(
+        has_address = _is_overridden("main_address", environment) or _is_overridden(
             "main_port", environment
         )
         if num_nodes > 1 or isinstance(method, Tcp) or has_address:
@@ -148,8 +148,9 @@ class ConnectionSettings:
         context = current()
         started = started_ranks()
         is_connected = context is not None and len(context.table) > 1
-        if is_connected or dist.is_initialized() or world.world_size == 1:
-            return FileEndpoint("")  # never used: the ranks are connected, or this is the only one
+        has_foreign_group = context is None and dist.is_initialized()
+        if is_connected or has_foreign_group or world.world_size == 1:
+            return FileEndpoint("")  # never used: no rank has to find another one
         environ = {**os.environ, **(started.variables if started is not None else {})}
         method = self.init_method
         environment = strategy.cluster_environment
@@ -202,7 +203,7 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
 
     Raise if the port is missing, since each process would choose a different one.
     """
-    if "MASTER_PORT" not in environ and not _is_set_otherwise("main_port", environment):
+    if "MASTER_PORT" not in environ and not _is_overridden("main_port", environment):
         raise RendezvousError(
             "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment if you"
             f" start each process yourself (got MASTER_ADDR={environ.get('MASTER_ADDR')},"
@@ -212,7 +213,7 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
     return Tcp(environment.main_address, int(environment.main_port))
 
 
-def _is_set_otherwise(name: str, environment: ClusterEnvironment) -> bool:
+def _is_overridden(name: str, environment: ClusterEnvironment) -> bool:
     """Whether the environment overrides ``main_address`` or ``main_port``.
 
     By default, these read ``MASTER_ADDR`` and ``MASTER_PORT``.

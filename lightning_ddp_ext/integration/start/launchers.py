@@ -9,7 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import forkserver
@@ -97,20 +97,24 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
+        is_joint = self.num_processes * self.num_nodes > 1
         started = started_ranks()
         if started is not None:
             self.procs = list(started.children)
-        elif not self.cluster_environment.creates_processes_externally:
+        elif is_joint and not self.cluster_environment.creates_processes_externally:
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         files = self._parts.files
-        # The handler is the Trainer's calling frame, which runs the later hooks.
-        safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._parts.rescue.save}
-        is_joint = self.num_processes * self.num_nodes > 1
         with files.count_fit(trainer):
             args = files.resolve_last(args, trainer, is_rank_zero=self._strategy.is_global_zero)
             return supervised(
-                function, *args, harmless=_HARMLESS, is_joint=is_joint, **safety, **kwargs
+                function,
+                *args,
+                harmless=_HARMLESS,
+                is_joint=is_joint,
+                handler=sys._getframe(1),  # the Trainer's calling frame, which runs later hooks
+                rescue=self._parts.rescue.save,
+                **kwargs,
             )
 
     def _start(self, trainer: Any) -> None:
@@ -119,11 +123,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._call_children_scripts()
         if self.procs:
             set_rank_variables("0")
-        limit: dict[str, Any] = (
-            {} if rank_debugger_of(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
-        )
         deadline = self._parts.deadline.total_seconds()
-        scripts = ChildScripts(list(self.procs), variables, save_within=deadline, **limit)
+        scripts = ChildScripts(list(self.procs), variables, save_within=deadline)
+        if rank_debugger_of(trainer) is not None:
+            scripts = replace(scripts, at_most=NO_LIMIT.total_seconds())
         record_started(scripts)
         # Exit handlers run in reverse order, so this one precedes the removal of files.
         atexit.register(scripts.join_at_exit)
@@ -191,28 +194,41 @@ class ProcessesLauncher(MultiProcessingLauncher):
             )
         leave()
 
-    def _run_ranks(self, results: _Results, trainer: Any, *work: Any) -> None:
+    def _run_ranks(
+        self,
+        results: _Results,
+        trainer: Any,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         """Run a function in one process for each rank, and wait until all exit."""
         if self._start_method == "spawn":
             check_missing_main_guard()
         else:
             check_bad_cuda_fork()
         os.environ["MASTER_PORT"] = str(self._environment.main_port)
-        # A forked process already has the seeds and torch's flags. Capturing them
-        # initialises CUDA in this process, which Lightning does only for spawn.
-        is_captured = self._start_method == "spawn" or not (
-            self._start_method == "fork" or torch.cuda.is_available()
-        )
-        state = GlobalStateSnapshot.capture() if is_captured else None
+        state = self._state_for_ranks()
+        environ = dict(os.environ)
         processes = torch.multiprocessing.start_processes(
             self._run_rank,
-            args=(os.getpid(), dict(os.environ), state, results, trainer, *work),
+            args=(os.getpid(), environ, state, results, trainer, function, args, kwargs),
             nprocs=self._strategy.num_processes,
             join=False,
             start_method=self._start_method,
         )
         self.procs = processes.processes
         RankProcesses(processes, results.path, self._parts.deadline.total_seconds()).join()
+
+    def _state_for_ranks(self) -> GlobalStateSnapshot | None:
+        """Capture seeds and torch's flags for the ranks, unless they have them already.
+
+        Capturing initialises CUDA in this process, which Lightning does only for spawn.
+        """
+        if self._start_method == "fork":
+            return None
+        may_initialise_cuda = self._start_method == "spawn" or not torch.cuda.is_available()
+        return GlobalStateSnapshot.capture() if may_initialise_cuda else None
 
     def _run_rank(
         self,
@@ -222,14 +238,15 @@ class ProcessesLauncher(MultiProcessingLauncher):
         state: Any,
         results: Any,
         trainer: Any,
-        *work: Any,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> None:
         """Run a function in a started process."""
         # A fork server passes on the environment of its start, which may be outdated.
         os.environ.clear()
         os.environ.update(environ)
         watch_launcher(launcher_pid)
-        function, args, kwargs = work
         if self._start_method == "forkserver":
             # Pickled tensors are in shared memory, so the ranks would all train the
             # same parameters. Lightning only copies them for spawn.

@@ -1,0 +1,55 @@
+"""The control channel sends without waiting, and drops a rank that does not read."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from typing import NamedTuple
+
+import pytest
+
+from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous.sockets import listen
+from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, NOT_READING
+
+LONG_TEXT = "x" * (MAX_MESSAGE // 2)
+MESSAGES = 12  # 6 times the longest message, beyond a socket's buffer
+
+
+class Ends(NamedTuple):
+    """Rank 0's channel, and the socket of a rank 1 that reads only if the test does."""
+
+    rank_zero: Channel
+    rank_one: socket.socket
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with listen("127.0.0.1", 0) as listener:
+        rank_one = socket.create_connection(listener.getsockname()[:2])
+        accepted = listener.accept()[0]
+    rank_one.settimeout(10.0)
+    with rank_one, closing(Channel(heartbeat=30.0)) as rank_zero:
+        rank_zero.connect(1, accepted)
+        yield Ends(rank_zero, rank_one)
+
+
+def test_sending_never_waits(ends: Ends) -> None:
+    """Data that the kernel does not accept are sent later, in order."""
+    for number in range(MESSAGES):
+        ends.rank_zero.send("a", {"text": LONG_TEXT, "number": number})
+    with ends.rank_one.makefile("rb") as lines:
+        numbers = [json.loads(lines.readline())[1]["number"] for _ in range(MESSAGES)]
+    assert numbers == list(range(MESSAGES))
+
+
+def test_a_rank_that_does_not_read_is_dropped(ends: Ends) -> None:
+    """Unsent data have a limit, so that rank 0 does not run out of memory."""
+    closed = queue.SimpleQueue[tuple[int, str]]()
+    ends.rank_zero.on_closed(lambda rank, reason: closed.put((rank, reason)))
+    while closed.empty():
+        ends.rank_zero.send("a", {"text": LONG_TEXT})
+    assert closed.get() == (1, NOT_READING)
