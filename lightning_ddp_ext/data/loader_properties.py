@@ -53,7 +53,7 @@ _PARAMETERS = (
 def identity_of(sampler: object) -> str:
     """Describe a sampler and those inside it by class and parameters.
 
-    Samplers with equal descriptions yield the same items.
+    Contents, such as weights or a list of indices, are not part of the description.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> identity_of(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False))

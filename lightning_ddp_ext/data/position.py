@@ -2,7 +2,7 @@
 
 1. ``start_epoch`` sets the beginning of an epoch. In a resumed epoch ``check`` compares
    the data with those of the saved position, and ``continue_epoch`` draws again what
-   the resumed run had drawn before it.
+   the saving run, which saved the position, had drawn before it.
 2. ``start_iterator`` starts an iterator there, and ``give`` counts its batches. A loader
    that is combined with a longer one has several iterators in an epoch.
 3. ``state_dict`` returns the position after any of the latest batches.
@@ -71,7 +71,7 @@ class IteratorStart:
         random_states: the states from which it drew random numbers, recorded just
             before. If the loader itself draws, the first one was recorded before
             ``iter(loader)`` and the second one before the first batch.
-        saved_state: what the resumed run saved only for this kind of loader.
+        saved_state: what the saving run saved only for this kind of loader.
         loader_states: states of the loader.
         trace: what was drawn, by the position reached.
         order_fingerprint: that of the order of the epoch, if all of it is drawn when
@@ -100,8 +100,8 @@ class GivenBatch(NamedTuple):
 class LoaderPosition:
     """The Trainer's position in one training loader, which may be any iterable.
 
-    In this class, the position is a number of batches, which a resumed run reads and
-    drops. ``loader_kinds`` has a subclass for each quicker way.
+    In this class, the position is a number of batches, which a resuming run reads
+    and drops. ``loader_kinds`` has a subclass for each quicker way.
 
     Args:
         loader: the loader to read.
@@ -113,7 +113,7 @@ class LoaderPosition:
         name: the name of the data in errors.
         epoch: the current epoch.
         batches_given: the number of batches that the Trainer got in this epoch,
-            including those in the resumed run.
+            including those in the saving run.
         generators: the generators of the loader and its samplers, besides the global
             ones.
         on_progress: called for each batch that is read again.
@@ -177,7 +177,7 @@ class LoaderPosition:
         )
         self._starts.append(start)
         with preserve_random_state(self.generators):
-            # The resumed run had already created this iterator.
+            # The saving run had already created this iterator.
             start_rest = self._redraw(start)
         if start.number > 0:
             self._resumed_starts.append(lambda: iter(()))
@@ -189,7 +189,7 @@ class LoaderPosition:
 
         With ``max_size_cycle``, a short loader starts again whenever it ends, and
         Lightning ends the epoch when every loader reached its end. If the loader had
-        started again before the checkpoint was saved, a resumed run therefore needs
+        started again before the checkpoint was saved, a resuming run therefore needs
         three kinds of iterators: first one that ends immediately, then the rest of the
         one that was read, then whole ones.
         """
@@ -198,7 +198,7 @@ class LoaderPosition:
         return self._resumed_starts.popleft()()
 
     def _start_rest(self, start_rest: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Start the rest of the iterator that the resumed run was reading."""
+        """Start the rest of the iterator that the saving run was reading."""
         with preserve_random_state(self.generators):
             rest = start_rest()
         is_first_iterator = self._starts[-1].number == 0
@@ -331,7 +331,7 @@ class LoaderPosition:
         return lambda: batches
 
     def _read_again(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
-        """Repeat an iterator of the resumed run, and drop its first batches.
+        """Repeat an iterator of the saving run, and drop its first batches.
 
         It draws the same random numbers.
         """

@@ -26,7 +26,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -330,7 +329,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def _restore_chosen_file(
         self, restore: Callable[..., None], path: PathOrUrl | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        self.checkpoints.restore(restore, partial(self.files.chosen, path), *args, **kwargs)
+        self.checkpoints.restore(restore, path, *args, choose=self.files.chosen, **kwargs)
 
     # The Trainer's run.
 

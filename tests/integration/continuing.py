@@ -157,7 +157,7 @@ class Net(L.LightningModule):
     ) -> None:
         super().__init__()
         self.loaders = loaders
-        self.validation = validation
+        self.validation = dict(validation)  # weight averaging copies the model
         self.layers = nn.Sequential(nn.Linear(1, 4), nn.Dropout(dropout), nn.Linear(4, 1))
         self.fail_at: tuple[int, int] | None = None
         self.steps: list[Step] = []

@@ -192,7 +192,8 @@ def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     and the file has all stacks.
     """
     outcomes = ranks.launch_ranks(fit, 3, tmp_path, StuckInStep())
-    place = rf"all_reduce #1 \[\[1\]\] of group .+, training_step, {HERE}:.*ranks 0, 2 waited for it for"
+    call = r"all_reduce #1 \[\[1\]\] of group .+"
+    place = rf"{call}, training_step, {HERE}:.*ranks 0, 2 waited for it for"
     assert_reported(outcomes, 1, f"{NEVER_ENTERED}{place}")
     report = read_report(tmp_path)
     assert len(re.findall(r"^MainThread:", report, re.MULTILINE)) == 3

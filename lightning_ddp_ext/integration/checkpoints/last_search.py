@@ -82,8 +82,8 @@ class Choice:
     def obsolete_paths(self) -> list[str]:
         """Return the fit's own files that are not newer than the chosen one.
 
-        There are none if the saving run had another environment, because it may still
-        need them.
+        The list is empty if the saving run had another environment, because it may
+        still need them.
         """
         if self.chosen is None or self.chosen.changed or not self.chosen.is_usable:
             return []

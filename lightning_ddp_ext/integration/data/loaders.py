@@ -220,7 +220,7 @@ def _refuse_unknown_arguments(batch_sampler: Any) -> None:
     optional = {
         name for name, parameter in parameters.items() if parameter.default is not parameter.empty
     }
-    unknown = sorted(optional - {"batch_size", "drop_last"})
+    unknown = sorted(optional - {"sampler", "batch_size", "drop_last"})
     if unknown:
         raise ConfigurationError(
             f"batch_sampler {type(batch_sampler).__name__} must have no arguments besides torch's"
