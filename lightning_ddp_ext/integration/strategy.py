@@ -329,7 +329,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def _restore_chosen_file(
         self, restore: Callable[..., None], path: PathOrUrl | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        self.checkpoints.restore(restore, path, *args, choose=self.files.chosen, **kwargs)
+        self.checkpoints.restore(restore, self.files.chosen(path), *args, **kwargs)
 
     # The Trainer's run.
 
@@ -350,6 +350,8 @@ class DDPExtStrategy(RankDevicesStrategy):
             return
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
+        # Now, because later hooks of the run would also wait for the store.
+        self.checkpoints.on_rank_zero(self.files.raise_search_error, "finding the checkpoint")
         self._replaced.restore_checkpoint_by(trainer, self._restore_chosen_file)
         self._replaced.exchange_profiler(trainer)
         self.metrics.start_run()

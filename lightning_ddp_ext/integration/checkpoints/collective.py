@@ -41,10 +41,6 @@ from .checkpoint_io import RankZeroCheckpointIO
 from .loaded_content import adapted, wants_content
 
 
-def _unchanged(path: PathOrUrl | None) -> PathOrUrl | None:
-    return path
-
-
 class Checkpoints:
     """Saves and restores on all ranks with the strategy's ``checkpoint_io``.
 
@@ -174,30 +170,17 @@ class Checkpoints:
     # Reading.
 
     def restore(
-        self,
-        read: Callable[..., None],
-        path: PathOrUrl | None = None,
-        *args: Any,
-        choose: Callable[[PathOrUrl | None], PathOrUrl | None] = _unchanged,
-        **kwargs: Any,
+        self, read: Callable[..., None], path: PathOrUrl | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Call ``read`` on every rank with the file that rank 0 chooses. Collective.
+        """Call ``read`` on every rank with the file that rank 0 found. Collective.
 
         Each rank resolves ``"last"``, ``"best"`` and similar values on its own disk
         before the ranks connect. A rank that finds nothing would otherwise skip the
         restore and its collectives.
-
-        Args:
-            read: Lightning's own method, which also gets the other arguments.
-            path: the file that Lightning chose on this rank.
-            choose: returns rank 0's file, given its ``path``.
         """
-
-        def chosen_path() -> str | None:
-            chosen = choose(path)
-            return None if chosen is None else os.fspath(chosen)
-
-        self._path_to_restore = self.on_rank_zero(chosen_path, "finding the checkpoint")
+        self._path_to_restore = self._ranks.from_rank_zero(
+            None if path is None else os.fspath(path)
+        )
         try:
             read(self._path_to_restore, *args, **kwargs)
         finally:

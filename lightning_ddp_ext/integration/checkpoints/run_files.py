@@ -2,8 +2,8 @@
 
 A launcher needs the file that ``ckpt_path="last"`` means before the ranks connect, so
 each rank searches its own disk (:meth:`RunFiles.resolve_last`). Once the ranks have
-connected, all of them restore the file that rank 0 found, or raise its search error
-(:meth:`RunFiles.chosen`).
+connected, all of them raise rank 0's search error, if any, and later restore the file
+that rank 0 found (:meth:`RunFiles.chosen`).
 """
 
 from __future__ import annotations
@@ -150,17 +150,17 @@ class RunFiles:
             return tuple(_UNKNOWN_FILE if _is_last(arg) else arg for arg in args)
         return args
 
+    def raise_search_error(self) -> None:
+        """Raise the error that ended this rank's search, if any."""
+        if self._search_error is not None:
+            raise self._search_error
+
     def chosen(self, path: PathOrUrl | None) -> PathOrUrl | None:
         """Return the file that rank 0 restores, given the one that Lightning chose.
 
         If no file is found for ``"last"``, Lightning may choose a file that belongs to
         another fit.
-
-        Raises:
-            CheckpointError: a store did not answer the search.
         """
-        if self._search_error is not None:
-            raise self._search_error
         return self._found if self._has_searched else path
 
     def _search(self, trainer: Any, *, is_rank_zero: bool) -> str | None:
