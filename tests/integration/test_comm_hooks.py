@@ -20,10 +20,8 @@ def mean_over_ranks(state: object, bucket: dist.GradBucket) -> torch.futures.Fut
 
 # Arguments of the strategy.
 NO_HOOK: dict[str, Any] = {}
-POWER_SGD = {
-    "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
-    "ddp_comm_state": powerSGD_hook.PowerSGDState(process_group=None),
-}
+POWER_SGD_STATE = powerSGD_hook.PowerSGDState(process_group=None)  # exact for 1,000 steps
+POWER_SGD = {"ddp_comm_hook": powerSGD_hook.powerSGD_hook, "ddp_comm_state": POWER_SGD_STATE}
 FP16 = {"ddp_comm_hook": default_hooks.fp16_compress_hook}
 WRAPPED_BY_FP16 = {
     "ddp_comm_hook": mean_over_ranks,
@@ -43,6 +41,7 @@ def train_with_hooks(kind: training.Kind, directory: Path) -> list[Tensor]:
         model = training.Net()
         training.fit(kind, directory, model, strategy=strategy, devices=3, precision="64-true")
         learned.append(model.layers[0].weight.detach())
+    assert POWER_SGD_STATE.iter > 0, "the hook did not get its state"
     return learned
 
 

@@ -311,23 +311,28 @@ def test_all_end_within_the_deadline_though_a_rank_does_not_stop(
         assert second.exit_code != 0
 
 
-def restore_while_signalled(rank: int, world_size: int) -> None:
-    """Send SIGTERM while the handlers of a rank that failed are restored, as torchrun
-    may.
+def restore_while_signalled(rank: int, world_size: int) -> int:
+    """Restore the handlers of a rank that failed, and send SIGTERM after each change of
+    one, as torchrun may; return how often it was sent.
     """
     signals = StopSignals(lambda signum: None)
     signals.install(signal.SIGTERM)
-    join = threading.Thread.join
+    set_handler = signal.signal
+    changed: list[int] = []
 
-    def join_and_signal(thread: threading.Thread) -> None:
+    def set_handler_and_signal(signum: int, handler: Any) -> Any:
+        earlier = set_handler(signum, handler)
+        changed.append(signum)
         os.kill(os.getpid(), signal.SIGTERM)
-        join(thread)
+        return earlier
 
-    with patch.object(threading.Thread, "join", join_and_signal):
+    with patch.object(signal, "signal", set_handler_and_signal):
         signals.restore(defers_sigterm=True)
+    return len(changed)
 
 
 def test_a_signal_does_not_kill_a_failed_rank_before_it_prints_the_cause() -> None:
     """Not even between our handler and the earlier one."""
     [outcome] = ranks.launch_ranks(restore_while_signalled, 1)
     assert outcome.exit_code == 0, outcome.story()
+    assert outcome.result == 1
