@@ -95,18 +95,24 @@ class FullDisk(NamedTuple):
     epochs: int = 4
 
 
-FULL_DISKS = [
-    FullDisk("ours", False, catch=True, is_caught=True, is_raised=False, ends_after=2, epochs=2),
-    FullDisk("stock", False, catch=False, is_caught=True, is_raised=True, ends_after=1),
-    # The save of the second epoch fails; that of the third one raises its error, or the
-    # end of fit does.
-    FullDisk("ours", True, catch=False, is_caught=True, is_raised=True, ends_after=2),
-    FullDisk("stock", True, catch=True, is_caught=False, is_raised=True, ends_after=2, epochs=2),
-]
+# In the background, the save of the second epoch fails; that of the third one raises its
+# error, or the end of fit does.
+FULL_DISKS = {
+    "caught": FullDisk(
+        "ours", False, catch=True, is_caught=True, is_raised=False, ends_after=2, epochs=2
+    ),
+    "raised": FullDisk("stock", False, catch=False, is_caught=True, is_raised=True, ends_after=1),
+    "raised by the next save": FullDisk(
+        "ours", True, catch=False, is_caught=True, is_raised=True, ends_after=2
+    ),
+    "raised at the end": FullDisk(
+        "stock", True, catch=True, is_caught=False, is_raised=True, ends_after=2, epochs=2
+    ),
+}
 
 
 @pytest.mark.lowest
-@pytest.mark.parametrize("case", FULL_DISKS)
+@pytest.mark.parametrize("case", FULL_DISKS.values(), ids=FULL_DISKS)
 def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     case: FullDisk, disk: Path, tmp_path: Path
 ) -> None:
