@@ -56,6 +56,8 @@ class GradientAveraging:
         ignored = getattr(ddp, "parameters_to_ignore", ())
         self._trainable_names = []
         self._frozen = []
+        if module is None:  # a user forms DDP without a Trainer
+            return
         for name, parameter in module.named_parameters():
             if name in ignored:
                 continue

@@ -53,10 +53,9 @@ class Address:
 
     def candidates(self, network: str) -> list[str]:
         """Return the hosts in the order in which a process in ``network`` tries them."""
-        hosts = [*self.hosts]
-        if self.network == network:
-            hosts = ["127.0.0.1", *(host for host in hosts if host != "127.0.0.1")]
-        return hosts
+        is_same_network = self.network == network
+        hosts = ["127.0.0.1", *self.hosts] if is_same_network else self.hosts
+        return list(dict.fromkeys(hosts))
 
 
 class Endpoint:

@@ -102,6 +102,11 @@ class ProcessGroups:
         return "nccl" in self.request.backend
 
     @property
+    def owns_default(self) -> bool:
+        """Whether the default group is open, and this object formed it."""
+        return dist.is_initialized() and dist.group.WORLD in self._kept
+
+    @property
     def timeout(self) -> timedelta:
         """The timeout of collectives."""
         return self.request.timeout or (_NCCL_TIMEOUT if self.uses_nccl else _OTHER_TIMEOUT)
@@ -275,7 +280,7 @@ class ProcessGroups:
         Args:
             is_broken: whether other ranks may have abandoned a collective.
         """
-        is_ours = dist.is_initialized() and dist.group.WORLD in self._kept
+        is_ours = self.owns_default
         if is_ours:
             # Objects that refer to the group must be freed before it, and its parts
             # together with it. Otherwise gloo's threads outlive their owner and abort

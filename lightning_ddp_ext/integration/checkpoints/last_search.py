@@ -5,7 +5,7 @@
 3. The newest undamaged one of the others is chosen.
 
 If a store does not answer a request, the search ends with an error, because each
-further request might also take minutes. A refusal is an answer.
+further request might also take minutes. Any other error is an answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from zipfile import BadZipFile
 
 from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.location import locate
@@ -26,10 +25,9 @@ from lightning_ddp_ext.rank_lists import listed
 
 from ..private.lightning_tree import rank_zero_info, rank_zero_warn
 from .fit_identity import FitIdentity, identity_in
-from .paths import modification_time, unanswered
+from .paths import modification_time, raise_if_unanswered
 
 UNUSABLE = (DamagedCheckpointError, CheckpointNotFoundError)
-_ANSWERS = (PermissionError, BadZipFile)  # errors of a store that replied
 _PASS_PATH = "pass its path to resume from it"
 
 
@@ -136,9 +134,7 @@ def read_candidate(path: str) -> Candidate:
         _warn_of_skipped(error)
         return Candidate(path, error=error)
     except CheckpointError as error:
-        is_remote = locate(path).local is None
-        if is_remote and not isinstance(error.__cause__, _ANSWERS):
-            raise unanswered(path, error.__cause__ or error) from error
+        raise_if_unanswered(path, error.__cause__ or error)
         return Candidate(path, error=error)
 
 

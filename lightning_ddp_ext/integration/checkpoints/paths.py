@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import os
 import re
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
@@ -17,6 +19,9 @@ from lightning_ddp_ext.ranks import reason_of
 
 from ..private.compat import checkpoint_of_requeued_job, chosen_directory_of
 from ..private.lightning_tree import SLURMEnvironment, pl
+
+# The name of the store's host may also be unknown at the moment.
+_UNANSWERED = (TimeoutError, ConnectionError, socket.gaierror)
 
 
 def checkpoint_directory(trainer: Any) -> str:
@@ -88,22 +93,32 @@ def _matching_files(directory: str, pattern: re.Pattern[str], *, if_refused: str
     """Return the files whose names match, or ``{if_refused}`` if listing is refused."""
     try:
         files = _files_in(directory)
-    except PermissionError:
-        return {if_refused}
     except Exception as error:  # each kind of store raises its own errors
-        raise unanswered(directory, error) from error
+        raise_if_unanswered(directory, error)
+        return {if_refused}
     return {path for path in files if pattern.fullmatch(os.path.basename(path))}
 
 
-def unanswered(path: str, error: BaseException) -> CheckpointError:
-    """Return the error for a search that ends because a store does not answer.
+def raise_if_unanswered(path: str, error: BaseException) -> None:
+    """End a search if a store did not answer a request.
 
-    Each further request might also take minutes.
+    Each further request might also take minutes. Any other error is an answer.
+
+    Raises:
+        CheckpointError: the error is, or follows from, a timeout or a lost connection.
     """
-    return CheckpointError(
-        f"cannot search {path} for checkpoints: {reason_of(error)}; check that it can be reached,"
-        " or pass the path of a checkpoint as ckpt_path"
-    )
+    if any(isinstance(cause, _UNANSWERED) for cause in _causes(error)):
+        raise CheckpointError(
+            f"cannot search {path} for checkpoints: {reason_of(error)}; check that it can be"
+            " reached, or pass the path of a checkpoint as ckpt_path"
+        ) from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those from which it follows; clients of stores wrap them."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _files_in(directory: str) -> list[str]:
@@ -186,10 +201,9 @@ def modification_time(path: str) -> float | None:
         return float(location.fs.modified(location.path).timestamp())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (PermissionError, NotImplementedError):
-        return float("inf")
     except Exception as error:  # each kind of store raises its own errors
-        raise unanswered(path, error) from error
+        raise_if_unanswered(path, error)
+        return float("inf")
 
 
 def change_token(path: str) -> str:

@@ -148,7 +148,8 @@ class ConnectionSettings:
         context = current()
         started = started_ranks()
         is_connected = context is not None and len(context.table) > 1
-        has_foreign_group = context is None and dist.is_initialized()
+        owns_group = context is not None and context.groups.owns_default
+        has_foreign_group = dist.is_initialized() and not owns_group
         if is_connected or has_foreign_group or world.world_size == 1:
             return FileEndpoint("")  # never used: no rank has to find another one
         environ = {**os.environ, **(started.variables if started is not None else {})}
