@@ -20,8 +20,8 @@ from lightning_ddp_ext.supervision.flight_recorder import enable
 from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
 
-from ..activity import current_hook, progress_of
 from ..options import check_choice
+from ..private.activity import current_hook, progress_of
 from ..private.lightning_tree import pl, rank_zero_info
 from .rank_debugger import rank_debugger_of
 

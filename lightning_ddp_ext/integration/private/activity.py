@@ -9,6 +9,7 @@ import traceback
 from types import FrameType
 from typing import Any
 
+_OUR_HOOKS = __package__.removesuffix("private")  # also as lightning_ddp_ext.pytorch_lightning
 _CALLS_BETWEEN_RANKS = ("save_checkpoint", "barrier", "broadcast", "reduce")
 _FETCHING = ("__next__", "__iter__", "setup")
 
@@ -34,7 +35,7 @@ def current_hook(frame: FrameType | None, trainer: Any) -> str:
 
 def _has_calls_between_ranks(module: str) -> bool:
     """Whether a module is Lightning's or ours, with a strategy's or a Trainer's methods."""
-    is_ours = module.startswith(f"{__package__}.")
+    is_ours = module.startswith(_OUR_HOOKS)
     return is_ours or ".strategies." in module or ".trainer." in module
 
 
