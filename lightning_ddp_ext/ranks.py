@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -250,6 +250,16 @@ def shortened(text: str, longest: int) -> str:
         return text
     half = longest // 2
     return f"{text[:half]}\n... ({left_out} characters left out) ...\n{text[-half:]}"
+
+
+def chain_of(exception: BaseException) -> Iterator[BaseException]:
+    """Yield the exception, its cause or context, and so on."""
+    seen: set[int] = set()
+    link: BaseException | None = exception
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 def reason_of(exception: BaseException) -> str:

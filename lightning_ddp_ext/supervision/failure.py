@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dis
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
 from lightning_ddp_ext.forced_exit import print_in_time
+from lightning_ddp_ext.ranks import chain_of
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, current_run, start_run
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.supervision.session import Session, current_session
@@ -132,7 +133,7 @@ def _cause_of(exception: BaseException, session: Session, is_caught: bool) -> Ca
     if isinstance(exception, RankFailedError):
         return Cause(Origin.NAMED)
     peers = session.context.peers
-    is_aborted = peers.cause is not None and any(map(_is_in_collective, _chain_of(exception)))
+    is_aborted = peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
     origin_elsewhere = Origin.ABORTED if is_aborted else Origin.BROKEN
     if not isinstance(exception, KeyboardInterrupt) and session.context.has_arbitrary_values:
         return Cause(origin_elsewhere, peers.cause)
@@ -187,7 +188,7 @@ def may_be_echo(exception: BaseException) -> bool:
     one handles another rank's exit, so it counts as this rank's own.
     """
     return not isinstance(exception, KeyboardInterrupt) and any(
-        map(_is_broken_collective, _chain_of(exception))
+        map(_is_broken_collective, chain_of(exception))
     )
 
 
@@ -239,13 +240,3 @@ def _innermost(exception: BaseException) -> TracebackType | None:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace
-
-
-def _chain_of(exception: BaseException) -> Iterator[BaseException]:
-    """Yield the exception, its cause or context, and so on."""
-    seen: set[int] = set()
-    link: BaseException | None = exception
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or link.__context__

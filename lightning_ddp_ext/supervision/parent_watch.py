@@ -79,7 +79,7 @@ def set_rank_variables(local_rank: str) -> None:
 
 
 def _wait_for_exit(pid: int) -> None:
-    """Wait until a process exits, even if nobody reads its exit status."""
+    """Wait until a process exits, even if its parent does not read its exit status."""
     if pid == os.getppid():
         # The kernel gives an orphan another parent. /proc may hide this process's own
         # parent (hidepid), if that belongs to another user.

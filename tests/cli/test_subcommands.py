@@ -9,7 +9,6 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +173,7 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     facts = dict(line.split(": ", 1) for line in ended.stdout.splitlines())
     assert ended.status == 0
     assert facts["devices"] == "cuda:0 NVIDIA H100, cuda:1 NVIDIA H100"
-    assert f"torch {version('torch')}" in facts["versions"]
+    assert f"torch {metadata.version('torch')}" in facts["versions"]
     assert "gloo" in facts["backends"]
     assert "lo 127.0.0.1" in facts["interfaces"]
     assert facts["world"] == "rank 1 of 4, torchrun"

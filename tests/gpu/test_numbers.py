@@ -187,7 +187,7 @@ def train_on_two_devices(
 
 
 def second_device(first: str) -> str:
-    """Return the other GPU, or the CPU if there is none."""
+    """Return the other GPU, or the CPU if a second GPU is missing."""
     if torch.cuda.device_count() < 2:
         return "cpu"
     return SECOND_GPU if first == GPU else GPU

@@ -117,7 +117,7 @@ def test_another_installation_is_refused() -> None:
 
 
 class Coloured(DDPExtStrategy):
-    """A user's strategy with an argument of its own."""
+    """A user's strategy with an additional argument."""
 
     def __init__(self, colour: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)

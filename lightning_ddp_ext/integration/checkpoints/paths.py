@@ -10,12 +10,11 @@ import copy
 import os
 import re
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
 from lightning_ddp_ext.errors import CheckpointError
-from lightning_ddp_ext.ranks import reason_of
+from lightning_ddp_ext.ranks import chain_of, reason_of
 
 from ..private.compat import checkpoint_of_requeued_job, chosen_directory_of
 from ..private.lightning_tree import SLURMEnvironment, pl
@@ -107,18 +106,12 @@ def raise_if_unanswered(path: str, error: BaseException) -> None:
     Raises:
         CheckpointError: the error is, or follows from, a timeout or a lost connection.
     """
-    if any(isinstance(cause, _UNANSWERED) for cause in _causes(error)):
+    # Clients of stores wrap the errors of their connections.
+    if any(isinstance(cause, _UNANSWERED) for cause in chain_of(error)):
         raise CheckpointError(
             f"cannot search {path} for checkpoints: {reason_of(error)}; check that it can be"
             " reached, or pass the path of a checkpoint as ckpt_path"
         ) from error
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those from which it follows; clients of stores wrap them."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _files_in(directory: str) -> list[str]:
