@@ -145,34 +145,43 @@ class Coordinator:
     # On the channel's thread, even after the start.
 
     def _admit(self, connection: Connection, topic: str, body: Message) -> None:
-        with suppress(KeyError, TypeError, ValueError):
-            # The sender is not a rank; it may stay connected.
-            if topic == "hello" and body["nonce"] != self._address.nonce:
-                _reply(connection, {"retry": "another run is answering there"})
-            elif topic == "hello":
-                with self._channel.arrived:
-                    self._handle_hello(connection, Hello.of(body["hello"]))
+        """Reply to a hello; another program's connection may stay open."""
+        if topic != "hello":
+            return
+        if body.get("nonce") != self._address.nonce:
+            _reply(connection, {"retry": "another run is answering there"})
+            return
+        hello = Hello.of(body.get("hello"))
+        if hello is not None:
+            with self._channel.arrived:
+                self._handle_hello(connection, hello)
 
     def _handle_hello(self, connection: Connection, hello: Hello) -> None:
+        """Accept a rank, or not.
+
+        ============  ==================  ================================================
+        reply         for                 because
+        ============  ==================  ================================================
+        ``refused``   this rank           it belongs to another run
+        ``retry``     this rank           it starts the next run before rank 0 does
+        ``refused``   all ranks           the start has failed, or this rank does not fit
+        ``accepted``  this rank           otherwise; after the last one, all are welcomed
+        ============  ==================  ================================================
+        """
         info = hello.info
         is_of_another_run = self._hello.run and hello.run and hello.run != self._hello.run
+        has_left = info in self._table or info.rank in self._channel.ended
+        error = self._objection_to(hello)
         if is_of_another_run:
             _reply(connection, refusal_of(_other_run(self._where, self._hello, hello)))
-            return
-        has_left = info in self._table or info.rank in self._channel.ended
-        if self._table and has_left:
-            # The sender starts the next run before rank 0 does.
+        elif self._table and has_left:
             _reply(connection, {"retry": "an earlier run has not exited there"})
-            return
-        error = self._objection_to(hello)
-        if error is not None:
+        elif error is not None:
             self._refused.add(info.rank)
             _reply(connection, refusal_of(error))
             self._refuse(error)
-            return
-        self._accept(connection, info)
-        if len(self._present) == self._hello.world_size:
-            self._welcome()
+        else:
+            self._accept(connection, info)
 
     def _accept(self, connection: Connection, info: RankInfo) -> None:
         self._present[info.rank] = info
@@ -180,6 +189,8 @@ class Coordinator:
             self._route = host_of(connection.socket.getsockname())
         self._channel.adopt(info.rank, connection)
         _reply(connection, {"accepted": self._store.port})
+        if len(self._present) == self._hello.world_size:
+            self._welcome()
 
     def _welcome(self) -> None:
         self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
@@ -187,6 +198,7 @@ class Coordinator:
         self._channel.send("handshake", {"welcome": ranks, "route": self._route})
 
     def _objection_to(self, hello: Hello) -> RendezvousError | None:
+        """Return the error that ends the start, or is the end of it already."""
         if self._error is not None:
             return self._error
         if self._table:

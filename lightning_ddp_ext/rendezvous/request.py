@@ -118,23 +118,22 @@ class Hello:
     run: str = ""
 
     @staticmethod
-    def of(values: dict[str, Any]) -> Hello:
-        """Parse a hello from JSON.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is malformed.
-        """
-        info = RankInfo(**values["info"])
-        world_size = int(values["world_size"])
-        if type(info.rank) is not int or not 0 <= info.rank < world_size:
-            raise ValueError(f"rank {info.rank!r} of {world_size}")
-        return Hello(
-            info,
-            world_size,
-            str(values["init_method"]),
-            dict(values["versions"]),
-            str(values["run"]),
-        )
+    def of(values: Any) -> Hello | None:
+        """Parse a hello from JSON; ``None`` if it is malformed."""
+        try:
+            info = RankInfo(**values["info"])
+            world_size = int(values["world_size"])
+            if type(info.rank) is not int or not 0 <= info.rank < world_size:
+                return None
+            return Hello(
+                info,
+                world_size,
+                str(values["init_method"]),
+                dict(values["versions"]),
+                str(values["run"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
 
     def settings(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, by name."""

@@ -4,6 +4,7 @@ error with the reason.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from datetime import timedelta
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness import ranks, training
+from tests.harness.environment import environment_of
 from tests.harness.outcomes import output_of_all
 from tests.harness.scripts import run_script
 from tests.harness.training import Net
@@ -185,6 +187,24 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
     training.assert_same([outcome.result for outcome in stock_first], ours_first)
     warning = "using a process group that other code opened: init_timeout and timeout have"
     assert [outcome.output.count(warning) for outcome in stock_first] == [1, 0]
+
+
+def train_alone_and_then_together(rank: int, world_size: int, directory: Path) -> float:
+    """Train on one device, and then in a group of ranks that this script opens."""
+    training.make_trainer("ddp_ext", devices=1).fit(Net())
+    dist.destroy_process_group()
+    os.environ.update(environment_of(rank, ranks.by_hand_env(world_size)))
+    with training.stock_group(rank, world_size, directory):
+        group = dist.group.WORLD
+        trainer = training.make_trainer("ddp_ext")
+        trainer.fit(Net())
+        assert dist.group.WORLD is group
+        return float(trainer.strategy.reduce(torch.tensor(1.0), reduce_op="sum"))
+
+
+def test_a_group_that_is_opened_after_a_run_on_one_device_is_used(tmp_path: Path) -> None:
+    """It is the user's, though the earlier Trainer had one, too."""
+    assert ranks.run_ranks(train_alone_and_then_together, 2, tmp_path, env={}) == [2.0, 2.0]
 
 
 def choose_init_method(kind: training.Kind, directory: Path) -> str:

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,19 @@ _UNKNOWN_FILE = "last.ckpt"  # never read: all ranks restore rank 0's file, or r
 _fits = 0  # the number of fits that this process has begun, without those that a signal stopped
 
 
+@dataclass(frozen=True)
+class _Found:
+    """The result of rank 0's search.
+
+    Attributes:
+        path: the file with which the run continues; ``None`` if the run starts anew.
+        obsolete: the fit's own files that are not newer, with their change tokens.
+    """
+
+    path: str | None
+    obsolete: dict[str, str]
+
+
 class RunFiles:
     """The stop and rescue checkpoints of a strategy's Trainer.
 
@@ -52,6 +66,7 @@ class RunFiles:
             continues.
         identity: the identity of the Trainer's fit.
         stop_path: the path at which the ranks save the stop checkpoint, after a stop.
+        searches: whether rank 0 searches for the file with which this run continues.
     """
 
     def __init__(self, stop: PathOrUrl | None, rescue: PathOrUrl | None) -> None:
@@ -62,11 +77,9 @@ class RunFiles:
         self._fit = 0  # for a fit in a hook of another run
         self.identity = FitIdentity()
         self.stop_path: str | None = None
-        self._has_searched = False  # on rank 0, whose search counts
-        self._found: str | None = None
+        self.searches = False
+        self._found: _Found | None = None  # on rank 0, whose search counts
         self._search_error: CheckpointError | None = None
-        # Own files not newer than the one found, and their change tokens.
-        self._obsolete: dict[str, str] = {}
 
     @contextmanager
     def count_fit(self, trainer: Any) -> Iterator[None]:
@@ -101,19 +114,22 @@ class RunFiles:
 
     def _may_replace(self, path: str) -> bool:
         """Whether a path is free, has a file of the same fit, or cannot be checked."""
-        if path == self._found:
+        if self._found is not None and path == self._found.path:
             return True
         try:
             time = modification_time(path)
         except CheckpointError:
             return True  # of no name it is known whether it is free
-        if time is None:
-            return True
+        return time is None or self._has_replaceable_file(path, is_seen=math.isfinite(time))
+
+    def _has_replaceable_file(self, path: str, *, is_seen: bool) -> bool:
+        """Whether a file is of the same fit, is of no use to any, or may not exist."""
         try:
             saved = identity_in(path)
-        except CheckpointError as error:
-            is_unknown = math.isinf(time)
-            return is_unknown or isinstance(error, UNUSABLE)
+        except UNUSABLE:
+            return True
+        except CheckpointError:
+            return not is_seen
         if saved is None:
             return True
         is_of_other_run = (
@@ -132,22 +148,21 @@ class RunFiles:
         if trainer is None:
             return args
         self.identity = identify(args, self._fit)
-        self._has_searched = False
         self._found = None
         self._search_error = None
-        self._obsolete = {}
+        asks_for_last = any(map(_is_last, args))
+        has_path = any(isinstance(arg, PathOrUrl) for arg in args)
+        may_be_requeued = trainer.state.fn == "fit" and SLURMEnvironment.detect() and not has_path
+        self.searches = asks_for_last or may_be_requeued
         try:
-            if any(_is_last(arg) for arg in args):
+            if asks_for_last:
                 found = self._search(trainer, is_rank_zero=is_rank_zero)
-                return tuple(found if found and _is_last(arg) else arg for arg in args)
-            has_path = any(isinstance(arg, PathOrUrl) for arg in args)
-            may_be_requeued = trainer.state.fn == "fit" and SLURMEnvironment.detect()
-            if is_rank_zero and may_be_requeued and not has_path:
+                return _with_last_as(found, args) if found else args
+            if may_be_requeued and is_rank_zero:
                 self._find_requeued(trainer)
         except CheckpointError as error:
             self._search_error = error
-            # Lightning would search for "last" itself.
-            return tuple(_UNKNOWN_FILE if _is_last(arg) else arg for arg in args)
+            return _with_last_as(_UNKNOWN_FILE, args)  # Lightning would search for "last" itself
         return args
 
     def raise_search_error(self) -> None:
@@ -161,7 +176,7 @@ class RunFiles:
         If no file is found for ``"last"``, Lightning may choose a file that belongs to
         another fit.
         """
-        return self._found if self._has_searched else path
+        return path if self._found is None else self._found.path
 
     def _search(self, trainer: Any, *, is_rank_zero: bool) -> str | None:
         """Return the file that ``"last"`` means on this rank.
@@ -183,9 +198,7 @@ class RunFiles:
         return found
 
     def _continue_from(self, path: str | None, obsolete: list[str]) -> None:
-        self._has_searched = True
-        self._found = path
-        self._obsolete = {each: change_token(each) for each in obsolete}
+        self._found = _Found(path, {each: change_token(each) for each in obsolete})
 
     def _find_requeued(self, trainer: Any) -> None:
         """Find the newest file that this job saved before it was requeued.
@@ -233,11 +246,9 @@ class RunFiles:
         is_finished_fit = (
             trainer.state.fn == "fit" and not was_interrupted and not trainer.should_stop
         )
-        if not is_finished_fit or not trainer.is_global_zero:
+        if not is_finished_fit or self._found is None:
             return
-        obsolete = self._obsolete
-        self._obsolete = {}
-        for path, token in obsolete.items():
+        for path, token in self._found.obsolete.items():
             if token and change_token(path) == token:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
                 Path(lock_of(path)).unlink(missing_ok=True)
@@ -245,3 +256,8 @@ class RunFiles:
 
 def _is_last(argument: Any) -> bool:
     return isinstance(argument, str) and argument == "last"
+
+
+def _with_last_as(path: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments with a path in place of ``"last"``."""
+    return tuple(path if _is_last(arg) else arg for arg in args)

@@ -151,7 +151,7 @@ class ConnectionSettings:
         owns_group = context is not None and context.groups.owns_default
         has_foreign_group = dist.is_initialized() and not owns_group
         if is_connected or has_foreign_group or world.world_size == 1:
-            return FileEndpoint("")  # never used: no rank has to find another one
+            return Endpoint()  # never used: no rank has to find another one
         environ = {**os.environ, **(started.variables if started is not None else {})}
         method = self.init_method
         environment = strategy.cluster_environment
