@@ -53,7 +53,7 @@ def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosit
     if is_stateful(loader):
         kind = StatePosition
     elif _reads_finite_sampler(loader):
-        kind = IndexPosition if global_order_of(loader) is None else OrderPosition
+        kind = OrderPosition if _reads_in_order(loader) else IndexPosition
     return kind(loader, world_size=world_size, remembered=remembered)
 
 
@@ -66,12 +66,18 @@ def _reads_finite_sampler(loader: Any) -> bool:
     return has_length and type(loader).__iter__ is DataLoader.__iter__
 
 
+def _reads_in_order(loader: Any) -> bool:
+    """Whether a loader reads one of our samplers from its beginning to its end."""
+    index_sampler = index_sampler_of(loader)
+    sampler = global_order_of(loader)
+    return sampler is not None and (index_sampler is sampler or type(index_sampler) is BatchSampler)
+
+
 def global_order_of(loader: Any) -> GlobalOrderSampler | None:
-    """Return the sampler that a loader reads if it is one of ours, or ``None``."""
-    sampler = index_sampler_of(loader)
-    if type(sampler) is BatchSampler:
-        sampler = sampler.sampler
-    return sampler if isinstance(sampler, GlobalOrderSampler) else None
+    """Return our sampler that a loader or its batch sampler has, or ``None``."""
+    index_sampler = index_sampler_of(loader)
+    samplers = (index_sampler, getattr(index_sampler, "sampler", None))
+    return next((each for each in samplers if isinstance(each, GlobalOrderSampler)), None)
 
 
 def rewind(loader: Any) -> None:

@@ -11,10 +11,11 @@ from typing_extensions import override
 from lightning_ddp_ext.data.checks import seed_of
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.loader import DistributedLoader, source_of
+from lightning_ddp_ext.data.loader_kinds import global_order_of
 from lightning_ddp_ext.data.seeding import WorkerSeeding, seed_generators
 from lightning_ddp_ext.errors import ConfigurationError
 
-from ..data.loaders import TrainerLoaders, is_divided
+from ..data.loaders import TrainerLoaders
 from ..data.loop_state import epoch_of
 from ..private.lightning_tree import RunningStage, pl
 from ..private.replaced_methods import Prepare, ReplacedMethods
@@ -80,7 +81,7 @@ class SamplerEpochSeeding(pl.Callback):
     ) -> object:
         """Return a stock strategy's loader, which starts an epoch when it is read."""
         source = source_of(dataloader)
-        if not is_divided(source):
+        if global_order_of(source) is None:
             source = as_lightning(source, shuffle, stage)
         return DistributedLoader(source, partial(self._start_iterator, trainer)).shown()
 

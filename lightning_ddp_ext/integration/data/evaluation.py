@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.data.even_batches import EvenBatches
-from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, own_copy
+from lightning_ddp_ext.data.loader_kinds import global_order_of
 from lightning_ddp_ext.data.loader_properties import batches_of, index_sampler_of
 from lightning_ddp_ext.data.permanent_sampler import PermanentBatchSampler, make_permanent
 
@@ -102,17 +102,14 @@ class Evaluation:
 
     def _even_batches(self, loader: Any, *, is_dealt: bool) -> EvenBatches | None:
         """Return even batches for a loader, or ``None`` to keep its own batches."""
-        batch_sampler = index_sampler_of(loader)
-        sampler = batch_sampler
-        if not isinstance(sampler, GlobalOrderSampler):
-            sampler = getattr(batch_sampler, "sampler", None)
-        if not isinstance(sampler, GlobalOrderSampler) or not can_count_once(loader):
+        sampler = global_order_of(loader)
+        if sampler is None or not can_count_once(loader):
             return None
         is_to_count_once = is_dealt or sampler.uneven == "exact"
         if not is_to_count_once:
             return None
         loop = active_loop_of(self._strategy.current_trainer)
-        even = EvenBatches(batch_sampler, sampler, partial(_is_sequential, loop))
+        even = EvenBatches(index_sampler_of(loader), sampler, partial(_is_sequential, loop))
         return even if even.reads_all_of_its_sampler() else None
 
     # Iterators over a loader.

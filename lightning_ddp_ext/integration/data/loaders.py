@@ -20,9 +20,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, source_of
-from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of
+from lightning_ddp_ext.data.loader_kinds import DRAWING, global_order_of, position_of
 from lightning_ddp_ext.data.loader_properties import batches_of, name_of
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.resampled import REMEDY, with_sampler
@@ -148,18 +147,18 @@ class TrainerLoaders:
         self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage
     ) -> Any:
         """Return the loader with our sampler where Lightning would put its own."""
-        sampler: Any = None
-        if is_divided(dataloader):
-            if stage != RunningStage.PREDICTING:
-                return dataloader
+        is_divided = global_order_of(dataloader) is not None
+        if is_divided and stage == RunningStage.PREDICTING:
             sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
-        elif isinstance(dataloader, DataLoader) and needs_sampler(
-            self._strategy.current_trainer, dataloader
-        ):
-            sampler = self._sampler_for(dataloader, shuffle, stage)
-        if sampler is None:
-            return as_lightning(dataloader, shuffle, stage)
-        return self._read_through(dataloader, sampler, stage)
+            return self._read_through(dataloader, sampler, stage)
+        if is_divided:
+            return dataloader
+        trainer = self._strategy.current_trainer
+        if isinstance(dataloader, DataLoader) and needs_sampler(trainer, dataloader):
+            own_sampler = self._sampler_for(dataloader, shuffle, stage)
+            if own_sampler is not None:
+                return self._read_through(dataloader, own_sampler, stage)
+        return as_lightning(dataloader, shuffle, stage)
 
     def _read_through(self, loader: DataLoader[Any], sampler: Any, stage: RunningStage) -> Any:
         """Return a copy of a loader that reads a sampler.
@@ -237,10 +236,3 @@ def yields_each_once(sampler: Any, dataset: object) -> bool:
     if type(sampler).__iter__ not in (RandomSampler.__iter__, SequentialSampler.__iter__):
         return False
     return not getattr(sampler, "replacement", False) and batches_of(sampler) == batches_of(dataset)
-
-
-def is_divided(loader: Any) -> bool:
-    """Whether our samplers or batch samplers already divide a loader among the ranks."""
-    batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
-    samplers = (batch_sampler, getattr(batch_sampler, "sampler", None))
-    return any(isinstance(sampler, GlobalOrderSampler) for sampler in samplers)
