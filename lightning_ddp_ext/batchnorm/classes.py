@@ -11,7 +11,7 @@ from torch.nn import Module
 from lightning_ddp_ext.batchnorm.layer import CONTEXT, SyncBatchNorm
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 
-_FORMER_CLASS = "_ddpx_own_class"  # attribute of a made class: the class of the layer before
+_FORMER_CLASS = "_ddpx_former_class"  # attribute of a made class: the class of the layer before
 
 
 @functools.cache  # compilers and comparisons rely on one class for all layers of a class
@@ -54,9 +54,9 @@ def _reduce(layer: Any, protocol: Any) -> Any:
     """
     made = type(layer)
     former = vars(made)[_FORMER_CLASS]
-    create, arguments, *state = super(made, layer).__reduce_ex__(protocol)
+    function, its_arguments, *state = super(made, layer).__reduce_ex__(protocol)
     # The class is the function, or an argument of one such as copyreg.__newobj__.
-    create, *arguments = (former if part is made else part for part in (create, *arguments))
+    create, *arguments = (former if part is made else part for part in (function, *its_arguments))
     return (_make_again, (vars(layer)[CONTEXT], create, arguments), *state)
 
 

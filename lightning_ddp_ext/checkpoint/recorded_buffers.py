@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,7 @@ class RecordedBuffers:
         if not buffers or (is_same and not even_if_same):
             return b""
         device = buffers[0].device  # of all, since each copy to the CPU waits for the device
-        views = [each.detach().reshape(-1).view(torch.uint8).to(device) for each in buffers]
-        return torch.cat(views).cpu().numpy().tobytes()
+        return torch.cat([_bytes_of(each).to(device) for each in buffers]).cpu().numpy().tobytes()
 
     def restore(self, content: bytes) -> bool:
         """Restore the buffers; return ``False`` if the bytes do not fit."""
@@ -71,13 +70,21 @@ def _smallest_within(
     """Return owner and name of the smallest buffers, of ``limit`` bytes in total."""
     by_size = sorted(saved, key=lambda buffer: buffer[0])
     totals = accumulate(size for size, _, _ in by_size)
-    within_limit = takewhile(lambda total: total <= limit, totals)
-    return [(owner, name) for (_, owner, name), _ in zip(by_size, within_limit, strict=False)]
+    return [
+        (owner, name)
+        for (_, owner, name), total in zip(by_size, totals, strict=True)
+        if total <= limit
+    ]
+
+
+def _bytes_of(buffer: Tensor) -> Tensor:
+    """Return a buffer's elements as bytes; ``reshape`` alone may leave a stride."""
+    return buffer.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
 def _identity(buffer: Tensor) -> Any:
     """Return a value that changes whenever code writes to the buffer or replaces it.
 
-    Inference tensors have no version.
+    Inference tensors have no version, and always count as unchanged.
     """
     return buffer.is_inference() or (buffer.data_ptr(), version_of(buffer))

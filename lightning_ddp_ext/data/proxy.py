@@ -20,7 +20,8 @@ class Proxy:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create an object of the shown class for Lightning's ``type(loader)(...)``."""
-        return cls.__bases__[-1](*args, **kwargs)
+        shown_class = cls.__bases__[-1]
+        return shown_class(*args, **kwargs)
 
     def __init_subclass__(cls) -> None:
         """Skip the hook of the object's class, which is for subclasses of users."""
@@ -55,7 +56,8 @@ def show(own: Any, iterable: Any) -> Any:
     """
     own = own._ddpx_own if isinstance(own, Proxy) else own
     proxy: Any = object.__new__(_proxy_class(type(own)))  # type: ignore[arg-type]
-    attributes = getattr(own, "__dict__", {"_ddpx_own": own})  # where `data.epochs` finds it
+    # `data.epochs.all_below` follows the ``__dict__`` of objects.
+    attributes = getattr(own, "__dict__", {"_ddpx_own": own})
     for name, value in (("_ddpx_own", own), ("_ddpx_iterable", iterable), ("__dict__", attributes)):
         object.__setattr__(proxy, name, value)
     return proxy
@@ -68,8 +70,9 @@ def iterable_of(shown: object) -> Any:
 
 @cache
 def _proxy_class(own: type) -> type:
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    """Return a subclass of ``own``, or where that is impossible, of ``Proxy`` only."""
+    namespace = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     try:
-        return type(own.__name__, (Proxy, own) if own.__dictoffset__ else (Proxy,), names)
+        return type(own.__name__, (Proxy, own) if own.__dictoffset__ else (Proxy,), namespace)
     except TypeError:  # instances also have slots, or are implemented in C
-        return type(own.__name__, (Proxy,), names)
+        return type(own.__name__, (Proxy,), namespace)

@@ -103,9 +103,10 @@ def seed_each_sample(dataset: Any, *words: int) -> None:
     names = [name for name in ("__getitem__", "__getitems__") if hasattr(users_class, name)]
     methods = {name: _seeding_before(getattr(users_class, name), words) for name in names}
     metaclass: Any = type(users_class)
-    # Python looks up special methods in the class, not in the object.
-    attributes = {"__slots__": (), **methods}
-    dataset.__class__ = metaclass(users_class.__name__, (users_class,), attributes)
+    made = metaclass(users_class.__name__, (users_class,), {"__slots__": (), **methods})
+    # Python looks up special methods in the class, not in the object. A frozen dataclass
+    # refuses a plain assignment.
+    object.__setattr__(dataset, "__class__", made)
 
 
 def _seeding_before(read: Callable[[Any, Any], Any], words: Sequence[int]) -> Any:

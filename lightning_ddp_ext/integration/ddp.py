@@ -51,20 +51,15 @@ class GradientAveraging:
 
         On GPUs, Lightning registers it.
         """
-        module: Any = self._strategy.lightning_module
         ddp: Any = self._strategy.model
         ignored = getattr(ddp, "parameters_to_ignore", ())
-        self._trainable_names = []
-        self._frozen = []
-        if module is None:  # a user forms DDP without a Trainer
-            return
-        for name, parameter in module.named_parameters():
-            if name in ignored:
-                continue
-            if parameter.requires_grad:
-                self._trainable_names.append(name)
-            else:
-                self._frozen.append(parameter)
+        averaged = {
+            name: parameter
+            for name, parameter in ddp.module.named_parameters()
+            if name not in ignored
+        }
+        self._trainable_names = [name for name, each in averaged.items() if each.requires_grad]
+        self._frozen = [each for each in averaged.values() if not each.requires_grad]
         if self._hook is not None and self._strategy.root_device.type == "cpu":
             hook = self._hook if self._wrapper is None else self._wrapper(self._hook)
             ddp.register_comm_hook(self._state, hook)

@@ -26,8 +26,12 @@ def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None
     unknown = [name for name in ddp_kwargs if name not in options]
     if not unknown:
         return
-    known = [*inspect.signature(init).parameters, *options]
-    similar = difflib.get_close_matches(unknown[0], known, n=1)
+    own = [
+        name
+        for name, parameter in inspect.signature(init).parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    similar = difflib.get_close_matches(unknown[0], [*own, *options], n=1)
     remedy = f"did you mean {similar[0]}?" if similar else "remove it."
     raise ConfigurationError(
         f"DDPExtStrategy has no argument {unknown[0]!r}; {remedy} Besides its own arguments, it"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,29 +40,43 @@ def all_reduce(
     ranks = set(dist.get_process_group_ranks(group))
     active_ranks = ranks.difference(idle_ranks) or ranks
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-    is_mean_of_integers = op == ReduceOp.AVG and is_integer
-    if is_mean_of_integers:
+    if op == ReduceOp.AVG and is_integer:
         tensor = tensor.to(torch.int64, copy=True)
     if dist.get_rank() not in active_ranks:
         _neutralise(tensor, op)
-    is_whole_group = active_ranks == ranks
     # Gloo has no AVG, and NCCL's would round integers and divide by all ranks.
-    if op != ReduceOp.AVG or (
-        is_whole_group and not is_integer and not is_gloo(tensor.device, group)
-    ):
-        dist.all_reduce(tensor, op=op, group=group)
+    is_divided_here = op == ReduceOp.AVG and (
+        is_integer or active_ranks != ranks or is_gloo(tensor.device, group)
+    )
+    dist.all_reduce(tensor, op=ReduceOp.SUM if is_divided_here else op, group=group)
+    if not is_divided_here:
         return tensor
-    dist.all_reduce(tensor, op=ReduceOp.SUM, group=group)
     count = len(active_ranks)
-    return tensor / count if is_mean_of_integers else tensor.div_(count)
+    return tensor / count if is_integer else tensor.div_(count)
 
 
 def _neutralise(tensor: Tensor, op: Any) -> None:
     """Fill the tensor with a value that does not change the result of the reduction."""
-    is_float = tensor.is_floating_point()
     if op in (ReduceOp.AVG, ReduceOp.SUM):
         tensor.zero_()
+    elif op == ReduceOp.PRODUCT:
+        tensor.fill_(1)
     elif op == ReduceOp.MIN:
-        tensor.fill_(math.inf if is_float else torch.iinfo(tensor.dtype).max)
+        tensor.fill_(_range_of(tensor.dtype).largest)
     elif op == ReduceOp.MAX:
-        tensor.fill_(-math.inf if is_float else torch.iinfo(tensor.dtype).min)
+        tensor.fill_(_range_of(tensor.dtype).smallest)
+
+
+class _Range(NamedTuple):
+    """The values that a dtype can represent."""
+
+    smallest: float
+    largest: float
+
+
+def _range_of(dtype: torch.dtype) -> _Range:
+    if dtype.is_floating_point:
+        return _Range(-math.inf, math.inf)
+    if dtype == torch.bool:
+        return _Range(False, True)
+    return _Range(torch.iinfo(dtype).min, torch.iinfo(dtype).max)

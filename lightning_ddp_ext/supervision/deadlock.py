@@ -1,9 +1,8 @@
 """Find ranks that wait for each other in different calls, from the reports of all ranks.
 
-In a deadlock, ranks made different calls, so none of them can continue. A rank waits
-for another one that has not made its call. It can never make it if it is itself waiting
-in a call that only ranks of such a circle have not made, or if it has left the
-Trainer's run.
+In a deadlock, ranks made different calls, so none of them can continue. A rank that
+waits in a call needs all ranks that have not made this call. One of them never will if
+it has left the Trainer's run, or if it waits in another call for a rank that never will.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ class Deadlock:
             report.who: self.calls[report.who.rank] for report in self.reports
         }
         _, ranks_in_rarest_call = grouped(calls)[0]
-        remedies = [remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes]
+        remedies = (remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes)
         return event_of(
             "absent",
             ranks_in_rarest_call[0],
             "ranks are waiting for each other in different calls:"
-            f" {activities_in_words(calls, 'is in')}; {[*remedies, _GENERAL_REMEDY][0]}",
+            f" {activities_in_words(calls, 'is in')}; {next(remedies, _GENERAL_REMEDY)}",
         )
 
     def persists_in(self, later: Deadlock | None) -> bool:
@@ -114,7 +113,7 @@ def _pending_in(reports: Sequence[Report]) -> list[_Entered]:
     return [
         _Entered(report, progress, progress.pending)
         for report in reports
-        for progress in report.pending
+        for progress in report.unfinished
     ]
 
 
@@ -140,7 +139,7 @@ def _circle_in(reports: Sequence[Report]) -> Deadlock | None:
     """Return the ranks that wait for each other, or for a rank that has left the run."""
     stuck = [report for report in reports if report.is_blocked or not report.is_in_run]
     while True:
-        # A rank that turns out not to be stuck may continue the ranks that wait for it.
+        # A rank that turns out not to be stuck may let those continue that wait for it.
         certain = [report for report in stuck if _is_in_circle(report, stuck)]
         if len(certain) == len(stuck):
             break
@@ -163,14 +162,14 @@ def _is_waiting_for(report: Report, other: Report) -> bool:
 
     The other one cannot make it if it is blocked, or if it has left that run.
     """
-    has_left_run = report.is_in_run and other.run >= report.run
+    has_left_run = report.is_in_run and not other.is_in_run and other.run >= report.run
     if not report.is_blocked or not (other.is_blocked or has_left_run):
         return False
     if report.awaited is not None:
         return other.calls < report.awaited.number
     return any(
         progress.is_missing(other.who.rank, other.progress_in(progress.group))
-        for progress in report.pending
+        for progress in report.unfinished
     )
 
 

@@ -95,7 +95,7 @@ def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:
     The first unfinished collective of each group is checked, that of the default group
     before the others.
     """
-    pending = [progress for report in reports for progress in report.pending]
+    pending = [progress for report in reports for progress in report.unfinished]
     for progress in sorted(pending, key=lambda each: (each.label, each.group, each.pending)):
         absent = [
             report
@@ -116,7 +116,7 @@ def _absent(
     waiting = [
         report
         for report in reports
-        if progress.group in [pending.group for pending in report.pending]
+        if progress.group in [pending.group for pending in report.unfinished]
     ]
     seconds = max(report.idle for report in waiting)
     ranks = ranks_in_words(report.who.rank for report in waiting)
@@ -144,9 +144,9 @@ def _slowest(stalled: Sequence[Report]) -> PeerEvent:
 
 
 def _activity(report: Report) -> str:
-    if not report.pending:
+    if not report.unfinished:
         return report.where
-    progress = report.pending[0]
+    progress = report.unfinished[0]
     return f"{progress.describe(progress.pending)}, {report.where}"
 
 

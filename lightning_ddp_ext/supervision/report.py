@@ -93,10 +93,10 @@ class Report:
     @property
     def waits(self) -> bool:
         """Whether another rank may be the reason why it is making no progress."""
-        return self.is_waiting or bool(self.pending)
+        return self.is_waiting or bool(self.unfinished)
 
     @property
-    def pending(self) -> list[GroupProgress]:
+    def unfinished(self) -> list[GroupProgress]:
         """Its progress in the groups in which it has an unfinished collective."""
         return [progress for progress in self.groups if progress.pending]
 

@@ -129,7 +129,8 @@ class Survey:
             longest = _WAITS_FOR_REPLIES * self._seconds
             self._peers.wait_for(lambda: kind in self._finished, longest)
         is_answered = kind in self._finished or self._peers.cause_or_departure is not None
-        if not is_answered and kind != "deadlock" and self._peers.rank != 0:
+        is_rank_zero_silent = not is_answered and self._peers.rank != 0
+        if is_rank_zero_silent and kind != "deadlock":
             silence = Silence(self._peers.table[0], self._seconds)
             self._conclude(kind, wait, Findings([self.reporter.report()], [silence]))
         return self._peers.cause_or_departure
@@ -149,10 +150,10 @@ class Survey:
         """Report the rank that the others wait for, if the findings show it."""
         if kind == "hang":
             event = findings.stuck_rank
+        elif kind == "collective":
+            event = findings.silent_rank(wait) or findings.rank_outside_collective(wait)
         else:
             event = findings.silent_rank(wait)
-            if event is None and kind == "collective":
-                event = findings.rank_outside_collective(wait)
         if event is not None and (kind != "hang" or self.publish(event, findings)):
             self._peers.report(event)
 
@@ -185,11 +186,17 @@ class Survey:
         ]
         if len(ranks) < 2 or glances == self._harmless:
             return
-        deadlock = deadlock_in(self._findings("calls", ranks).reports)
-        if deadlock is None:
-            self._harmless = glances
-        else:
+        reports = self._findings("calls", ranks).reports
+        deadlock = deadlock_in(reports)
+        # A rank may have replied too late, or torch too late with its collectives.
+        is_complete = len(reports) == len(ranks) and all(
+            report.unfinished or report.awaited or not glances[report.who.rank].open_calls
+            for report in reports
+        )
+        if deadlock is not None:
             self._confirm(deadlock, ranks)
+        elif is_complete:
+            self._harmless = glances
 
     def _confirm(self, deadlock: Deadlock, ranks: Collection[int]) -> None:
         """Report a deadlock if a second request finds it unchanged."""

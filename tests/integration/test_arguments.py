@@ -133,9 +133,11 @@ def test_a_subclass_may_take_further_arguments(find_unused: dict[str, bool]) -> 
 
 
 def test_a_name_that_no_class_takes_is_refused() -> None:
-    """This holds for a subclass as well."""
-    with pytest.raises(ConfigurationError, match="find_unused"):
+    """This holds for a subclass as well; the error suggests only names that exist."""
+    with pytest.raises(ConfigurationError, match="mean find_unused_parameters?"):
         Coloured("red", find_unused=True)
+    with pytest.raises(ConfigurationError, match="no argument 'ddp_kwargs'; remove it"):
+        DDPExtStrategy(ddp_kwargs={"bucket_cap_mb": 50})
 
 
 @pytest.mark.parametrize("devices", [1, 3])

@@ -106,11 +106,11 @@ def test_the_best_scores_are_rank_zeros_on_every_rank(tmp_path: Path) -> None:
     assert "optimizer_states" in torch.load(tmp_path / "stock" / "third" / "epoch=2.ckpt")
 
 
-def single_device_trainer(callback: RankZeroCheckpoint, *plugins: Any) -> L.Trainer:
+def single_device_trainer(*callbacks: RankZeroCheckpoint, plugins: Any = ()) -> L.Trainer:
     return training.make_trainer(
         "auto",
         devices=1,
-        callbacks=[callback],
+        callbacks=[*callbacks],
         plugins=list(plugins),
         enable_checkpointing=True,
         max_epochs=1,
@@ -119,12 +119,15 @@ def single_device_trainer(callback: RankZeroCheckpoint, *plugins: Any) -> L.Trai
 
 @pytest.mark.lowest
 def test_the_callback_brings_its_io_to_a_single_device(tmp_path: Path) -> None:
-    """The callback saves without a strategy of several ranks, and then undoes its changes."""
-    callback = RankZeroCheckpoint(tmp_path, checkpoint_io=RankZeroCheckpointIO(background=True))
-    trainer = single_device_trainer(callback)
+    """The callback saves without a strategy of several ranks, and then undoes its changes.
+
+    An earlier callback without an IO uses the same one.
+    """
+    io = RankZeroCheckpointIO(background=True)
+    callback = RankZeroCheckpoint(tmp_path, checkpoint_io=io)
+    trainer = single_device_trainer(RankZeroCheckpoint(every_n_epochs=2), callback)
     trainer.fit(Net())
-    io = trainer.strategy.checkpoint_io
-    assert isinstance(io, RankZeroCheckpointIO)
+    assert trainer.strategy.checkpoint_io is io
     assert torch.load(callback.best_model_path)["epoch"] == 0
     replaced = {"save_checkpoint", "remove_checkpoint", "load_checkpoint", "teardown"}
     assert not replaced & {*vars(trainer.strategy), *vars(io)}
@@ -134,7 +137,7 @@ def test_the_callback_brings_its_io_to_a_single_device(tmp_path: Path) -> None:
 def test_a_callback_and_a_trainer_cannot_have_different_ios(tmp_path: Path) -> None:
     """The error names the IO that the callback would replace."""
     callback = RankZeroCheckpoint(tmp_path, checkpoint_io=RankZeroCheckpointIO())
-    trainer = single_device_trainer(callback, RankZeroCheckpointIO())
+    trainer = single_device_trainer(callback, plugins=[RankZeroCheckpointIO()])
     with pytest.raises(
         ConfigurationError, match="would replace the Trainer's RankZeroCheckpointIO"
     ):

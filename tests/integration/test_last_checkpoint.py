@@ -17,6 +17,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ddp_ext import CheckpointError, RankZeroCheckpointIO
+from lightning_ddp_ext.integration.checkpoints.last_search import newest_first
 from tests.checkpoint.content import flip
 from tests.harness import training
 from tests.integration import checkpointing
@@ -64,6 +65,10 @@ def test_last_ignores_a_file_that_a_users_callback_names(tmp_path: Path) -> None
     assert ours == stock == [(0, 4), (0, 4)]
 
 
+STEPS = 4  # of an epoch
+EPOCHS = 10  # so that the ranks have time to agree on a stop
+
+
 class Resumed(NamedTuple):
     """The steps at which a run began and ended, and its warnings about files."""
 
@@ -75,12 +80,12 @@ class Resumed(NamedTuple):
 def run_command(
     kind: training.Kind, directory: Path, kept: Path, *callbacks: L.Callback
 ) -> Resumed:
-    """Run one command line, from its newest file on, for ten epochs of four steps."""
+    """Run one command line, from its newest file on."""
     begun: list[int] = []
     begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
     saver = ModelCheckpoint(kept, save_last=True)
     io = RankZeroCheckpointIO()
-    options = {"max_epochs": 10, "default_root_dir": directory}  # long enough to agree on a stop
+    options = {"max_epochs": EPOCHS, "default_root_dir": directory}
     trainer = checkpointing.trainer_for(kind, directory, io, [begin, saver, *callbacks], **options)
     with warnings.catch_warnings(record=True) as caught, suppress(SystemExit):
         warnings.simplefilter("always")
@@ -90,32 +95,46 @@ def run_command(
 
 
 def run_until_stopped(kind: training.Kind, directory: Path, kept: Path) -> Resumed:
-    """Send SIGTERM to rank 1 after some batches."""
-    return run_command(kind, directory, kept, signalled("on_train_batch_end", 5, ranks=[1]))
+    """Send SIGTERM to rank 1 in the second epoch."""
+    stop = signalled("on_train_batch_end", STEPS + 1, ranks=[1])
+    return run_command(kind, directory, kept, stop)
 
 
 def test_last_continues_after_a_preemption(tmp_path: Path) -> None:
-    """The same command line, run again, resumes from the stop checkpoint, which is newer
-    than `last.ckpt`.
+    """The same command line, run again, resumes from the stop checkpoint, also if its
+    time is that of `last.ckpt`, as in a store that rounds times to seconds.
     """
     kept = tmp_path / "kept"
     stopped, _ = training.on_ranks("ours", run_until_stopped, tmp_path, kept)
     assert stopped.first_step == 0
-    assert stopped.last_step > 5
+    assert stopped.last_step > STEPS + 1
+    for file in kept.iterdir():
+        os.utime(file, (0, 0))
     resumed, _ = training.on_ranks("ours", run_command, tmp_path, kept)
-    assert resumed == Resumed(stopped.last_step, 40, [])
+    assert resumed == Resumed(stopped.last_step, EPOCHS * STEPS, [])
+
+
+def test_of_files_with_the_same_time_a_stop_checkpoint_is_the_newest(tmp_path: Path) -> None:
+    """The order in which the files are found makes no difference."""
+    saved, stopped = (f"{tmp_path}/{name}" for name in ("last.ckpt", "last-preempted.ckpt"))
+    for path in (saved, stopped):
+        Path(path).touch()
+        os.utime(path, (0, 0))
+    for paths in ([saved, stopped], [stopped, saved]):
+        assert newest_first(paths, written_last={stopped}) == [stopped, saved]
 
 
 def test_last_is_the_file_before_one_that_is_not_whole(tmp_path: Path) -> None:
-    """Rank 0 names the newest file, which is cut off."""
+    """Rank 0 names the newest file, which is cut off, and resumes from the one before."""
     kept = tmp_path / "kept"
     stopped, _ = training.on_ranks("ours", run_until_stopped, tmp_path, kept)
     newest = kept / "last-preempted.ckpt"
     os.truncate(newest, newest.stat().st_size // 2)
+    # Versions of the file count, too.
     (kept / "last.ckpt").rename(kept / "last-v1.ckpt")
     resumed, other = training.on_ranks("ours", run_command, tmp_path, kept)
-    assert resumed.first_step in range(4, stopped.last_step + 1, 4), "an epoch's end"
-    assert resumed.last_step == 40
+    assert resumed.first_step in range(STEPS, stopped.last_step + 1, STEPS), "an epoch's end"
+    assert resumed.last_step == EPOCHS * STEPS
     assert other.skipped == []
     [told] = resumed.skipped
     assert told.startswith(

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from tests.harness.training import Kind, Net, assert_same, make_strategy, make_trainer, on_both
+from lightning_ddp_ext.reductions.all_reduce import all_reduce
+from tests.harness.training import (
+    Kind,
+    Net,
+    assert_same,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+)
 
 
 class Reduced(NamedTuple):
@@ -46,3 +57,25 @@ def test_a_mean_of_integers_is_not_rounded(tmp_path: Path) -> None:
     for mine, stocks in zip(*on_both(reduce_values, tmp_path), strict=True):
         assert_same(mine.integer_means, [torch.tensor([1.5, 4.0])] * 2)
         assert_same(mine.others, stocks.others)
+
+
+VALUES = (torch.tensor([2.5, -1.0]), torch.tensor([2, -1]), torch.tensor([True, False]))
+OPS = ("sum", "product", "min", "max", "mean")
+
+
+def reduce_without_rank_one(kind: Kind, directory: Path) -> list[Tensor]:
+    """Reduce values, of which those of rank 1 do not count; they differ from rank 0's."""
+    reduced = []
+    for value, op in itertools.product(VALUES, OPS):
+        own = value.clone() if dist.get_rank() == 0 else value.logical_not().to(value.dtype)
+        reduced.append(all_reduce(own, reduce_op=op, idle_ranks=[1]))
+    return reduced
+
+
+def test_the_values_of_an_idle_rank_do_not_count(tmp_path: Path) -> None:
+    """They do not in any reduction, whatever the dtype."""
+    expected = [
+        value.float() if op == "mean" else value for value, op in itertools.product(VALUES, OPS)
+    ]
+    for reduced in on_ranks("stock", reduce_without_rank_one, tmp_path):
+        assert_same(reduced, expected)

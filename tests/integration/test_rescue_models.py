@@ -73,11 +73,16 @@ class Normalising(Net):
 
 
 class Clipping(Net):
-    """Limits trained weights after each step."""
+    """Limits trained weights after each step, and adds them up in a column of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(4, 2)[:, 0])
 
     @torch.no_grad()
     def on_train_batch_end(self, *_: Any) -> None:
         self.layers[0].weight.clamp_(-0.3, 0.3)
+        self.sums += self.layers[0].weight.sum(0)
 
 
 class OtherGenerator(Net):

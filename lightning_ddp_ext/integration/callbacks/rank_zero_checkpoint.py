@@ -63,8 +63,40 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._replaced.undo_all()
-        self._checkpoints = _checkpoints_of(trainer, self._checkpoint_io, self._replaced)
+        self._checkpoints = self._install_in(trainer)
         super().setup(trainer, pl_module, stage)
+
+    def _install_in(self, trainer: pl.Trainer) -> Checkpoints | None:
+        """Make the ranks save and restore together.
+
+        Return ``None`` if the strategy overrides ``save_checkpoint``.
+        """
+        strategy = trainer.strategy
+        has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
+        if has_own_save and not isinstance(strategy, DDPExtStrategy):
+            rank_zero_warn(
+                f"{type(strategy).__name__} overrides save_checkpoint, so RankZeroCheckpoint leaves"
+                " saving to it and behaves like an ordinary ModelCheckpoint"
+            )
+            return None
+        self._install_io(trainer)
+        if isinstance(strategy, DDPExtStrategy):
+            return strategy.checkpoints
+        return _replace_methods(trainer, self._replaced)
+
+    def _install_io(self, trainer: pl.Trainer) -> None:
+        strategy = trainer.strategy
+        present = strategy.checkpoint_io
+        is_default = getattr(present, "is_default", False)
+        if is_default or type(present) is pl.plugins.TorchCheckpointIO:
+            strategy.checkpoint_io = _io_of_callbacks(trainer) or RankZeroCheckpointIO()
+        own = self._checkpoint_io
+        if own is not None and own is not strategy.checkpoint_io:
+            raise ConfigurationError(
+                f"RankZeroCheckpoint(checkpoint_io={type(own).__name__}) would replace the"
+                f" Trainer's {type(present).__name__}; pass only one checkpoint IO, either in"
+                " plugins or in one callback"
+            )
 
     @override
     def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, Tensor]:
@@ -87,46 +119,17 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         self._checkpoints.on_rank_zero(lambda: io.link(filepath, linkpath), f"linking {linkpath}")
 
 
-def _checkpoints_of(
-    trainer: pl.Trainer, io: RankZeroCheckpointIO | None, replaced: ReplacedMethods
-) -> Checkpoints | None:
-    """Return the object that makes ranks save and restore together, or ``None``.
-
-    Install it in a stock strategy. The object is ``None`` if the strategy overrides
-    ``save_checkpoint``.
-    """
-    strategy = trainer.strategy
-    has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
-    if has_own_save and not isinstance(strategy, DDPExtStrategy):
-        rank_zero_warn(
-            f"{type(strategy).__name__} overrides save_checkpoint, so RankZeroCheckpoint leaves"
-            " saving to it and behaves like an ordinary ModelCheckpoint"
-        )
-        return None
-    _install_io(strategy, io)
-    if isinstance(strategy, DDPExtStrategy):
-        return strategy.checkpoints
-    # If another callback has installed it.
-    installed = getattr(strategy.save_checkpoint, "__self__", None)
-    return installed if isinstance(installed, Checkpoints) else _install(trainer, replaced)
+def _io_of_callbacks(trainer: pl.Trainer) -> RankZeroCheckpointIO | None:
+    """Return the IO that a callback was given, if any."""
+    ios = [
+        callback._checkpoint_io
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, RankZeroCheckpoint)
+    ]
+    return next((io for io in ios if io is not None), None)
 
 
-def _install_io(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | None) -> None:
-    present = strategy.checkpoint_io
-    is_default = type(present) is pl.plugins.TorchCheckpointIO or getattr(
-        present, "is_default", False
-    )
-    if is_default:
-        strategy.checkpoint_io = io or RankZeroCheckpointIO()
-    elif io is not None and io is not present:
-        raise ConfigurationError(
-            f"RankZeroCheckpoint(checkpoint_io={type(io).__name__}) would replace the Trainer's"
-            f" {type(present).__name__}; pass only one checkpoint IO, either in plugins or in one"
-            " callback"
-        )
-
-
-def _install(trainer: pl.Trainer, replaced: ReplacedMethods) -> Checkpoints:
+def _replace_methods(trainer: pl.Trainer, replaced: ReplacedMethods) -> Checkpoints:
     """Make the ranks of a stock strategy save and restore together.
 
     The strategy's teardown undoes this.

@@ -10,7 +10,7 @@ further request might also take minutes. Any other error is an answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,14 +160,19 @@ def _find_owners(candidates: list[Candidate], only_ours: set[str], identity: Fit
                 file.owner = _run_with_other(file.changed)
 
 
-def newest_first(paths: Iterable[str]) -> list[str]:
+def newest_first(paths: Iterable[str], written_last: Collection[str] = ()) -> list[str]:
     """Return the files that exist.
+
+    Stores round times to seconds. Of files with the same time, those in
+    ``written_last`` come first, which a run saves as its last ones.
 
     Raises:
         CheckpointError: a store does not answer.
     """
     times = {path: modification_time(path) for path in paths}
-    existing = {path: time for path, time in times.items() if time is not None}
+    existing = {
+        path: (time, path in written_last) for path, time in times.items() if time is not None
+    }
     return sorted(existing, key=existing.__getitem__, reverse=True)
 
 

@@ -37,11 +37,12 @@ from .paths import (
 # Lightning also saves a file for it, whatever the settings.
 _OF_REQUEUED_JOB = "last-preempted.ckpt"
 _UNKNOWN_FILE = "last.ckpt"  # never read: all ranks restore rank 0's file, or raise its error
-_fits = 0  # the number of fits that this process has begun, without those that a signal stopped
+# The number of fits that this process has begun, without those that a signal stopped.
+_fits_begun = 0
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Choice:
     """The result of rank 0's search.
 
     Attributes:
@@ -74,11 +75,11 @@ class RunFiles:
         self.requeue_name: PathOrUrl = _OF_REQUEUED_JOB if stop is None else stop
         of_stop = self.requeue_name if SLURMEnvironment.detect() else stop
         self._names = [name for name in (of_stop, rescue) if name is not None]
-        self._fit = 0  # for a fit in a hook of another run
+        self._fit_number = 0  # for a fit in a hook of another run
         self.identity = FitIdentity()
         self.stop_path: str | None = None
         self.searches = False
-        self._found: _Found | None = None  # on rank 0, whose search counts
+        self._choice: _Choice | None = None  # on rank 0, whose search counts
         self._search_error: CheckpointError | None = None
 
     @contextmanager
@@ -87,16 +88,20 @@ class RunFiles:
 
         One that a signal stops does not count, as it may be called again.
         """
-        global _fits
-        if trainer is None or trainer.state.fn != "fit" or current_run() is not None:
+        global _fits_begun
+        is_fit = trainer is not None and trainer.state.fn == "fit"
+        is_in_hook = current_run() is not None
+        if is_in_hook:
+            self._fit_number = 0
+        if is_in_hook or not is_fit:
             yield
             return
-        _fits += 1
-        self._fit = _fits
+        _fits_begun += 1
+        self._fit_number = _fits_begun
         try:
             yield
         except SystemExit:
-            _fits -= 1
+            _fits_begun -= 1
             raise
 
     def place(self, name: PathOrUrl | None, trainer: Any) -> str | None:
@@ -108,36 +113,27 @@ class RunFiles:
         path = path_of_run_file(name, command(), trainer)
         if path is None:
             return None
-        path = versioned(path, int(os.environ.get("SLURM_JOB_ID", 0)))
+        path = versioned(path, int(os.environ.get("SLURM_JOB_ID") or 0))
         versions = (versioned(path, number) for number in count())
         return next(version for version in versions if self._may_replace(version))
 
     def _may_replace(self, path: str) -> bool:
         """Whether a path is free, has a file of the same fit, or cannot be checked."""
-        if self._found is not None and path == self._found.path:
+        if self._choice is not None and path == self._choice.path:
             return True
+        time: float | None = math.inf  # unknown
         try:
             time = modification_time(path)
-        except CheckpointError:
-            return True  # of no name it is known whether it is free
-        return time is None or self._has_replaceable_file(path, is_seen=math.isfinite(time))
-
-    def _has_replaceable_file(self, path: str, *, is_seen: bool) -> bool:
-        """Whether a file is of the same fit, is of no use to any, or may not exist."""
-        try:
-            saved = identity_in(path)
+            saved = None if time is None else identity_in(path)
         except UNUSABLE:
             return True
         except CheckpointError:
-            return not is_seen
-        if saved is None:
-            return True
-        is_of_other_run = (
+            return time == math.inf  # a file that certainly exists is kept
+        return saved is None or not (
             self.identity.difference(saved)
             or self.identity.is_of_other_job(saved)
             or self.identity.changed_variables(saved)
         )
-        return not is_of_other_run
 
     # Resuming.
 
@@ -147,8 +143,8 @@ class RunFiles:
         """Replace ``ckpt_path="last"`` in a Trainer function's arguments by a path."""
         if trainer is None:
             return args
-        self.identity = identify(args, self._fit)
-        self._found = None
+        self.identity = identify(args, self._fit_number)
+        self._choice = None
         self._search_error = None
         asks_for_last = any(map(_is_last, args))
         has_path = any(isinstance(arg, PathOrUrl) for arg in args)
@@ -176,18 +172,18 @@ class RunFiles:
         If no file is found for ``"last"``, Lightning may choose a file that belongs to
         another fit.
         """
-        return path if self._found is None else self._found.path
+        return path if self._choice is None else self._choice.path
 
     def _search(self, trainer: Any, *, is_rank_zero: bool) -> str | None:
         """Return the file that ``"last"`` means on this rank.
 
-        Rank 0 also reads the identities of the files, and logs its choice.
+        Rank 0 also reads the identities of the files, and logs and records its choice.
         """
         own: set[str] = set()
         for name in self._names:
             own |= versions_of(path_of_run_file(name, command(), trainer))
         of_lightning = files_that_last_means(trainer)
-        paths = newest_first(own | of_lightning)
+        paths = newest_first(own | of_lightning, written_last=own)
         if not is_rank_zero:
             # It would log, because rank_zero_info does not know a rank's number yet.
             return next(iter(paths), None)
@@ -198,7 +194,7 @@ class RunFiles:
         return found
 
     def _continue_from(self, path: str | None, obsolete: list[str]) -> None:
-        self._found = _Found(path, {each: change_token(each) for each in obsolete})
+        self._choice = _Choice(path, {each: change_token(each) for each in obsolete})
 
     def _find_requeued(self, trainer: Any) -> None:
         """Find the newest file that this job saved before it was requeued.
@@ -238,7 +234,8 @@ class RunFiles:
         """Remove the file that a finished fit resumed from, and its older ones.
 
         Otherwise the same command would resume from them every time. Files that changed
-        since then are kept. A fit that a callback stopped may be continued.
+        since then are kept. A fit that a callback stopped may be continued, and a trial run
+        with ``fast_dev_run`` or without batches has not continued it.
         """
         if trainer is None:
             return  # in a process that starts ranks
@@ -246,9 +243,10 @@ class RunFiles:
         is_finished_fit = (
             trainer.state.fn == "fit" and not was_interrupted and not trainer.should_stop
         )
-        if not is_finished_fit or self._found is None:
+        is_trial = trainer.fast_dev_run or trainer.limit_train_batches == 0
+        if not is_finished_fit or is_trial or self._choice is None:
             return
-        for path, token in self._found.obsolete.items():
+        for path, token in self._choice.obsolete.items():
             if token and change_token(path) == token:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
                 Path(lock_of(path)).unlink(missing_ok=True)
