@@ -134,7 +134,7 @@ def test_a_subclass_may_take_further_arguments(find_unused: dict[str, bool]) -> 
 
 def test_a_name_that_no_class_takes_is_refused() -> None:
     """This holds for a subclass as well; the error suggests only names that exist."""
-    with pytest.raises(ConfigurationError, match="mean find_unused_parameters?"):
+    with pytest.raises(ConfigurationError, match="did you mean find_unused_parameters"):
         Coloured("red", find_unused=True)
     with pytest.raises(ConfigurationError, match="no argument 'ddp_kwargs'; remove it"):
         DDPExtStrategy(ddp_kwargs={"bucket_cap_mb": 50})

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -131,6 +132,7 @@ def run_alone(
     *words: str,
     stops: bool,
     ckpt_path: str | None = "last",
+    trial: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Run a command with these words, to its end or until a stop in its second step;
     return where it begins.
@@ -144,8 +146,9 @@ def run_alone(
         enable_checkpointing=True,
         max_epochs=2,
         default_root_dir=directory,
+        **trial,
     )
-    return begin_of(run)
+    return begin_of(run) if run.steps else "without a step"
 
 
 class Launched(NamedTuple):
@@ -167,6 +170,14 @@ def test_another_command_leaves_a_stop_checkpoint(tmp_path: Path) -> None:
     assert launch_alone(tmp_path, "--lr", "2", stops=False).begin == FROM_START
     same = launch_alone(tmp_path, "--lr", "1", "--ckpt_path", "last", stops=False)
     assert same.begin == RESUMED
+
+
+def test_a_trial_run_keeps_the_stop_checkpoint(tmp_path: Path) -> None:
+    """It finishes, but has not trained on."""
+    launch_alone(tmp_path, stops=True)
+    for trial in ({"fast_dev_run": True}, {"limit_train_batches": 0}):
+        assert launch_alone(tmp_path, stops=False, trial=trial).begin == "without a step"
+    assert launch_alone(tmp_path, stops=False).begin == RESUMED
 
 
 def test_a_first_run_with_last_names_the_file_of_a_later_one(tmp_path: Path) -> None:
