@@ -70,7 +70,8 @@ def checksum(tensor: Tensor) -> Tensor:
     """Return a checksum of a dense tensor's bits, independent of its memory layout.
 
     This is a multilinear hash (Lemire and Kaser, 2014): the sum of 32-bit words times
-    random odd weights, modulo 2**64.
+    random odd weights, modulo 2**64. The weights repeat in each chunk, and the sums of the
+    chunks are the coefficients of a polynomial in ``_FACTOR``.
     """
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # flatten() may leave a stride that view(dtype) refuses.

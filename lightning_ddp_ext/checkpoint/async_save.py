@@ -107,20 +107,20 @@ class Saver:
         If Ctrl-C interrupts this call, the job does not run: the thread waits for the
         end of the block, and finds no job.
         """
-        jobs: list[Callable[[], None]] = []
+        one_job: list[Callable[[], None]] = []
         with self._starting:
             self._last_thread = start_thread(
-                "ddpx-checkpoints", self._run, jobs, self._last_thread, daemon=False
+                "ddpx-checkpoints", self._run, one_job, self._last_thread, daemon=False
             )
-            jobs.append(job)
+            one_job.append(job)
 
-    def _run(self, jobs: list[Callable[[], None]], previous: threading.Thread | None) -> None:
+    def _run(self, one_job: list[Callable[[], None]], previous: threading.Thread | None) -> None:
         if previous is not None:
             previous.join()
         with self._starting:
-            pass
+            pass  # now `_start` has added the job, or a signal handler has interrupted it
         try:
-            for job in jobs:
+            for job in one_job:
                 job()
         except BaseException as error:
             _logger.error("%s", error)  # the process may exit before anything raises it

@@ -169,12 +169,11 @@ def slices_of(memory: UntypedStorage, sizes: list[int]) -> list[UntypedStorage]:
 
     An empty slice is a separate storage without an address.
     """
-    ends = accumulate(map(aligned, sizes))
-    begins = (end - aligned(size) for end, size in zip(ends, sizes, strict=True))
+    begins = accumulate(map(aligned, sizes), initial=0)  # and the end of the last one
     # torch.save would confuse an empty slice with the next one at the same address.
     return [
         memory[begin : begin + size] if size else UntypedStorage(0)
-        for begin, size in zip(begins, sizes, strict=True)
+        for begin, size in zip(begins, sizes, strict=False)
     ]
 
 

@@ -52,7 +52,7 @@ def _pickled(file: Any) -> bytes:
 
 
 class _Ignoring(type):
-    """The class of the placeholder: calling it or changing it has no effect."""
+    """The class of the placeholder: calling it, as REDUCE does, has no effect."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls
@@ -64,7 +64,10 @@ class _Ignoring(type):
 
 
 class _Ignored(metaclass=_Ignoring):
-    """Stands for classes, functions and objects, so that none of their code runs."""
+    """Stands for classes, functions and objects, so that none of their code runs.
+
+    Pickle's NEWOBJ calls ``__new__``.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls

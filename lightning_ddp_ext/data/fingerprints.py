@@ -21,7 +21,7 @@ from lightning_ddp_ext.nested import values_of
 T = TypeVar("T")
 
 _VALUES = 32  # sampled in a batch
-_ELEMENTS = 128  # sampled in a tensor
+_ELEMENTS = 128  # about as many are sampled in a tensor, at most twice as many
 _LISTED = 1 << 14  # indices per checksum, so that their bytes stay in the cache
 _STABLE_FORMAT = 2  # of `marshal`; newer ones depend on which objects are identical
 
@@ -112,7 +112,10 @@ def _elements_of(array: Any) -> list[Any]:
         return []
     number = math.prod(array.shape)
     # Odd, so that the sample does not stay in one column of a batch.
-    step = number // _ELEMENTS | 1
-    if isinstance(array, torch.Tensor):
-        return list(array.take(torch.arange(0, number, step)).tolist())
-    return list(array.flat[::step].tolist())
+    step = (number // _ELEMENTS) | 1
+    sample = (
+        array.take(torch.arange(0, number, step))
+        if isinstance(array, torch.Tensor)
+        else array.flat[::step]
+    )
+    return list(sample.tolist())

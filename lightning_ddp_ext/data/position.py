@@ -72,11 +72,12 @@ class IteratorStart:
             before. If the loader itself draws, the first one was recorded before
             ``iter(loader)`` and the second one before the first batch.
         saved_state: what the saving run saved only for this kind of loader.
-        loader_states: states of the loader.
         trace: what was drawn, by the position reached.
+        loader_states: states of the loader; only in a ``StatePosition``.
         order_fingerprint: that of the order of the epoch, if all of it is drawn when
-            the iterator starts.
-        batch_size: the batch size when the iterator started, if positions depend on it.
+            the iterator starts; only in an ``OrderPosition``.
+        batch_size: the batch size when the iterator started; only in an
+            ``OrderPosition``.
     """
 
     number: int = 0
@@ -84,8 +85,8 @@ class IteratorStart:
     position: int = 0
     random_states: list[Any] = field(default_factory=list)
     saved_state: Any = None
-    loader_states: list[LoaderState] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
+    loader_states: list[LoaderState] = field(default_factory=list)
     order_fingerprint: int | None = None
     batch_size: int | None = None
 
@@ -233,7 +234,7 @@ class LoaderPosition:
         """Return this rank's position after ``done`` batches of the epoch.
 
         ``batches_given`` is the value that the attribute had when the random states of
-        the checkpoint were recorded.
+        the checkpoint were recorded; only ``IndexPosition`` uses it.
 
         ==========  ================================================================
         ``epoch``   the epoch
@@ -256,7 +257,7 @@ class LoaderPosition:
         }
 
     def _start_before(self, done: int) -> GivenBatch:
-        """Find the ``done``-th batch of the epoch."""
+        """Find the iterator that gave the ``done``-th batch, at most the last one given."""
         if not self._starts:
             return GivenBatch(IteratorStart(), 0)
         earlier = [start for start in self._starts if start.batches_before < done]
@@ -291,34 +292,12 @@ class LoaderPosition:
         """Return how many batches this rank reads from a position to the end."""
         return batches_of(self.loader) - position
 
-    # Overridden for each kind of loader.
+    # The way to read, which subclasses override.
 
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
         """Create an iterator over all data, and record its random states."""
         self._record(start)
         return self._record_first(start, iter(self.loader))
-
-    def _record_first(self, start: IteratorStart, batches: Iterator[Any]) -> Iterator[Any]:
-        # An __iter__ that is a generator function only draws for its first item.
-        self._record(start)
-        yield from start.trace.follow(batches, checksum_of_batch)
-
-    def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
-        """Return the fingerprint of the items that an iterator drew.
-
-        It covers all items up to a position, and is ``None`` if nothing is to be
-        compared.
-        """
-        return start.trace.fingerprint_after(position)
-
-    def _trace(self) -> Trace:
-        return Trace(self._remembered + AHEAD + self._prefetched)
-
-    @property
-    def _prefetched(self) -> int:
-        """The number of batches whose indices are drawn ahead for workers."""
-        workers = getattr(self.loader, "num_workers", 0)
-        return int(workers * self.loader.prefetch_factor) if workers else 0
 
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
         """Draw the items before ``start`` again, and return a function for the rest.
@@ -329,6 +308,48 @@ class LoaderPosition:
         start.trace = self._trace()
         batches = self._read_again(start, start.position)
         return lambda: batches
+
+    def _position(self, start: IteratorStart, batches: int) -> int:
+        """Return the position that an iterator reaches after a number of batches."""
+        return start.position + batches
+
+    def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
+        """Return the fingerprint of the items that an iterator drew.
+
+        It covers all items up to a position, and is ``None`` if nothing is to be
+        compared.
+        """
+        return start.trace.fingerprint_after(position)
+
+    def _description(self) -> dict[str, Any]:
+        """Return the properties that give a position its meaning.
+
+        A state is only valid for a loader in which they are equal.
+        """
+        dataset = getattr(self.loader, "dataset", None)
+        samples = float("inf") if dataset is None else batches_of(dataset)
+        return {
+            "loader": self.kind,
+            "ranks": self._world_size,
+            "samples": samples,
+            **self._parameters,
+        }
+
+    # Helpers.
+
+    def _record_first(self, start: IteratorStart, batches: Iterator[Any]) -> Iterator[Any]:
+        # An __iter__ that is a generator function only draws for its first item.
+        self._record(start)
+        yield from start.trace.follow(batches, checksum_of_batch)
+
+    def _trace(self) -> Trace:
+        return Trace(self._remembered + AHEAD + self._prefetched)
+
+    @property
+    def _prefetched(self) -> int:
+        """The number of batches whose indices are drawn ahead for workers."""
+        workers = getattr(self.loader, "num_workers", 0)
+        return int(workers * self.loader.prefetch_factor) if workers else 0
 
     def _read_again(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
         """Repeat an iterator of the saving run, and drop its first batches.
@@ -350,24 +371,6 @@ class LoaderPosition:
     def _restore(self, recorded: Sequence[Any]) -> None:
         for states in recorded:
             restore_random_state(states, self.generators)
-
-    def _position(self, start: IteratorStart, batches: int) -> int:
-        """Return the position that an iterator reaches after a number of batches."""
-        return start.position + batches
-
-    def _description(self) -> dict[str, Any]:
-        """Return the properties that give a position its meaning.
-
-        A state is only valid for a loader in which they are equal.
-        """
-        dataset = getattr(self.loader, "dataset", None)
-        samples = float("inf") if dataset is None else batches_of(dataset)
-        return {
-            "loader": self.kind,
-            "ranks": self._world_size,
-            "samples": samples,
-            **self._parameters,
-        }
 
     def _drop(self, batches: Iterator[Any], number: int) -> None:
         for dropped in range(number):

@@ -96,6 +96,7 @@ def random_state_in(content: bytes) -> list[Any]:
 
 
 def _kind_of(generator: Any) -> str:
+    """Return a generator's class, with torch's device: "PCG64", "Generator cuda"."""
     owner = getattr(generator, "bit_generator", generator)
     return f"{type(owner).__name__} {getattr(generator, 'device', '')}".partition(":")[0].strip()
 

@@ -24,7 +24,7 @@ REMEDY = (
 
 
 def with_sampler(
-    loader: DataLoader[Any], put_sampler: Callable[[DataLoader[Any]], DataLoader[Any]]
+    loader: DataLoader[Any], recreate: Callable[[DataLoader[Any]], DataLoader[Any]]
 ) -> DataLoader[Any]:
     """Return a copy of a loader that reads another sampler.
 
@@ -33,21 +33,21 @@ def with_sampler(
 
     Args:
         loader: the loader.
-        put_sampler: creates a loader again with the other sampler. It gets a plain
-            ``DataLoader``, or ``loader`` if that cannot be copied.
+        recreate: creates a loader like the given one, with the other sampler. It gets a
+            plain ``DataLoader``, or ``loader`` if that cannot be copied.
     """
-    copied = own_copy(loader)
+    copied = own_copy(loader)  # without torch's iterator of workers
     if is_stateful(loader) or _holds_sampler_elsewhere(copied):
-        return put_sampler(loader)
-    created = put_sampler(_plain(loader))
+        return recreate(loader)
+    created = recreate(_plain(loader))
     # A DataLoader refuses to change its attributes.
     vars(copied).update({name: getattr(created, name) for name in _SAMPLER_ATTRIBUTES})
-    has_old_length = _has_length_of_sampler(loader) and not _has_length_of_sampler(copied)
-    return put_sampler(loader) if has_old_length else copied
+    keeps_old_length = _has_length_of_sampler(loader) and not _has_length_of_sampler(copied)
+    return recreate(loader) if keeps_old_length else copied
 
 
 def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a ``DataLoader`` with the batches of a loader and torch's other options."""
+    """Return a ``DataLoader`` with the batches of a loader; its other options do not count."""
     batch_sampler = loader.batch_sampler
     if batch_sampler is None:
         return DataLoader(loader.dataset, batch_size=None)

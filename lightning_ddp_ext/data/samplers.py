@@ -78,7 +78,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
     @override
     def _order(self) -> Order:
         if not self.shuffle:
-            return identity
+            return in_order
         return Permutation(self.length, mix(self.seed, self.epoch)).apply
 
 
@@ -117,12 +117,12 @@ class TorchOrderSampler(ScalableDistributedSampler):
     @override
     def _order(self) -> Order:
         if not self.shuffle:
-            return identity
+            return in_order
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order: NDArray[np.int64] = torch.randperm(self.length, generator=generator).numpy()
         return order.__getitem__
 
 
-def identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+def in_order(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the positions unchanged, for the dataset's own order."""
     return positions

@@ -61,7 +61,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         seed: int = 0,
         uneven: Uneven = "pad",
     ) -> None:
-        self.dataset: Any = batch_sampler
+        self.dataset: Any = batch_sampler  # whose length ``length`` returns
         super().__init__(batch_sampler, self.length, num_replicas, rank, True, seed, uneven)
 
     @property
@@ -96,8 +96,8 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         """Draw the items of all ranks."""
         length = self.length
         with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset)):
-            # A batch sampler may reuse one list.
-            items = map(_copy_of_list, islice(self.dataset, length))
+            # A batch sampler may reuse one list or array.
+            items = map(_copy_of_collection, islice(self.dataset, length))
             drawn = np.fromiter(items, dtype=object)
         if len(drawn) < length:
             raise ConfigurationError(
@@ -107,8 +107,8 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         return drawn
 
 
-def _copy_of_list(item: Any) -> Any:
-    return item.copy() if isinstance(item, list) else item
+def _copy_of_collection(item: Any) -> Any:
+    return item.copy() if isinstance(item, (list, np.ndarray)) else item
 
 
 class SharedSampler(DistributedBatchSamplerWrapper):

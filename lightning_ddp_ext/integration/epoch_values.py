@@ -19,11 +19,13 @@ from .private.compat import is_computed, results_of
 from .start.devices import RankDevicesStrategy
 from .step_values import Reduce
 
-_NUMBERS_OF_RESULT = 2  # at most: a mean has a sum and a number of samples
-
 
 class _Reduced(NamedTuple):
-    """A reduced number of a result, and the value that identifies this result."""
+    """A reduced number of a result.
+
+    ``identity`` is the result's value, which a reset replaces, so the numbers of an
+    earlier epoch are never returned.
+    """
 
     identity: Tensor
     number: Tensor
@@ -64,15 +66,15 @@ class EpochValues:
         results = results_of(self._strategy.current_trainer).values()
         due = [result for result in results if self._is_due(result)]
         if not due or due[0] is not first:
-            due = [first]
+            due = [first]  # user code reads it early, or Lightning computes it otherwise
         identities: list[Tensor] = []
         values: list[Value] = []
-        for result in due[: PER_MESSAGE // _NUMBERS_OF_RESULT]:
+        for result in due[: PER_MESSAGE // 2]:  # a mean has a sum and a number of samples
             for number in _numbers_of(result):
                 identities.append(result.value)
                 values.append(Value(name_of(result), result.meta.sync.op, number))
+        # Another rank may compute fewer results, so this may not be the last reduction.
         numbers = self._reduce(values, is_last=False).results
-        # Another rank may compute fewer results.
         return deque(map(_Reduced, identities, numbers))
 
     def _is_due(self, result: Any) -> bool:

@@ -102,8 +102,8 @@ class LoggedValues:
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any, reduction: Reduction) -> Any:
         """Reduce a tensor for :meth:`Reduction.__call__`."""
-        is_alone = not dist.is_initialized() or self._checkpoints.is_handling_exception
-        if is_alone or not isinstance(tensor, Tensor):
+        is_connected = dist.is_initialized() and not self._checkpoints.is_handling_exception
+        if not is_connected or not isinstance(tensor, Tensor):
             return tensor
         result = self._result_of(reduction)
         if result is None or not self._can_batch(tensor, group, reduce_op):
@@ -138,13 +138,14 @@ class LoggedValues:
         """
         context = current()
         device = self._strategy.root_device
-        message_device = torch.device("cpu") if is_gloo(device) else device
+        uses_gloo = is_gloo(device)
+        message_device = torch.device("cpu") if uses_gloo else device
         group = None
         if context is not None:
             if not is_expected:
                 what = f"the reduction of {listed(dict.fromkeys(map(str, values)))}"
                 context.barriers.enter(what, call_site(), name="a reduction of logged values")
-            if is_gloo(device):  # other code's collectives must not mix with these
+            if uses_gloo:  # other code's collectives must not mix with these
                 group = context.new_group(backend="gloo", purpose="logged values")
         idle_ranks = self._evaluation.idle_ranks
         reduced = reduce_common(

@@ -1,6 +1,7 @@
-"""Make and report calls that every rank must make.
+"""What the connections of the ranks offer to Lightning's hooks.
 
-Errors can then name a rank that skips one.
+Calls that every rank must make are reported, so that errors can name a rank that skips
+one.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Coordinator:
         if sentence is not None:
             self._refuse(RendezvousError(sentence))
         if self._deadline.expired:
-            self._refuse_missing()
+            self._refuse_missing(self._deadline.seconds)
         published = self._endpoint.look_up(self._deadline)
         if published is not None and published != self._address:
             self._check_rank_zero_at(published)
@@ -169,14 +169,13 @@ class Coordinator:
         ============  ==================  ================================================
         """
         info = hello.info
-        is_of_another_run = self._hello.run and hello.run and hello.run != self._hello.run
-        has_left = info in self._table or info.rank in self._channel.ended
-        error = self._objection_to(hello)
-        if is_of_another_run:
+        is_of_named_run = bool(self._hello.run and hello.run)
+        is_back = info in self._table or info.rank in self._channel.ended
+        if is_of_named_run and hello.run != self._hello.run:
             _reply(connection, refusal_of(_other_run(self._where, self._hello, hello)))
-        elif self._table and has_left:
+        elif self._table and is_back:
             _reply(connection, {"retry": "an earlier run has not exited there"})
-        elif error is not None:
+        elif (error := self._objection_to(hello)) is not None:
             self._refused.add(info.rank)
             _reply(connection, refusal_of(error))
             self._refuse(error)
@@ -211,7 +210,7 @@ class Coordinator:
 
     def _handle_message(self, body: Message) -> None:
         if "overdue" in body:
-            self._refuse_missing()
+            self._refuse_missing(body["overdue"])
         elif "gave_up" in body:
             self._refuse(RendezvousError(str(body["gave_up"])))
 
@@ -230,14 +229,15 @@ class Coordinator:
         late = set(range(1, self._hello.world_size)) - self._present.keys()
         self._channel.wait_for(lambda: late <= self._refused, self._timeouts.after_refusal)
 
-    def _refuse_missing(self) -> None:
+    def _refuse_missing(self, seconds: float) -> None:
+        """Refuse the start because some ranks did not connect within a rank's limit."""
         connected = dict(self._present)
         missing = [rank for rank in range(self._hello.world_size) if rank not in connected]
         if missing:  # otherwise the last rank has just connected
             present = listed(connected[rank] for rank in sorted(connected))
             sentence = (
                 f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to"
-                f" {self._where} within {self._deadline.seconds:g} s (init_timeout); present:"
+                f" {self._where} within {seconds:g} s (init_timeout); present:"
                 f" {present}; check that every rank is running and can reach rank 0, or raise"
                 " init_timeout"
             )

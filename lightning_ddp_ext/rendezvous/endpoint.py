@@ -109,7 +109,8 @@ class TcpEndpoint(Endpoint):
     @override
     def listen(self) -> tuple[socket.socket, Address]:
         try:
-            # Some Kubernetes operators give a loopback address to rank 0 only.
+            # With several hosts, on all interfaces: on rank 0, some Kubernetes operators
+            # resolve its name to a loopback address.
             listener = listen(self.where.host if self.is_local else "", self.where.port)
         except OSError as error:
             raise RendezvousError(

@@ -7,8 +7,9 @@ topic        from a rank to rank 0               from rank 0 to ranks
 "handshake"                                      ``accepted``: the port of rank 0's store
 ..                                               ``retry``: why to try again later
 ..                                               ``refused``: the error of all ranks
-..                                               ``welcome``: all ranks have connected
-..           ``overdue``: time is up
+..                                               ``welcome``, ``route``: all ranks, and
+..                                               the address of rank 0 for other networks
+..           ``overdue``: its ``init_timeout``
 ..           ``gave_up``: this rank's error
 ===========  ==================================  =======================================
 
@@ -73,7 +74,7 @@ class Handshake:
         self._endpoint = request.endpoint
         self._timeouts = request.timeouts
         self._launch_failure = request.launch_failure
-        self._replies: Message = {}
+        self._replies: Message = {}  # rank 0's latest ones, which the channel's thread adds
         self._last_error = OSError("not tried")
         self._published: Address | None = None
         self._host = self._where = self._own_address = ""
@@ -95,13 +96,15 @@ class Handshake:
         except BaseException as error:
             self._report_end(error)
             raise
-        route = self._own_address
-        if self._hello.info.network == table[0].network:
-            route = self._replies["route"]
+        is_on_network_of_rank_zero = self._hello.info.network == table[0].network
+        route = self._replies["route"] if is_on_network_of_rank_zero else self._own_address
         return Connections(self._channel, table, store, store_sockets, route, self._withdraw)
 
     def _report_end(self, error: BaseException) -> None:
-        """Report to rank 0 the error that ends this rank's start."""
+        """Report to rank 0 the error that ends this rank's start.
+
+        After the welcome it is the failure of a rank; before, rank 0 refuses all ranks.
+        """
         info = self._hello.info
         if "welcome" in self._replies:
             if 0 in self._channel.ended:
@@ -122,11 +125,11 @@ class Handshake:
             sentence = self._launch_failure()
             if sentence is not None:
                 raise RendezvousError(sentence)
-            self._published = address = self._endpoint.look_up(self._deadline)
-            if address is None:
+            self._published = self._endpoint.look_up(self._deadline)
+            if self._published is None:
                 self._last_error = OSError("rank 0 has not published its address there")
                 continue
-            if self._is_accepted_at(address):
+            if self._is_accepted_at(self._published):
                 return
             self._raise_if_port_is_taken()
         raise self._not_found()
@@ -236,7 +239,7 @@ class Handshake:
 
     def _await_welcome(self) -> tuple[RankInfo, ...]:
         if not self._wait_for("welcome", self._deadline.remaining):
-            self._channel.send("handshake", {"overdue": True})
+            self._channel.send("handshake", {"overdue": self._deadline.seconds})
             self._wait_for("welcome", self._timeouts.answer)
         if "welcome" not in self._replies:
             self._raise_if_over()

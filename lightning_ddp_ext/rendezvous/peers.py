@@ -252,11 +252,12 @@ class Peers:
         """Record an event; all ranks get the first failure and the first departure."""
         is_departure = event.kind == "left"
         with self.arrived:
-            is_first = (self._departed if is_departure else self.cause) is None
-            if is_first and is_departure:
-                self._departed = event
-            elif is_first:
-                self.cause = event
+            if is_departure:
+                is_first = self._departed is None
+                self._departed = self._departed or event
+            else:
+                is_first = self.cause is None
+                self.cause = self.cause or event
             self.arrived.notify_all()
         if is_first and self.rank == 0:
             self.channel.send("event", asdict(event))

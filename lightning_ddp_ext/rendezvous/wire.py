@@ -56,7 +56,7 @@ class Connection(asyncio.Protocol):
         self.rank: int | None = None
         self.close_reason = ""
         self.lost = asyncio.get_running_loop().create_future()
-        self._silent = f"no sign of life from its host for {heartbeat:g} s"
+        self._silence_reason = f"no sign of life from its host for {heartbeat:g} s"
         self._on_message = on_message
         self._on_lost = on_lost
         self._unread = b""
@@ -107,9 +107,11 @@ class Connection(asyncio.Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.close_reason:
-            self._receive_rest()  # a failed write ends reading, but earlier messages may explain it
+            # A failed write ends reading, but earlier messages may explain it. A malformed
+            # one sets the reason.
+            self._receive_rest()
             is_closed = exc is None or isinstance(exc, ConnectionError)
-            self.close_reason = self.close_reason or (CLOSED if is_closed else self._silent)
+            self.close_reason = self.close_reason or (CLOSED if is_closed else self._silence_reason)
         self._on_lost(self)
         self.lost.set_result(None)
 

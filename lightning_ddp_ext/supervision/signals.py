@@ -68,8 +68,8 @@ class StopSignals:
         for signum in signals:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 earlier = signal.signal(signum, self._handle)
-                is_ours = isinstance(earlier, DeferredSigterm)
-                self._earlier_handlers[signum] = signal.SIG_DFL if is_ours else earlier
+                is_deferral = isinstance(earlier, DeferredSigterm)
+                self._earlier_handlers[signum] = signal.SIG_DFL if is_deferral else earlier
         handled = frozenset(self._earlier_handlers)
         self._listener = threading.Thread(
             target=self._listen, args=[reader, handled], name="ddpx-signals", daemon=True
@@ -137,7 +137,8 @@ class StopSignals:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         earlier = self._earlier_handlers.get(signum)
         if earlier is not None and self._run_has_ended():
-            # Teardown was skipped, as an ``on_exception`` raised.
+            # The teardown, which reinstates the handlers, was skipped, because an
+            # ``on_exception`` hook raised.
             signal.signal(signum, earlier)
             signal.raise_signal(signum)
             return

@@ -306,17 +306,21 @@ def test_bad_arguments_are_refused(make: Any, says: str) -> None:
 
 
 class Reusing(list[Any]):
-    """A batch sampler that yields one list again and again."""
+    """A batch sampler that yields one list or array again and again."""
 
-    def __iter__(self) -> Iterator[list[int]]:
-        batch = [0]
+    def __init__(self, length: int, batch: Any) -> None:
+        super().__init__([batch] * length)
+
+    def __iter__(self) -> Iterator[Any]:
+        batch = self[0]
         for batch[0] in range(len(self)):
             yield batch
 
 
-def test_a_batch_sampler_may_reuse_one_list() -> None:
-    """Each rank yields a copy of the list as it was."""
-    parts = dealt(partial(DistributedBatchSamplerWrapper, Reusing([0] * 5)), 2)
+@pytest.mark.parametrize("batch", [[0], np.array([0])])
+def test_a_batch_sampler_may_reuse_one_batch(batch: Any) -> None:
+    """Each rank yields a copy of the batch as it was."""
+    parts = dealt(partial(DistributedBatchSamplerWrapper, Reusing(5, batch)), 2)
     assert parts == [[[0], [2], [4]], [[1], [3], [0]]]
 
 

@@ -143,7 +143,9 @@ def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> No
 
 def debug_rank_3(rank: int, world_size: int) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        training.make_trainer("ddp_ext", devices=1, callbacks=[RankDebugger(3)]).fit(Net())
+        training.make_trainer(
+            "ddp_ext", devices=1, callbacks=[RankDebugger(0), RankDebugger(3)]
+        ).fit(Net())
     return str(caught.value)
 
 

@@ -58,22 +58,24 @@ class RankDebugger(pl.Callback):
 
 
 def rank_debugger_of(trainer: Any) -> RankDebugger | None:
-    """Return the Trainer's ``RankDebugger``, or ``None``.
+    """Return the Trainer's first ``RankDebugger``, or ``None``.
 
-    Raise if its rank does not exist.
+    Raise if the rank of one does not exist.
     """
     callbacks = getattr(trainer, "callbacks", ())
-    debugger = next((each for each in callbacks if isinstance(each, RankDebugger)), None)
-    if debugger is not None and not 0 <= debugger.rank < trainer.world_size:
-        raise ConfigurationError(
-            f"RankDebugger needs a rank from 0 to {trainer.world_size - 1} (got {debugger.rank})"
-        )
-    return debugger
+    debuggers = [each for each in callbacks if isinstance(each, RankDebugger)]
+    for debugger in debuggers:
+        if not 0 <= debugger.rank < trainer.world_size:
+            last = trainer.world_size - 1
+            raise ConfigurationError(
+                f"RankDebugger needs a rank from 0 to {last} (got {debugger.rank})"
+            )
+    return debuggers[0] if debuggers else None
 
 
 def without_limits(request: Request) -> Request:
     """Return a request with time limits too long to apply, for a debugged rank."""
-    heartbeat = 12 * 3600.0  # close to the kernel's maximum
+    heartbeat = 12 * 3600.0  # the kernel accepts at most 54 hours
     timeouts = replace(request.timeouts, heartbeat=heartbeat, deadlock=NO_LIMIT.total_seconds())
     return replace(request, timeout=NO_LIMIT, timeouts=timeouts)
 

@@ -37,8 +37,8 @@ def adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]:
             listed(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
         )
         raise CheckpointError(
-            f"checkpoint {path} has no entry 'state_dict' (got {found}); save the model's"
-            " state_dict() alone, or under that name"
+            f"checkpoint {path} has no state dict in an entry 'state_dict' (got {found}); save the"
+            " model's state_dict() alone, or under that name"
         )
     content.setdefault("pytorch-lightning_version", lightning_version)
     names = {} if model is None else names_in_model(content["state_dict"], model.state_dict())
@@ -75,5 +75,5 @@ def _is_users_hook(owner: Any, base: type, name: str) -> bool:
 def _changes_what_it_loads(module: nn.Module) -> bool:
     # If torch renames one of these, the result is True, which is only slower.
     load_method = getattr(type(module), "_load_from_state_dict", None)
-    is_torch_own = getattr(load_method, "__module__", "").startswith("torch.nn.")
-    return bool(getattr(module, "_load_state_dict_pre_hooks", True)) or not is_torch_own
+    overrides_loading = not getattr(load_method, "__module__", "").startswith("torch.nn.")
+    return overrides_loading or bool(getattr(module, "_load_state_dict_pre_hooks", True))

@@ -99,7 +99,8 @@ class ReplacedMethods:
     """Methods that are replaced on single objects, and restored together."""
 
     def __init__(self) -> None:
-        # No closures: a loader worker may get a copy of a running Trainer by pickle.
+        # Partials and no closures: a loader worker may get a copy of a running Trainer by
+        # pickle. A `Replacement` is pickled as the method that it replaces.
         self._undo: list[partial[None]] = []
 
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:

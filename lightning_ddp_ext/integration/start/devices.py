@@ -44,9 +44,10 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
     def num_processes(self) -> int:
         devices = len(self.parallel_devices or ())
         per_rank = self.devices_per_rank
-        fewer = devices - devices % per_rank
-        if fewer < devices:
-            choices = [str(number) for number in (fewer, fewer + per_rank) if number > 0]
+        unused = devices % per_rank
+        if unused:
+            numbers = (devices - unused, devices - unused + per_rank)
+            choices = [str(number) for number in numbers if number > 0]
             raise ConfigurationError(
                 f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose"
                 f" {' or '.join(choices)} devices"
@@ -64,6 +65,7 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
         else:
             assert self.model is not None
             for module in self.model.modules():
+                # The states of a metric are no parameters that the module places.
                 if isinstance(module, torchmetrics.Metric):
                     module.to(self.root_device)
             _check_parameters(self.model, self.rank_devices)

@@ -93,7 +93,7 @@ class Rescue:
         self._path = ""
         self._run_token = ""
         self._refusal: str | None = None  # why nothing can be saved in this run
-        # Of a forced exit, while another rank's failure leaves a step to save.
+        # The block that delays a forced exit while there is a step to save.
         self._delays = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,19 +113,21 @@ class Rescue:
             return
         self._trainer = trainer
         self._peers = context.peers
-        self._share_path()
+        self._share_names()
         if locate(self._path).local is None:
             raise ConfigurationError(
                 "rescue_checkpoint must be on a file system, because the ranks need locks (got"
                 f" {self._path}); pass a local path, such as '/shared/last-rescued.ckpt'"
             )
-        self._refusal = self._why_never() or self._start_recording()
+        self._refusal = self._why_never()
+        if self._refusal is None:
+            self._refusal = self._start_recording()
         if self._refusal is not None:
             rank_zero_warn(
                 f"rescue_checkpoint={self.name!r} saves nothing in this run: {self._refusal}"
             )
 
-    def _share_path(self) -> None:
+    def _share_names(self) -> None:
         """Use rank 0's path, a new token of the run, and rank 0's identity of the fit.
 
         Loggers choose directories on rank 0, and command lines may differ by rank.
@@ -178,10 +180,9 @@ class Rescue:
         try:
             with delaying_forced_exit(seconds):
                 line = self._save(exception, seconds)
-        except Refused as reason:
-            line = f"this rank did not save the last step: {reason}"
         except Exception as error:
-            line = f"this rank did not save the last step: {reason_of(error)}"
+            reason = error if isinstance(error, Refused) else reason_of(error)
+            line = f"this rank did not save the last step: {reason}"
         self.end()
         if line:
             print_in_time(f"[rank {self._strategy.global_rank}] {line}\n")
@@ -189,9 +190,9 @@ class Rescue:
     @property
     def _is_due(self) -> bool:
         """Whether another rank has caused a failure after which this rank may save."""
-        if self._trainer is None or self._peers.cause is None:
+        cause = None if self._trainer is None else self._peers.cause
+        if cause is None:
             return False
-        cause = self._peers.cause
         return cause.kind in _SURVIVABLE and cause.rank != self._strategy.global_rank
 
     def _save(self, exception: BaseException, seconds: float) -> str:
