@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_indices
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
-from lightning_ddp_ext.data.loader_properties import batches_of, index_sampler_of, is_stateful
+from lightning_ddp_ext.data.loader_properties import index_sampler_of, is_stateful, length_or_inf
 from lightning_ddp_ext.data.permanent_sampler import make_permanent
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition, LoaderState
 from lightning_ddp_ext.data.seeding import workers_seeded_apart
@@ -62,7 +62,7 @@ def _reads_finite_sampler(loader: Any) -> bool:
 
     A class with another ``__iter__`` may not use its sampler.
     """
-    has_length = batches_of(index_sampler_of(loader)) < inf
+    has_length = length_or_inf(index_sampler_of(loader)) < inf
     return has_length and type(loader).__iter__ is DataLoader.__iter__
 
 
@@ -265,7 +265,7 @@ class StatePosition(LoaderPosition):
         batches = self._count_drawn(self._read_again(start, dropped))
         if loader_state is not None:
             self._restored = batches
-            self._batches_left = batches_of(self.loader) - start.position
+            self._batches_left = length_or_inf(self.loader) - start.position
         return lambda: batches
 
     def _count_drawn(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -21,7 +21,7 @@ def is_stateful(loader: object) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def batches_of(loader: Any) -> float:
+def length_or_inf(loader: Any) -> float:
     """Return the length of a loader, sampler or dataset; ``inf`` if it has none."""
     try:
         return len(loader)

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_batch
 from lightning_ddp_ext.data.loader_properties import (
-    batches_of,
     index_sampler_of,
+    length_or_inf,
     name_of,
     parameters_of,
 )
@@ -290,7 +290,7 @@ class LoaderPosition:
 
     def left_after(self, position: int) -> float:
         """Return how many batches this rank reads from a position to the end."""
-        return batches_of(self.loader) - position
+        return length_or_inf(self.loader) - position
 
     # The way to read, which subclasses override.
 
@@ -327,7 +327,7 @@ class LoaderPosition:
         A state is only valid for a loader in which they are equal.
         """
         dataset = getattr(self.loader, "dataset", None)
-        samples = float("inf") if dataset is None else batches_of(dataset)
+        samples = float("inf") if dataset is None else length_or_inf(dataset)
         return {
             "loader": self.kind,
             "ranks": self._world_size,

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_ddp_ext.data.loader import own_copy
-from lightning_ddp_ext.data.loader_properties import batches_of, index_sampler_of, is_stateful
+from lightning_ddp_ext.data.loader_properties import index_sampler_of, is_stateful, length_or_inf
 
 _SAMPLER_ATTRIBUTES = ("batch_sampler", "sampler", "batch_size", "drop_last")
 
@@ -71,4 +71,4 @@ def _holds_sampler_elsewhere(loader: DataLoader[Any]) -> bool:
 
 
 def _has_length_of_sampler(loader: DataLoader[Any]) -> bool:
-    return batches_of(loader) == batches_of(index_sampler_of(loader))
+    return length_or_inf(loader) == length_or_inf(index_sampler_of(loader))

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_ext.data.even_batches import EvenBatches
 from lightning_ddp_ext.data.loader import DistributedLoader, own_copy
 from lightning_ddp_ext.data.loader_kinds import global_order_of
-from lightning_ddp_ext.data.loader_properties import batches_of, index_sampler_of
+from lightning_ddp_ext.data.loader_properties import index_sampler_of, length_or_inf
 from lightning_ddp_ext.data.permanent_sampler import PermanentBatchSampler, make_permanent
 
 from ..named_calls import ranks_of
@@ -81,7 +81,7 @@ class Evaluation:
             is_dealt: whether the strategy has put its sampler into the loader.
         """
         if stage == RunningStage.PREDICTING:
-            if batches_of(loader) == 0:
+            if length_or_inf(loader) == 0:
                 # Lightning refuses a length of 0; the iterator still yields nothing
                 loader.length = 1
         elif self._counts_once:

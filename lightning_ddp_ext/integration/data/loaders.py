@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from lightning_ddp_ext.data.loader import DistributedLoader, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, global_order_of, position_of
-from lightning_ddp_ext.data.loader_properties import batches_of, name_of
+from lightning_ddp_ext.data.loader_properties import length_or_inf, name_of
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.resampled import REMEDY, with_sampler
 from lightning_ddp_ext.data.samplers import (
@@ -203,7 +203,7 @@ def users_sampler_of(loader: DataLoader[Any]) -> Any:
     samples, or if it draws.
     """
     inner = getattr(loader.batch_sampler, "sampler", None)
-    is_divisible = not isinstance(inner, DistributedSampler) and batches_of(inner) < inf
+    is_divisible = not isinstance(inner, DistributedSampler) and length_or_inf(inner) < inf
     is_plain = type(loader.batch_sampler) is BatchSampler and is_divisible
     return inner if is_plain or isinstance(inner, DRAWING) else loader.sampler
 
@@ -235,4 +235,6 @@ def yields_each_once(sampler: Any, dataset: object) -> bool:
     """
     if type(sampler).__iter__ not in (RandomSampler.__iter__, SequentialSampler.__iter__):
         return False
-    return not getattr(sampler, "replacement", False) and batches_of(sampler) == batches_of(dataset)
+    return not getattr(sampler, "replacement", False) and length_or_inf(sampler) == length_or_inf(
+        dataset
+    )

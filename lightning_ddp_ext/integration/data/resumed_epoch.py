@@ -31,7 +31,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from lightning_ddp_ext.data.loader_properties import batches_of
+from lightning_ddp_ext.data.loader_properties import length_or_inf
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
 from lightning_ddp_ext.data.random_state import restore_random_state
 from lightning_ddp_ext.data.seeding import WorkerSeeding
@@ -189,7 +189,7 @@ class ResumedEpoch:
         only once.
         """
         combine = min if mode_of(combined_loader_of(self._trainer.fit_loop)) == "min_size" else max
-        whole = combine(batches_of(position.loader) for position in self._placed)
+        whole = combine(length_or_inf(position.loader) for position in self._placed)
         left = combine(
             position.left_after(state["at"])
             for position, state in zip(self._placed, self._states, strict=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.loader_properties import batches_of
+from lightning_ddp_ext.data.loader_properties import length_or_inf
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import AHEAD, end_together
 from lightning_ddp_ext.errors import ConfigurationError, SamplingError
@@ -74,7 +74,7 @@ class UnevenInputs:
                 " but configure_callbacks runs before they connect; read"
                 " estimated_stepping_batches in setup instead"
             )
-        lengths = self._gather(batches_of(loader))
+        lengths = self._gather(length_or_inf(loader))
         if math.inf not in lengths:
             loader.length = min(lengths)
         elif min(lengths) < math.inf:
