@@ -11,25 +11,36 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("lightning_ddp_ext", "benchmarks", "examples", "docs")
-OLD = (
+VERBS_OF_PEOPLE = (
     r"(c[ao]m(e|es|ing)|me(e|et)ts?|met|asks?|asked|hears?|heard|says?|said|kn[eo]ws?|go|goes|went)"
 )
-WORDS = (
+AVOIDED = (
     "gone|any more|alike|affair|stood|at once|whoever|(some|no|every)body|so many|has to be"
     " told|go(es)? on"
 )
+# Above each rule is an example that it forbids.
 RULES = {
-    rf"\branks? ([\w{{}}']+ ){{0,2}}{OLD}\b": "ranks connect, call, wait, fail and exit",
+    # every rank asks the store
+    rf"\branks? ([\w{{}}']+ ){{0,2}}{VERBS_OF_PEOPLE}\b": (
+        "ranks connect, call, wait, fail and exit"
+    ),
+    # this is no error
     r"\b(is|are|was|were|be) (no(?! longer| \w+er than)|(?-i:none))\b": "is not a",
+    # there is no rank that waits
     r"\bthere (is|are) (no|nothing)\b[^.;:]* that\b": "name the subject",
+    # the run has ended
     r"\b(has|have) (ended|come)\b": "simple present or past: exited",
+    # the other rank exits, too
     r", too\b(?! \w)": "also, before the verb",
+    # the error of a save
     r"\b(error|failure|save|timeout|end)s? of an? (?!epoch|batch|(training )?step)\w+": (
         "a noun compound: save error"
     ),
-    rf"\b({WORDS})\b|\bof (its|their) own\b(?! (batch|rank))": "another word, or none",
+    # the file is gone; a file of its own
+    rf"\b({AVOIDED})\b|\bof (its|their) own\b(?! (batch|rank))": "another word, or none",
 }
-RIDDLE = (
+# The number of ranks; Returns the number of ranks
+NOT_IMPERATIVE = (
     r"(The|A|An|What|Which|Those|How|Whatever|Who|Whoever|Where|Why|When|If"
     r"|Returns|Raises|Yields|Gives)\b"
 )
@@ -38,7 +49,8 @@ RIDDLE = (
 def python_texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line and text of each string, except docstrings of what is private."""
     nodes = list(ast.walk(tree))
-    private = {id(getattr(node.body[0], "value", None)) for node in nodes if is_private(node)}
+    openings = [node.body[0] for node in nodes if is_private(node)]
+    private = {id(opening.value) for opening in openings if isinstance(opening, ast.Expr)}
     for node in nodes:
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
@@ -68,12 +80,12 @@ def page_texts(text: str) -> Iterator[tuple[int, str]]:
 
 
 def riddles(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and opening of public docstrings that do not begin with an imperative;
-    properties have nouns.
+    """Yield line and opening of public docstrings of functions, except properties, that
+    do not begin with an imperative.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and not is_private(node):
-            opening = re.match(RIDDLE, ast.get_docstring(node) or "")
+            opening = re.match(NOT_IMPERATIVE, ast.get_docstring(node) or "")
             if opening and "property" not in " ".join(map(ast.unparse, node.decorator_list)):
                 yield node.lineno, opening[0]
 

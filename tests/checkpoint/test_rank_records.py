@@ -23,7 +23,19 @@ def records() -> RankRecords:
     return open_records(Ranks())[0]
 
 
-@pytest.mark.parametrize("cut", [1, 8, 20, 24, 28, 29, 999])
+@pytest.mark.parametrize(
+    "cut",
+    [1, 8, 20, 24, 28, 29, 999],
+    ids=[
+        "in the number",
+        "after the number",
+        "in the header",
+        "after the header",
+        "in the content",
+        "before the trailer",
+        "complete",
+    ],
+)
 def test_the_newest_record_is_read_unless_it_was_cut_short(cut: int, records: RankRecords) -> None:
     """A kill leaves the beginning of the new record and the end of the old one."""
     for batches in range(8):

@@ -48,14 +48,15 @@ def starts_of(job: Job) -> set[int]:
     return set(map(int, steps))
 
 
-def expect_resumed(job: Job, undisturbed: set[str], *, restarts: int = 1) -> None:
+def expect_resumed(job: Job, undisturbed: set[str]) -> None:
     """Fail unless the job was requeued, continued after the step at which it stopped,
     and learned the same.
     """
-    assert job.wait() == [("COMPLETED", restarts)], job.output
+    assert job.wait() == [("COMPLETED", 1)], job.output
     stops = set(map(int, re.findall(r"all ranks stop after step (\d+); saved to", job.output)))
     assert starts_of(job) == {0, *stops}, job.output
     assert weights_of(job) == undisturbed, job.output
+    # Lightning's own handler, which ours replaces, logs "Bypassing SIGTERM" and does no more.
     assert "Bypassing" not in job.output
 
 
@@ -185,7 +186,7 @@ def test_not_requeued(
     job = submit(slurm, tmp_path, *arguments)
     assert job.wait() == [(state, 0)], job.output
     stops = re.findall(r"all ranks stop after step (\d+); saved to", job.output)
-    assert len(stops) == is_saved, job.output
+    assert len(stops) == (1 if is_saved else 0), job.output
     if is_saved:
         again = submit(slurm, tmp_path, *arguments)
         assert again.wait() == [("COMPLETED", 0)], again.output
@@ -239,6 +240,7 @@ def test_a_failed_task(srun: str, act: str, sentence: str, slurm: Slurm, tmp_pat
     job = submit(slurm, tmp_path, *arguments, start=f"{srun} python")
     assert job.wait() == [("FAILED", 0)], job.output
     assert re.search(sentence, job.output, re.MULTILINE), job.output
+    # ``act`` runs in the fourth step.
     assert "[rank 0] saved step 4 to" in job.output, job.output
 
 
@@ -285,23 +287,29 @@ def test_init_methods_on_two_nodes(
 
 FORMED = "process group: gloo, 2 ranks"
 INTERACTIVE = [
-    pytest.param("srun python", "srun started 2 tasks, but Lightning ignores SLURM", id="srun"),
     pytest.param(
-        "srun --job-name=train python", FORMED, id="srun with a name", marks=pytest.mark.nightly
+        "srun python", "srun started 2 tasks, but Lightning ignores SLURM", False, id="srun"
     ),
-    pytest.param("python", FORMED, id="without srun", marks=pytest.mark.nightly),
+    pytest.param(
+        "srun --job-name=train python",
+        FORMED,
+        True,
+        id="srun with a name",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param("python", FORMED, True, id="without srun", marks=pytest.mark.nightly),
 ]
 
 
-@pytest.mark.parametrize(("start", "sentence"), INTERACTIVE)
+@pytest.mark.parametrize(("start", "sentence", "trains"), INTERACTIVE)
 def test_in_an_interactive_job(
-    start: str, sentence: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+    start: str, sentence: str, trains: bool, slurm: Slurm, undisturbed: set[str], tmp_path: Path
 ) -> None:
     """In ``salloc``, tasks that would train alone raise an error; the other ways train."""
     ended = slurm.run("salloc", *ONE_NODE.split(), *start.split(), TRAIN, cwd=tmp_path)
     assert sentence in ended.stdout, ended.stdout
-    assert (ended.returncode == 0) == (sentence == FORMED), ended.stdout
-    assert train.weights_in(ended.stdout) == (undisturbed if sentence == FORMED else set())
+    assert (ended.returncode == 0) == trains, ended.stdout
+    assert train.weights_in(ended.stdout) == (undisturbed if trains else set())
 
 
 def test_two_steps_of_a_job(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:

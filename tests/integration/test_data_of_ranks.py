@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -50,8 +50,8 @@ def train(
     directory: Path, loader: Iterable[Any], strategy: dict[str, Any] | None = None, **options: Any
 ) -> int:
     """Train, and return the number of steps."""
-    training = Training(lambda: loader, directory, strategy=strategy or {})
-    return len(training.run(**{"max_epochs": 2, "use_distributed_sampler": False, **options}).steps)
+    options = {"max_epochs": 2, "use_distributed_sampler": False, **options}
+    return len(Training(lambda: loader, directory, strategy=strategy or {}).run(**options).steps)
 
 
 def refuse(
@@ -68,39 +68,64 @@ def refuse(
     return str(refused.value)
 
 
+class Difference(NamedTuple):
+    """Loaders that differ by rank, and the error of all ranks.
+
+    Attributes:
+        make: returns a rank's loader.
+        strategy: options of the strategy.
+        is_divided: whether the strategy divides the samples.
+        message: the end of the error.
+    """
+
+    make: Callable[[int], DataLoader[Any]]
+    strategy: dict[str, Any]
+    is_divided: bool
+    message: str
+
+
 DIFFERENCES = {
-    "lengths": (
+    "lengths": Difference(
         other_lengths,
-        {},
-        False,
-        "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), so some"
-        " ranks would wait forever after 3 batches; pass"
-        " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True so"
-        " that every rank gets the same number of batches",
+        strategy={},
+        is_divided=False,
+        message=(
+            "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), so"
+            " some ranks would wait forever after 3 batches; pass"
+            " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True"
+            " so that every rank gets the same number of batches"
+        ),
     ),
-    "a stream on one rank": (
+    "a stream on one rank": Difference(
         no_length_on_rank_zero,
-        STOP,
-        False,
-        "training loader DataLoader must have a length on every rank or on none, or training would"
-        " hang (lengths by rank: (inf, 3); inf means no length); define __len__ on every rank",
+        strategy=STOP,
+        is_divided=False,
+        message=(
+            "training loader DataLoader must have a length on every rank or on none, or training"
+            " would hang (lengths by rank: (inf, 3); inf means no length); define __len__ on every"
+            " rank"
+        ),
     ),
-    "datasets": (
+    "datasets": Difference(
         part_of_nine,
-        {},
-        True,
-        "the ranks cannot share out the samples of Subset, because the length differs (5 on"
-        " rank 0, 4 on rank 1); create the same dataset and sampler on every rank, or pass"
-        " Trainer(use_distributed_sampler=False) if each rank has different data",
+        strategy={},
+        is_divided=True,
+        message=(
+            "the ranks cannot share out the samples of Subset, because the length differs (5 on"
+            " rank 0, 4 on rank 1); create the same dataset and sampler on every rank, or pass"
+            " Trainer(use_distributed_sampler=False) if each rank has different data"
+        ),
     ),
-    "a sampler on one rank": (
+    "a sampler on one rank": Difference(
         sampler_on_rank_one,
-        {},
-        True,
+        strategy={},
+        is_divided=True,
         # Each rank names its own dataset before this.
-        ", because the kind differs (None on rank 0, scalable on rank 1); create the same dataset"
-        " and sampler on every rank, or pass Trainer(use_distributed_sampler=False) if each rank"
-        " has different data",
+        message=(
+            ", because the kind differs (None on rank 0, scalable on rank 1); create the same"
+            " dataset and sampler on every rank, or pass Trainer(use_distributed_sampler=False) if"
+            " each rank has different data"
+        ),
     ),
 }
 

@@ -78,7 +78,7 @@ SCRIPT = """
 
 
     def train(what, strategy, *callbacks, **options):
-        L.seed_everything(5)
+        L.seed_everything(int(sys.argv[1]))
         before = dict(os.environ)
         model = Net()
         in_step = At("on_train_batch_start", lambda trainer: report_step(what, trainer))
@@ -129,7 +129,7 @@ def url() -> str:
 def script(url: str) -> Outcome:
     """Run the script in a shell with an exported ``RANK`` and ``DDPX_INIT_METHOD``."""
     env = {"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
-    done = run_script(SCRIPT, env=env)
+    done = run_script(SCRIPT, SEED, env=env)
     assert done.exit_code == 0, done.output
     return done
 
@@ -150,6 +150,7 @@ def test_all_trainers_of_a_script_use_the_same_ranks(script: Outcome, what: str)
     assert (first["rank"], second["rank"]) == (0, 1)
     assert first["metrics"] == second["metrics"]
     assert first["weights"] == second["weights"]
+    # The script itself has no LOCAL_RANK.
     assert [report["rank"] for report in reports(script, "start")] == [0, "1"]
 
 

@@ -15,6 +15,10 @@ from tests.integration.continuing import Numbers
 from tests.integration.reading import Batches, read
 
 
+def batched(batch_sampler: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(8), batch_sampler=batch_sampler)
+
+
 class Scaled(DataLoader[Any]):
     """Keeps its argument under another name."""
 
@@ -26,7 +30,7 @@ class Scaled(DataLoader[Any]):
         return (batch * self._by for batch in super().__iter__())
 
 
-class Fixed(DataLoader[Any]):
+class FixedOptions(DataLoader[Any]):
     """Chooses all of torch's options itself."""
 
     def __init__(self, dataset: Any) -> None:
@@ -44,7 +48,7 @@ class Repeated(BatchSampler):
         return (batch * self.times for batch in super().__iter__())
 
 
-class Drawn(BatchSampler):
+class DrawsInConstructor(BatchSampler):
     """Draws its batches in its constructor."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
@@ -55,14 +59,14 @@ class Drawn(BatchSampler):
         return iter(self.batches)
 
 
-class DrawnPairs(Drawn):
+class DrawnPairs(DrawsInConstructor):
     """Draws its batches in a constructor that takes other arguments."""
 
     def __init__(self, samples: int) -> None:
         super().__init__(SequentialSampler(range(samples)), 2, False)
 
 
-class Known(DataLoader[Any]):
+class IteratorInConstructor(DataLoader[Any]):
     """Reads an iterator that its constructor starts."""
 
     def __init__(self, dataset: Any, **options: Any) -> None:
@@ -73,11 +77,7 @@ class Known(DataLoader[Any]):
         return self.reader
 
 
-def batched(batch_sampler: Any) -> DataLoader[Any]:
-    return DataLoader(Numbers(8), batch_sampler=batch_sampler)
-
-
-class Ordered(DataLoader[Any]):
+class ReadsOwnBatchSampler(DataLoader[Any]):
     """Keeps its batch sampler under another name, and reads that."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -91,9 +91,11 @@ class Ordered(DataLoader[Any]):
 
 CREATED_AGAIN: dict[str, Callable[[], DataLoader[Any]]] = {
     "plain": lambda: DataLoader(Numbers(8), batch_size=2, shuffle=True),
-    "drawn": lambda: batched(Drawn(RandomSampler(range(8)), 2, False)),
-    "ordered": lambda: Ordered(Numbers(8), batch_size=2, shuffle=True),
-    "begun": lambda: Known(Numbers(8), batch_size=2, shuffle=True),
+    "draws in constructor": lambda: batched(DrawsInConstructor(RandomSampler(range(8)), 2, False)),
+    "reads own batch sampler": lambda: ReadsOwnBatchSampler(Numbers(8), batch_size=2, shuffle=True),
+    "iterator in constructor": lambda: IteratorInConstructor(
+        Numbers(8), batch_size=2, shuffle=True
+    ),
 }
 
 
@@ -141,7 +143,7 @@ COPIED = {
         lambda: Scaled(Numbers(8), 10, batch_size=2, shuffle=True),
         lambda batch: [10 * sample for sample in batch],
     ),
-    "fixed": Copied(lambda: Fixed(Numbers(8))),
+    "fixed options": Copied(lambda: FixedOptions(Numbers(8))),
     "explicit": Copied(lambda: batched(BatchSampler(RandomSampler(range(8)), 2, False))),
 }
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class Case:
     message: str
     error: type[DDPExtError] = DivergenceError
     first_step: int = 2
-    common: str = "a"
+    common: Sequence[str] = ("a",)
     dtype: torch.dtype = torch.float32
     is_of_epoch: bool = False
 
@@ -38,7 +38,7 @@ CASES = {
     "one more": Case(["a", "b"], f"rank 1 logged {B} (compared with rank 0); every rank"),
     "another": Case(["b"], f"rank 1 logged {B} and did not log {A}"),
     "nothing": Case([], f"rank 0 began the reduction of {A}", RankAbsentError, first_step=0),
-    "something": Case(["a"], f"rank 1 began the reduction of {A}", RankAbsentError, common=""),
+    "something": Case(["a"], f"rank 1 began the reduction of {A}", RankAbsentError, common=()),
     "another type": Case(
         ["a"],
         "rank 1 logged training_step.a (mean, float64) and did not log training_step.a (mean,"
@@ -78,11 +78,12 @@ class Differs(Net):
 
 def fail(kind: Kind, directory: Path) -> dict[str, str]:
     """Return the error of each case, one after another in one process."""
-    messages = {}
+    messages = dict.fromkeys(CASES, "no error")
     for name, case in CASES.items():
-        with pytest.raises(case.error) as error:
+        try:
             fit(kind, directory, Differs(case), limit_val_batches=0)
-        messages[name] = str(error.value)
+        except case.error as error:
+            messages[name] = str(error)
     return messages
 
 

@@ -25,6 +25,8 @@ from tests.harness.training import Net
 
 PLACE = r"\(.*test_lone_calls.py:\d+\)"
 STEPS = 4  # of an epoch of ``Net`` on two ranks
+TIMEOUT = 2.0  # of a collective, in seconds
+ANSWER = 3.0  # seconds after which a silent rank counts as hung
 
 
 def save_after(step: int, path: Path, ranks_that_save: list[int]) -> training.At:
@@ -75,7 +77,7 @@ def test_ranks_in_the_same_barrier_continue(tmp_path: Path) -> None:
 
 def late_at_a_barrier(rank: int, world_size: int, directory: Path, late: int) -> None:
     trainer = training.fit("ours", directory, Net(), max_epochs=1)
-    training.limit_collectives(2.0)
+    training.limit_collectives(TIMEOUT)
     if rank == late:
         ranks.hold("elsewhere")
     trainer.strategy.barrier("end")
@@ -113,7 +115,7 @@ class Late(Net):
     def training_step(self, batch: Any, index: int) -> Tensor:
         if index == 1:
             ranks.hold("in step")
-            training.limit_collectives(2.0)
+            training.limit_collectives(TIMEOUT)
             if self.global_rank == self.late_rank:
                 ranks.hold("late")
             if self.in_own_collective:
@@ -125,7 +127,7 @@ def fit_late(rank: int, world_size: int, url: str, model: Net, process_group_bac
     strategy = DDPExtStrategy(
         url, timeout=30, process_group_backend=training.backend(process_group_backend)
     )
-    strategy.rendezvous.timeouts = replace(strategy.rendezvous.timeouts, answer=3.0)
+    strategy.rendezvous.timeouts = replace(strategy.rendezvous.timeouts, answer=ANSWER)
     trainer = training.make_trainer(strategy, devices=world_size, limit_val_batches=0)
     trainer.fit(model)
 
@@ -142,12 +144,13 @@ def assert_named(
 
 
 SILENT = (
-    r"^rank \d \(host .*, pid \d+\) has not answered for 3 s; "
-    r"(rank \d has waited .*2 s|the connections of rank \d were closed in a collective); every rank"
-    r" stops$"
+    rf"^rank \d \(host .*, pid \d+\) has not answered for {ANSWER:g} s; "
+    rf"(rank \d has waited .*{TIMEOUT:g} s|the connections of rank \d were closed in a collective)"
+    r"; every rank stops$"
 )
 ELSEWHERE = (
-    r"in a collective.*, but rank 1 \(host .*, pid \d+\) is in .*rank_process.py:\d+;"
+    r"in a collective.*, but rank 1 \(host .*, pid \d+\) is in"
+    r" .*rank_process.py:\d+;"  # where ``hold`` waits
     r" make sure that"
 )
 

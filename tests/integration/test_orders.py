@@ -69,9 +69,9 @@ def test_the_order_of_a_seed_is_stock_lightnings(tmp_path: Path) -> None:
     """Each seed has another order, which a resumed run continues."""
     ours, stock = training.on_both(seeded_orders, tmp_path)
     assert ours == stock
-    for orders in ours:
-        assert orders.other_seed != orders.first
-        assert orders.resumed == {epoch: orders.other_seed[epoch] for epoch in (1, 2)}
+    for batches in ours:
+        assert batches.other_seed != batches.first
+        assert batches.resumed == {epoch: batches.other_seed[epoch] for epoch in (1, 2)}
 
 
 def read_generator(kind: training.Kind, directory: Path) -> Batches:

@@ -58,7 +58,7 @@ FIT_RESUME_AND_PREDICT = """
         sys.stdout.write(json.dumps(report) + "\\n")
         sys.stdout.flush()
         if rank == "0":
-            sys.exit(os.wait()[1])
+            sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 

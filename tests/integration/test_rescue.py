@@ -59,7 +59,12 @@ def train_with_loggers(rank: int, world_size: int, directory: Path) -> None:
     has.
     """
     logger = CSVLogger(directory, version=f"of_rank_{rank}")
-    kill = training.At(IN_SIXTH_STEP.moment, IN_SIXTH_STEP.strike, earlier=FINISHED, ranks=[0])
+    kill = training.At(
+        "on_after_backward",
+        lambda trainer: os.kill(os.getpid(), signal.SIGKILL),
+        earlier=FINISHED,
+        ranks=[0],
+    )
     options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": directory}
     strategy = {"rescue_checkpoint": rescuing.NAME}
     training.fit("ours", directory, Net(), kill, strategy=strategy, logger=logger, **options)
@@ -136,6 +141,7 @@ def test_a_rank_without_space_for_its_states_trains_on(tmp_path: Path) -> None:
 
 def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
     """The rank that recorded them trained on without space for newer ones."""
+    # Nine records are those of the first two steps; the ninth step needs newer ones.
     plan = Plan(Kill("on_after_backward", earlier=8, ranks=[0]))
     _, survivor = ranks.launch_ranks(train_until_space_ends, 2, plan, tmp_path, writes=9)
     refusal = "did not save the last step: the buffers of this step are not recorded"

@@ -27,12 +27,12 @@ SAMPLES = 16
 MORE_SAMPLES = 28
 
 
-def shared(samples: int) -> Loaders:
+def divided_by_strategy(samples: int) -> Loaders:
     """Return loaders whose samples the strategy divides among the ranks."""
     return lambda rank, world_size: DataLoader(Numbers(samples), 2, shuffle=True)
 
 
-def divided(samples: int) -> Loaders:
+def divided_by_user(samples: int) -> Loaders:
     """Return loaders whose samples the user's sampler divides among the ranks."""
 
     def make(rank: int, world_size: int) -> DataLoader[Any]:
@@ -42,13 +42,13 @@ def divided(samples: int) -> Loaders:
     return make
 
 
-def unshared(**options: Any) -> Loaders:
+def read_by_all(**options: Any) -> Loaders:
     """Return loaders of eight samples, all of which each rank reads."""
     return lambda rank, world_size: DataLoader(Numbers(8), **options)
 
 
 def in_batches_of(size: int, *, drop_last: bool = False) -> Loaders:
-    return unshared(batch_sampler=BatchSampler(SequentialSampler(range(8)), size, drop_last))
+    return read_by_all(batch_sampler=BatchSampler(SequentialSampler(range(8)), size, drop_last))
 
 
 def dropping_on_rank_one(rank: int, world_size: int) -> DataLoader[Any]:
@@ -68,7 +68,7 @@ def stateful(samples: int = SAMPLES, **options: Any) -> Loaders:
 
 
 def two_loaders(rank: int, world_size: int) -> CombinedLoader:
-    loaders = [shared(samples)(rank, world_size) for samples in (SAMPLES, 24)]
+    loaders = [divided_by_strategy(samples)(rank, world_size) for samples in (SAMPLES, 24)]
     return CombinedLoader(loaders, "max_size_cycle")
 
 
@@ -79,7 +79,7 @@ class Change(NamedTuple):
         message: a part of the error.
         ranks: the number of ranks that resume.
         batches: the number of batches in an epoch before.
-        is_divided: whether the strategy divides the samples.
+        use_distributed_sampler: the Trainer's option, with which the strategy divides samples.
     """
 
     before: Loaders
@@ -87,13 +87,13 @@ class Change(NamedTuple):
     message: str = "cannot be resumed in the middle"
     ranks: int = 2
     batches: int = 4
-    is_divided: bool = True
+    use_distributed_sampler: bool = True
 
 
 CHANGES = {
-    "more samples": Change(shared(SAMPLES), shared(MORE_SAMPLES)),
+    "more samples": Change(divided_by_strategy(SAMPLES), divided_by_strategy(MORE_SAMPLES)),
     "more samples that the user divides": Change(
-        divided(SAMPLES), divided(MORE_SAMPLES), is_divided=False
+        divided_by_user(SAMPLES), divided_by_user(MORE_SAMPLES), use_distributed_sampler=False
     ),
     "more samples of a loader with a state": Change(stateful(), stateful(MORE_SAMPLES)),
     "a shorter stream": Change(continuing.stream(9), continuing.stream(2), batches=5),
@@ -104,12 +104,18 @@ CHANGES = {
     ),
     "workers of a loader with a state": Change(stateful(), stateful(**continuing.workers())),
     "another order on each rank": Change(
-        unshared(batch_size=2, shuffle=True), unshared(batch_size=2), is_divided=False
+        read_by_all(batch_size=2, shuffle=True),
+        read_by_all(batch_size=2),
+        use_distributed_sampler=False,
     ),
-    "other batches on each rank": Change(in_batches_of(2), in_batches_of(3), is_divided=False),
-    "another sampler on rank 1": Change(in_batches_of(2), dropping_on_rank_one, is_divided=False),
+    "other batches on each rank": Change(
+        in_batches_of(2), in_batches_of(3), use_distributed_sampler=False
+    ),
+    "another sampler on rank 1": Change(
+        in_batches_of(2), dropping_on_rank_one, use_distributed_sampler=False
+    ),
     "another draw by weight": Change(weighted(replacement=True), weighted(replacement=False)),
-    "two loaders for one": Change(shared(SAMPLES), two_loaders),
+    "two loaders for one": Change(divided_by_strategy(SAMPLES), two_loaders),
     "another number of ranks": Change(
         stateful(),
         stateful(),
@@ -139,16 +145,16 @@ def save_in_second_epoch(rank: int, world_size: int, directory: Path, name: str)
     """Return the checkpoint after two steps of epoch 1."""
     change = CHANGES[name]
     point = f"train_batch_end-{change.batches + 2}"
-    divides = {"use_distributed_sampler": change.is_divided}
-    return training_on(directory, world_size, change.before, **divides).run(point).saved[point]
+    options = {"use_distributed_sampler": change.use_distributed_sampler}
+    return training_on(directory, world_size, change.before, **options).run(point).saved[point]
 
 
 def resume_changed(rank: int, world_size: int, directory: Path, name: str, path: str) -> str:
     """Return the error of a resume with changed data."""
     change = CHANGES[name]
-    divides = {"use_distributed_sampler": change.is_divided}
+    options = {"use_distributed_sampler": change.use_distributed_sampler}
     with pytest.raises(ResumeError) as refused:
-        training_on(directory, world_size, change.after, **divides).run(ckpt_path=path)
+        training_on(directory, world_size, change.after, **options).run(ckpt_path=path)
     return str(refused.value)
 
 
@@ -241,20 +247,22 @@ def save_at(kind: Kind, directory: Path, loaders: Loaders, *points: str) -> list
 
 
 def resume_as_stock(kind: Kind, directory: Path, paths: list[str]) -> list[Run]:
-    training = training_on(directory, 2, shared(SAMPLES), model=continuing.Net)
+    training = training_on(directory, 2, divided_by_strategy(SAMPLES), model=continuing.Net)
     training.side = kind
     training.strategy = {"resume_data": "stock"} if kind == "ours" else {}
     return [training.run(ckpt_path=path) for path in paths]
 
 
-def save_shared(kind: Kind, directory: Path) -> list[str]:
-    return save_at(kind, directory, shared(SAMPLES), "train_batch_end-2", "train_epoch_end-4")
+def save_divided_by_strategy(kind: Kind, directory: Path) -> list[str]:
+    return save_at(
+        kind, directory, divided_by_strategy(SAMPLES), "train_batch_end-2", "train_epoch_end-4"
+    )
 
 
 def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
     """With ``resume_data="stock"``, batches and weights are those of stock's resume."""
     (tmp_path / "saved").mkdir()
-    paths, _ = on_ranks("ours", save_shared, tmp_path / "saved")
+    paths, _ = on_ranks("ours", save_divided_by_strategy, tmp_path / "saved")
     ours, stock = on_both(resume_as_stock, tmp_path, paths)
     for own_runs, stock_runs in zip(ours, stock, strict=True):
         assert [run.steps for run in own_runs] == [run.steps for run in stock_runs]
@@ -305,7 +313,7 @@ def test_a_data_position_of_another_release_repeats_the_epoch(tmp_path: Path) ->
 
 def count_lightnings_warnings(rank: int, world_size: int, directory: Path) -> dict[str, int]:
     """Return how often Lightning warns of a resume within an epoch, by ``resume_data``."""
-    training = training_on(directory, world_size, shared(SAMPLES))
+    training = training_on(directory, world_size, divided_by_strategy(SAMPLES))
     path = training.run("train_batch_end-2").saved["train_batch_end-2"]
     filters = list(warnings.filters)
     counts = {}

@@ -127,19 +127,19 @@ class Steps(NamedTuple):
 def resume_two_loaders(rank: int, world_size: int, directory: Path, mode: str, done: int) -> Steps:
     """Resume after the first of an optimiser step's two batches, which is repeated."""
     options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
-    training = Training(lambda: two_loaders(mode), directory, world_size, options)
+    training = Training(lambda: two_loaders(mode), directory, devices=world_size, options=options)
     point = f"train_batch_end-{done}"
     whole = training.run(point)
     resumed = training.run(ckpt_path=whole.saved[point])
     return Steps(whole.steps[done - 1 :], resumed.steps)
 
 
+# ``done`` exceeds the four batches of the first loader.
 @pytest.mark.parametrize(("mode", "done"), [("max_size", 7), ("max_size_cycle", 5)])
 def test_a_loader_that_is_longer_than_the_first_one_continues(
     mode: str, done: int, tmp_path: Path
 ) -> None:
     """The run resumes at an optimiser step that begins after the first loader's end."""
-    assert done > FIRST_SAMPLES // 2
     [steps] = run_ranks(resume_two_loaders, 1, tmp_path, mode, done)
     assert steps.resumed == steps.expected
 
@@ -172,6 +172,7 @@ def resume_augmented(
     two_workers: Any = partial(DataLoader, dataset(24), 2, shuffle=True, **continuing.workers(2))
     seeding = SamplerEpochSeeding(seed=3, each_sample=True)
     training = Training(two_workers, directory, options={"callbacks": [seeding]})
+    # Saved by the whole run; saved by the resumed run, and resumed again.
     resumed = continuing.generations(training, ["train_batch_end-3"], ["train_batch_end-7"])
     whole = training.run()
     training.loaders = partial(two_workers, num_workers=1)

@@ -75,8 +75,8 @@ class Runs:
         assert len(returned) == (returns or self._ranks * runs), output
         assert {report["weights"] for report in reports} == {weights}
         assert all(report["results"] in ([], test_results) for report in returned)
+        trained = [report for report in reports if report["what"] == "trained"]
         for run, method in enumerate(self._urls):
-            trained = [report for report in reports if report["what"] == "trained"]
             self._expect_all_ranks([each for each in trained if each["run"] == run], method)
         formed = rf"process group: gloo, {self._ranks} ranks, (\S+)$"
         times_formed = Counter(re.findall(formed, output, re.MULTILINE))
@@ -116,16 +116,16 @@ def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
     return weights, returned[1:]
 
 
-def run_script(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
+def run_train(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
     """Run the script in that many processes without a launcher; all must succeed;
     return their output.
     """
     return output_of_all(
-        launch_ranks(be_the_script, processes, argument, env=env | {"PYTHONPATH": ROOT}, **options)
+        launch_ranks(be_train, processes, argument, env=env | {"PYTHONPATH": ROOT}, **options)
     )
 
 
-def be_the_script(rank: int, world_size: int, argument: str) -> None:
+def be_train(rank: int, world_size: int, argument: str) -> None:
     """Run the training script in this process."""
     sys.argv = [SCRIPT, argument]  # a rank that starts others starts them with it
     train.main(**json.loads(argument))
@@ -140,20 +140,19 @@ def be_torchrun(rank: int, world_size: int, words: Sequence[str]) -> None:
 
 @pytest.mark.lowest
 def test_by_hand_with_three_variables(tmp_path: Path) -> None:
-    """RANK, WORLD_SIZE and LOCAL_RANK make any process a rank; a month is a longer time
-    limit than the kernel counts.
-    """
+    """RANK, WORLD_SIZE and LOCAL_RANK make any process a rank."""
     runs = Runs(tmp_path, "none", *METHODS)
+    # A month is longer than the kernel's timers can count.
     limits = dict.fromkeys(
         ("init_timeout", "heartbeat_timeout", "timeout", "save_deadline"), 30 * 86400
     )
-    runs.expect_trained(run_script(runs.argument(strategy=limits), by_hand_env(2, free_port())))
+    runs.expect_trained(run_train(runs.argument(strategy=limits), by_hand_env(2, free_port())))
 
 
 def test_srun(tmp_path: Path) -> None:
     """A task of srun is a rank; the job gives the address."""
     runs = Runs(tmp_path, "none", *METHODS)
-    runs.expect_trained(run_script(runs.argument(), by_srun()))
+    runs.expect_trained(run_train(runs.argument(), by_srun()))
 
 
 def test_mpirun(tmp_path: Path) -> None:
@@ -163,7 +162,7 @@ def test_mpirun(tmp_path: Path) -> None:
     host = loopback()[-1]
     address = f"[{host}]" if ":" in host else host
     runs = Runs(tmp_path, "tcp", "file", tcp=f"tcp://{address}:{free_port(host)}")
-    runs.expect_trained(run_script(runs.argument(), by_mpirun()))
+    runs.expect_trained(run_train(runs.argument(), by_mpirun()))
 
 
 @pytest.mark.parametrize(
@@ -184,9 +183,9 @@ def test_start_methods(
     """
     runs = Runs(tmp_path, *methods)
     argument = runs.argument(strategy={"start_method": start_method}, calls=calls)
-    output = run_script(argument, {}, processes=1)
+    output = run_train(argument, {}, processes=1)
     runs.expect_trained(output, returns=len(methods), launches=[len(calls)] * len(methods))
-    results = json.dumps({"results": learned_with_stock(2)[1]})[1:-1]
+    results = json.dumps({"results": learned_with_stock(2)[1]})[1:-1]  # without braces
     assert output.count(results) == len(methods) * ("test" in calls)
 
 
@@ -237,12 +236,13 @@ def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
         "RANK": str,
         "WORLD_SIZE": "4",
         "LOCAL_RANK": lambda rank: str(rank % 2),
+        # Some operators give rank 0 a loopback address, and the other ranks its host's name.
         "MASTER_ADDR": lambda rank: "host-a" if rank else "localhost",
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": None,
     }
     places = [nodes[rank // 2] for rank in range(4)]
-    output = run_script(runs.argument(), env, 4, namespaces=places)
+    output = run_train(runs.argument(), env, 4, namespaces=places)
     runs.expect_trained(output)
 
 
@@ -254,5 +254,5 @@ def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
     """
     runs = Runs(shared_dir, "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
     env: Environment = {"NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
-    output = run_script(runs.argument(), env, namespaces=list(nodes))
+    output = run_train(runs.argument(), env, namespaces=list(nodes))
     runs.expect_trained(output)

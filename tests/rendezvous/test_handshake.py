@@ -44,7 +44,7 @@ SOON = Timeouts(after_refusal=1.0, answer=3.0, connect=2.0)
         ("tcp", {"init_method": "env://"}, DIFFERENT.format("init_method")),
     ],
 )
-def test_a_start_that_cannot_be(
+def test_ranks_or_settings_that_conflict_are_named(
     kind: str, third: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
     """All ranks name those that claim the same rank, or that differ in a setting, and
@@ -66,14 +66,18 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
     with RankProcesses(
         servers.connect, 5, where, [{"init_timeout": servers.LONG, **each} for each in settings]
     ) as ranks:
+        # The first run connects, and waits in front of its first collective.
         for seat in range(2):
             ranks.release(seat)
         for seat in range(2):
             ranks.wait_for("in front", seat)
+        # The latecomers start, and are refused meanwhile.
         for seat in range(2, 5):
             ranks.release(seat)
         refused = ranks.wait(2, 3, 4)
-        for seat in (0, 1, 0, 1):  # one collective forms the group
+        # The first run ends: each rank is released twice, before the collective that checks the
+        # new group and before that of ``add_ones``.
+        for seat in (0, 1, 0, 1):
             ranks.release(seat)
         running = ranks.wait(0, 1)
     for (rank, world_size), outcome in zip(late, refused, strict=True):
@@ -154,8 +158,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
         servers.sentence(outcome, RendezvousError)
         == f"init_method 'file://{path}': rank 0 on {servers.HOST} (pid {outcome.pid}) cannot"
         " write its address there: No such file or directory; create the directory, free disk"
-        " space, or"
-        " choose another file"
+        " space, or choose another file"
     )
 
 

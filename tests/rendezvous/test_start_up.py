@@ -25,24 +25,7 @@ from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from tests.harness.network import Network
 from tests.harness.ranks import RankProcesses, announce, free_port, hold, launch_ranks
-from tests.rendezvous.servers import (
-    HOST,
-    LONG,
-    Answer,
-    add_ones,
-    drip,
-    endings,
-    place,
-    process,
-    request,
-    same_sentence,
-    sentence,
-    server,
-    silent,
-    started,
-    url,
-    web,
-)
+from tests.rendezvous import servers
 
 
 def connect_early(seat: int, seats: int, where: Tcp) -> float:
@@ -50,14 +33,15 @@ def connect_early(seat: int, seats: int, where: Tcp) -> float:
     end of the connection.
     """
     ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    tries = count(1)
+    attempts = count(1)
     create = socket.create_connection
     usual = ports.read_text()
 
     def create_connection(*args: Any, **kwargs: Any) -> socket.socket:
-        first = next(tries) == 1
-        ports.write_text(f"{where.port} {where.port + 1}" if first else usual)
-        if not first:
+        attempt = next(attempts)
+        # In the first attempt, the kernel gives this socket rank 0's port as its own.
+        ports.write_text(f"{where.port} {where.port + 1}" if attempt == 1 else usual)
+        if attempt > 1:
             announce("tried")
         return create(*args, **kwargs)
 
@@ -65,14 +49,14 @@ def connect_early(seat: int, seats: int, where: Tcp) -> float:
         hold("late")
     else:
         socket.create_connection = create_connection
-    join(request(seat, seats, where))
-    return add_ones()
+    join(servers.request(seat, seats, where))
+    return servers.add_ones()
 
 
 def join_from_the_last_rank(seat: int, seats: int, where: Tcp | str) -> float:
     """Join and add ones; the process that starts last is rank 0."""
-    join(request(seats - 1 - seat, seats, where))
-    return add_ones()
+    join(servers.request(seats - 1 - seat, seats, where))
+    return servers.add_ones()
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
@@ -80,7 +64,7 @@ def test_ranks_connect_in_any_order_and_exit_in_good_order(kind: str, tmp_path: 
     """All ranks join one group, exit with status 0 without calling ``leave``, and leave
     no file behind.
     """
-    outcomes = launch_ranks(join_from_the_last_rank, 3, place(kind, tmp_path))
+    outcomes = launch_ranks(join_from_the_last_rank, 3, servers.place(kind, tmp_path))
     assert [outcome.result for outcome in outcomes] == [3.0, 3.0, 3.0]
     assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0]
     assert list(tmp_path.iterdir()) == []
@@ -88,18 +72,19 @@ def test_ranks_connect_in_any_order_and_exit_in_good_order(kind: str, tmp_path: 
 
 @pytest.mark.parametrize("init_method", [None, "env://"])
 def test_a_rank_that_never_starts(init_method: str | None, tmp_path: Path) -> None:
-    """After init_timeout all name the missing rank, the present ones, the address and
-    the remedy.
+    """After the shortest init_timeout, all name it, the missing rank, the present ones,
+    the address and the remedy.
     """
-    where = place("tcp", tmp_path)
+    where = servers.place("tcp", tmp_path)
     common = {"world_size": 3, "init_method": init_method}
-    outcomes = endings(where, [{"init_timeout": wait, **common} for wait in (LONG, 5.0)])
+    waits = (servers.LONG, 5.0)
+    outcomes = servers.endings(where, [{"init_timeout": wait, **common} for wait in waits])
     address = f"{where} (env://)" if init_method else str(where)
-    present = ", ".join(process(outcome.rank, outcome.pid) for outcome in outcomes)
+    present = ", ".join(servers.process(outcome.rank, outcome.pid) for outcome in outcomes)
     assert (
-        same_sentence(outcomes, MissingRanksError)
-        == f"rank 2 of 3 did not connect to {address} within {LONG:g} s (init_timeout); present:"
-        f" {present}; check that every rank is running and can reach rank 0, or raise"
+        servers.same_sentence(outcomes, MissingRanksError)
+        == f"rank 2 of 3 did not connect to {address} within 5 s (init_timeout);"
+        f" present: {present}; check that every rank is running and can reach rank 0, or raise"
         " init_timeout"
     )
 
@@ -113,17 +98,17 @@ def test_a_link_cut_while_the_group_forms(two_hosts: Network) -> None:
     where = Tcp(two_hosts[0].address, free_port())
     hosts = [two_hosts[0], two_hosts[1], two_hosts[0]]
     settings: list[dict[str, Any]] = [
-        {"init_timeout": LONG, "timeouts": Timeouts(heartbeat=3.0)} for _ in hosts
+        {"init_timeout": servers.LONG, "timeouts": Timeouts(heartbeat=3.0)} for _ in hosts
     ]
     settings[2]["stop"] = "all_reduce"
-    with started(where, settings, namespaces=hosts) as ranks:
+    with servers.started(where, settings, namespaces=hosts) as ranks:
         ranks.wait_for("in front", 2)
         two_hosts.cut()
         here, there, blocked = ranks.wait()
-    assert f"rank 1 (host host-b, pid {there.pid}) died: no sign of life" in sentence(
+    assert f"rank 1 (host host-b, pid {there.pid}) died: no sign of life" in servers.sentence(
         here, RankDiedError
     )
-    assert f"rank 0 (host host-a, pid {here.pid}) died: no sign of life" in sentence(
+    assert f"rank 0 (host host-a, pid {here.pid}) died: no sign of life" in servers.sentence(
         there, RankDiedError
     )
     assert f"[rank 2] RankDiedError: rank 1 (host host-b, pid {there.pid}) died" in blocked.output
@@ -134,20 +119,21 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
     """The others name the address that they tried, what they found there, and what to
     check.
     """
-    where = place(kind, tmp_path)
-    (outcome,) = endings(where, [{"rank": 1, "world_size": 2}])
+    where = servers.place(kind, tmp_path)
+    (outcome,) = servers.endings(where, [{"rank": 1, "world_size": 2}])
     if isinstance(where, Tcp):
         address = f"127.0.0.1:{where.port}"
         reason = "Connection refused"
         remedy = "that its host has this address"
     else:
-        address = url(where)
+        address = servers.url(where)
         reason = "rank 0 has not published its address there"
         remedy = "that it uses the same init_method (a file must be on a disk that all hosts share)"
     assert (
-        sentence(outcome, RendezvousError)
-        == f"{process(1, outcome.pid)} did not find rank 0 at {address} within 4 s ({reason});"
-        f" check that rank 0 is running, {remedy}, and that no firewall blocks the connection"
+        servers.sentence(outcome, RendezvousError)
+        == f"{servers.process(1, outcome.pid)} did not find rank 0 at {address} within 4 s"
+        f" ({reason}); check that rank 0 is running, {remedy}, and that no firewall blocks the"
+        " connection"
     )
 
 
@@ -173,13 +159,17 @@ def test_a_rank_that_ends_before_all_have_connected(
     kind: str, victim: int, end: signal.Signals, says: str, tmp_path: Path
 ) -> None:
     """The others name it immediately, without waiting for init_timeout."""
-    with started(place(kind, tmp_path), [{"init_timeout": LONG, "world_size": 4}] * 3) as ranks:
+    with servers.started(
+        servers.place(kind, tmp_path), [{"init_timeout": servers.LONG, "world_size": 4}] * 3
+    ) as ranks:
         for rank in (1, 2):
             ranks.wait_for("connected", rank)
         ranks.kill(victim, end)
         others = ranks.wait(*({0, 1, 2} - {victim}))
-    name = re.escape(process(victim, ranks.pids[victim]))
-    assert all(re.match(says.format(name), sentence(other, RendezvousError)) for other in others)
+    name = re.escape(servers.process(victim, ranks.pids[victim]))
+    assert all(
+        re.match(says.format(name), servers.sentence(other, RendezvousError)) for other in others
+    )
 
 
 @pytest.mark.parametrize(("kind", "victim"), [("tcp", 0), ("file", 0), ("file", 2)])
@@ -189,17 +179,17 @@ def test_a_rank_killed_while_the_group_forms_is_named_immediately(
     """The channel reports a death long before init_timeout, with host and pid; no
     address is left behind.
     """
-    settings: list[dict[str, Any]] = [{"init_timeout": LONG} for _ in range(3)]
+    settings: list[dict[str, Any]] = [{"init_timeout": servers.LONG} for _ in range(3)]
     settings[victim]["stop"] = "init_process_group"
-    with started(place(kind, tmp_path), settings) as ranks:
+    with servers.started(servers.place(kind, tmp_path), settings) as ranks:
         ranks.wait_for("in front", victim)
         ranks.kill(victim)
         others = ranks.wait(*({0, 1, 2} - {victim}))
     death = (
-        f"{process(victim, ranks.pids[victim])} died: its process ended unexpectedly; every rank"
-        " stops."
+        f"{servers.process(victim, ranks.pids[victim])} died: its process ended unexpectedly;"
+        " every rank stops."
     )
-    assert same_sentence(others, RankDiedError).startswith(death)
+    assert servers.same_sentence(others, RankDiedError).startswith(death)
     assert not list(tmp_path.iterdir())
 
 
@@ -225,8 +215,10 @@ def test_a_link_local_address(two_hosts: Network) -> None:
     for host in two_hosts:
         host.hosts_file.write_text("127.0.0.1 localhost host-a host-b\n")
     two_hosts[0].ip("addr add fe80::77/64 dev eth0 nodad")
-    with started(
-        Tcp("fe80::77%eth0", free_port()), [{"init_timeout": LONG}] * 2, namespaces=list(two_hosts)
+    with servers.started(
+        Tcp("fe80::77%eth0", free_port()),
+        [{"init_timeout": servers.LONG}] * 2,
+        namespaces=list(two_hosts),
     ) as ranks:
         assert [outcome.result for outcome in ranks.wait()] == [2.0, 2.0]
 
@@ -237,8 +229,8 @@ def test_a_name_that_resolves_late(two_hosts: Network) -> None:
     known = two_hosts[0].hosts_file.read_text()
     for host in two_hosts:
         host.hosts_file.write_text("127.0.0.1 localhost\n")
-    with started(
-        Tcp("host-a", free_port()), [{"init_timeout": LONG}] * 2, namespaces=list(two_hosts)
+    with servers.started(
+        Tcp("host-a", free_port()), [{"init_timeout": servers.LONG}] * 2, namespaces=list(two_hosts)
     ) as ranks:
         ranks.wait_for("listens", 0)
         for host in two_hosts:
@@ -252,60 +244,60 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
     """Each side names the other one, within the bound."""
     where = Tcp(two_hosts[0].address, free_port())
     settings = [{"world_size": 3, "init_timeout": 6.0, "timeouts": Timeouts(answer=3.0)}] * 2
-    with started(where, settings, namespaces=list(two_hosts)) as ranks:
+    with servers.started(where, settings, namespaces=list(two_hosts)) as ranks:
         ranks.wait_for("connected", 1)
         two_hosts.cut()
         here, there = ranks.wait()
-    assert f"of 3 did not connect to {where} within 6 s (init_timeout)" in sentence(
+    assert f"of 3 did not connect to {where} within 6 s (init_timeout)" in servers.sentence(
         here, MissingRanksError
     )
-    assert f"rank 0 at {where.host}:{where.port} did not reply after accepting" in sentence(
+    assert f"rank 0 at {where.host}:{where.port} did not reply after accepting" in servers.sentence(
         there, RendezvousError
     )
 
 
-@pytest.mark.parametrize("answer", [silent, web, drip])
-def test_rank_zero_names_a_port_that_another_program_uses(answer: Answer) -> None:
+@pytest.mark.parametrize("answer", [servers.silent, servers.web, servers.drip])
+def test_rank_zero_names_a_port_that_another_program_uses(answer: servers.Answer) -> None:
     """The message has the port, the reason and the remedies."""
-    with server(answer) as where:
-        (outcome,) = endings(where, [{"world_size": 2}])
+    with servers.server(answer) as where:
+        (outcome,) = servers.endings(where, [{"world_size": 2}])
     assert (
-        sentence(outcome, RendezvousError)
-        == f"init_method '{where}': rank 0 on {HOST} (pid {outcome.pid}) cannot bind port"
+        servers.sentence(outcome, RendezvousError)
+        == f"init_method '{where}': rank 0 on {servers.HOST} (pid {outcome.pid}) cannot bind port"
         f" {where.port}: Address already in use; stop the program that uses the port, or choose"
         " another port"
     )
 
 
-@pytest.mark.parametrize("answer", [silent, drip])
-def test_a_server_that_never_replies_is_not_rank_zero(answer: Answer) -> None:
+@pytest.mark.parametrize("answer", [servers.silent, servers.drip])
+def test_a_server_that_never_replies_is_not_rank_zero(answer: servers.Answer) -> None:
     """At init_timeout, the other rank says that the connection was accepted."""
-    with server(answer) as where:
-        (outcome,) = endings(where, [{"rank": 1, "world_size": 2}], init_timeout=4.0)
-    assert sentence(outcome, RendezvousError) == (
-        f"{process(1, outcome.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it"
-        " accepted the connection, but did not reply); check that rank 0 is running, that its host"
-        " has this address, and that no firewall blocks the connection"
+    with servers.server(answer) as where:
+        (outcome,) = servers.endings(where, [{"rank": 1, "world_size": 2}], init_timeout=4.0)
+    assert servers.sentence(outcome, RendezvousError) == (
+        f"{servers.process(1, outcome.pid)} did not find rank 0 at 127.0.0.1:{where.port}"
+        " within 4 s (it accepted the connection, but did not reply); check that rank 0 is running,"
+        " that its host has this address, and that no firewall blocks the connection"
     )
 
 
 def test_a_web_server_is_not_rank_zero() -> None:
     """The other rank says that another program listens there."""
-    with server(web) as where:
-        (outcome,) = endings(where, [{"rank": 1, "world_size": 2}])
-    assert sentence(outcome, RendezvousError) == (
+    with servers.server(servers.web) as where:
+        (outcome,) = servers.endings(where, [{"rank": 1, "world_size": 2}])
+    assert servers.sentence(outcome, RendezvousError) == (
         f"a program other than rank 0 is listening at 127.0.0.1:{where.port}; choose a port"
         " that no other program uses, or correct the address of rank 0's host"
     )
 
 
-@pytest.mark.parametrize("answer", [silent, web])
-def test_a_server_that_is_not_a_store_raises(answer: Answer) -> None:
+@pytest.mark.parametrize("answer", [servers.silent, servers.web])
+def test_a_server_that_is_not_a_store_raises(answer: servers.Answer) -> None:
     """The error follows soon after the deadline, even if torch's client would wait for
     ever.
     """
     with (
-        server(answer) as where,
+        servers.server(answer) as where,
         pytest.raises(RendezvousError, match=f"the store at 127.0.0.1:{where.port} cannot be used"),
     ):
         connect_store(where.host, where.port, Deadline(0.5))
@@ -313,16 +305,16 @@ def test_a_server_that_is_not_a_store_raises(answer: Answer) -> None:
 
 def test_a_host_name_that_does_not_resolve() -> None:
     """The other ranks name the host and the resolver's error, and rank 0 those ranks."""
-    outcomes = endings(Tcp("no-such-host.invalid", 29500), [{}, {}], init_timeout=1.0)
+    outcomes = servers.endings(Tcp("no-such-host.invalid", 29500), [{}, {}], init_timeout=1.0)
     with pytest.raises(socket.gaierror) as unresolved:
         socket.getaddrinfo("no-such-host.invalid", 29500)
     absent, unresolving = outcomes
-    assert "rank 1 of 2 did not connect to tcp://no-such-host.invalid:29500" in sentence(
+    assert "rank 1 of 2 did not connect to tcp://no-such-host.invalid:29500" in servers.sentence(
         absent, MissingRanksError
     )
     assert (
         f"did not find rank 0 at no-such-host.invalid:29500 within 1 s"
-        f" ({unresolved.value.strerror}); check" in sentence(unresolving, RendezvousError)
+        f" ({unresolved.value.strerror}); check" in servers.sentence(unresolving, RendezvousError)
     )
 
 
@@ -332,7 +324,9 @@ def test_a_file_that_is_empty_or_left_by_a_killed_run_will_do(tmp_path: Path) ->
     """
     path = tmp_path / "store"
     path.touch()
-    with started(str(path), [{"init_timeout": LONG, "stop": "all_reduce"}] * 2) as ranks:
+    with servers.started(
+        str(path), [{"init_timeout": servers.LONG, "stop": "all_reduce"}] * 2
+    ) as ranks:
         for seat in range(2):
             ranks.wait_for("in front", seat)
         for seat in range(2):
@@ -340,9 +334,10 @@ def test_a_file_that_is_empty_or_left_by_a_killed_run_will_do(tmp_path: Path) ->
         ranks.wait()
     assert path.stat().st_size > 0
     assert path.stat().st_mode & 0o777 == 0o600, "for this user's eyes only"
-    assert [outcome.result for outcome in endings(str(path), [{}, {}], init_timeout=LONG)] == [
-        2.0
-    ] * 2
+    assert [
+        outcome.result
+        for outcome in servers.endings(str(path), [{}, {}], init_timeout=servers.LONG)
+    ] == [2.0] * 2
     assert not path.exists()
 
 
@@ -351,7 +346,7 @@ def test_a_file_with_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("learning_rate: 0.1\n")
     assert (
-        same_sentence(endings(str(path), [{}, {}]), RendezvousError)
+        servers.same_sentence(servers.endings(str(path), [{}, {}]), RendezvousError)
         == f"init_method 'file://{path}': the file does not contain the address of a rank 0 (it "
         "begins with b'learning_rate'); choose a file that does not exist yet"
     )

@@ -224,7 +224,8 @@ def test_a_rank_that_ends_between_two_fits_is_named(
 def wait_for_forced_exit() -> None:
     """Wait until the time has passed after which a blocked rank is forced to exit."""
     while countdowns := [each for each in threading.enumerate() if each.name == "ddpx-exit"]:
-        with suppress(RuntimeError):  # not started yet
+        # The list also has a thread whose ``start`` is running, which cannot be joined yet.
+        with suppress(RuntimeError):
             countdowns[0].join()
 
 
