@@ -47,7 +47,8 @@ class Findings:
         if mismatch is not None:
             return mismatch.event
         elsewhere = self.elsewhere
-        if not elsewhere or not any(report.has_timed_out for report in self.reports):
+        has_timed_out = any(report.waits and report.has_timed_out for report in self.reports)
+        if not elsewhere or not has_timed_out:
             return None
         places = listed(
             (f"{report.who} is in {report.place or 'library code'}" for report in elsewhere),

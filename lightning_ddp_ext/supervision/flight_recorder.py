@@ -12,9 +12,10 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ _DEFAULT_GROUP = "default_pg"
 # The recorder of gloo and others, and that of NCCL, which builds without CUDA lack.
 _RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 _DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must reply to a survey
+# The share of its timeout after which a collective counts as timed out. A rank may have
+# entered its last collective a little after the one that timed out.
+_SHARE_OF_TIMEOUT = 0.9
 # Functions on the stack of a collective that reveal its purpose: a part of the file's
 # path, and the name, if any.
 _PURPOSES = (
@@ -166,6 +170,22 @@ def read_progress() -> list[GroupProgress]:
         if not is_blocked:
             start_thread(recorder, _read, recorder, progress).join(_DUMPED_WITHIN)
     return list(progress.values())
+
+
+def has_timed_out(groups: Collection[GroupProgress], timeout: timedelta) -> bool:
+    """Whether this rank has waited for the timeout in a collective.
+
+    Torch may count a collective that has timed out as finished; then it is the last one
+    that this rank entered in any group. Also true if torch has not recorded any.
+    """
+    if not groups:
+        return True
+    latest = min(groups, key=lambda progress: progress.seconds)
+    awaited = [progress for progress in groups if progress.pending or progress is latest]
+    return any(
+        progress.seconds >= _SHARE_OF_TIMEOUT * min(timeout.total_seconds(), progress.limit)
+        for progress in awaited
+    )
 
 
 def _read(recorder: str, progress: dict[str, GroupProgress]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,8 @@ from lightning_ddp_ext.rendezvous.peers import current_run, joint_runs
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.flight_recorder import (
-    GroupProgress,
     groups_in_collectives,
+    has_timed_out,
     read_progress,
 )
 from lightning_ddp_ext.supervision.report import Glance, Report
@@ -24,10 +24,6 @@ from lightning_ddp_ext.supervision.stacks import (
     main_frame,
     may_be_waiting_for_ranks,
 )
-
-# The share of its timeout after which a collective counts as timed out. A rank may have
-# entered its last collective a little after the one that timed out.
-_SHARE_OF_TIMEOUT = 0.9
 
 
 class Reporter:
@@ -66,17 +62,6 @@ class Reporter:
         barriers = [] if call is None else [f"call {call.number}"]
         return groups_in_collectives() + barriers
 
-    def has_timed_out(self, groups: Collection[GroupProgress]) -> bool:
-        """Whether a collective of this rank took as long as its timeout.
-
-        Also true if torch has not recorded any.
-        """
-        timeout = self._groups.timeout.total_seconds()
-        return not groups or any(
-            progress.seconds >= _SHARE_OF_TIMEOUT * min(timeout, progress.limit)
-            for progress in groups
-        )
-
     def _is_blocked(self) -> bool:
         frame = main_frame()
         is_in_barrier = self._barriers.awaited is not None
@@ -89,7 +74,7 @@ class Reporter:
             is_blocked=self._is_blocked(),
             # CUDA may poll while it waits.
             cpu_seconds=0.0 if self._groups.uses_nccl else _cpu_seconds(),
-            has_timed_out=self.has_timed_out(report.groups),
+            has_timed_out=has_timed_out(report.groups, self._groups.timeout),
             calls=self._barriers.made,
             awaited=self._barriers.awaited,
             run=joint_runs(),

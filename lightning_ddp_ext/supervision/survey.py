@@ -40,7 +40,7 @@ from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 from lightning_ddp_ext.supervision.deadlock import Deadlock, deadlock_in
 from lightning_ddp_ext.supervision.diagnosis import Findings
-from lightning_ddp_ext.supervision.flight_recorder import read_progress
+from lightning_ddp_ext.supervision.flight_recorder import has_timed_out, read_progress
 from lightning_ddp_ext.supervision.report import Glance, Report, Silence
 from lightning_ddp_ext.supervision.reporter import Reporter
 from lightning_ddp_ext.threads import start_thread
@@ -95,11 +95,11 @@ class Survey:
         All ranks get the same event.
         """
         self.reporter.has_broken_collective = True
-        has_timed_out = self.reporter.has_timed_out(read_progress())
-        event = None if has_timed_out else self._peers.wait(self._peers.timeouts.first_cause)
+        is_timeout = has_timed_out(read_progress(), self._groups.timeout)
+        event = None if is_timeout else self._peers.wait(self._peers.timeouts.first_cause)
         if event is None:
             broken = f"a collective of rank {self._peers.rank} failed"
-            event = self.request("collective", self.wait_in_words if has_timed_out else broken)
+            event = self.request("collective", self.wait_in_words if is_timeout else broken)
         self.reporter.has_broken_collective = event is not None
         return event
 

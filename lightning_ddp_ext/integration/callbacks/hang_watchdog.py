@@ -96,6 +96,10 @@ class HangWatchdog(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave()
+        if sum(isinstance(each, HangWatchdog) for each in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                "a Trainer can have only one HangWatchdog (got several); remove all but one"
+            )
         for name in self._variables:
             os.environ.pop(name, None)
         self._variables = {}

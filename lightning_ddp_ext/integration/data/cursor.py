@@ -74,6 +74,7 @@ class EpochCursor:
         resume_data: see ``DDPExtStrategy``.
 
     Attributes:
+        resume_data: the argument.
         known_seed: the seed for the order of samples, once it is known.
         seeding: how ``SamplerEpochSeeding`` seeds loader workers.
     """
@@ -122,6 +123,8 @@ class EpochCursor:
             repeats_epoch=self.resume_data == "epoch",
         )
         checkpoint["loops"]["fit_loop"] = saved.loops_at(saved.restart)
+        if saved.seed is not None:
+            self.known_seed = saved.seed
         is_strict = self.resume_data == "strict"
         self._resumed = ResumedEpoch(
             self._strategy, self._parts.replaced, saved, is_strict=is_strict
@@ -135,9 +138,7 @@ class EpochCursor:
         time.
         """
         if self.known_seed is None:
-            chosen = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
-            saved = None if self._resumed is None else self._resumed.seed
-            self.known_seed = chosen if saved is None else saved
+            self.known_seed = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
         return self.known_seed
 
     @property
@@ -174,7 +175,8 @@ class EpochCursor:
         if combined_iterator_of(self._trainer.fit_loop) is not self._combined_iterator:
             self._enter_epoch()
             return self._start_together(iterator)
-        # If it replaces an iterator that ended, the batch was announced to that one.
+        # A loader that ended within the epoch starts again. Its earlier iterator has already
+        # called `before_next` for this batch.
         iterator.is_announced = True
         return self._start_at_position(iterator)
 

@@ -16,10 +16,10 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
-    Sampler,
     SequentialSampler,
 )
 
+from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, global_order_of, position_of
 from lightning_ddp_ext.data.loader_properties import length_or_inf, name_of
@@ -86,6 +86,7 @@ class TrainerLoaders:
         self._parts = parts
         self._order = order
         self._exact_evaluation = exact_evaluation
+        self._own_samplers: list[GlobalOrderSampler] = []  # with the cursor's seed
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.saver = PositionSaver(strategy, checkpoints, parts.stops)
@@ -96,11 +97,18 @@ class TrainerLoaders:
 
         The Trainer then calls it where it would put its own sampler into a loader.
         """
+        self._own_samplers = []
         self.saver.attach(trainer)
         self.cursor.attach(trainer)
         self.uneven.start_run()
         self.evaluation.end()
         self._parts.replaced.prepare_loaders(trainer, by=self.prepare)
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Prepare to resume from a checkpoint, also if hooks have already loaded the data."""
+        self.cursor.restore(checkpoint)
+        for sampler in self._own_samplers:
+            sampler.seed = self.cursor.seed
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Let the loops continue as usual, and compare the ranks' first batches.
@@ -157,6 +165,7 @@ class TrainerLoaders:
         if isinstance(dataloader, DataLoader) and needs_sampler(trainer, dataloader):
             own_sampler = self._sampler_for(dataloader, shuffle, stage)
             if own_sampler is not None:
+                self._own_samplers.append(own_sampler)
                 return self._read_through(dataloader, own_sampler, stage)
         return as_lightning(dataloader, shuffle, stage)
 
@@ -176,7 +185,7 @@ class TrainerLoaders:
 
     def _sampler_for(
         self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage
-    ) -> Sampler[int] | None:
+    ) -> GlobalOrderSampler | None:
         """Return our sampler that replaces Lightning's, or ``None`` to keep that."""
         if stage in EVALUATED and not self._exact_evaluation:
             return None

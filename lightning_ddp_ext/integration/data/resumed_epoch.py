@@ -81,7 +81,6 @@ class ResumedEpoch:
         self._replaced = replaced
         self._saved = saved
         self._is_strict = is_strict
-        self.seed = saved.seed
         self.restart = saved.restart
         self._batches = math.inf  # of the epoch, if known from the checkpoint
         self._placed: Sequence[LoaderPosition] = ()
