@@ -8,8 +8,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lightning_ddp_ext.integration.checkpoints.fit_identity import KEY, FitIdentity
+from lightning_ddp_ext.integration.checkpoints.last_search import choose
 from tests.harness.environment import Environment, by_srun
 from tests.harness.ranks import Outcome, launch_ranks, run_ranks
+from tests.harness.scripts import run_script
 from tests.integration import continuing
 
 
@@ -88,3 +93,36 @@ def test_a_requeued_job_resumes_without_a_stop_checkpoint(tmp_path: Path) -> Non
     first_runs = run_ranks(train, 2, tmp_path, is_stopped=True, env=job, **options)
     next_runs = run_ranks(train, 2, tmp_path, is_stopped=False, env=requeued(job), **options)
     assert (first_runs, next_runs) == ([False, False], [True, True])
+
+
+def test_a_requeued_job_prefers_its_own_file_though_a_variable_has_changed(tmp_path: Path) -> None:
+    """Another job's file stays, even if that job had the same variables as this one now."""
+
+    def identity(job: str, value: str) -> FitIdentity:
+        content = {"facts": {}, "environment": [value], "job": job}
+        return FitIdentity(content, {"NODE": value}, number=1)
+
+    own, other = (str(tmp_path / name) for name in ("own.ckpt", "other.ckpt"))
+    torch.save({KEY: identity("1", "before").content}, own)
+    torch.save({KEY: identity("2", "now").content}, other)
+    chosen = choose([other, own], set(), identity("1", "now")).chosen
+    assert chosen is not None
+    assert (chosen.path, chosen.changed) == (own, ["NODE"])
+
+
+PRINT_HASH = """
+    import sys
+
+    import lightning as L
+    from lightning_ddp_ext.integration.checkpoints.fit_identity import identify
+
+    model = L.LightningModule()
+    model.save_hyperparameters({"cfg": {"drop": {"a", "b", "c"}, "keep": ["d"]}})
+    sys.stdout.write(identify((model,), 1).content["facts"]["module.cfg"])
+"""
+
+
+def test_hyperparameters_with_sets_have_the_same_identity_in_each_process() -> None:
+    """The order of a set differs between processes."""
+    hashes = [run_script(PRINT_HASH, env={"PYTHONHASHSEED": seed}).output for seed in "123"]
+    assert len(set(hashes)) == 1, hashes

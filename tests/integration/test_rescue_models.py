@@ -108,6 +108,7 @@ CONTINUING = [
     (Clipping, {}),
     (OtherGenerator, {}),
     (Skipping, {}),
+    pytest.param(Net, {"use_distributed_sampler": False}, id="own draw on each rank"),
 ]
 
 

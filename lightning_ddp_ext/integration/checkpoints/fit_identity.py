@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pprint
 import re
 import sys
 from collections.abc import Mapping
@@ -33,8 +34,10 @@ _TASKS = (
 # Other variables that launchers, schedulers, shells and Lightning set, possibly
 # differently in each run of the same command. They are not compared.
 _NOT_COMPARED = re.compile(
-    r"_|SHLVL|(OLD)?PWD|HOSTNAME|DISPLAY|TERM|TMPDIR|TMUX|STY|WINDOWID|INVOCATION_ID|JOURNAL_STREAM"
-    r"|CUDA_VISIBLE_DEVICES|(\w+_)?(RANK|WORLD_SIZE)|\w+_(PORT|SERVICE_HOST)(_\w+)?"
+    r"_|SHLVL|(OLD)?PWD|HOSTNAME|DISPLAY|TERM|TMP(DIR)?|TEMP|TMUX|STY|WINDOWID|INVOCATION_ID"
+    r"|JOURNAL_STREAM|SYSTEMD_EXEC_PID|GNOME_TERMINAL_\w+|JOB_ID|LS_JOBPID"
+    r"|\w+_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
+    r"|(\w+_)?(RANK|WORLD_SIZE)|\w+_(PORT|SERVICE_HOST)(_\w+)?"
     r"|(COV|DBUS|DDPX|HYDRA|JPY|KMP|KUBERNETES|LSB|MASTER|MPI|OMPI|PALS|PBS|PL|PMI|PMIX|PRTE|PYTEST"
     r"|SGE|SLURM|SLURMD|SSH|TERM|TMUX|TORCHELASTIC|VSCODE|XDG)_\w+"
 )
@@ -160,7 +163,7 @@ def _hashed(value: Any) -> str:
     It is the same in each run of a command.
     """
     try:
-        text = repr(sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value)
+        text = pprint.pformat(value, width=1)  # which sorts sets, but not on one line
     except Exception:  # a configuration may lack mandatory values
         text = type(value).__qualname__
     return hashlib.sha256(_ADDRESS.sub("", text).encode(errors="surrogateescape")).hexdigest()[:8]

@@ -139,7 +139,11 @@ def read_candidate(path: str) -> Candidate:
 
 
 def _find_owners(candidates: list[Candidate], only_ours: set[str], identity: FitIdentity) -> None:
-    """Find the files that belong to other fits or runs."""
+    """Find the files that belong to others.
+
+    A file belongs to another fit, to another SLURM job, or to a run in another
+    environment; the first of these that applies is its owner.
+    """
     for file in candidates:
         if file.identity:
             file.owner = identity.difference(file.identity)
@@ -151,11 +155,12 @@ def _find_owners(candidates: list[Candidate], only_ours: set[str], identity: Fit
         for file in of_fit:
             if identity.is_of_other_job(file.identity):
                 file.owner = f"SLURM job {file.identity['job']}"
-    for file in of_fit:
+    left = [file for file in of_fit if not file.owner]
+    for file in left:
         file.changed = identity.changed_variables(file.identity)
-    if not all(file.changed for file in of_fit):
+    if not all(file.changed for file in left):
         # A run in this environment saved one, so the others belong to other runs.
-        for file in of_fit:
+        for file in left:
             if file.changed:
                 file.owner = _run_with_other(file.changed)
 

@@ -171,7 +171,9 @@ def _add_random_states(state: dict[str, Any], step: LastStep, records: RankRecor
         return False
     state["random"] = random_state_in(random)
     for loader, iterators in zip(state["loaders"], pickle.loads(starts), strict=True):
-        loader["random"] = dict(iterators).get(loader["number"], [])
+        if loader["number"] not in iterators:
+            return False
+        loader["random"] = iterators[loader["number"]]
     return True
 
 

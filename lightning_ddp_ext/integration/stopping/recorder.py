@@ -77,7 +77,7 @@ class Recorder:
         """Close the records, and drop them."""
         for records in self.records.values():
             records.close()
-        self.__dict__ = Recorder(self._strategy).__dict__
+        self.__dict__ = Recorder(self._strategy).__dict__  # as if newly made
 
     def record(self, moment: Kind) -> None:
         """Record this rank's random states, changed buffers and new iterators.
@@ -95,7 +95,7 @@ class Recorder:
                 self.parameters.start_step()
             own.write(moment, batches, random_state_bytes(self._generators))
             self._record_buffers(own, batches, even_if_same=moment == Kind.BATCH)
-            self._record_iterators(own)
+            self._record_iterators(own, moment)
 
     def _record_buffers(self, own: RankRecords, batches: int, *, even_if_same: bool) -> None:
         """Record the buffers on the first rank of this host, once after each batch."""
@@ -107,9 +107,10 @@ class Recorder:
             own.write(Kind.BUFFERS, batches, content)
             self._buffers_at = batches
 
-    def _record_iterators(self, own: RankRecords) -> None:
+    def _record_iterators(self, own: RankRecords, moment: Kind) -> None:
         """Record where new iterators over training data start."""
-        if not self.has_new_iterator:
+        # Before the first batch is fetched, the iterator may not have drawn its order.
+        if not self.has_new_iterator or moment == Kind.WINDOW:
             return
         self.has_new_iterator = False
         positions = positions_of(self._strategy.current_trainer)
