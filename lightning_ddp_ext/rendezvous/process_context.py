@@ -150,7 +150,7 @@ class ProcessContext:
             len(self.table) == request.world.world_size
             and self.peers.cause is None
             and _group_settings(request) == _group_settings(self.groups.request)
-            and dist.is_initialized()
+            and self.groups.owns_default
         )
 
     # Failure and close.

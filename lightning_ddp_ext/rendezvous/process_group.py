@@ -258,8 +258,8 @@ class ProcessGroups:
 
         Destroying them would wait for their kernels.
         """
-        has_groups = dist.is_initialized() or self.has_aborted_nccl
-        if not self.uses_nccl or not has_groups:
+        is_open = dist.is_initialized() and (self.owns_default or self._is_forming)
+        if not self.uses_nccl or not (is_open or self.has_aborted_nccl):
             return False
         self.has_aborted_nccl = True  # set before any wait for the device returns
         # An abort may wait for minutes: https://github.com/NVIDIA/nccl/issues/1777

@@ -184,3 +184,11 @@ def test_a_value_that_a_callback_does_not_allow_is_refused(
     """
     with pytest.raises(DDPExtError, match=re.escape(message)):
         callback(**arguments)
+
+
+def test_a_second_hang_watchdog_is_refused() -> None:
+    """Each rank makes one report."""
+    callbacks = [HangWatchdog(9), HangWatchdog(99, "continue")]
+    trainer = make_trainer("auto", devices=1, callbacks=callbacks)
+    with pytest.raises(ConfigurationError, match="can have one HangWatchdog"):
+        trainer.fit(Net())

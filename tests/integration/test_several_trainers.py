@@ -158,6 +158,9 @@ def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
         )
 
 
+OTHER_CODES_GROUP = "using a process group that other code opened: init_timeout and timeout have"
+
+
 def train_in_stocks_group(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     L.seed_everything(1)
     model = Net()
@@ -185,8 +188,7 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
     output_of_all(stock_first)
     ours_first = ranks.run_ranks(train_in_our_group, 2, tmp_path / "ours first")
     training.assert_same([outcome.result for outcome in stock_first], ours_first)
-    warning = "using a process group that other code opened: init_timeout and timeout have"
-    assert [outcome.output.count(warning) for outcome in stock_first] == [1, 0]
+    assert [outcome.output.count(OTHER_CODES_GROUP) for outcome in stock_first] == [1, 0]
 
 
 def train_alone_and_then_together(rank: int, world_size: int, directory: Path) -> float:
@@ -205,6 +207,23 @@ def train_alone_and_then_together(rank: int, world_size: int, directory: Path) -
 def test_a_group_that_is_opened_after_a_run_on_one_device_is_used(tmp_path: Path) -> None:
     """It is the user's, though the earlier Trainer had one, too."""
     assert ranks.run_ranks(train_alone_and_then_together, 2, tmp_path, env={}) == [2.0, 2.0]
+
+
+def train_in_our_group_and_in_another(rank: int, world_size: int, directory: Path) -> None:
+    """Train, and then in a group that the script opens in place of ours."""
+    training.fit("ours", directory, Net())
+    dist.barrier()
+    dist.destroy_process_group()
+    with training.stock_group(rank, world_size, directory / "another"):
+        training.make_trainer("ddp_ext").fit(Net())
+
+
+def test_a_group_that_replaces_ours_is_used_with_a_warning(tmp_path: Path) -> None:
+    """Its ranks are the same, but we did not open it."""
+    (tmp_path / "another").mkdir()
+    outcomes = ranks.launch_ranks(train_in_our_group_and_in_another, 2, tmp_path)
+    output_of_all(outcomes)
+    assert [outcome.output.count(OTHER_CODES_GROUP) for outcome in outcomes] == [1, 0]
 
 
 def choose_init_method(kind: training.Kind, directory: Path) -> str:

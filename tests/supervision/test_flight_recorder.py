@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from lightning_ddp_ext.supervision.flight_recorder import progress_in, unfinished_in
+from lightning_ddp_ext.supervision.flight_recorder import (
+    GroupProgress,
+    has_timed_out,
+    progress_in,
+    unfinished_in,
+)
 
 FINISHED = "completed"
 UNFINISHED = "started"
@@ -71,3 +77,27 @@ def test_a_rank_waits_in_an_unfinished_collective(completed: int, is_waiting: bo
     """A collective counts as unfinished even if torch reports a later send as completed."""
     status = {"last_enqueued_collective": 60, "last_completed_collective": completed}
     assert bool(unfinished_in({"0": status})) == is_waiting
+
+
+def progress_of(seconds: float, pending: int = 0) -> GroupProgress:
+    return GroupProgress(f"{seconds}", "", 1, pending, seconds=seconds)
+
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        pytest.param([], True, id="nothing is recorded"),
+        pytest.param([progress_of(HOUR), progress_of(1.0)], False, id="a group is unused"),
+        pytest.param([progress_of(HOUR), progress_of(1.0, 1)], False, id="a wait has begun"),
+        pytest.param([progress_of(HOUR, 1), progress_of(1.0)], True, id="a wait is long"),
+        pytest.param([progress_of(HOUR)], True, id="the last one counts as finished"),
+    ],
+)
+def test_a_rank_has_timed_out_if_it_has_waited_for_long(
+    groups: list[GroupProgress], expected: bool
+) -> None:
+    """The age of other collectives means nothing."""
+    assert has_timed_out(groups, timedelta(seconds=HOUR)) is expected

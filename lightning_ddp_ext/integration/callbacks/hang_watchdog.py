@@ -96,13 +96,14 @@ class HangWatchdog(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave()
-        if sum(isinstance(each, HangWatchdog) for each in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ConfigurationError(
-                "a Trainer can have only one HangWatchdog (got several); remove all but one"
-            )
         for name in self._variables:
             os.environ.pop(name, None)
         self._variables = {}
+        watchdogs = [each for each in trainer.callbacks if isinstance(each, HangWatchdog)]  # type: ignore[attr-defined]
+        if len(watchdogs) > 1:
+            raise ConfigurationError(
+                f"a Trainer can have one HangWatchdog (got {len(watchdogs)}); remove all but one"
+            )
         if rank_debugger_of(trainer) is not None:
             rank_zero_info("HangWatchdog is off while a rank is being debugged")
             return
