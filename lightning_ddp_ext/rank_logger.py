@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, MutableMapping
+from numbers import Integral
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -45,7 +46,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
     def __init__(self, logger: logging.Logger, ranks: Ranks = "all") -> None:
         super().__init__(logger, {})
-        self._ranks = None if ranks == "all" else _numbers(ranks)
+        is_all = isinstance(ranks, str) and ranks == "all"  # arrays compare item by item
+        self._ranks = None if is_all else _numbers(ranks)
 
     @override
     def isEnabledFor(self, level: int) -> bool:
@@ -80,4 +82,5 @@ def _numbers(ranks: int | Iterable[int] | str) -> frozenset[int]:
 
 
 def _is_rank(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+    # NumPy's integers are integral, too.
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 0

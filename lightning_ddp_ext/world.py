@@ -146,7 +146,7 @@ def read_world(environ: Environ, *, devices: int | None = None) -> World | None:
     Args:
         environ: environment variables, usually ``os.environ``; not changed.
         devices: the Trainer's processes per node, used if no variable sets this number;
-            by default ``world_size``.
+            by default as many as the node's rank implies, or ``world_size``.
 
     Raises:
         ConfigurationError: a variable is missing, not an integer, or out of range.
@@ -254,6 +254,8 @@ def _world_from(environ: Environ, launcher: Launcher, devices: int | None) -> Wo
     if launcher is SLURM:
         local_world_size = _slurm_tasks_on_node(environ)
     if local_world_size is None:
+        if devices is None and node_rank is not None and node_rank > 0:
+            devices = (rank - (local_rank or 0)) // node_rank  # the ranks of each earlier node
         # check_devices refuses too many or too few devices, and names the user's numbers.
         known_processes = max(devices or world_size, (local_rank or 0) + 1)
         local_world_size = min(known_processes, world_size)

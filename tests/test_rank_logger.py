@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -32,8 +33,8 @@ class Unprintable:
 @pytest.mark.parametrize(
     ("variables", "shown"),
     [
-        pytest.param({}, {"all", "0", "[0, 3]"}, id="no variables"),
-        pytest.param(TORCHRUN, {"all", "[0, 3]"}, id="rank 3 of torchrun"),
+        pytest.param({}, {"all", "0", "[0, 3]", "[0 3]"}, id="no variables"),
+        pytest.param(TORCHRUN, {"all", "[0, 3]", "[0 3]"}, id="rank 3 of torchrun"),
         pytest.param(SCRIPT, {"all"}, id="rank 1 of a script"),
         pytest.param(SECOND_NODE, {"all"}, id="first rank of a script's second node"),
         pytest.param(BROKEN, {"all"}, id="torchrun without ranks"),
@@ -50,7 +51,7 @@ def test_lines_appear_on_their_ranks(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    choices: list[Any] = ["all", 0, [0, 3]]
+    choices: list[Any] = ["all", 0, [0, 3], np.array([0, 3])]
     for ranks in choices:
         rank_logger("tests.some", ranks=ranks).warning(
             "%s", ranks if str(ranks) in shown else Unprintable()

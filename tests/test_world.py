@@ -100,13 +100,14 @@ def test_the_innermost_launcher_takes_precedence(environ: dict[str, str], source
         ({}, 8, 4, 0),
         ({}, 1, 2, 1),  # the local rank shows that there are two; check_devices raises
         ({"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "2"}, 4, 2, 2),
+        ({"NODE_RANK": "1"}, None, 2, 1),
     ],
 )
 def test_variables_by_hand_are_completed(
     further: dict[str, str], devices: int | None, local_world_size: int, node_rank: int
 ) -> None:
     """The processes on a node and the node's number follow from the Trainer's devices,
-    unless variables give them.
+    unless variables give them. Without devices, the first may follow from the latter.
     """
     by_hand = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **further}
     assert read(by_hand, devices=devices) == world(

@@ -91,9 +91,10 @@ def convert_sync_batchnorm(
             matches, so do all layers in it.
         exclude: do not convert layers that match; takes the same values as ``include``.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"``
-            for those on the same machine, a number ``n`` for groups of ``n``
-            consecutive ranks, or a process group. ``"node"`` and numbers need an
-            initialised process group and make the call collective.
+            for those on the same machine (in the same network namespace, if containers
+            have their own), a number ``n`` for groups of ``n`` consecutive ranks, or a
+            process group. ``"node"`` and numbers need an initialised process group and
+            make the call collective.
 
     Returns:
         ``module`` itself.

@@ -80,13 +80,15 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         grad_input = None
         if needs_input:
             sums_by_rank = ctx.context.gather("backward", grad_weight.numpy(), grad_bias.numpy())
-            sums = sums_by_rank.sum(0).reshape(2, -1)
+            sum_of_dy_x, sum_of_dy = sums_by_rank.sum(0).reshape(2, -1)
             scale = 1 / np.sqrt(var.numpy() + ctx.eps)
             if weight is not None:
                 scale = scale * weight.detach().numpy()
             # scale * (dy - normalised x * mean(dy * normalised x) - mean(dy)), with
             # means over all ranks' batches.
-            factor, shift = (as_tensor(row * (-scale / ctx.count), x.dtype) for row in sums)
+            per_value = -scale / ctx.count
+            factor = as_tensor(sum_of_dy_x * per_value, x.dtype)
+            shift = as_tensor(sum_of_dy * per_value, x.dtype)
             scale_by_channel = as_tensor(scale, x.dtype).view(-1, *[1] * (x.dim() - 2))
             grad_input = _normalise(x, factor, shift, mean, var, ctx.eps)
             grad_input.addcmul_(dy, scale_by_channel)

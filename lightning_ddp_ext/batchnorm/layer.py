@@ -48,7 +48,7 @@ class SyncBatchNorm(BatchNorm):
         BatchNormError: in training on several ranks, an input has a different number of
             channels than the layer, or is neither on CPU nor on CUDA. On CPU, also if
             all batches together have one value per channel, or another rank is in a
-            different layer.
+            different pass or, if the layers were converted, in a different layer.
 
     >>> layer = SyncBatchNorm(3)
     >>> layer(torch.randn(4, 3, 8, 8)).mean().abs().item() < 1e-6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,12 @@ class Choice:
 
     include: Selection = None
     exclude: Selection = None
+
+    def __post_init__(self) -> None:
+        for field in ("include", "exclude"):
+            selection = getattr(self, field)
+            if isinstance(selection, Iterator):  # can be read once, but each fit reads it
+                object.__setattr__(self, field, tuple(selection))
 
     def reasons_against(self, model: Module) -> dict[Module, str]:
         """Return the BatchNorm layers that are not chosen, with the reasons.

@@ -113,8 +113,7 @@ class SyncContext:
     def _refuse(self, headers: list[list[int]]) -> NoReturn:
         ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         positions = ", ".join(
-            f"rank {rank} is in the {_PASSES[which_pass]} pass of"
-            f" {self.names[index] or 'the layer'}"
+            f"rank {rank} is in the {_PASSES[which_pass]} pass of {self._name_of(index)}"
             for rank, (index, which_pass) in zip(ranks, headers, strict=True)
         )
         raise BatchNormError(
@@ -122,6 +121,12 @@ class SyncContext:
             " the same layers in the same order, so use exclude= to leave out layers that only"
             " some ranks run"
         )
+
+    def _name_of(self, index: int) -> str:
+        # A rank may be in a model that was converted separately, and has more layers.
+        if index >= len(self.names):
+            return "a layer of another model"
+        return self.names[index] or "the layer"
 
     def __deepcopy__(self, memo: object) -> SyncContext:
         return self  # a copied layer synchronises with the same ranks; groups cannot be copied

@@ -48,6 +48,7 @@ class Archive:
         path: its path on this machine.
         name: the user's name for it.
         size: its size in bytes.
+        inode: its device and inode; another file at the path has others.
         records: its records, in their order; empty if the file was written before torch
             1.6, without checksums.
     """
@@ -55,6 +56,7 @@ class Archive:
     path: str
     name: str
     size: int
+    inode: tuple[int, int]
     records: tuple[ZipInfo, ...] = ()
 
     @classmethod
@@ -74,7 +76,7 @@ class Archive:
         name = name or str(path)
         with reading(name, is_first=True), open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            return cls(str(path), name, size, _records(file, name))
+            return cls(str(path), name, size, _inode(file), _records(file, name))
 
     @cached_property
     def tensors(self) -> tuple[ZipInfo, ...]:
@@ -96,7 +98,8 @@ class Archive:
             DamagedCheckpointError: records were altered (the error names them), or the
                 file was truncated.
             CheckpointNotFoundError: the file was removed after it was opened.
-            CheckpointError: the system does not allow this process to read it.
+            CheckpointError: another file has replaced it since, or the system does not
+                allow this process to read it.
         """
         if not self.records:
             return
@@ -110,8 +113,18 @@ class Archive:
                 raise DamagedCheckpointError(message) from None
             to_check = filter(_has_crc, (*others, *tensors))
             damaged = tuple(_name(record) for record in to_check if not _is_intact(archive, record))
+            # Some network file systems renumber files, so an intact file is not refused.
+            if damaged and _inode(file) != self.inode:
+                raise CheckpointError(
+                    f"checkpoint {self.name} was replaced while being read; read it again"
+                )
         if damaged:
             raise _mismatch(self.name, damaged)
+
+
+def _inode(file: BinaryIO) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino
 
 
 def _mismatch(name: str, damaged: tuple[str, ...]) -> DamagedCheckpointError:

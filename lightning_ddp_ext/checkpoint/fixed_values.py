@@ -36,14 +36,16 @@ class FixedValues:
     def _contents(self) -> dict[str, Any]:
         # A state_dict has other tensor objects, which share the memory of the originals.
         recorded = [each for each in self._recorded() if _is_dense(each)]
-        addresses = {each.data_ptr() for each in recorded if each.numel()}
+        sizes: dict[int, int] = {}  # by address: of the largest, since views may share one
+        for each in recorded:
+            sizes[each.data_ptr()] = max(each.nbytes, sizes.get(each.data_ptr(), 0))
         empty = [each for each in recorded if not each.numel()]  # they have no address
 
         def is_recorded(value: Any) -> bool:
             if not _is_dense(value):
                 return False
             if value.numel():
-                return value.data_ptr() in addresses
+                return bool(value.nbytes <= sizes.get(value.data_ptr(), 0))
             return any(each.device == value.device and each.is_set_to(value) for each in empty)
 
         state = self._module.state_dict()

@@ -19,7 +19,7 @@ class RecordedBuffers:
     """The buffers in a module's checkpoints, except big, sparse and missing ones."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners_and_names = _smallest_within(_MAX_TOTAL_BYTES, _saved_buffers(module))
+        self._owners_and_names = _smallest_within(_MAX_TOTAL_BYTES, saved_buffers(module))
         self._identities: list[Any] = []  # at the last read
 
     def tensors(self) -> list[Tensor]:
@@ -55,7 +55,7 @@ class RecordedBuffers:
         return True
 
 
-def _saved_buffers(module: nn.Module) -> Iterator[tuple[int, nn.Module, str]]:
+def saved_buffers(module: nn.Module) -> Iterator[tuple[int, nn.Module, str]]:
     """Yield the size, owner and name of each dense buffer that checkpoints contain."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():

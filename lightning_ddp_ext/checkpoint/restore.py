@@ -244,11 +244,14 @@ def _join(
 def _blocks(sizes: list[int]) -> Iterator[list[int]]:
     """Split sizes into blocks of tensors that are sent together."""
     block: list[int] = []
+    total = 0
     for size in sizes:
-        if block and sum(block) + size > _BLOCK_BYTES:
+        if block and total + aligned(size) > _BLOCK_BYTES:
             yield block
             block = []
+            total = 0
         block.append(size)
+        total += aligned(size)
     yield block
 
 

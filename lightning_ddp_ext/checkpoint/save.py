@@ -90,8 +90,13 @@ def _upload(location: Location) -> Iterator[Sink]:
     fs.start_transaction()
     try:
         file = fs.open(location.path, "wb")
+
+        def write_part(data: memoryview) -> int:
+            written: int | None = file.write(data)
+            return len(data) if written is None else written  # paramiko counts nothing (sftp://)
+
         try:
-            yield Sink(file.write)
+            yield Sink(write_part)
         except BaseException:
             file.forced = True  # HACK: fsspec then closes the file without uploading the rest
             raise

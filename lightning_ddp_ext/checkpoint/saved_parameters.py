@@ -97,8 +97,7 @@ class SavedParameters:
     def record(self) -> None:
         """Record the versions of trainable parameters.
 
-        They must not change until the next call. Nothing written into ``data`` changes
-        a version.
+        :meth:`undo` expects these versions. Nothing written into ``data`` changes one.
         """
         self._versions = self._trainable_versions()
 

@@ -41,20 +41,19 @@ def _parser() -> argparse.ArgumentParser:
         "show versions, devices, interfaces, and the rank from the launcher's variables",
     )
 
-    one = _add(
+    test_parser = _add(
         commands, "test", test, "test that ranks can connect, reduce, save, verify and restore"
     )
-    one.add_argument(
+    test_parser.add_argument(
         "--devices", type=int, default=2, help="ranks to start, unless a launcher does (default: 2)"
     )
-    one.add_argument("--accelerator", default="cpu", help="auto, cpu or gpu (default: cpu)")
-    one.add_argument("--init-method", help="init_method of the strategy")
+    test_parser.add_argument("--accelerator", default="cpu", help="auto, cpu or gpu (default: cpu)")
+    test_parser.add_argument("--init-method", help="init_method of the strategy")
 
     group = commands.add_parser("checkpoint", help="check checkpoint files")
-    commands = group.add_subparsers(metavar="COMMAND", required=True)
-
-    one = _add(commands, "verify", verify, "check all checksums, and name the damaged records")
-    one.add_argument("paths", nargs="+", metavar="PATH", help="file or URL")
+    of_group = group.add_subparsers(metavar="COMMAND", required=True)
+    verifier = _add(of_group, "verify", verify, "check all checksums, and name the damaged records")
+    verifier.add_argument("paths", nargs="+", metavar="PATH", help="file or URL")
     return parser
 
 

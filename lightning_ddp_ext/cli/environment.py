@@ -26,10 +26,13 @@ _PACKAGES = (
     "numpy",
     "psutil",
 )
-_PREFIXES = ("DDPX_", "NCCL_", "GLOO_", "TORCH_NCCL_", "MASTER_", "SLURM_N", "OMPI_COMM_", "PMI_")
+_PREFIXES = (
+    "DDPX_", "NCCL_", "GLOO_", "TORCH_NCCL_", "MASTER_", "SLURM_N", "SLURM_STEP_", "OMPI_COMM_",
+    "PMI_", "MPI_LOCAL",
+)  # fmt: skip
 _NAMES = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK",
-    "TORCHELASTIC_RUN_ID",
+    "GROUP_WORLD_SIZE", "PET_NNODES", "TORCHELASTIC_RUN_ID",
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_PROCID",
     "SLURM_LOCALID",
 }  # fmt: skip
@@ -53,7 +56,7 @@ def env() -> int:
 
 
 def _facts_of_machine() -> dict[str, Any]:
-    has_cuda = torch.cuda.is_available()
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     gpus = range(torch.cuda.device_count())
     backends = ("gloo", "nccl", "mpi")
     return {
@@ -64,7 +67,7 @@ def _facts_of_machine() -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)),
         "devices": [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in gpus],
         "backends": [name for name in backends if getattr(dist, f"is_{name}_available")()],
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         "interfaces": _interfaces(),
         "variables": {name: os.environ[name] for name in sorted(os.environ) if _is_shown(name)},
         "world": None,

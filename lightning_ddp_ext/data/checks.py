@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any, get_args
 
+import torch
+
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.errors import ConfigurationError
 
@@ -24,8 +26,9 @@ def whole_number(value: Any, field: str, *, at_most: int | None = None, remedy: 
     ...     print(error)
     seed must be an integer of at least 0 (got -1); pass seed=0
     """
+    is_boolean = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
     try:
-        number = None if isinstance(value, bool) else operator.index(value)
+        number = None if is_boolean else operator.index(value)
     except TypeError:
         number = None
     if number is None or number < 0 or (at_most is not None and number > at_most):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler
 
 from lightning_ddp_ext.data.epochs import samplers_below
-from lightning_ddp_ext.data.global_order import GlobalOrderSampler
+from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.random_state import generators_of, preserve_random_state
 
 
@@ -53,7 +53,7 @@ class EvenBatches:
         sampler: GlobalOrderSampler,
         separates_last: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._original = batch_sampler
+        self._batches = batch_sampler
         self._sampler = sampler
         self._separates_last = separates_last
         self._is_batched = batch_sampler is not sampler
@@ -81,7 +81,7 @@ class EvenBatches:
 
         Some batch samplers drop items or read another sampler.
         """
-        if not self._is_batched or type(self._original) is BatchSampler:
+        if not self._is_batched or type(self._batches) is BatchSampler:
             return True
         with preserve_random_state(generators_of(*samplers_below(self._unfilled_batches))):
             return sum(map(len, self._unfilled_batches)) == len(self._unfilled_sampler)
@@ -92,21 +92,24 @@ class EvenBatches:
     def draw(self) -> Iterator[EvenBatch]:
         """Yield the batches."""
         if not self._separates_now():
-            yield from map(EvenBatch, self._original)
+            yield from map(EvenBatch, self._batches)
             return
         self._unfilled_sampler.resume_at(self._sampler.epoch, 0)
+        # The last sample must be of the same order, and each draw may give another one.
+        self._unfilled_sampler.next_order = order = self._sampler.order()
         items = 0
         for batch in self._unfilled_batches:
             items += len(batch) if self._is_batched else 1
             yield EvenBatch(batch)
-        # A batch sampler that does not read its attribute has already yielded everything.
+        # A batch sampler that reads another object than its attribute ``sampler`` has
+        # yielded the last samples too.
         if items == len(self._unfilled_sampler):
-            last = self._last_item()
+            last = self._last_item(order)
             yield EvenBatch([last] if self._is_batched else last, self.filling_ranks)
 
-    def _last_item(self) -> Any:
+    def _last_item(self, order: Order) -> Any:
         padded = replace(self._sampler.shard(0), uneven="pad")
-        (item,) = self._sampler.items(padded.positions(len(padded) - 1, len(padded)))
+        (item,) = order(padded.positions(len(padded) - 1, len(padded))).tolist()
         return item
 
     def __iter__(self) -> Iterator[Any]:
@@ -115,4 +118,4 @@ class EvenBatches:
     def __len__(self) -> int:
         if self._separates_now():
             return len(self._unfilled_batches) + 1
-        return len(self._original)
+        return len(self._batches)

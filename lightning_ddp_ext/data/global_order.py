@@ -140,7 +140,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     def _iterate(self) -> Iterator[list[Any]]:
         shard = self.shard(self._position)
-        order = self.next_order or self._order()
+        order = self.order()
         self.next_order = None
         begin = 0
         while begin < len(shard):
@@ -161,13 +161,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         else:
             self.resume_at(epoch, 0)
 
-    def items(self, positions: NDArray[np.int64]) -> list[Any]:
-        """Return the items at these positions of the epoch's global order.
-
-        The positions may belong to any rank.
-        """
-        items: list[Any] = self._order()(positions).tolist()
-        return items
+    def order(self) -> Order:
+        """Return the order that the next iterator reads, from any position to its item."""
+        return self.next_order or self._order()
 
     # The position.
 

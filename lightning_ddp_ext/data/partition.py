@@ -55,8 +55,8 @@ class Shard:
         left = self.length - self.start
         if self.uneven == "drop":
             return left // self.world_size
-        behind = self.rank if self.uneven == "exact" else 0
-        return max(0, -((behind - left) // self.world_size))
+        skipped = self.rank if self.uneven == "exact" else 0
+        return max(0, -((skipped - left) // self.world_size))  # rounded up
 
     def positions(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return the rank's positions from number ``begin`` up to ``end``.
@@ -68,7 +68,8 @@ class Shard:
         first = offset + begin * self.world_size
         stop = max(first, offset + end * self.world_size)
         positions = np.arange(first, stop, self.world_size, dtype=np.int64)
-        reads_again = stop - self.world_size >= self.length
+        last = stop - self.world_size
+        reads_again = last >= self.length  # from the beginning of the epoch
         return positions % self.length if reads_again else positions
 
     def position_after(self, consumed: int) -> int:

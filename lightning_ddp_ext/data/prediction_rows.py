@@ -80,7 +80,8 @@ def _rows_in_order(samples: list[Any]) -> list[int]:
     """Return the first row of each sample, in the order of the samples."""
     first_rows: dict[Any, int] = {}
     for row, sample in enumerate(samples):
-        first_rows.setdefault(sample, row)
+        # A user's sampler may yield tensors, of which no two are equal as keys.
+        first_rows.setdefault(sample.item() if isinstance(sample, Tensor) else sample, row)
     return [first_rows[sample] for sample in sorted(first_rows)]
 
 

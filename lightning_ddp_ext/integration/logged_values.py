@@ -81,6 +81,8 @@ class LoggedValues:
         """Reset the state, because an earlier run may have stopped anywhere."""
         self._step_values = StepValues(self._reduce)
         self._epoch_values = EpochValues(self._strategy, self._reduce, self._can_batch)
+        # Whether the last training step logged; a rank may have run no validation since.
+        self._has_logged_in_training = False
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
@@ -90,10 +92,11 @@ class LoggedValues:
         """
         if is_training:
             report_step()
-        follows_values = self._step_values.has_logged and self._strategy.world_size > 1
+        follows_values = self._has_logged_in_training and self._strategy.world_size > 1
         with self._step_values.step(is_expected=is_training and follows_values):
             yield
         if is_training:
+            self._has_logged_in_training = self._step_values.has_logged
             report_step()  # so that a rank without values is named when the others reduce theirs
 
     def flush(self) -> None:

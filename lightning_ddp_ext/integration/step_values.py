@@ -10,6 +10,14 @@ others:
   exchange again at the latest when their step ends.
 - When its step ends, a rank sends its last values, and exchanges until all ranks have
   done so.
+
+================  ====================================================================
+``is_last``       this rank sends no further values in this step
+``is_over``       no rank does, so this was the last exchange
+``is_even``       all ranks have sent equally many values, and more may follow
+``_is_expected``  all ranks exchange at the step's end, so no barrier is needed
+``_is_awaited``   another rank waits for this rank's further values
+================  ====================================================================
 """
 
 from __future__ import annotations
@@ -52,9 +60,7 @@ class StepValues:
         self._queue: list[_Queued] = []
         self.is_running = False
         self.has_logged = False
-        # Whether all ranks exchange at the end of the step, even without values.
         self._is_expected = False
-        # Whether another rank waits for this rank's further values.
         self._is_awaited = False
 
     @contextmanager

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_BUCKET_BYTES = 1 << 25  # as in DDP's buckets
+_BUCKET_BYTES = 25 << 20  # as in DDP's buckets
 
 
 def average_gradients(parameters: Iterable[Tensor]) -> None:
@@ -24,9 +24,9 @@ def average_gradients(parameters: Iterable[Tensor]) -> None:
         dist.all_reduce(message.div_(dist.get_world_size()))  # in DDP's order of operations
         sizes = [parameter.numel() for parameter in bucket]
         *means, fractions = message.split([*sizes, len(bucket)])
-        for parameter, mean, fraction_with_gradient in zip(bucket, means, fractions, strict=True):
-            is_used_anywhere = bool(fraction_with_gradient > 0)
-            _set_gradient(parameter, mean.view_as(parameter), is_used_anywhere=is_used_anywhere)
+        # One wait for the device; a fraction is complex if the parameters are.
+        for parameter, mean, fraction in zip(bucket, means, fractions.tolist(), strict=True):
+            _set_gradient(parameter, mean.view_as(parameter), is_used_anywhere=bool(fraction))
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:

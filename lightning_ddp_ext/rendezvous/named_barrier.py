@@ -61,8 +61,6 @@ class Call:
 class NamedBarriers:
     """This rank's part in all barriers, and on rank 0 the record of all ranks' calls.
 
-    Each message takes O(1).
-
     Args:
         peers: the other ranks.
         timeout: returns the collective timeout.
@@ -75,6 +73,7 @@ class NamedBarriers:
     def __init__(self, peers: Peers, timeout: Callable[[], timedelta]) -> None:
         self._peers = peers
         self._timeout = timeout
+        # By number: the calls of all ranks on rank 0, and elsewhere only those of rank 0.
         self._waiting: dict[int, list[Call]] = {}
         self.awaited: Call | None = None
         self.reset_counts()
@@ -105,11 +104,11 @@ class NamedBarriers:
                 already have made.
         """
         self._steps += 1
-        call = self._missed()
+        call = self._skipped_call()
         if call is not None:
             raise self._report_absence(call, [self._peers.rank]).to_error()
 
-    def _missed(self) -> Call | None:
+    def _skipped_call(self) -> Call | None:
         """Return a call that this rank skipped and another one waits in, if any."""
         waiting = self._waiting.get(self.made + 1, [])
         earliest = min(waiting, key=lambda call: call.steps, default=None)
@@ -197,7 +196,7 @@ class NamedBarriers:
         call = Call(**values)
         calls = self._waiting.setdefault(call.number, [])
         calls.append(call)
-        missed = self._missed()
+        missed = self._skipped_call()
         has_other_name = call.name != calls[0].name
         is_complete = len(calls) == len(self._peers.everyone)
         if self._peers.rank == 0 and has_other_name:

@@ -139,8 +139,8 @@ class ProcessContext:
                 " Trainer of a script"
             )
         cause = self.peers.cause
-        has_survived = self.peers.has_raised and cause is not None and cause.kind != "died"
-        if not has_survived:
+        is_over_here = self.peers.has_raised and cause is not None and cause.kind != "died"
+        if not is_over_here:
             self.peers.check()
         return replace(request, init_method=first.init_method, endpoint=first.endpoint)
 
@@ -224,11 +224,13 @@ def join(request: Request) -> ProcessContext | None:
 
     Collective: every rank must call it.
 
-    A process connects once, and later calls use its groups, with their own timeout. The
-    ranks leave and connect again for a request with another backend or other variables,
-    after a failure that all ranks survived, and if the script has destroyed the group. A
-    process that was the only rank may join other ranks later. Any other difference
-    raises.
+    A process connects once. A later call
+
+    - uses the groups, with its own timeout, if their settings are the same;
+    - leaves and connects again for another backend or other variables, after a failure
+      that all ranks survived, and if the script has destroyed the group;
+    - connects to other ranks if this process was the only one;
+    - raises if anything else differs.
 
     Returns:
         The context; ``None`` if other code opened the default process group, which is

@@ -93,7 +93,7 @@ class ProcessGroups:
         # failing runs hung in teardown. `close` clears it, which frees the sockets of
         # earlier groups, unless `is_broken`: gloo's threads may then still be busy, so
         # only `release` does.
-        self._kept: list[object] = []
+        self._references: list[object] = []
         self._sockets: list[OpenedSockets] = []
 
     @property
@@ -104,7 +104,7 @@ class ProcessGroups:
     @property
     def owns_default(self) -> bool:
         """Whether the default group is open, and this object formed it."""
-        return dist.is_initialized() and dist.group.WORLD in self._kept
+        return dist.is_initialized() and dist.group.WORLD in self._references
 
     @property
     def timeout(self) -> timedelta:
@@ -144,7 +144,7 @@ class ProcessGroups:
         try:
             limit.bound(form)
         except TimeoutError:
-            raise self._broken(
+            raise self._error_about(
                 f"did not connect its devices within {limit.seconds:g} s (init_timeout)"
             ) from None
 
@@ -158,11 +158,11 @@ class ProcessGroups:
             timeout=timeout,
             device_id=request.device if self._is_bound(request) else None,
         )
-        self._kept.append(dist.group.WORLD)
+        self._references.append(dist.group.WORLD)
         total = torch.ones(1, device=request.device)
         dist.all_reduce(total)
         if total.item() != request.world.world_size:
-            raise self._broken(f"adds ones up to {total.item():g}")
+            raise self._error_about(f"adds ones up to {total.item():g}")
         self._set_timeout()
 
     def _is_bound(self, request: Request) -> bool:
@@ -174,7 +174,7 @@ class ProcessGroups:
         is_gpu = request.device.type == "cuda"
         return self.uses_nccl and is_gpu and request.has_one_device
 
-    def _broken(self, finding: str) -> RendezvousError:
+    def _error_about(self, finding: str) -> RendezvousError:
         backend = self.request.backend
         return RendezvousError(
             f"the {backend} group of {self.request.world.world_size} ranks {finding}; look for"
@@ -251,12 +251,13 @@ class ProcessGroups:
         aborted there.
         """
         default_is_nccl = self.request.backend in _ONLY_NCCL and not self._is_forming
+        # The first ones are those of the default group.
         return self._sockets[1:] if default_is_nccl else self._sockets
 
     def abort_nccl(self) -> bool:
         """Abort NCCL's groups, and return whether any existed.
 
-        Destroying them would wait for their kernels.
+        They are not destroyed instead, which would wait for their kernels.
         """
         is_open = dist.is_initialized() and (self.owns_default or self._is_forming)
         if not self.uses_nccl or not (is_open or self.has_aborted_nccl):
@@ -288,10 +289,10 @@ class ProcessGroups:
             gc.collect()
             if not (is_broken and self.abort_nccl()):
                 dist.destroy_process_group()
-            self._kept.extend(self.others.values())
+            self._references.extend(self.others.values())
             gc.collect()
         if not is_broken:
-            self._kept.clear()
+            self._references.clear()
         self.others.clear()
         self._sockets.clear()
         for name in self._variables:
@@ -300,4 +301,4 @@ class ProcessGroups:
 
     def release(self) -> None:
         """Drop the last references to the closed groups."""
-        self._kept.clear()
+        self._references.clear()

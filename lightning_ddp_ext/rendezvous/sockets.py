@@ -13,7 +13,7 @@ _OPEN_FILES = "/proc/self/fd"
 
 
 class OpenedSockets:
-    """The sockets that C++ code opens in this process during a ``with`` block.
+    """The sockets that this process opens during a ``with`` block, in any thread.
 
     They can be aborted at any time.
     """

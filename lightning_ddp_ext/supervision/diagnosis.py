@@ -94,14 +94,16 @@ def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:
     """Return the event of a rank that did not enter an unfinished collective, if any.
 
     The first unfinished collective of each group is checked, that of the default group
-    before the others.
+    before the others. A rank without any group is left out: its recorder may not have
+    answered in time.
     """
     pending = [progress for report in reports for progress in report.unfinished]
     for progress in sorted(pending, key=lambda each: (each.label, each.group, each.pending)):
         absent = [
             report
             for report in reports
-            if progress.is_missing(report.who.rank, report.progress_in(progress.group))
+            if report.groups
+            and progress.is_missing(report.who.rank, report.progress_in(progress.group))
         ]
         if absent:
             return _absent(progress, absent, reports)

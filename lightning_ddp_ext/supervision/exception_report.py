@@ -38,11 +38,12 @@ def install_excepthook() -> None:
         _is_installed = True
         _hook_behind = hook
         sys.excepthook = _excepthook
-    elif _calls_ours(hook) and hook.__module__ == dist.distributed_c10d.__name__:
+    elif hook.__module__ == dist.distributed_c10d.__name__ and _calls_ours(hook):
         sys.excepthook = _excepthook
 
 
 def _calls_ours(hook: Hook) -> bool:
+    """Whether ours is a closure variable of torch's hook; all of them have values."""
     cells = getattr(hook, "__closure__", None) or ()
     return any(cell.cell_contents is _excepthook for cell in cells)
 

@@ -133,8 +133,10 @@ def _cause_of(exception: BaseException, session: Session, is_caught: bool) -> Ca
     if isinstance(exception, RankFailedError):
         return Cause(Origin.NAMED)
     peers = session.context.peers
+    # If another rank caused it:
     is_aborted = peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
     origin_elsewhere = Origin.ABORTED if is_aborted else Origin.BROKEN
+    # Any exception may follow from arbitrary values.
     if not isinstance(exception, KeyboardInterrupt) and session.context.has_arbitrary_values:
         return Cause(origin_elsewhere, peers.cause)
     if isinstance(exception, _ERRORS_OF_DEVICE):

@@ -1,8 +1,8 @@
 """Read this rank's collectives, finished or not, from torch's Flight Recorders.
 
 torch keeps the latest collectives of all NCCL groups in one ring buffer, and those of
-other groups in another. An environment variable enables both; torch reads it at the
-first collective of a process.
+other groups in another. An environment variable enables both; torch reads it when a
+process forms its first group.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ class GracefulStop:
         if self._state is _State.RUNNING or not self._is_due():
             return None
         if not may_stop():
-            self._target = StopPoint(point + 1)
+            self._target = StopPoint(point + 1)  # so nothing is due here
         return self._take_request_if_due()
 
     def at_last_point(self) -> StopRequest | None:

@@ -14,7 +14,8 @@ from lightning_ddp_ext.threads import start_thread
 
 # The variable with the id of the launcher, for ranks that this package starts.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
-# The variable with the id of the rank that has those below; its programs inherit them.
+# The variable with the id of the rank for which those below were set; a program that
+# inherits them has another id.
 _RANK_PID = "DDPX_RANK_PID"
 _OF_RANK = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The variable with the file of rank 0's address, if this package chose the file.

@@ -150,27 +150,31 @@ class RankProcesses:
         results_file: the file that local rank 0 writes if it succeeds.
         stop_within: the seconds in which the ranks must stop together after a signal,
             or save after a failure.
+        first_rank: the global rank of local rank 0, for errors.
     """
 
-    def __init__(self, context: Any, results_file: str, stop_within: float) -> None:
+    def __init__(
+        self, context: Any, results_file: str, stop_within: float, first_rank: int
+    ) -> None:
         self._context = context
         self._results_file = results_file
         self._stop_within = stop_within
+        self._first_rank = first_rank
         self.processes = context.processes
 
-    def join(self) -> bool:
-        """Wait for all processes; always return ``True``.
+    def join(self) -> None:
+        """Wait for all processes.
 
         Raises:
             SystemExit: a signal stopped all processes.
             Exception: the exception of the first process that failed; a
                 ``RankFailedError`` if it left none.
         """
-        late = self._wait_and_pass_signals_on()
+        stopped = self._wait_and_pass_signals_on()
         status = self._stopped_by()
         if status is not None and {process.exitcode for process in self.processes} == {status}:
             raise SystemExit(status)
-        failed = [index for index in self._failed() if index not in late]
+        failed = [index for index in self._failed() if index not in stopped]
         if failed:
             self._raise(min(failed, key=self._order_of_blame))
         if not os.path.exists(self._results_file):
@@ -181,28 +185,27 @@ class RankProcesses:
                 "exited with status 0 before it finished its work; look for sys.exit() or an"
                 " interrupt",
             )
-        return True
 
     def _wait_and_pass_signals_on(self) -> list[int]:
         """Wait for all processes, and stop them after a failure.
 
-        Return the processes that were still running then, whose failures do not count.
+        Return the processes that had to be stopped, whose failures do not count.
         """
-        late: list[int] = []
+        stopped: list[int] = []
         signals = StopSignals(self._pass_on)
         signals.install(signal.SIGTERM, *without_handler(signal.SIGHUP, signal.SIGUSR1))
         try:
             self._wait_for_first_failure()
             if self._failed():
                 seconds = self._stop_within if self._stopped_by() else _END_WITHIN
-                late = _end(self.processes, seconds, self._stop_within)
+                stopped = _end(self.processes, seconds, self._stop_within)
         except BaseException:
             # In a notebook, Ctrl-C reaches this process only.
             _end(self.processes, _END_WITHIN_AFTER_INTERRUPT, self._stop_within)
             raise
         finally:
             signals.restore()
-        return late
+        return stopped
 
     def _wait_for_first_failure(self) -> None:
         """Wait until one process has failed, or all have exited."""
@@ -276,7 +279,10 @@ class RankProcesses:
         host = socket.gethostname()
         pid = self.processes[index].pid
         return kind(
-            f"local rank {index} (host {host}, pid {pid}) {what}", rank=index, host=host, pid=pid
+            f"local rank {index} (host {host}, pid {pid}) {what}",
+            rank=self._first_rank + index,
+            host=host,
+            pid=pid,
         )
 
 
@@ -287,15 +293,15 @@ def _end(processes: Sequence[Any], seconds: float, save_within: float) -> list[i
     remaining ones are killed.
     """
     try:
-        late = _wait_for_exits(processes, seconds)
-        for index in late:
+        running = _wait_for_exits(processes, seconds)
+        for index in running:
             processes[index].terminate()  # a second SIGINT would interrupt a save
         _wait_for_exits(processes, save_within)
     finally:
         for process in processes:
             process.kill()
         _wait_for_exits(processes, _END_WITHIN)
-    return late
+    return running
 
 
 def _wait_for_exits(processes: Sequence[Any], seconds: float) -> list[int]:

@@ -27,7 +27,7 @@ from lightning_ddp_ext.supervision.stacks import (
 
 
 class Reporter:
-    """Describes this rank in three ways, from the shortest to the longest.
+    """Describes this rank by a ``glance``, its ``calls``, or a ``report`` of all.
 
     Attributes:
         describe: returns this rank's activity and progress, as a report.

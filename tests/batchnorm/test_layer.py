@@ -77,6 +77,19 @@ def test_one_value_on_all_ranks_together_is_refused(tmp_path: Path) -> None:
     run_ranks(in_group, 2, tmp_path, refuses_one_value)
 
 
+def refuses_another_model(rank: int, batch: Tensor) -> None:
+    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(1 + rank)))
+    place = ["of a layer of another model", "of 1"][rank]
+    message = f"rank 0 is in the forward pass of 0, rank 1 is in the forward pass {place};"
+    with pytest.raises(BatchNormError, match=message):
+        convert_sync_batchnorm(model)[rank](batch)
+
+
+def test_a_layer_that_only_another_ranks_model_has_is_refused(tmp_path: Path) -> None:
+    """Models that were converted apart, such as those of a GAN, may differ in length."""
+    run_ranks(in_group, 2, tmp_path, refuses_another_model)
+
+
 def count_collectives(run: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         run()

@@ -78,3 +78,16 @@ def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
         os.truncate(copy, size)
         with pytest.raises(DamagedCheckpointError, match=r"short\.ckpt"):
             Archive.open(copy)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_not_called_damaged(path: Path) -> None:
+    """The error says that it was replaced, so that the caller reads it again."""
+    copy = path.with_name("replaced.ckpt")
+    shutil.copy(path, copy)
+    archive = Archive.open(copy)
+    torch.save({"another": numbers(30)}, path.with_name("new.ckpt"))
+    os.replace(path.with_name("new.ckpt"), copy)
+    with pytest.raises(CheckpointError, match="was replaced while being read; read it") as caught:
+        archive.check()
+    assert caught.type is CheckpointError
+    Archive.open(copy).check()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from torch.serialization import get_crc32_options
 
 from lightning_ddp_ext.checkpoint.archive import Archive
@@ -54,6 +54,20 @@ def test_all_kinds_are_restored(url: str) -> None:
     """Every kind of tensor is read by torch as it was written; directories are made."""
     write(kinds(), url)
     assert same(loaded(url), kinds())
+
+
+def test_a_store_may_not_count_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose ``write`` returns nothing, as paramiko's, gets every byte once."""
+    write_all = MemoryFile.write
+
+    def write_silently(file: MemoryFile, data: memoryview) -> None:
+        assert file.tell() < 1 << 20, "the same bytes are written again and again"
+        write_all(file, data)
+
+    monkeypatch.setattr(MemoryFile, "write", write_silently)
+    write(kinds(), "memory://silent.ckpt")
+    assert same(loaded("memory://silent.ckpt"), kinds())
+    remove("memory://silent.ckpt")
 
 
 def test_a_new_file_is_whole_and_has_its_own_mode(

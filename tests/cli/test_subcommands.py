@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_ddp_ext.cli import main
@@ -151,6 +152,10 @@ LAUNCHED = {
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "2",
     "TORCHELASTIC_RUN_ID": "r",
+    "GROUP_WORLD_SIZE": "2",
+    "PET_NNODES": "1:2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "MPI_LOCALNRANKS": "2",
 }
 
 
@@ -167,6 +172,7 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     """
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
     ended = run("env")
@@ -175,6 +181,7 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert facts["devices"] == "cuda:0 NVIDIA H100, cuda:1 NVIDIA H100"
     assert f"torch {metadata.version('torch')}" in facts["versions"]
     assert "gloo" in facts["backends"]
+    assert (facts["nccl"] == "none") != dist.is_nccl_available()
     assert "lo 127.0.0.1" in facts["interfaces"]
     assert facts["world"] == "rank 1 of 4, torchrun"
     assert all(f"{name} {value}" in facts["variables"] for name, value in LAUNCHED.items())

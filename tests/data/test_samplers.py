@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
+from lightning_ddp_ext.data.even_batches import EvenBatches
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
 from lightning_ddp_ext.errors import ConfigurationError
@@ -296,6 +297,7 @@ def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:
         (lambda: one_sample().set_epoch(-1), r"epoch must be .*at least 0 \(got -1\)"),
         (lambda: one_sample().set_epoch(0.0), r"epoch must be .*at least 0 \(got 0.0\)"),
         (lambda: one_sample().set_epoch(False), r"epoch must be .*at least 0 \(got False\)"),
+        (lambda: one_sample().set_epoch(torch.tensor(True)), r"epoch must be .*\(got tensor\(True"),
         (lambda: one_sample().resume_at(0, 2), r"position must be .*from 0 to 1 \(got 2\)"),
     ],
 )
@@ -342,3 +344,29 @@ def test_items_beyond_a_samplers_length_are_not_read() -> None:
     """A sampler may yield more items than its length, which count for nothing."""
     parts = dealt(partial(SharedSampler, Drawing(7, promised=6)), 2)
     assert len(in_turn(parts)) == 6
+
+
+class Rotating(Sampler[int]):
+    """Starts one item later each time."""
+
+    def __init__(self, length: int) -> None:
+        self.items = deque(range(length))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[int]:
+        self.items.rotate(-1)
+        return iter([*self.items])
+
+
+def test_even_batches_are_of_one_order() -> None:
+    """The last sample of each rank is of the order in which the others were drawn."""
+
+    def make(world_size: int, rank: int) -> SharedSampler:
+        return SharedSampler(Rotating(7), world_size, rank)
+
+    samplers = [make(2, rank) for rank in range(2)]
+    batches = [EvenBatches(BatchSampler(own, 2, drop_last=False), own) for own in samplers]
+    parts = [[*itertools.chain(*of_rank)] for of_rank in batches]
+    assert parts == dealt(make, 2)

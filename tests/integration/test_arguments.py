@@ -192,3 +192,14 @@ def test_a_second_hang_watchdog_is_refused() -> None:
     trainer = make_trainer("auto", devices=1, callbacks=callbacks)
     with pytest.raises(ConfigurationError, match="can have one HangWatchdog"):
         trainer.fit(Net())
+
+
+def test_a_hang_watchdog_does_not_report_to_an_object_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A root directory that is a URL would become a directory with an odd name here."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")  # the watchdog would set it
+    options = {"devices": 1, "default_root_dir": "memory://run"}
+    watchdog = HangWatchdog(9)
+    with pytest.raises(ConfigurationError, match=r"local .*='memory://run'\); .*directory="):
+        watchdog.setup(make_trainer("auto", **options), Net(), "fit")

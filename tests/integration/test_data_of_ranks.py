@@ -13,7 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from lightning_ddp_ext import SamplingError, ScalableDistributedSampler
+from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.integration.data.training_data import TrainingData, describe_difference
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Net, make_strategy, make_trainer
 from tests.integration.continuing import Numbers, Stream, Training
@@ -216,3 +218,13 @@ def test_ranks_that_read_the_same_are_warned_once(tmp_path: Path) -> None:
     )
     assert "Tensor is probably not split" in tensor_warning
     assert not any([*first.values(), *second.values()])
+
+
+def test_the_rank_that_differs_from_many_is_named() -> None:
+    """The rarest value comes first, with its rank, however many ranks there are."""
+    lengths = [5] * 16
+    lengths[12] = 4
+    data_by_rank = [TrainingData(1, (), [{"length": length}]) for length in lengths]
+    position = LoaderPosition(DataLoader(Numbers(5)), world_size=16, remembered=1)
+    difference = describe_difference(data_by_rank, [position])
+    assert "length differs (4 on rank 12, 5 on ranks 0-11, 13-15);" in str(difference)

@@ -11,6 +11,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_ddp_ext.data.samplers import ExactDistributedSampler
 from lightning_ddp_ext.errors import RankAbsentError, RankFailedError
 from tests.harness.ranks import run_ranks
 from tests.harness.training import make_strategy, make_trainer
@@ -51,6 +52,11 @@ def sampled(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
     return loader(samples, sampler=Dealt(scores(samples), world_size, rank))
 
 
+def sampled_in_reverse(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
+    sampler = ExactDistributedSampler(range(samples), world_size, world_size - 1 - rank)
+    return loader(samples, sampler=sampler)
+
+
 def streamed(samples: int, rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Part(samples, rank, world_size), 2)
 
@@ -76,6 +82,7 @@ class Case(NamedTuple):
 CASES = {
     # Five samples in batches of one are two, two and one.
     "sampler": Case(sampled, {5: [[1, 1], [1, 1], [1]], 4: [[1, 1], [1], [1]]}),
+    "sampler of another rank": Case(sampled_in_reverse, {5: [[1], [1, 1], [1, 1]]}),
     # Seven samples in batches of two are three, two and two.
     "stream": Case(streamed, {7: [[2, 1], [2], [2]], 9: [[2, 1], [2, 1], [2, 1]]}),
     "without length": Case(unsized, {9: [[1, 2], [1, 2], [1, 2]]}),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,7 +86,27 @@ UNLIMITED = [*READ_AS_STOCK, *READ_OTHERWISE, *UNREPEATING]
 
 
 class InPlace(Metric):
-    """Adds to its state in place, as some metrics do."""
+    """Adds to its state in place, as some metrics do, and to what is no state."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), "sum")
+        self.updates = np.zeros(1)
+        self.kept: list[list[Tensor]] = [[]]
+
+    def update(self, values: Tensor) -> None:
+        self.total += values.sum()
+        self.updates += 1
+        self.kept[0].append(values)
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Widening(Metric):
+    """Has a state that becomes a double with the first values."""
 
     total: Tensor
 
@@ -94,7 +115,7 @@ class InPlace(Metric):
         self.add_state("total", torch.zeros(()), "sum")
 
     def update(self, values: Tensor) -> None:
-        self.total += values.sum()
+        self.total = self.total + values.double().sum()
 
     def compute(self) -> Tensor:
         return self.total
@@ -126,6 +147,7 @@ class Items(Metric):
 INPUTS_OF_METRICS = {
     "mean": ["x"],
     "sum": ["x"],
+    "wide": ["x"],
     "auroc": ["x", "label"],
     "shared": ["x", "label"],
     "seen": ["index"],
@@ -142,6 +164,7 @@ def make_metrics() -> nn.ModuleDict:
         {
             "mean": MeanMetric(),
             "sum": InPlace(),
+            "wide": Widening(),
             "auroc": BinaryAUROC(),
             "shared": MetricCollection([BinaryAccuracy(), BinaryRecall()]),  # of one state
             "seen": CatMetric(),
@@ -160,6 +183,7 @@ class Collects(L.LightningModule):
         collected: what depends on the samples of each rank, repeated ones included.
         sizes: the loader and the size of each batch of the last evaluation.
         counted: the samples in steps of this evaluation in which the rank was not idle.
+        steps: the number of such steps of all evaluations, by loader.
     """
 
     def __init__(self, loaders: int) -> None:
@@ -167,6 +191,7 @@ class Collects(L.LightningModule):
         self.weight = nn.Parameter(torch.ones(1))
         self.trained = InPlace()
         self.metrics = nn.ModuleList(make_metrics() for _ in range(loaders))
+        self.steps = [0] * loaders
         self.joint: dict[str, Any] = {}
         self.collected: dict[str, Any] = {}
 
@@ -192,20 +217,24 @@ class Collects(L.LightningModule):
         self.log_dict(
             {"sum metric": metrics["sum"], "auroc": metrics["auroc"], **metrics["shared"]}
         )
+        self.log("wide metric", metrics["wide"])
         self.log_values(x, batch["label"])
         self.outputs.append(x)
         self.sizes.append((dataloader_idx, len(x)))
         if not getattr(self.trainer.strategy, "is_idle", False):
             self.counted += len(x)
+            self.steps[dataloader_idx] += 1
         gathered: Any = self.all_gather(x)
         assert gathered.numel() == len(x) * self.trainer.world_size, "ranks have other shapes"
 
     def log_values(self, x: Tensor, label: Tensor) -> None:
         log = partial(self.log, sync_dist=True, batch_size=len(x))
         log("mean", x.mean(), on_step=True, on_epoch=True)
+        log("only_step", x.mean(), on_step=True, on_epoch=False)
         log("min", x.min(), reduce_fx="min")
         log("max", x.max(), reduce_fx="max", on_step=True, on_epoch=True)
         log("sum", x.sum(), reduce_fx="sum")
+        log("double", x.double().mean())
         log("number", len(x), reduce_fx="sum")
         log("least", label.min(), reduce_fx="min")
         self.log("own", x.mean(), batch_size=len(x))
@@ -214,6 +243,8 @@ class Collects(L.LightningModule):
         outputs = torch.cat(self.outputs)
         self.collected = {"own": outputs, "gathered": self.all_gather(outputs)}
         for number, metrics in enumerate(self.metrics):
+            added: Any = metrics["sum"]
+            assert added.updates == len(added.kept[0]) == self.steps[number]
             computed = {name: metrics[name].compute() for name in UNLOGGED}
             seen = computed["seen"].sort().values
             self.joint[f"seen {number}"] = seen

@@ -206,6 +206,22 @@ def average_sparse(kind: Kind, directory: Path) -> Tensor:
     return table.grad
 
 
+def average_complex(kind: Kind, directory: Path) -> list[Tensor | None]:
+    """Average a gradient that rank 1 has, and one that no rank has."""
+    used, unused = (nn.Parameter(torch.zeros(2, dtype=torch.complex64)) for _ in range(2))
+    if dist.get_rank() == 1:
+        used.grad = torch.full((2,), 2j)
+    average_gradients([used, unused])
+    return [used.grad, unused.grad]
+
+
+def test_complex_gradients_are_averaged(tmp_path: Path) -> None:
+    """A gradient that one of two ranks has counts by half; without any, there is none."""
+    for used, unused in on_ranks("stock", average_complex, tmp_path):
+        assert used.tolist() == [1j, 1j]
+        assert unused is None
+
+
 def test_sparse_gradients_are_averaged(tmp_path: Path) -> None:
     """A row that one of two ranks has counts by half."""
     for gradient in on_ranks("stock", average_sparse, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -106,12 +107,24 @@ class Predictions(NamedTuple):
     limited: Any
 
 
+def gather_views(trainer: L.Trainer) -> None:
+    """Gather numbers that are views of large tensors, which are not sent."""
+    large = 1 << 20
+    trainer.predict(Predicts(lambda x: {"x": UserDict(y=x.repeat(large, 1).T[:, :1])}), loader(5))
+    tracemalloc.start()
+    gather_predictions(trainer)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < large
+
+
 def predict_in_all_ways(kind: training.Kind, directory: Path) -> Predictions:
     def make_trainer(**options: Any) -> L.Trainer:
         return training.make_trainer(training.make_strategy(kind, directory), **options)
 
     trainer = make_trainer()
     rank = trainer.global_rank
+    gather_views(trainer)
     repeating = DistributedSampler(range(5), 2, rank, shuffle=False)
     return Predictions(
         structure=predict(trainer, loader(5), structured),
@@ -127,7 +140,7 @@ def test_structures_loaders_and_limits(tmp_path: Path) -> None:
     """Predictions have the structure of one batch, with ours and with stock.
 
     Those of several loaders are in a list. With a limit, they are those of the batches
-    that were read.
+    that were read. Only their own numbers are sent.
     """
     for first, second in training.on_both(predict_in_all_ways, tmp_path):
         training.assert_same(first.structure, structured(torch.arange(5.0)))
@@ -213,6 +226,13 @@ def test_predictions_of_hosts_whose_names_are_loopback_addresses(two_hosts: Netw
     )
     assert first.tolist() == [0, 1, 2, 3, 4]
     assert second is None
+
+
+def test_samples_may_be_tensors() -> None:
+    """A user's sampler may yield them; the first prediction of each sample is used."""
+    batches = [PredictedBatch([torch.tensor(1), torch.tensor(0)], ["b", "a"])]
+    again = PredictedBatch([torch.tensor(1), torch.tensor(2)], ["again", "c"])
+    assert join_batches([*batches, again]) == ["a", "b", "c"]
 
 
 def test_other_mappings_are_joined_as_dicts_at_any_depth() -> None:

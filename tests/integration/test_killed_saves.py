@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,12 @@ def fork_and_kill(path: Path, background: bool, first: int, saves: float) -> int
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        save_without_end(path, background, first, writer)
+        try:
+            save_without_end(path, background, first, writer)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # an exception must not return into the parent's code
     os.close(writer)
     with os.fdopen(reader) as reports:
         for _ in range(int(saves) + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,8 +10,8 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from tests.harness.training import Batch, Kind, Net, assert_same, data, fit, on_both
@@ -192,3 +193,35 @@ def test_no_read_sees_a_value_that_is_not_reduced(is_automatic: bool, tmp_path: 
     ours, stock = on_both(read_within_steps, tmp_path, is_automatic)
     assert ours == stock
     assert {value for values in ours for value in values} == {mean_of_ranks}
+
+
+class OfRankZero(IterableDataset[Tensor]):
+    """A stream with two samples on rank 0 and none on others."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.ones(4)] * 2 * (dist.get_rank() == 0))
+
+
+class ValidatesOnRankZero(Net):
+    """Logs values in training only, and has no buffers, which DDP sends in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 1))
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self(batch)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(OfRankZero())
+
+
+def train_beside_uneven_validation(kind: Kind, directory: Path) -> dict[str, Any]:
+    L.seed_everything(7)
+    trainer = fit(kind, directory, ValidatesOnRankZero(), num_sanity_val_steps=0)
+    return trainer.callback_metrics
+
+
+def test_a_rank_without_validation_logs_the_same(tmp_path: Path) -> None:
+    """A validation without values, which a rank does not run, changes no logged value."""
+    assert_same(*on_both(train_beside_uneven_validation, tmp_path))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_ddp_ext import ScalableDistributedSampler
 from lightning_ddp_ext.errors import ResumeError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Kind, assert_same, on_both, on_ranks
@@ -40,6 +41,12 @@ def divided_by_user(samples: int) -> Loaders:
         return DataLoader(Numbers(samples), 2, sampler=sampler)
 
     return make
+
+
+def exact(rank: int, world_size: int) -> DataLoader[Any]:
+    """Return a loader that repeats and drops no sample; all ranks have as many batches."""
+    numbers = Numbers(15)
+    return DataLoader(numbers, 2, sampler=ScalableDistributedSampler(numbers, uneven="exact"))
 
 
 def read_by_all(**options: Any) -> Loaders:
@@ -91,6 +98,12 @@ class Change(NamedTuple):
 
 
 CHANGES = {
+    "more ranks than evenly many samples": Change(
+        exact,
+        exact,
+        "different numbers of batches would be done (1 on rank 0, 2 on rank 1, 2 on rank 2)",
+        ranks=3,
+    ),
     "more samples": Change(divided_by_strategy(SAMPLES), divided_by_strategy(MORE_SAMPLES)),
     "more samples that the user divides": Change(
         divided_by_user(SAMPLES), divided_by_user(MORE_SAMPLES), use_distributed_sampler=False

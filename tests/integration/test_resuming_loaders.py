@@ -1,4 +1,4 @@
-"""Loaders of the user's own that record a state continue there in a resumed run."""
+"""Loaders that are read in parts, or record a state, continue there in a resumed run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from tests.harness.ranks import run_ranks
-from tests.integration.continuing import WITHOUT_DROPOUT, Numbers, Stream, Training, generations
+from tests.integration.continuing import (
+    WITHOUT_DROPOUT,
+    Numbers,
+    Stream,
+    Training,
+    generations,
+    shuffled,
+)
 
 
 class ByHand(DataLoader[Any]):
@@ -94,3 +103,22 @@ def continue_like_litdata(rank: int, world_size: int, directory: Path) -> dict[s
 def test_a_state_that_a_loader_keeps_until_the_epochs_end_is_restored_once(tmp_path: Path) -> None:
     """With a loader like litdata's no batch is lost or repeated."""
     assert run_ranks(continue_like_litdata, 2, tmp_path) == [{}, {}]
+
+
+def continue_in_a_long_step(rank: int, world_size: int, directory: Path) -> bool:
+    """Return whether a run that resumes in the middle of a step repeats it."""
+
+    def loaders() -> CombinedLoader:
+        return CombinedLoader([shuffled(40)(), shuffled(6, batch_size=6)()], "max_size_cycle")
+
+    options = {"model": WITHOUT_DROPOUT, "max_epochs": 1, "use_distributed_sampler": False}
+    training = Training(loaders, directory, options=options)
+    callbacks = [GradientAccumulationScheduler({0: 8})]
+    whole = training.run("train_batch_end-15", callbacks=callbacks)
+    resumed = training.run(ckpt_path=whole.saved["train_batch_end-15"], callbacks=callbacks)
+    return resumed.steps == whole.steps[8:]
+
+
+def test_a_loader_that_begins_again_in_each_batch_of_a_long_step(tmp_path: Path) -> None:
+    """A callback sets how many batches a step has, and none is lost or repeated."""
+    assert run_ranks(continue_in_a_long_step, 2, tmp_path) == [True, True]

@@ -166,3 +166,18 @@ def test_copies_of_a_loader_in_a_run_are_as_with_stock(is_injected: bool, tmp_pa
     """A loader, and one that is copied, pickled or created again, have the user's class."""
     ours, stock = training.on_both(copy_loaders, tmp_path, is_injected)
     assert ours == stock
+
+
+def keep_loader(rank: int, world_size: int, directory: Path) -> tuple[int, int]:
+    """Return the length of a validation's loader, and again after another run."""
+    trainer = training.make_trainer(training.make_strategy("ours", directory))
+    trainer.validate(training.Net(), DataLoader(training.data(7), batch_size=4), verbose=False)
+    kept: Any = trainer.val_dataloaders
+    length = len(kept)
+    trainer.test(training.Net(), verbose=False)
+    return length, len(kept)
+
+
+def test_a_kept_loader_has_its_length_after_another_run(tmp_path: Path) -> None:
+    """A rank reads three samples in a batch, and one alone."""
+    assert run_ranks(keep_loader, 2, tmp_path) == [(2, 2)] * 2

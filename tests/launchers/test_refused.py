@@ -4,6 +4,7 @@ before any rank connects.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -71,6 +72,27 @@ def test_lone_ranks_are_refused(env: Environment, name: str, is_told: bool) -> N
         choices += [{}, {"init_method": "env://"}]
         expected += [address, address]
     assert run_ranks(refusals, 1, choices, env=env) == [expected]
+
+
+def refused_addresses(rank: int, world_size: int, addresses: list[Environment]) -> list[str]:
+    """Return the first lines of the errors with which a lone rank 0 of 2 ends."""
+    found = []
+    for address in addresses:
+        os.environ.update(address)
+        found += [error.partition("; ")[0] for error in refusals(rank, world_size, [{}])]
+    return found
+
+
+def test_an_address_that_no_rank_can_use_is_refused() -> None:
+    """The error names both variables and their values."""
+    addresses = [("host", "0"), ("host", "abc"), ("host", ""), ("", "29500"), ("[::1]", "29500")]
+    choices = [{"MASTER_ADDR": host, "MASTER_PORT": port} for host, port in addresses]
+    expected = [
+        "ConfigurationError: init_method 'env://' needs a host in MASTER_ADDR, without brackets,"
+        f" and a port in 1..65535 in MASTER_PORT (got MASTER_ADDR={host!r}, MASTER_PORT={port!r})"
+        for host, port in addresses
+    ]
+    assert run_ranks(refused_addresses, 1, choices, env=by_hand_env(2)) == [expected]
 
 
 JOB_OF_TWO = {

@@ -50,6 +50,11 @@ BEHIND = progress(4)
             id="several ranks never entered a collective",
         ),
         pytest.param(
+            Findings([stalled(0, WAITING), stalled(1)]),
+            f"rank 1 (host host1, pid 101) has made no progress for 61 s; it is in {PLACE}",
+            id="a rank's recorder did not answer",
+        ),
+        pytest.param(
             Findings([stalled(0, WAITING), stalled(1, WAITING, idle=62.0)]),
             "rank 1 (host host1, pid 101) has made no progress for 62 s; it is in all_reduce #5,"
             f" {PLACE}",

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.harness.ranks import launch_ranks
+from lightning_ddp_ext.supervision.exception_report import install_excepthook
+from tests.harness.ranks import launch_ranks, run_ranks
 from tests.supervision import model
 
 BOOM = "tests.supervision.model.BoomError: no such layer"
@@ -88,3 +89,22 @@ def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
     }
     table = ChildFailedError("script", failures).format_msg()
     assert re.search(r"Root Cause [^@]*rank +: 1 [^@]*BoomError: no such layer", table), table
+
+
+def install_beside_a_users_hook(rank: int, world_size: int) -> bool:
+    """Whether a hook stays that the user sets, of which a variable has no value yet."""
+
+    def hook(*_: object) -> None:
+        sys.stderr.write(text)
+
+    install_excepthook()
+    sys.excepthook = hook
+    install_excepthook()
+    stays = sys.excepthook is hook
+    text = "failed"
+    return stays
+
+
+def test_a_users_hook_stays_in_front() -> None:
+    """Forming another group does not move ours there, whatever the hook is."""
+    assert run_ranks(install_beside_a_users_hook, 1) == [True]

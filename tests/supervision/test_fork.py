@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness.ranks import RankProcesses
+from lightning_ddp_ext.errors import RankDiedError
+from tests.harness.ranks import RankProcesses, run_ranks
 from tests.harness.training import Net
 from tests.supervision import model
 
@@ -89,6 +90,27 @@ def test_the_launching_process_raises_the_cause(
     assert any(line.startswith(line_of_rank_0.format(**names)) for line in lines), outcome.output
     assert lines[-1].startswith(error.format(**names)), outcome.output
     assert lines.count('    raise BoomError("no such layer")') == tracebacks, outcome.output
+
+
+class DiesBeforeConnecting(Net):
+    """Dies on both ranks of a node, before they wait for those of other nodes."""
+
+    def configure_callbacks(self) -> Any:
+        model.die()
+
+
+def train_second_node(rank: int, world_size: int) -> int:
+    """Return the rank that died first on this node."""
+    trainer = model.make_trainer(2, "ddp_ext_fork", num_nodes=2)
+    with pytest.raises(RankDiedError, match=r"local rank 0 .* killed by SIGKILL") as caught:
+        trainer.fit(DiesBeforeConnecting())
+    return caught.value.rank
+
+
+def test_the_error_counts_the_ranks_of_all_nodes() -> None:
+    """The first of two ranks on the second node is rank 2."""
+    env = {"NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert run_ranks(train_second_node, 1, env=env) == [2]
 
 
 class Planted:

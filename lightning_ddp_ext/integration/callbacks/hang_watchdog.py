@@ -65,10 +65,10 @@ class HangWatchdog(pl.Callback):
         on_hang: ``"abort"``, or ``"continue"`` to report again after another
             ``timeout``.
         directory: where reports ``hang-<time>-rank<n>.txt`` are written; ``None``:
-            ``trainer.default_root_dir``.
+            ``trainer.default_root_dir``, which must then be local.
 
     Raises:
-        ConfigurationError: an argument is invalid.
+        ConfigurationError: an argument is invalid, or the directory is not local.
         RankHungError: during a Trainer's run, on every rank of a ``DDPExtStrategy``.
 
     Example::
@@ -107,6 +107,12 @@ class HangWatchdog(pl.Callback):
         if rank_debugger_of(trainer) is not None:
             rank_zero_info("HangWatchdog is off while a rank is being debugged")
             return
+        directory = os.fspath(self.directory or trainer.default_root_dir)
+        if "://" in directory:
+            raise ConfigurationError(
+                f"HangWatchdog needs a local directory (got default_root_dir={directory!r}); pass a"
+                " local path as directory="
+            )
         session = current_session()
 
         def describe(frame: FrameType | None) -> tuple[str, str]:
@@ -117,7 +123,7 @@ class HangWatchdog(pl.Callback):
             None if session is None else session.survey,
             timeout=self.timeout.total_seconds(),
             on_hang=self.on_hang,
-            directory=Path(self.directory or trainer.default_root_dir),
+            directory=Path(directory),
             describe=describe,
         )
         self._watchdog.start()

@@ -40,9 +40,9 @@ class SyncBatchNormConversion(pl.Callback):
             of layer names, such as ``"backbone.*"``, a class of layers, or one of
             several of these. If a module matches, so do all its layers.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"``
-            for those on the same machine, a number ``n`` for groups of ``n``
-            consecutive ranks, or a ``torch.distributed.ProcessGroup`` that was created
-            before the Trainer.
+            for those on the same machine (in the same network namespace, if containers
+            have their own), a number ``n`` for groups of ``n`` consecutive ranks, or a
+            ``torch.distributed.ProcessGroup`` that was created before the Trainer.
 
     Raises:
         ConfigurationError: ``process_group`` is invalid; in ``fit``, ``include`` or

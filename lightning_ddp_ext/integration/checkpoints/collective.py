@@ -198,8 +198,9 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Read a checkpoint, on all ranks together in the Trainer's own restore.
 
-        Otherwise, this rank reads it alone. In a restore, the ``state_dict`` may be
-        mapped from the file if it is only copied into the model.
+        Otherwise, this rank reads it alone, but if saves are in the background, all ranks
+        first wait for them together. In a restore, the ``state_dict`` may be mapped from
+        the file if it is only copied into the model.
         """
         is_restore = self.is_restoring(path)
         self._path_to_restore = None  # a hook that reads the file again does so alone

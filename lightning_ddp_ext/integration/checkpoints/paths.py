@@ -147,7 +147,8 @@ def follows_logger(trainer: Any) -> bool:
         return False
     undirected = copy.copy(callback)
     undirected.dirpath = None
-    return callback.dirpath in (None, chosen_directory_of(undirected, trainer))
+    by_logger = chosen_directory_of(undirected, trainer)
+    return callback.dirpath in (None, by_logger)
 
 
 def files_that_last_means(trainer: Any) -> set[str]:

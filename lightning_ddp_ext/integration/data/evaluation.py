@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_ddp_ext.data.loader_properties import index_sampler_of, length_or
 from lightning_ddp_ext.data.permanent_sampler import PermanentBatchSampler, make_permanent
 
 from ..named_calls import ranks_of
-from ..private.compat import active_loop_of, combined_loader_of, mode_of, results_of, takes_iterator
+from ..private.compat import active_loop_of, mode_of, results_of, takes_iterator
 from ..private.lightning_tree import RunningStage
 from ..start.devices import RankDevicesStrategy
 from .uncounted_step import uncounted
@@ -106,7 +106,9 @@ class Evaluation:
         if sampler is None or not can_count_once(loader):
             return None
         is_to_count_once = is_dealt or sampler.uneven == "exact"
-        if not is_to_count_once:
+        # Idle ranks are the sampler's, and a user may have given it others than ours.
+        own_ranks = (self._strategy.world_size, self._strategy.global_rank)
+        if not is_to_count_once or (sampler.num_replicas, sampler.rank) != own_ranks:
             return None
         loop = active_loop_of(self._strategy.current_trainer)
         even = EvenBatches(index_sampler_of(loader), sampler, partial(_is_sequential, loop))
@@ -141,12 +143,13 @@ class Evaluation:
         steps = self._idle_ranks_of_steps
         self.idle_ranks = steps.popleft() if steps else ()
         self.is_idle = self._strategy.global_rank in self.idle_ranks
+        trainer = self._strategy.current_trainer
         try:
-            if not self.is_idle:
-                yield
-                return
-            trainer = self._strategy.current_trainer
-            with uncounted(results_of(trainer), trainer.lightning_module):
+            with (
+                uncounted(results_of(trainer), trainer.lightning_module)
+                if self.is_idle
+                else nullcontext()
+            ):
                 yield
         finally:
             self.idle_ranks = ()
@@ -164,7 +167,7 @@ def _is_sequential(loop: Any) -> bool:
 
     Each step then has a batch of one loader.
     """
-    return mode_of(combined_loader_of(loop)) == "sequential"
+    return mode_of(loop) == "sequential"
 
 
 def can_count_once(loader: DataLoader[Any]) -> bool:

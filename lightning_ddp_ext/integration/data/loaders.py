@@ -137,11 +137,18 @@ class TrainerLoaders:
         return loader.shown()
 
     def _position_of(self, loader: DistributedLoader) -> LoaderPosition:
-        step = self._strategy.current_trainer.accumulate_grad_batches
+        trainer = self._strategy.current_trainer
+        # This callback sets the Trainer's value only when an epoch starts.
+        scheduled = [
+            batches
+            for callback in trainer.callbacks
+            if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
+            for batches in callback.scheduling.values()
+        ]
         return position_of(
             loader.loader,
             world_size=self._strategy.world_size,
-            remembered=step + _BATCHES_BEHIND,
+            remembered=max([trainer.accumulate_grad_batches, *scheduled]) + _BATCHES_BEHIND,
         )
 
     def _before_validation(self) -> None:

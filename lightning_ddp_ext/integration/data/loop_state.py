@@ -192,7 +192,7 @@ def change_to(
         return changed
     steps = _count_steps(fit_loop, restart, stopped)
     changed["epoch_loop.state_dict"]["_batches_that_stepped"] += steps
-    _count_batches(changed["epoch_loop.batch_progress"], restart)
+    _set_batches(changed["epoch_loop.batch_progress"], restart)
     return changed
 
 
@@ -200,29 +200,31 @@ def _count_steps(fit_loop: Mapping[str, Any], restart: Restart, stopped: Stopped
     """Return the number of optimiser steps to add to those that were counted."""
     epoch = fit_loop["epoch_progress"]["current"]
     batch = fit_loop["epoch_loop.batch_progress"]["current"]
-    is_between_epochs = epoch["started"] == epoch["processed"]
     is_in_last_batch_end = restart.epoch > epoch["processed"]
+    if is_in_last_batch_end:
+        return 1
+    is_between_epochs = epoch["started"] == epoch["processed"]
     is_step_counted = (
         restart.dropped_of(batch["processed"]) > 0
         or is_between_epochs
         or batch["ready"] > batch["processed"]
         or stopped == "batch"
     )
-    if is_in_last_batch_end:
-        return 1
     if restart.at == "batch_end" and is_step_counted:
         return -1  # `_TrainingEpochLoop.reset` adds one
     return 0
 
 
-def _count_batches(progress: dict[str, Any], restart: Restart) -> None:
+def _set_batches(progress: dict[str, Any], restart: Restart) -> None:
     """Set the counters of batches, without those that are trained on again."""
     processed = progress["current"]["processed"]
     done = restart.done
-    earlier = progress["total"]["processed"] - restart.dropped_of(processed) - done
+    of_earlier_epochs = progress["total"]["processed"] - restart.dropped_of(processed) - done
     # Lightning completes the last one, as in `on_train_batch_end`.
     completed = max(0, done - 1)
-    _set_counters(progress, begun=done, processed=done, completed=completed, earlier=earlier)
+    _set_counters(
+        progress, begun=done, processed=done, completed=completed, earlier=of_earlier_epochs
+    )
     progress["is_last_batch"] = False
 
 

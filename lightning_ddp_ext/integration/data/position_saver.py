@@ -164,7 +164,11 @@ class PositionSaver:
         return RankPosition(_batches_in(loops), restart, state)
 
     def _recorded_for(self, restart: Restart, processed: int) -> RecordedState:
-        """Return the state recorded for a restart, or the current one if none was."""
+        """Return the state recorded for a restart, or the current one if none was.
+
+        That of the epoch's start counts if the epoch is repeated, and that of the step's
+        start if batches are trained on again.
+        """
         recorded: RecordedState | None = None
         if restart.has_started:
             recorded = self._recorded.get("epoch")

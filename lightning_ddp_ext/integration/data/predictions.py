@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_ddp_ext.data.prediction_rows import REMEDY, PredictedBatch, join_batches
 from lightning_ddp_ext.errors import SamplingError
+from lightning_ddp_ext.nested import tree_map
 from lightning_ddp_ext.ranks import Ranks, is_gloo
 from lightning_ddp_ext.rendezvous.process_context import current
 
@@ -90,7 +92,7 @@ def _gather(trainer: Any, ranks: Ranks) -> Any:
     An error of any rank is raised on all ranks. Collective.
     """
     pickled = ranks.on_every_rank(
-        lambda: pickle.dumps(_predicted_here(trainer)), "gather_predictions"
+        lambda: pickle.dumps(tree_map(_copied, _predicted_here(trainer))), "gather_predictions"
     )
     pickled_by_rank = ranks.to_rank_zero(pickled)
 
@@ -100,6 +102,13 @@ def _gather(trainer: Any, ranks: Ranks) -> Any:
         return _join_ranks(map(pickle.loads, pickled_by_rank))
 
     return ranks.on_every_rank(join, "gather_predictions")
+
+
+def _copied(part: Any) -> Any:
+    """Copy a tensor, since pickle sends all memory of which it is a view."""
+    if isinstance(part, Mapping):
+        return tree_map(_copied, dict(part))
+    return part.clone() if isinstance(part, Tensor) else part
 
 
 def _predicted_here(trainer: Any) -> Predicted:

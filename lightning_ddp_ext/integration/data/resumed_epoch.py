@@ -36,11 +36,11 @@ from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPositio
 from lightning_ddp_ext.data.random_state import restore_random_state
 from lightning_ddp_ext.data.seeding import WorkerSeeding
 from lightning_ddp_ext.errors import ResumeError
-from lightning_ddp_ext.rank_lists import ranks_in_words
+from lightning_ddp_ext.rank_lists import listed, ranks_in_words
 
 from ..callbacks.hang_watchdog import report_progress
 from ..named_calls import ranks_of, refuse
-from ..private.compat import combined_loader_of, end_epoch_after, end_restart, mode_of
+from ..private.compat import end_epoch_after, end_restart, mode_of
 from ..private.lightning_tree import rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
@@ -130,6 +130,24 @@ class ResumedEpoch:
         by_rank = {rank: name for rank, name in enumerate(names) if name is not None}
         if by_rank:
             self._repeat(by_rank)
+        else:
+            self._refuse_different_positions()
+
+    def _refuse_different_positions(self) -> None:
+        """Raise if ranks would continue after different numbers of batches.
+
+        That happens on another number of ranks if a sampler gives some ranks more samples.
+        """
+        done = ranks_of(self._strategy).gather(self.restart.done)
+        if len(set(done)) > 1:
+            by_rank = listed(f"{number} on rank {rank}" for rank, number in enumerate(done))
+            problem = (
+                f"epoch {self.restart.epoch} cannot be resumed in the middle: on this number of"
+                f" ranks, different numbers of batches would be done ({by_rank}); resume on as many"
+                f" ranks as before, use a sampler with uneven='pad' or 'drop', or"
+                f" {FROM_THE_EPOCHS_START}"
+            )
+            refuse(self._strategy, ResumeError(problem))
 
     def _on_every_rank(self, work: Callable[[], T]) -> T:
         try:
@@ -187,7 +205,7 @@ class ResumedEpoch:
         remaining batches, because the longest loader, which ends the epoch, is read
         only once.
         """
-        combine = min if mode_of(combined_loader_of(self._trainer.fit_loop)) == "min_size" else max
+        combine = min if mode_of(self._trainer.fit_loop) == "min_size" else max
         whole = combine(length_or_inf(position.loader) for position in self._placed)
         left = combine(
             position.left_after(state["at"])

@@ -60,13 +60,9 @@ def describe_unevenness(trainer: Any, lengths: Sequence[float]) -> str | None:
     is_limited = trainer.max_steps != -1
     if is_limited and trainer.global_step + fewest_steps >= trainer.max_steps:
         return None
-    by_rank = listed(
-        f"{length} on {ranks_in_words(ranks)}"
-        for length, ranks in grouped(dict(enumerate(lengths)))
-    )
     return (
-        f"the ranks have different numbers of training batches ({by_rank}), so some ranks would"
-        f" wait forever after {fewest} batches; pass"
+        f"the ranks have different numbers of training batches ({_by_rank(lengths)}), so some"
+        f" ranks would wait forever after {fewest} batches; pass"
         " DDPExtStrategy(uneven_inputs='stop_at_shortest'), or use a sampler or drop_last=True so"
         " that every rank gets the same number of batches"
     )
@@ -94,12 +90,17 @@ def describe_difference(
 
 def _difference(position: LoaderPosition, name: str, values: Sequence[Any]) -> str:
     dataset = type(getattr(position.loader, "dataset", None)).__name__
-    by_rank = listed(f"{value} on rank {rank}" for rank, value in enumerate(values))
     return (
         f"the ranks cannot share out the samples of {dataset}, because the {name} differs"
-        f" ({by_rank}); create the same dataset and sampler on every rank, or pass"
+        f" ({_by_rank(values)}); create the same dataset and sampler on every rank, or pass"
         " Trainer(use_distributed_sampler=False) if each rank has different data"
     )
+
+
+def _by_rank(values: Sequence[Any]) -> str:
+    """Return the values in words with their ranks, the rarest value first."""
+    ranks_of_values = grouped(dict(enumerate(values)))
+    return listed(f"{value} on {ranks_in_words(ranks)}" for value, ranks in ranks_of_values)
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
@@ -110,25 +111,30 @@ class _EarlierMetric:
 def _copied(value: Any) -> Any:
     """Copy state that a metric may change in place.
 
-    Lists are copied shallowly, since their batches do not change.
+    Tensors in lists are not copied, since they are batches, which do not change.
     """
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if not isinstance(value, (dict, list, set, deque, np.ndarray)):
+        return value
+    copied: Any = copy.copy(value)  # of the same class
     if isinstance(value, dict):  # such as the groups of a collection
-        copied = copy.copy(value)
         for name, item in value.items():
             copied[name] = _copied(item)  # Counter.update would add
-        return copied
-    return copy.copy(value) if isinstance(value, (list, set, deque)) else value
+    elif isinstance(value, list):
+        copied[:] = [item if isinstance(item, Tensor) else _copied(item) for item in value]
+    return copied
 
 
 def _with_form_of(state: Any, earlier: Any) -> Any:
-    """Return the earlier state with the type and shape that the step has given it.
+    """Return the earlier state with the type, dtype and shape that the step has given it.
 
     The ranks must have these in common when they reduce the states.
     """
-    if isinstance(earlier, Tensor) and isinstance(state, Tensor) and earlier.ndim < state.ndim:
-        return earlier.expand(state.shape).clone()
+    if isinstance(earlier, Tensor) and isinstance(state, Tensor):
+        if earlier.ndim < state.ndim:
+            earlier = earlier.expand(state.shape).clone()
+        return earlier.to(state)
     if isinstance(earlier, list) and not earlier and state:
         return [torch.atleast_1d(state[0])[:0]]
     return earlier
@@ -145,10 +151,9 @@ def _restore_result(result: Any, earlier: dict[str, Any] | None) -> None:
         result._forward_cache = earlier["_forward_cache"] if earlier else None
     elif not is_reduced:
         return  # user code may have reduced it
-    elif earlier:
-        reduced_in_step = result._forward_cache  # over the ranks that count
-        vars(result).update(earlier)
-        result._forward_cache = reduced_in_step
     else:
-        for name, neutral in result._defaults.items():
-            setattr(result, name, neutral.clone().to(getattr(result, name).device))
+        of_step = dict(vars(result))
+        vars(result).update(earlier or result._defaults)
+        for name in result._defaults:
+            setattr(result, name, getattr(result, name).to(of_step[name], copy=True))
+        result._forward_cache = of_step["_forward_cache"]  # reduced over the ranks that count

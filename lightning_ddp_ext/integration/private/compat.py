@@ -48,16 +48,20 @@ def private(owner: Any, *names: str) -> Any:
 
 
 def combined_loader_of(loop: Any) -> Any:
-    """Return a loop's combined loader, or ``None`` before the loop has one.
+    """Return a loop's combined loader.
 
-    Its mode is not public.
+    It is ``None`` before the loop has one, and again once another run begins.
     """
     return None if loop is None else private(loop, "_combined_loader")
 
 
-def mode_of(combined: Any) -> str:
-    """Return the mode of a combined loader."""
-    return str(private(combined, "_mode"))
+def mode_of(loop: Any) -> str:
+    """Return the mode of a loop's combined loader, which is not public.
+
+    Without a combined loader, this is the usual mode of an evaluation.
+    """
+    combined = combined_loader_of(loop)
+    return "sequential" if combined is None else str(private(combined, "_mode"))
 
 
 def combined_iterator_of(loop: Any) -> Any:

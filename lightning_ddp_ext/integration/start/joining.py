@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.durations import to_timedelta
-from lightning_ddp_ext.errors import RendezvousError
+from lightning_ddp_ext.errors import ConfigurationError, RendezvousError
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, choose
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
@@ -202,16 +202,26 @@ def temporary_path() -> str:
 def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:
     """Return the address for ``env://``.
 
-    Raise if the port is missing, since each process would choose a different one.
+    Raise if the port is missing, since each process would choose a different one, or if
+    no rank can listen at the address.
     """
+    host = environ.get("MASTER_ADDR")
     if "MASTER_PORT" not in environ and not _is_overridden("main_port", environment):
         raise RendezvousError(
             "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment if you"
-            f" start each process yourself (got MASTER_ADDR={environ.get('MASTER_ADDR')},"
+            f" start each process yourself (got MASTER_ADDR={host},"
             " MASTER_PORT=None); export both with the same values on every rank, or choose"
             " init_method='tcp://HOST:PORT' or 'file:///PATH'"
         )
-    return Tcp(environment.main_address, int(environment.main_port))
+    try:
+        return Tcp(environment.main_address, int(environment.main_port))
+    except ValueError as error:  # also of Tcp, whose message does not name the variables
+        raise ConfigurationError(
+            "init_method 'env://' needs a host in MASTER_ADDR, without brackets, and a port in"
+            f" 1..65535 in MASTER_PORT (got MASTER_ADDR={host!r},"
+            f" MASTER_PORT={environ.get('MASTER_PORT')!r}); export both with the same values on"
+            " every rank"
+        ) from error
 
 
 def _is_overridden(name: str, environment: ClusterEnvironment) -> bool:

@@ -218,7 +218,12 @@ class ProcessesLauncher(MultiProcessingLauncher):
             start_method=self._start_method,
         )
         self.procs = processes.processes
-        RankProcesses(processes, results.path, self._parts.deadline.total_seconds()).join()
+        RankProcesses(
+            processes,
+            results.path,
+            self._parts.deadline.total_seconds(),
+            first_rank=self._environment.node_rank() * self._strategy.num_processes,
+        ).join()
 
     def _state_for_ranks(self) -> GlobalStateSnapshot | None:
         """Capture seeds and torch's flags for the ranks, unless they have them already.

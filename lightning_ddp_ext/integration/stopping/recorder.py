@@ -88,10 +88,11 @@ class Recorder:
             return
         if moment == Kind.EPOCH:
             self._generators = training_generators(self._strategy)
-            self.parameters.start_epoch()
         batches = self._loop.batch_progress.total.ready
         with self._stopping_at_an_error() as own:
-            if moment == Kind.WINDOW:
+            if moment == Kind.EPOCH:
+                self.parameters.start_epoch()
+            elif moment == Kind.WINDOW:
                 self.parameters.start_step()
             own.write(moment, batches, random_state_bytes(self._generators))
             self._record_buffers(own, batches, even_if_same=moment == Kind.BATCH)
@@ -177,9 +178,11 @@ class Recorder:
     def after_optimizer_step(self) -> None:
         """Record the parameters after an optimiser step."""
         if self._own is not None:
-            self.parameters.end_step()
+            with self._stopping_at_an_error():
+                self.parameters.end_step()
 
     def before_validation(self) -> None:
         """Record the parameters before hooks that may exchange them in validation."""
         if self._own is not None:
-            self.parameters.record()
+            with self._stopping_at_an_error():
+                self.parameters.record()

@@ -29,7 +29,6 @@ from ..checkpoints.run_files import RunFiles
 from ..data.loop_state import Stopped
 from ..private.compat import (
     active_loop_of,
-    combined_loader_of,
     mode_of,
     restore_handlers,
     treat_next_exception_as_stop,
@@ -38,7 +37,7 @@ from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_z
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..start.slurm import is_preempted, requeue
-from .training_weights import TrainingWeights, saved_by
+from .training_weights import TrainingWeights, saved_tensors
 
 # torchrun kills ranks 30 s after its SIGTERM; other launchers have no known limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)
@@ -208,7 +207,8 @@ class StopController:
         Collective.
         """
         trainer = self._trainer
-        may_stop = self._strategy.broadcast(self.weights.match(saved_by(trainer.lightning_module)))
+        tensors = saved_tensors(trainer.lightning_module)
+        may_stop = self._strategy.broadcast(self.weights.match(tensors))
         if not may_stop:
             rank_zero_info(
                 "the ranks will finish this validation before they stop: a hook has swapped the"
@@ -302,7 +302,7 @@ class StopController:
 def _steps_of(trainer: Any) -> int:
     """Return the number of steps of the running evaluation, or 1 if unknown."""
     loop = active_loop_of(trainer)
-    if mode_of(combined_loader_of(loop)) != "sequential":
+    if mode_of(loop) != "sequential":
         return 1
     steps = sum(loop.max_batches)
     return 1 if steps == math.inf else int(steps)

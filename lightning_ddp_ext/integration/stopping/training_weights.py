@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 
+from lightning_ddp_ext.checkpoint.recorded_buffers import saved_buffers
 from lightning_ddp_ext.checksum import checksum
 
 from ..private.lightning_tree import pl
+
+# The hooks between the start of a validation and its first step.
+_HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start")
+_MODULES_HOOK = "on_validation_model_eval"
 
 
 class TrainingWeights:
@@ -31,7 +36,7 @@ class TrainingWeights:
     def before_validation(self, trainer: Any) -> None:
         """Record the weights, if a hook may swap others in during validation."""
         if self.has_trained and self._recorded is None and _may_swap(trainer):
-            self._recorded = _checksums(saved_by(trainer.lightning_module))
+            self._recorded = _checksums(saved_tensors(trainer.lightning_module))
 
     def match(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether these tensors, the first of the saved ones, are training weights."""
@@ -41,26 +46,30 @@ class TrainingWeights:
         return self._recorded[: len(now)] == now
 
 
-def saved_by(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return a module's tensors in a checkpoint: parameters, then buffers."""
-    return [*module.parameters(), *module.buffers()]
+def saved_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return a module's parameters, then the dense buffers in its checkpoints."""
+    buffers = [getattr(owner, name) for _, owner, name in saved_buffers(module)]
+    return [*module.parameters(), *buffers]
 
 
 def _may_swap(trainer: Any) -> bool:
     """Whether a hook may swap other weights in during validation.
 
-    ``EMAWeightAveraging`` does so.
+    ``EMAWeightAveraging`` does so. Progress bars and the callbacks of this package have
+    such hooks, but leave the weights alone.
     """
-    hooks = ("on_validation_start", "on_validation_epoch_start")
+    is_overridden = pl.utilities.model_helpers.is_overridden
     callbacks = [
         callback
         for callback in trainer.callbacks
         if not isinstance(callback, pl.callbacks.ProgressBar)
+        and not type(callback).__module__.startswith("lightning_ddp_ext.")
     ]
     owners = [trainer.lightning_module, *callbacks]
-    is_overridden = pl.utilities.model_helpers.is_overridden
-    return any(is_overridden(hook, owner) for owner in owners for hook in hooks)
+    return is_overridden(_MODULES_HOOK, trainer.lightning_module) or any(
+        is_overridden(hook, owner) for owner in owners for hook in _HOOKS
+    )
 
 
 def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [int(checksum(tensor)) for tensor in tensors]
+    return [int(checksum(each)) for each in tensors if each.layout == torch.strided]

@@ -1,0 +1,82 @@
+"""A stop during validation saves training weights, so it waits for hooks that swap others
+in, and only for those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_ddp_ext import HangWatchdog
+from lightning_ddp_ext.integration.stopping.training_weights import TrainingWeights, saved_tensors
+from tests.harness.training import Net, make_trainer
+
+
+def before_validation(model: Net, *callbacks: L.Callback) -> TrainingWeights:
+    """Return what is known of a model's weights when its validation starts."""
+    trainer = make_trainer("auto", callbacks=list(callbacks))
+    trainer.strategy.connect(model)
+    weights = TrainingWeights()
+    weights.on_training_step()
+    weights.before_validation(trainer)
+    return weights
+
+
+class SwapsInEval(Net):
+    """Has a hook that may swap weights before the Trainer's other hooks."""
+
+    def on_validation_model_eval(self) -> None:
+        super().on_validation_model_eval()
+
+
+class SwapsInBatch(L.Callback):
+    """Has a hook that may swap weights for each batch."""
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        """Do nothing here."""
+
+
+@pytest.mark.parametrize(
+    ("model", "callback", "is_noticed"),
+    [
+        (Net, L.Callback, False),
+        (SwapsInEval, L.Callback, True),
+        (Net, SwapsInBatch, True),
+        (Net, lambda: HangWatchdog(60), False),
+    ],
+)
+def test_weights_that_a_hook_swaps_in_are_not_saved(
+    model: Any, callback: Any, is_noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without such a hook, nothing is compared, although our own callbacks have hooks."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")  # the watchdog would set it
+    swapping = model()
+    weights = before_validation(swapping, callback())
+    assert weights.match(saved_tensors(swapping))
+    with torch.no_grad():
+        swapping.layers[0].weight.neg_()
+    assert weights.match(saved_tensors(swapping)) != is_noticed
+    assert weights.match(swapping.parameters()) != is_noticed
+
+
+class Buffers(Net):
+    """Has buffers that need not, or cannot, be compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+
+
+def test_only_what_a_checkpoint_contains_is_compared() -> None:
+    """A sparse buffer is left out, as is one that no checkpoint contains."""
+    model = Buffers()
+    hook = L.pytorch.callbacks.LambdaCallback(on_validation_start=lambda *_: None)
+    weights = before_validation(model, hook)
+    model.cache += 1
+    assert weights.match(saved_tensors(model))
+    model.layers[1].running_mean += 1
+    assert not weights.match(saved_tensors(model))
