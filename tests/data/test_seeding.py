@@ -35,7 +35,8 @@ def test_a_sample_draws_the_same_whenever_it_is_read(kind: Any) -> None:
     """Frozen datasets and those without attributes are no exception."""
     dataset = kind()
     seed_each_sample(dataset, 7)
-    first, second = dataset[0], dataset[1]
+    first = dataset[0]
+    second = dataset[1]
     assert first != second
     assert (dataset[1], dataset[0]) == (second, first)
     assert isinstance(dataset, kind)
