@@ -254,8 +254,9 @@ def _world_from(environ: Environ, launcher: Launcher, devices: int | None) -> Wo
     if launcher is SLURM:
         local_world_size = _slurm_tasks_on_node(environ)
     if local_world_size is None:
-        if devices is None and node_rank is not None and node_rank > 0:
-            devices = (rank - (local_rank or 0)) // node_rank  # the ranks of each earlier node
+        before_node = rank - (local_rank or 0)  # ranks on earlier nodes
+        if devices is None and node_rank and before_node > 0:
+            devices = before_node // node_rank
         # check_devices refuses too many or too few devices, and names the user's numbers.
         known_processes = max(devices or world_size, (local_rank or 0) + 1)
         local_world_size = min(known_processes, world_size)

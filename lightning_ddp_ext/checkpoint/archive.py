@@ -47,16 +47,14 @@ class Archive:
     Attributes:
         path: its path on this machine.
         name: the user's name for it.
-        size: its size in bytes.
-        inode: its device and inode; another file at the path has others.
+        status: its status when it was opened; that of another file at the path differs.
         records: its records, in their order; empty if the file was written before torch
             1.6, without checksums.
     """
 
     path: str
     name: str
-    size: int
-    inode: tuple[int, int]
+    status: os.stat_result
     records: tuple[ZipInfo, ...] = ()
 
     @classmethod
@@ -75,8 +73,12 @@ class Archive:
         """
         name = name or str(path)
         with reading(name, is_first=True), open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            return cls(str(path), name, size, _inode(file), _records(file, name))
+            return cls(str(path), name, os.fstat(file.fileno()), _records(file, name))
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        return self.status.st_size
 
     @cached_property
     def tensors(self) -> tuple[ZipInfo, ...]:
@@ -109,22 +111,29 @@ class Archive:
             try:
                 archive = _zip_file(file)
             except _DAMAGE:
+                self._raise_if_replaced(file)
                 message = f"checkpoint {self.name} was truncated while it was being read; {_REMEDY}"
                 raise DamagedCheckpointError(message) from None
             to_check = filter(_has_crc, (*others, *tensors))
             damaged = tuple(_name(record) for record in to_check if not _is_intact(archive, record))
-            # Some network file systems renumber files, so an intact file is not refused.
-            if damaged and _inode(file) != self.inode:
-                raise CheckpointError(
-                    f"checkpoint {self.name} was replaced while being read; read it again"
-                )
-        if damaged:
-            raise _mismatch(self.name, damaged)
+            if damaged:
+                self._raise_if_replaced(file)
+                raise _mismatch(self.name, damaged)
 
+    def _raise_if_replaced(self, file: BinaryIO) -> None:
+        """Raise if the file is another one than was opened first.
 
-def _inode(file: BinaryIO) -> tuple[int, int]:
-    status = os.fstat(file.fileno())
-    return status.st_dev, status.st_ino
+        Some network file systems give the same file another number, so the number alone
+        means nothing.
+        """
+        first = self.status
+        now = os.fstat(file.fileno())
+        has_other_number = (now.st_dev, now.st_ino) != (first.st_dev, first.st_ino)
+        has_changed = (now.st_size, now.st_mtime_ns) != (first.st_size, first.st_mtime_ns)
+        if has_other_number and has_changed:
+            raise CheckpointError(
+                f"checkpoint {self.name} was replaced while being read; read it again"
+            )
 
 
 def _mismatch(name: str, damaged: tuple[str, ...]) -> DamagedCheckpointError:

@@ -8,7 +8,6 @@ failed.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -131,9 +130,9 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks) -> tuple[Archive |
     try:
         with reading(location.url):
             archive = Archive.open(stack.enter_context(on_local_disk(location)), location.url)
-            status = os.stat(archive.path)
     except CheckpointError as error:  # the other ranks are waiting for the view
         return None, _View(host, error=error)
+    status = archive.status
     file = (status.st_ino, status.st_size, status.st_mtime_ns)
     return archive, _View(host, file, archive.has_checksums)
 

@@ -130,8 +130,7 @@ class LoaderPosition:
         self.loader = loader
         self._world_size = world_size
         self.name = name_of(loader)
-        # Read now, because a sampler may count epochs in its seed.
-        self._parameters = parameters_of(loader)
+        self.read_parameters()
         self.epoch = -1
         self.batches_given = 0
         self.generators = generators_of(loader, *samplers_below(index_sampler_of(loader)))
@@ -140,6 +139,10 @@ class LoaderPosition:
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
         # The starts of a resumed epoch's next iterators; later ones start at the beginning.
         self._resumed_starts = deque[Callable[[], Iterator[Any]]]()
+
+    def read_parameters(self) -> None:
+        """Read the loader's parameters, before an epoch; a sampler may count in its seed."""
+        self._parameters = parameters_of(self.loader)
 
     # Reading.
 

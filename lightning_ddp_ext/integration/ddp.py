@@ -52,11 +52,12 @@ class GradientAveraging:
         On GPUs, Lightning registers it.
         """
         ddp: Any = self._strategy.model
+        module = self._strategy.lightning_module
+        if module is None:  # a user forms DDP without a Trainer
+            module = ddp.module
         ignored = getattr(ddp, "parameters_to_ignore", ())
         averaged = {
-            name: parameter
-            for name, parameter in ddp.module.named_parameters()
-            if name not in ignored
+            name: parameter for name, parameter in module.named_parameters() if name not in ignored
         }
         self._trainable_names = [name for name, each in averaged.items() if each.requires_grad]
         self._frozen = [each for each in averaged.values() if not each.requires_grad]

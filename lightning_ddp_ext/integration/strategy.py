@@ -350,9 +350,9 @@ class DDPExtStrategy(RankDevicesStrategy):
             return
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
-        if self.files.searches:
-            # Now, because later hooks of the run would also wait for the store.
-            self.checkpoints.on_rank_zero(self.files.raise_search_error, "finding the checkpoint")
+        # Now, because later hooks of the run would also wait for the store. On each run,
+        # because the ranks may have been given different paths.
+        self.checkpoints.on_rank_zero(self.files.raise_search_error, "finding the checkpoint")
         self._replaced.restore_checkpoint_by(trainer, self._restore_chosen_file)
         self._replaced.exchange_profiler(trainer)
         self.metrics.start_run()

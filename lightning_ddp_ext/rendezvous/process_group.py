@@ -259,7 +259,8 @@ class ProcessGroups:
 
         They are not destroyed instead, which would wait for their kernels.
         """
-        is_open = dist.is_initialized() and (self.owns_default or self._is_forming)
+        has_never_formed = not self._references  # but may be in the middle of it
+        is_open = dist.is_initialized() and (self.owns_default or has_never_formed)
         if not self.uses_nccl or not (is_open or self.has_aborted_nccl):
             return False
         self.has_aborted_nccl = True  # set before any wait for the device returns

@@ -94,19 +94,19 @@ def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:
     """Return the event of a rank that did not enter an unfinished collective, if any.
 
     The first unfinished collective of each group is checked, that of the default group
-    before the others. A rank without any group is left out: its recorder may not have
-    answered in time.
+    before the others. Nothing is known if the recorders of the ranks that seem to be absent
+    have not answered in time.
     """
     pending = [progress for report in reports for progress in report.unfinished]
     for progress in sorted(pending, key=lambda each: (each.label, each.group, each.pending)):
-        absent = [
+        missing = [
             report
             for report in reports
-            if report.groups
-            and progress.is_missing(report.who.rank, report.progress_in(progress.group))
+            if progress.is_missing(report.who.rank, report.progress_in(progress.group))
         ]
-        if absent:
-            return _absent(progress, absent, reports)
+        absent = [report for report in missing if report.groups]
+        if missing:
+            return _absent(progress, absent, reports) if absent else None
     return None
 
 

@@ -38,7 +38,7 @@ def install_excepthook() -> None:
         _is_installed = True
         _hook_behind = hook
         sys.excepthook = _excepthook
-    elif hook.__module__ == dist.distributed_c10d.__name__ and _calls_ours(hook):
+    elif getattr(hook, "__module__", "") == dist.distributed_c10d.__name__ and _calls_ours(hook):
         sys.excepthook = _excepthook
 
 

@@ -48,16 +48,12 @@ def _watch(context: ProcessContext, survey: Survey) -> None:
 
 def _is_overdue(context: ProcessContext, seconds: float) -> bool:
     """Whether NCCL has waited for its timeout, or too long for a rank that left."""
+    has_departure = context.peers.cause_or_departure is not None
     timeout = context.groups.timeout.total_seconds()
-    departure = context.peers.cause_or_departure
-    limit = timeout if departure is None else context.peers.timeouts.answer
+    limit = context.peers.timeouts.answer if has_departure else timeout
     if not context.groups.uses_nccl or seconds < limit or not groups_in_collectives():
         return False
-    pending = [progress for progress in read_progress() if progress.pending]
-    return any(
-        departure is None or seconds >= timeout or progress.is_missing(departure.rank, None)
-        for progress in pending
-    )
+    return any(progress.pending for progress in read_progress())
 
 
 def _end_overdue_collective(context: ProcessContext, survey: Survey) -> None:

@@ -98,12 +98,6 @@ class Change(NamedTuple):
 
 
 CHANGES = {
-    "more ranks than evenly many samples": Change(
-        exact,
-        exact,
-        "different numbers of batches would be done (1 on rank 0, 2 on rank 1, 2 on rank 2)",
-        ranks=3,
-    ),
     "more samples": Change(divided_by_strategy(SAMPLES), divided_by_strategy(MORE_SAMPLES)),
     "more samples that the user divides": Change(
         divided_by_user(SAMPLES), divided_by_user(MORE_SAMPLES), use_distributed_sampler=False
@@ -186,6 +180,34 @@ def test_an_epoch_of_changed_data_is_refused(name: str, tmp_path: Path) -> None:
     for message in save_and_resume(resume_changed, tmp_path, name):
         assert 'resume_data="epoch"' in message
         assert CHANGES[name].message in message
+
+
+class Resumed(NamedTuple):
+    """A resumed run, and its warnings that the epoch starts again."""
+
+    run: Run
+    warned: list[str]
+
+
+def watch(training: continuing.Training, path: str) -> Resumed:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = training.run(ckpt_path=path)
+    texts = [str(warning.message) for warning in caught]
+    return Resumed(run, [text for text in texts if "that epoch starts again" in text])
+
+
+def resume_exact(rank: int, world_size: int, directory: Path, path: str) -> Resumed:
+    return watch(training_on(directory, world_size, exact), path)
+
+
+def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path) -> None:
+    """All ranks train on all its batches, and rank 0 warns."""
+    [path], _ = on_ranks("ours", save_at, tmp_path, exact, "train_batch_end-6")
+    first, *others = run_ranks(resume_exact, 3, tmp_path, path, env=by_hand_env(3))
+    [warning] = first.warned
+    assert "a sampler gives this number of ranks different numbers of batches: [1, 2, 2]" in warning
+    assert [len(resumed.run.steps) for resumed in (first, *others)] == [3, 3, 3]
 
 
 class Watched(continuing.Stream):
@@ -282,19 +304,8 @@ def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
         assert_same([run.weights for run in own_runs], [run.weights for run in stock_runs])
 
 
-class Resumed(NamedTuple):
-    """A resumed run, and its warnings that the epoch starts again."""
-
-    run: Run
-    warned: list[str]
-
-
 def resume_stream(kind: Kind, directory: Path, path: str) -> Resumed:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = training_on(directory, 2, stateful_stream).run(ckpt_path=path)
-    texts = [str(warning.message) for warning in caught]
-    return Resumed(run, [text for text in texts if "that epoch starts again" in text])
+    return watch(training_on(directory, 2, stateful_stream), path)
 
 
 def test_a_checkpoint_of_stock_lightning_repeats_the_epoch(tmp_path: Path) -> None:

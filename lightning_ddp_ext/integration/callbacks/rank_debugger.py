@@ -75,7 +75,7 @@ def rank_debugger_of(trainer: Any) -> RankDebugger | None:
 
 def without_limits(request: Request) -> Request:
     """Return a request with time limits too long to apply, for a debugged rank."""
-    heartbeat = 12 * 3600.0  # the kernel accepts at most 54 hours
+    heartbeat = 12 * 3600.0  # the kernel accepts at most 27 hours
     timeouts = replace(request.timeouts, heartbeat=heartbeat, deadlock=NO_LIMIT.total_seconds())
     return replace(request, timeout=NO_LIMIT, timeouts=timeouts)
 

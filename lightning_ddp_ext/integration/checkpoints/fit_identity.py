@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pprint
 import re
 import sys
 from collections.abc import Mapping
@@ -163,7 +162,18 @@ def _hashed(value: Any) -> str:
     It is the same in each run of a command.
     """
     try:
-        text = pprint.pformat(value, width=1)  # which sorts sets, but not on one line
+        text = _text_of(value)
     except Exception:  # a configuration may lack mandatory values
         text = type(value).__qualname__
     return hashlib.sha256(_ADDRESS.sub("", text).encode(errors="surrogateescape")).hexdigest()[:8]
+
+
+def _text_of(value: Any) -> str:
+    """Return the text of a value in which sets are sorted, also inside collections."""
+    if isinstance(value, (set, frozenset)):
+        return f"{sorted(map(_text_of, value))}"
+    if isinstance(value, (list, tuple)):
+        return f"{list(map(_text_of, value))}"
+    if isinstance(value, dict):
+        return f"{[(_text_of(key), _text_of(part)) for key, part in value.items()]}"
+    return repr(value)

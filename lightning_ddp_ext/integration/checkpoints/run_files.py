@@ -67,7 +67,6 @@ class RunFiles:
             continues.
         identity: the identity of the Trainer's fit.
         stop_path: the path at which the ranks save the stop checkpoint, after a stop.
-        searches: whether rank 0 searches for the file with which this run continues.
     """
 
     def __init__(self, stop: PathOrUrl | None, rescue: PathOrUrl | None) -> None:
@@ -78,7 +77,6 @@ class RunFiles:
         self._fit_number = 0  # for a fit in a hook of another run
         self.identity = FitIdentity()
         self.stop_path: str | None = None
-        self.searches = False
         self._choice: _Choice | None = None  # on rank 0, whose search counts
         self._search_error: CheckpointError | None = None
 
@@ -149,7 +147,6 @@ class RunFiles:
         asks_for_last = any(map(_is_last, args))
         has_path = any(isinstance(arg, PathOrUrl) for arg in args)
         may_be_requeued = trainer.state.fn == "fit" and SLURMEnvironment.detect() and not has_path
-        self.searches = asks_for_last or may_be_requeued
         try:
             if asks_for_last:
                 found = self._search(trainer, is_rank_zero=is_rank_zero)

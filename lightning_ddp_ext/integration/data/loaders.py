@@ -10,6 +10,7 @@ from __future__ import annotations
 from inspect import signature
 from math import inf
 from typing import Any, Literal, get_args
+from weakref import WeakSet
 
 from torch.utils.data import (
     BatchSampler,
@@ -42,6 +43,7 @@ from ..start.devices import RankDevicesStrategy
 from .cursor import EpochCursor, ResumeData, RunParts
 from .evaluation import EVALUATED, Evaluation, can_count_once
 from .position_saver import PositionSaver
+from .positions import positions_of
 from .uneven import UnevenInputs, UnevenMode
 
 Order = Literal["torch", "scalable"]
@@ -86,7 +88,7 @@ class TrainerLoaders:
         self._parts = parts
         self._order = order
         self._exact_evaluation = exact_evaluation
-        self._own_samplers: list[GlobalOrderSampler] = []  # with the cursor's seed
+        self._own_samplers = WeakSet[GlobalOrderSampler]()  # with the cursor's seed
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.saver = PositionSaver(strategy, checkpoints, parts.stops)
@@ -97,7 +99,6 @@ class TrainerLoaders:
 
         The Trainer then calls it where it would put its own sampler into a loader.
         """
-        self._own_samplers = []
         self.saver.attach(trainer)
         self.cursor.attach(trainer)
         self.uneven.start_run()
@@ -109,6 +110,8 @@ class TrainerLoaders:
         self.cursor.restore(checkpoint)
         for sampler in self._own_samplers:
             sampler.seed = self.cursor.seed
+        for position in positions_of(self._strategy.current_trainer):
+            position.read_parameters()
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Let the loops continue as usual, and compare the ranks' first batches.
@@ -172,7 +175,7 @@ class TrainerLoaders:
         if isinstance(dataloader, DataLoader) and needs_sampler(trainer, dataloader):
             own_sampler = self._sampler_for(dataloader, shuffle, stage)
             if own_sampler is not None:
-                self._own_samplers.append(own_sampler)
+                self._own_samplers.add(own_sampler)
                 return self._read_through(dataloader, own_sampler, stage)
         return as_lightning(dataloader, shuffle, stage)
 

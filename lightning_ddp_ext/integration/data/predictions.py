@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -105,10 +107,14 @@ def _gather(trainer: Any, ranks: Ranks) -> Any:
 
 
 def _copied(part: Any) -> Any:
-    """Copy a tensor, since pickle sends all memory of which it is a view."""
-    if isinstance(part, Mapping):
-        return tree_map(_copied, dict(part))
-    return part.clone() if isinstance(part, Tensor) else part
+    """Copy a tensor that is a part of a larger one, of which pickle would send all."""
+    if isinstance(part, MutableMapping):  # such as UserDict; torch looks into dicts itself
+        copied = copy.copy(part)
+        copied.update({name: tree_map(_copied, value) for name, value in part.items()})
+        return copied
+    if not isinstance(part, Tensor) or part.layout != torch.strided:
+        return part
+    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
 def _predicted_here(trainer: Any) -> Predicted:

@@ -36,7 +36,7 @@ from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPositio
 from lightning_ddp_ext.data.random_state import restore_random_state
 from lightning_ddp_ext.data.seeding import WorkerSeeding
 from lightning_ddp_ext.errors import ResumeError
-from lightning_ddp_ext.rank_lists import listed, ranks_in_words
+from lightning_ddp_ext.rank_lists import ranks_in_words
 
 from ..callbacks.hang_watchdog import report_progress
 from ..named_calls import ranks_of, refuse
@@ -128,26 +128,14 @@ class ResumedEpoch:
         different = self._on_every_rank(partial(self._continue, seeding))
         names = ranks_of(self._strategy).gather(different)
         by_rank = {rank: name for rank, name in enumerate(names) if name is not None}
-        if by_rank:
-            self._repeat(by_rank)
-        else:
-            self._refuse_different_positions()
-
-    def _refuse_different_positions(self) -> None:
-        """Raise if ranks would continue after different numbers of batches.
-
-        That happens on another number of ranks if a sampler gives some ranks more samples.
-        """
         done = ranks_of(self._strategy).gather(self.restart.done)
-        if len(set(done)) > 1:
-            by_rank = listed(f"{number} on rank {rank}" for rank, number in enumerate(done))
-            problem = (
-                f"epoch {self.restart.epoch} cannot be resumed in the middle: on this number of"
-                f" ranks, different numbers of batches would be done ({by_rank}); resume on as many"
-                f" ranks as before, use a sampler with uneven='pad' or 'drop', or"
-                f" {FROM_THE_EPOCHS_START}"
+        if by_rank:
+            self._repeat_with_other_samples(by_rank)
+        elif len(set(done)) > 1:
+            self._repeat(
+                f"a sampler gives this number of ranks different numbers of batches: {done}",
+                "use a sampler with uneven='pad' or 'drop', or as many ranks as before",
             )
-            refuse(self._strategy, ResumeError(problem))
 
     def _on_every_rank(self, work: Callable[[], T]) -> T:
         try:
@@ -218,23 +206,23 @@ class ResumedEpoch:
             self.restart = replace(self.restart, done=done)
             self._batches = done + left
 
-    def _repeat(self, by_rank: Mapping[int, str]) -> None:
-        """Start the epoch again, as stock Lightning does.
+    def _repeat_with_other_samples(self, by_rank: Mapping[int, str]) -> None:
+        """Start the epoch again, because some loaders do not draw the same as before.
 
-        It is called with the name of a loader on each rank that has one that does not
-        draw the same as the resumed run.
+        It is called with the name of a loader on each rank that has one.
         """
         names = " and ".join(dict.fromkeys(by_rank.values()))
-        message = (
-            f"epoch {self.restart.epoch} cannot be resumed in the middle: {names} on"
-            f" {ranks_in_words(by_rank)} does not yield the samples that it yielded before the"
-            " checkpoint was saved"
-        )
-        remedy = (
+        self._repeat(
+            f"{names} on {ranks_in_words(by_rank)} does not yield the samples that it yielded"
+            " before the checkpoint was saved",
             "derive its order from the epoch that set_epoch() gets, or draw it from a generator"
             " that is an attribute of the loader or sampler, and save with trainer.save_checkpoint"
-            " or ModelCheckpoint"
+            " or ModelCheckpoint",
         )
+
+    def _repeat(self, reason: str, remedy: str) -> None:
+        """Start the epoch again, as stock Lightning does."""
+        message = f"epoch {self.restart.epoch} cannot be resumed in the middle: {reason}"
         if self._is_strict:
             refuse(self._strategy, ResumeError(f"{message}; {remedy}, or {FROM_THE_EPOCHS_START}"))
         rank_zero_warn(

@@ -55,14 +55,14 @@ def saved_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 def _may_swap(trainer: Any) -> bool:
     """Whether a hook may swap other weights in during validation.
 
-    ``EMAWeightAveraging`` does so. Progress bars and the callbacks of this package have
-    such hooks, but leave the weights alone.
+    ``EMAWeightAveraging`` does so. Others of Lightning and the callbacks of this package
+    have such hooks, but leave the weights alone.
     """
     is_overridden = pl.utilities.model_helpers.is_overridden
     callbacks = [
         callback
         for callback in trainer.callbacks
-        if not isinstance(callback, pl.callbacks.ProgressBar)
+        if not isinstance(callback, (pl.callbacks.ProgressBar, pl.callbacks.DeviceStatsMonitor))
         and not type(callback).__module__.startswith("lightning_ddp_ext.")
     ]
     owners = [trainer.lightning_module, *callbacks]
