@@ -49,15 +49,15 @@ def _range_in_words(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def grouped(activities: Mapping[Any, Any]) -> list[tuple[Any, list[Any]]]:
-    """Return each activity with its ranks, the rarest activity first.
+def grouped(values_by_rank: Mapping[Any, Any]) -> list[tuple[Any, list[Any]]]:
+    """Return each value with its ranks, the rarest value first.
 
     >>> grouped({0: "save", 1: "load", 2: "save"})
     [('load', [1]), ('save', [0, 2])]
     """
     ranks: dict[Any, list[Any]] = {}
-    for rank, activity in activities.items():
-        ranks.setdefault(activity, []).append(rank)
+    for rank, value in values_by_rank.items():
+        ranks.setdefault(value, []).append(rank)
     return sorted(ranks.items(), key=lambda entry: len(entry[1]))
 
 

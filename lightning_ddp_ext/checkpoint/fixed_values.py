@@ -36,16 +36,17 @@ class FixedValues:
     def _contents(self) -> dict[str, Any]:
         # A state_dict has other tensor objects, which share the memory of the originals.
         recorded = [each for each in self._recorded() if _is_dense(each)]
-        sizes: dict[int, int] = {}  # by address: of the largest, since views may share one
+        # By address: the bytes of the largest tensor there, since views share an address.
+        largest_at: dict[int, int] = {}
         for each in recorded:
-            sizes[each.data_ptr()] = max(each.nbytes, sizes.get(each.data_ptr(), 0))
+            largest_at[each.data_ptr()] = max(each.nbytes, largest_at.get(each.data_ptr(), 0))
         empty = [each for each in recorded if not each.numel()]  # they have no address
 
         def is_recorded(value: Any) -> bool:
             if not _is_dense(value):
                 return False
             if value.numel():
-                return bool(value.nbytes <= sizes.get(value.data_ptr(), 0))
+                return bool(value.nbytes <= largest_at.get(value.data_ptr(), 0))
             return any(each.device == value.device and each.is_set_to(value) for each in empty)
 
         state = self._module.state_dict()

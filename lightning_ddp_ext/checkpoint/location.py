@@ -94,6 +94,6 @@ def _copy(location: Location, target: str) -> None:
         location.fs.get_file(location.path, target)
     except FileNotFoundError:
         raise
-    except Exception:  # s3fs repeats a request that breaks off only if a file is read
+    except Exception:  # s3fs repeats an interrupted request only if a file is read
         with location.fs.open(location.path, "rb") as source, open(target, "wb") as copy:
             shutil.copyfileobj(source, copy, _COPY_BUFFER)

@@ -56,7 +56,7 @@ def show(own: Any, iterable: Any) -> Any:
     """
     own = own._ddpx_own if isinstance(own, Proxy) else own
     proxy: Any = object.__new__(_proxy_class(type(own)))  # type: ignore[arg-type]
-    # `data.epochs.all_below` follows the ``__dict__`` of objects.
+    # An object without ``__dict__`` is put into one, for `data.epochs.all_below` to find.
     attributes = getattr(own, "__dict__", {"_ddpx_own": own})
     for name, value in (("_ddpx_own", own), ("_ddpx_iterable", iterable), ("__dict__", attributes)):
         object.__setattr__(proxy, name, value)
@@ -70,7 +70,7 @@ def iterable_of(shown: object) -> Any:
 
 @cache
 def _proxy_class(own: type) -> type:
-    """Return a subclass of ``own``, or where that is impossible, of ``Proxy`` only."""
+    """Return a subclass of ``Proxy`` and ``own``; of ``Proxy`` only if ``own`` allows none."""
     namespace = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     try:
         return type(own.__name__, (Proxy, own) if own.__dictoffset__ else (Proxy,), namespace)

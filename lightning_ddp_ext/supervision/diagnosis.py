@@ -66,12 +66,13 @@ class Findings:
         moving = [report for report in self.reports if not report.makes_no_progress]
         if not stalled:
             return None
-        # Ranks start to wait at different times, so half of the longest wait suffices.
-        long = max(report.idle for report in stalled) / 2
-        if self.silences and all(report.idle > long for report in moving):
+        # Ranks start to wait at different times, so one that moved before half of the longest
+        # wait may be waiting, too.
+        half_wait = max(report.idle for report in stalled) / 2
+        if self.silences and all(report.idle > half_wait for report in moving):
             return event_of("hung", self.silences[0].who, self._silent)
         if moving and all(report.waits for report in stalled):
-            return None
+            return None  # those that move are expected to arrive
         return (
             _absent_from_collective(self.reports) or self._hung_in_mismatch() or _slowest(stalled)
         )
@@ -99,13 +100,13 @@ def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:
     """
     pending = [progress for report in reports for progress in report.unfinished]
     for progress in sorted(pending, key=lambda each: (each.label, each.group, each.pending)):
-        missing = [
+        not_seen = [
             report
             for report in reports
             if progress.is_missing(report.who.rank, report.progress_in(progress.group))
         ]
-        absent = [report for report in missing if report.groups]
-        if missing:
+        absent = [report for report in not_seen if report.groups]
+        if not_seen:
             return _absent(progress, absent, reports) if absent else None
     return None
 
@@ -119,7 +120,8 @@ def _absent(
     waiting = [
         report
         for report in reports
-        if progress.group in [pending.group for pending in report.unfinished]
+        if report is not first
+        and progress.group in [pending.group for pending in report.unfinished]
     ]
     seconds = max(report.idle for report in waiting)
     ranks = ranks_in_words(report.who.rank for report in waiting)

@@ -36,7 +36,7 @@ _DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must repl
 # entered its last collective a little after the one that timed out.
 _SHARE_OF_TIMEOUT = 0.9
 # Functions on the stack of a collective that reveal its purpose: a part of the file's
-# path, and the name, if any.
+# path, the name, and the purpose.
 _PURPOSES = (
     ("", "log_dir", "property"),
     ("/lightning_ddp_ext/reductions/", "", "logged values"),
@@ -81,7 +81,7 @@ class GroupProgress:
     if it has finished all.
     """
     recent: dict[str, Collective] = field(default_factory=dict)
-    """The latest collectives, by number."""
+    """The latest collectives, by number as text, since reports are sent as JSON."""
     members: list[int] = field(default_factory=list)
     """The ranks of the group, if known."""
     seconds: float = 0.0
@@ -96,13 +96,13 @@ class GroupProgress:
         recent = {number: Collective(**fields) for number, fields in values["recent"].items()}
         return cls(**{**values, "recent": recent})
 
-    def is_missing(self, rank: int, others: GroupProgress | None) -> bool:
+    def is_missing(self, rank: int, theirs: GroupProgress | None) -> bool:
         """Whether another rank is a member and has not entered the pending collective.
 
-        ``others`` is the progress of that rank in the group, if known.
+        ``theirs`` is the progress of that rank in the group, if known.
         """
-        if others is not None:
-            return others.entered < self.pending
+        if theirs is not None:
+            return theirs.entered < self.pending
         is_default_group = not self.label
         return is_default_group or rank in self.members
 
@@ -140,18 +140,22 @@ def groups_in_collectives() -> list[str]:
     groups = []
     for recorder in _RECORDERS:
         with suppress(Exception):  # as in `_read`
-            completed = unfinished_in(_dump(recorder, False)["pg_status"])
+            completed = last_completed_of_unfinished(
+                _dump(recorder, with_collectives=False)["pg_status"]
+            )
             groups += [f"{recorder} {group} {number}" for group, number in completed.items()]
     return groups
 
 
-def unfinished_in(statuses: Mapping[str, Any]) -> dict[str, int]:
+def last_completed_of_unfinished(statuses: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of the last completed collective of each group with a later one.
 
-    NCCL counts sends and receives apart, but reports the number of the last of all.
+    The numbers are only compared for equality: NCCL counts sends and receives apart, but
+    reports the number of the last of all.
 
     >>> status = {"last_enqueued_collective": 60, "last_completed_collective": 59}
-    >>> unfinished_in({"0": status, "1": {**status, "last_completed_collective": 60}})
+    >>> finished = {**status, "last_completed_collective": 60}
+    >>> last_completed_of_unfinished({"0": status, "1": finished})
     {'0': 59}
     """
     return {
@@ -190,14 +194,14 @@ def has_timed_out(groups: Collection[GroupProgress], timeout: timedelta) -> bool
 
 def _read(recorder: str, progress: dict[str, GroupProgress]) -> None:
     with suppress(Exception):  # missing, or in an unknown format; the report works without it
-        groups = progress_in(_dump(recorder, True), _members())
+        groups = progress_in(_dump(recorder, with_collectives=True), _members())
         progress.update({each.group: each for each in groups})
 
 
-def _dump(recorder: str, has_collectives: bool) -> Any:
+def _dump(recorder: str, *, with_collectives: bool) -> Any:
     """Return a recorder's contents, with or without collectives and Python stacks."""
     dump = getattr(torch._C._distributed_c10d, recorder)
-    return pickle.loads(dump(has_collectives, has_collectives, False))
+    return pickle.loads(dump(with_collectives, with_collectives, False))
 
 
 def _members() -> dict[str, list[int]]:
@@ -221,8 +225,8 @@ class _GroupEntries:
         if entry.get("is_p2p"):
             self.last_send = op_id
             return
-        joins_sends = self.last_send is not None and op_id == self.last_send
-        if joins_sends and _function_of(entry) == "coalesced":
+        ends_sends = self.last_send is not None and op_id == self.last_send
+        if ends_sends and _function_of(entry) == "coalesced":
             return  # it has the number of an earlier collective
         if entry.get("pg_id") != self.pg_id:
             self.collectives.clear()  # a new group with the name of a closed one
@@ -263,15 +267,16 @@ def _progress(
     pending = min(unfinished, default=0)
     current = entries[pending or last]
     now = time.time_ns()
+    latest = sorted(entries)[-_RECENT:]
     return GroupProgress(
         group,
-        _label(name, str(entries[last]["process_group"][1])),
-        last,
-        pending,
-        {str(number): _collective(entries[number]) for number in sorted(entries)[-_RECENT:]},
-        members.get(name, []),
-        (now - current.get("time_created_ns", now)) / 1e9,
-        current.get("timeout_ms", math.inf) / 1e3,
+        label=_label(name, str(entries[last]["process_group"][1])),
+        entered=last,
+        pending=pending,
+        recent={str(number): _collective(entries[number]) for number in latest},
+        members=members.get(name, []),
+        seconds=(now - current.get("time_created_ns", now)) / 1e9,
+        limit=current.get("timeout_ms", math.inf) / 1e3,
     )
 
 

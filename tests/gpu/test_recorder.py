@@ -31,7 +31,7 @@ SECONDS_TO_ABORT = 60.0
 
 
 def fit(placement: Placement, directory: Path) -> dict[str, Tensor]:
-    """Train from the same weights as in each call, and return those after it."""
+    """Train from fixed initial weights, and return the trained ones."""
     torch.manual_seed(1)
     model = training.Net()
     placement.trainer(directory).fit(model)

@@ -15,6 +15,7 @@ from torch.utils.data import (
     DataLoader,
     RandomSampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
 )
 
@@ -134,6 +135,9 @@ SAMPLERS = {
     "with replacement": SamplerCase({"sampler": REPEATING}, SOME, repeats=True),
     "with replacement, in a batch sampler": SamplerCase(
         {"batch_sampler": Backwards(REPEATING, 2, False)}, SOME, repeats=True
+    ),
+    "items by index": SamplerCase(
+        {"sampler": Subset(range(SAMPLES), range(SOME))}, SOME, repeats=False
     ),
     "even": SamplerCase({"sampler": EVEN}, SAMPLES, repeats=True),
     "even, in a batch sampler": SamplerCase(

@@ -119,7 +119,7 @@ def test_hooks_and_models_choose_what_is_loaded(
     kind: training.Kind, is_mapped: bool, tmp_path: Path
 ) -> None:
     """`on_load_checkpoint` reads, changes and keeps the file's content; with
-    `strict_loading = False` keys may lack.
+    `strict_loading = False` keys may be missing.
     """
     before = checkpointing.train_and_save(tmp_path / "it.ckpt")["weights"]
     for loaded, seen, kept, lenient in training.on_ranks(
@@ -138,6 +138,7 @@ def from_state_dict(
     file's other uses.
     """
     told: list[str] = []
+    # A filter that keeps every record.
     rank_zero.log.addFilter(lambda record: told.append(record.getMessage()) is None)
     state = checkpointing.fit_from(checkpointing.trainer_for(kind, directory, max_epochs=1), path)
     for use in ("validate", "test", "predict"):

@@ -26,6 +26,7 @@ VARIABLES_OF_EACH_TYPE = {
     "NCCL_BUFFSIZE": str(2**23),
 }
 NAMES = ("NCCL_DEBUG", *ON_LO, *VARIABLES_OF_EACH_TYPE)
+NOT_EXPORTED = dict.fromkeys(NAMES)  # as they may be on a developer's machine
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
 
     What the user has exported stays, and must agree.
     """
-    run_ranks(several_trainers, 2, tmp_path, env=by_hand_env(2))
+    run_ranks(several_trainers, 2, tmp_path, env={**by_hand_env(2), **NOT_EXPORTED})
 
 
 def fit_with_options(rank: int, world_size: int, directory: Path) -> None:
@@ -110,7 +111,8 @@ def test_settings_that_nccl_may_not_read_again_are_reported(tmp_path: Path) -> N
     """NCCL reads most of its variables once in a process, so a warning names a later
     Trainer that changes them, and no other.
     """
-    (outcome,) = launch_ranks(fit_with_options, 1, tmp_path, env=by_hand_env(1))
+    env = {**by_hand_env(1), **NOT_EXPORTED}
+    (outcome,) = launch_ranks(fit_with_options, 1, tmp_path, env=env)
     assert outcome.exit_code == 0, outcome.story()
     warning = "this Trainer sets other variables of NCCL than an earlier one"
     assert outcome.output.count(warning) == 1, outcome.story()
@@ -121,21 +123,23 @@ RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 
 def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> list[str | None]:
     found: list[str | None] = []
-    for over in ("gloo", backend("nccl_stand_in")):
+    for backend_name in ("gloo", backend("nccl_stand_in")):
         look = At("on_train_start", lambda trainer: found.append(os.environ.get(RETHROW)))
-        strategy = DDPExtStrategy(f"file://{directory}/rank0", process_group_backend=over)
+        strategy = DDPExtStrategy(f"file://{directory}/rank0", process_group_backend=backend_name)
         make_trainer(strategy, callbacks=[look], devices=1, fast_dev_run=1).fit(Net())
     leave()
     return [*found, os.environ.get(RETHROW)]
 
 
 @pytest.mark.parametrize(
-    ("exported", "expected"), [(None, [None, "0", None]), ("1", ["1", "1", "1"])]
+    # with gloo, with NCCL, and after leaving
+    ("exported", "expected"),
+    [(None, [None, "0", None]), ("1", ["1", "1", "1"])],
 )
 def test_torch_leaves_errors_of_cuda_to_python(
     exported: str | None, expected: Any, tmp_path: Path
 ) -> None:
-    """With NCCL, its watchdog would end the process before Python reports the exception."""
+    """With NCCL's default, its watchdog would end the process before Python reports the exception."""
     env = {**by_hand_env(1), RETHROW: exported}
     assert run_ranks(fit_over_gloo_and_nccl, 1, tmp_path, env=env) == [expected]
 
@@ -149,6 +153,6 @@ def fit_without_docker(rank: int, world_size: int, directory: Path) -> dict[str,
 
 def test_an_interface_is_excluded_for_nccl_only(tmp_path: Path) -> None:
     """Gloo would look for an interface of that name."""
-    env = {**by_hand_env(1), "GLOO_SOCKET_IFNAME": None}
+    env = {**by_hand_env(1), **NOT_EXPORTED}
     expected = {"NCCL_SOCKET_IFNAME": "^docker0"}
     assert run_ranks(fit_without_docker, 1, tmp_path, env=env) == [expected]

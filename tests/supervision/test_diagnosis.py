@@ -38,6 +38,7 @@ def progress(entered: int, *, pending: int = 0) -> GroupProgress:
 
 WAITING = progress(5, pending=5)
 BEHIND = progress(4)
+WAITING_BEHIND = progress(4, pending=4)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,12 @@ BEHIND = progress(4)
             f"rank 1 (host host1, pid 101) never entered all_reduce #5; it is in {PLACE}; rank 0"
             " waited for it for 61 s",
             id="several ranks never entered a collective",
+        ),
+        pytest.param(
+            Findings([stalled(0, WAITING), stalled(1, WAITING_BEHIND)]),
+            "rank 1 (host host1, pid 101) never entered all_reduce #5; it is in all_reduce #4,"
+            f" {PLACE}; rank 0 waited for it for 61 s",
+            id="the absent rank waits in an earlier collective",
         ),
         pytest.param(
             Findings([stalled(0, WAITING), stalled(1)]),

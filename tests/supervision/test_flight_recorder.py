@@ -10,8 +10,8 @@ import pytest
 from lightning_ddp_ext.supervision.flight_recorder import (
     GroupProgress,
     has_timed_out,
+    last_completed_of_unfinished,
     progress_in,
-    unfinished_in,
 )
 
 FINISHED = "completed"
@@ -76,7 +76,7 @@ def test_sends_and_coalesced_collectives_hide_no_collective() -> None:
 def test_a_rank_waits_in_an_unfinished_collective(completed: int, is_waiting: bool) -> None:
     """A collective counts as unfinished even if torch reports a later send as completed."""
     status = {"last_enqueued_collective": 60, "last_completed_collective": completed}
-    assert bool(unfinished_in({"0": status})) == is_waiting
+    assert bool(last_completed_of_unfinished({"0": status})) == is_waiting
 
 
 def progress_of(seconds: float, pending: int = 0) -> GroupProgress:

@@ -68,8 +68,10 @@ def _is_users_hook(owner: Any, base: type, name: str) -> bool:
 
     Hooks of Lightning and of this package ignore the weights.
     """
-    hook = getattr(type(owner), name)
-    return hook is not getattr(base, name) and not hook.__module__.startswith("lightning_ddp_ext.")
+    hook = getattr(owner, name)
+    function = getattr(hook, "__func__", hook)  # may also be an attribute of the object
+    is_ours = str(getattr(function, "__module__", "")).startswith("lightning_ddp_ext.")
+    return function is not getattr(base, name) and not is_ours
 
 
 def _changes_what_it_loads(module: nn.Module) -> bool:

@@ -175,8 +175,8 @@ class EpochCursor:
         if combined_iterator_of(self._trainer.fit_loop) is not self._combined_iterator:
             self._enter_epoch()
             return self._start_together(iterator)
-        # A loader that ended within the epoch starts again. Its earlier iterator has already
-        # called `before_next` for this batch.
+        # A loader shorter than the epoch begins again. Its ended iterator has already called
+        # `before_next` for this batch.
         iterator.is_announced = True
         return self._start_at_position(iterator)
 
@@ -234,8 +234,8 @@ class EpochCursor:
         """Set the counters and the random state with which training continues."""
         self._validated_at = time.monotonic()
         if self._resumed is not None and not self._resumed.describes_loops:
-            # A `LearningRateFinder` makes Lightning restore its loops from the finder's
-            # file, and from no other.
+            # A `LearningRateFinder` sets the loops to its own file, so that the resumed
+            # checkpoint no longer describes them.
             self._resumed = None
         if self._resumed is not None:
             self._resumed.on_train_start(self.seeding)

@@ -88,7 +88,7 @@ class TrainerLoaders:
         self._parts = parts
         self._order = order
         self._exact_evaluation = exact_evaluation
-        self._own_samplers = WeakSet[GlobalOrderSampler]()  # with the cursor's seed
+        self._own_samplers = WeakSet[GlobalOrderSampler]()  # whose seed is the cursor's
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.saver = PositionSaver(strategy, checkpoints, parts.stops)
@@ -222,9 +222,9 @@ def users_sampler_of(loader: DataLoader[Any]) -> Any:
     samples, or if it draws.
     """
     inner = getattr(loader.batch_sampler, "sampler", None)
-    is_divisible = not isinstance(inner, DistributedSampler) and length_or_inf(inner) < inf
-    is_plain = type(loader.batch_sampler) is BatchSampler and is_divisible
-    return inner if is_plain or isinstance(inner, DRAWING) else loader.sampler
+    has_own_samples = not isinstance(inner, DistributedSampler) and length_or_inf(inner) < inf
+    only_groups = type(loader.batch_sampler) is BatchSampler and has_own_samples
+    return inner if only_groups or isinstance(inner, DRAWING) else loader.sampler
 
 
 def _refuse_unknown_arguments(batch_sampler: Any) -> None:
@@ -252,8 +252,7 @@ def yields_each_once(sampler: Any, dataset: object) -> bool:
 
     This is known of samplers that use torch's random order or the dataset's order.
     """
-    if type(sampler).__iter__ not in (RandomSampler.__iter__, SequentialSampler.__iter__):
-        return False
-    return not getattr(sampler, "replacement", False) and length_or_inf(sampler) == length_or_inf(
-        dataset
-    )
+    iter_ = getattr(type(sampler), "__iter__", None)  # a sampler may only have __getitem__
+    has_known_order = iter_ in (RandomSampler.__iter__, SequentialSampler.__iter__)
+    has_all = length_or_inf(sampler) == length_or_inf(dataset)
+    return has_known_order and has_all and not getattr(sampler, "replacement", False)

@@ -40,7 +40,7 @@ class RecordedState:
 
 
 class RankPosition(NamedTuple):
-    """Where training continues after a number of batches of all epochs.
+    """A rank's position in a checkpoint after a number of batches of all epochs.
 
     Attributes:
         batches: the number of batches.
@@ -76,7 +76,7 @@ class PositionSaver:
         return self._strategy.current_trainer
 
     def attach(self, trainer: Any) -> None:
-        """Drop what was recorded in an earlier run, and at the end of earlier training."""
+        """Drop what an earlier run recorded; a new fit also drops where training ended."""
         self._recorded = {}
         if trainer.state.fn == "fit":
             self._end = None
@@ -134,7 +134,7 @@ class PositionSaver:
         fit_loop = self._trainer.fit_loop
         is_running = fetcher_of(fit_loop) is not None
         if self._end is not None and not is_running and self._end.batches == _batches_in(loops):
-            return self._end
+            return self._end  # training has ended, and the checkpoint is of that moment
         restart = self._find_restart(loops)
         has_loaders = combined_loader_of(fit_loop) is not None
         needs_only_random_state = not restart.is_within and restart.epoch > 0
@@ -157,7 +157,6 @@ class PositionSaver:
         positions = positions_of(self._trainer) if restart.is_within else []
         loaders = [
             position.state_dict(restart.done, batches_given)
-            # Outside of an epoch there are no positions.
             for position, batches_given in zip(positions, recorded.batches_given, strict=False)
         ]
         state = {"random": recorded.random, "loaders": loaders}
@@ -166,8 +165,8 @@ class PositionSaver:
     def _recorded_for(self, restart: Restart, processed: int) -> RecordedState:
         """Return the state recorded for a restart, or the current one if none was.
 
-        That of the epoch's start counts if the epoch is repeated, and that of the step's
-        start if batches are trained on again.
+        If the epoch is repeated, that is the state at its start; if batches are trained on
+        again, the state at the start of their step.
         """
         recorded: RecordedState | None = None
         if restart.has_started:
