@@ -70,7 +70,8 @@ class Case(NamedTuple):
         return READERS[self.reader](self.samples, self.batch_size)
 
 
-LIMITED = [Case("limited", 1, 2), Case("limited", 13, 3)]  # to one batch
+# To one batch.
+LIMITED = [Case("limited", 1, 2), Case("limited", 13, 3)]
 READ_AS_STOCK = [
     *(Case("batches", samples, size) for samples in (1, 4, 5, 13) for size in (1, 3)),
     *(Case(reader, 1, 2) for reader in ("items", "stateful", "two", "ragged")),
@@ -156,7 +157,7 @@ INPUTS_OF_METRICS = {
     "ranking": ["x", "label", "group"],
 }
 UNLOGGED = ("seen", "pearson", "each", "ranking")
-ENOUGH_FOR_PEARSON = 10  # samples, since it is NaN where a rank has one of them
+ENOUGH_FOR_PEARSON = 10  # samples; with fewer, it is NaN on a rank that has only one
 
 
 def make_metrics() -> nn.ModuleDict:
@@ -243,6 +244,7 @@ class Collects(L.LightningModule):
         outputs = torch.cat(self.outputs)
         self.collected = {"own": outputs, "gathered": self.all_gather(outputs)}
         for number, metrics in enumerate(self.metrics):
+            # What an idle step has changed is restored, so only other steps count.
             added: Any = metrics["sum"]
             assert added.updates == len(added.kept[0]) == self.steps[number]
             computed = {name: metrics[name].compute() for name in UNLOGGED}
@@ -270,7 +272,7 @@ class Record(NamedTuple):
 
 
 def evaluate(kind: Kind, directory: Path, cases: list[Case], ranks: int) -> dict[Case, Record]:
-    """Return the record of each case, with loaders like ``UNREPEATING`` of a second run."""
+    """Return the record of each case; ``UNREPEATING`` run twice, and the second run counts."""
     records = {}
     for case in cases:
         loaders = case.loaders()

@@ -40,7 +40,7 @@ def refusals(rank: int, world_size: int, choices: list[Options]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("env", "name", "is_told"),
+    ("env", "name", "has_address"),
     [
         (by_torchrun(), "torchrun", True),
         (by_srun(), "SLURM", True),
@@ -48,7 +48,7 @@ def refusals(rank: int, world_size: int, choices: list[Options]) -> list[str]:
         (by_hand_env(2), "RANK, WORLD_SIZE and LOCAL_RANK", False),
     ],
 )
-def test_lone_ranks_are_refused(env: Environment, name: str, is_told: bool) -> None:
+def test_lone_ranks_are_refused(env: Environment, name: str, has_address: bool) -> None:
     """Spawn, fork and forkserver are refused in a process that is a rank, by the name
     of what has made it one.
 
@@ -68,7 +68,7 @@ def test_lone_ranks_are_refused(env: Environment, name: str, is_told: bool) -> N
         " script without a launcher"
         for method in start_methods
     ]
-    if not is_told:
+    if not has_address:
         choices += [{}, {"init_method": "env://"}]
         expected += [address, address]
     assert run_ranks(refusals, 1, choices, env=env) == [expected]
@@ -147,7 +147,7 @@ def train_on_a_node(rank: int, world_size: int) -> str:
     ("nodes", "result"),
     [("1:2", "1 rank, 1 node"), ("2:2", "does not match the world size"), ("2", "does not match")],
 )
-def test_a_range_of_nodes(nodes: str, result: str) -> None:
+def test_only_a_range_of_nodes_may_differ_from_num_nodes(nodes: str, result: str) -> None:
     """Only if torchrun has a range of nodes, their number may differ from ``num_nodes``."""
     env = {**by_torchrun(), "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "PET_NNODES": nodes}
     (outcome,) = launch_ranks(train_on_a_node, 1, env=env)

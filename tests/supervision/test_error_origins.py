@@ -37,7 +37,7 @@ class Reading(torch.utils.data.Dataset[Any]):
                 "store: gloo: [Errno 104] Connection reset by peer, process group, socket"
             )
         if self.reads == 5 and dist.get_rank() == 0:
-            hold("reading")
+            hold("busy")
         return torch.ones(4), torch.ones(1)
 
 
@@ -53,7 +53,7 @@ class FailsInBackward(Net):
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         if index == 1 and self.global_rank == 0:
-            hold("reading")
+            hold("busy")
         loss = self.loss(batch)
         return loss.detach() if index == 1 and self.global_rank == 1 else loss
 
@@ -77,14 +77,14 @@ def train(rank: int, world_size: int, directory: Path, net: type[Net]) -> None:
         ),
     ],
 )
-def test_an_error_with_the_words_of_a_backend_is_the_ranks_own(
+def test_an_error_while_another_rank_works_is_the_ranks_own(
     net: type[Net], error: str, tmp_path: Path
 ) -> None:
-    """Its rank raises and prints it while another rank reads for a long time, and that
+    """Its rank raises and prints it while another rank is busy for a long time, and that
     rank names the first one.
     """
     with RankProcesses(train, 2, tmp_path, net, env=by_hand_env(2)) as ranks:
-        ranks.wait_for("reading", 0)
+        ranks.wait_for("busy", 0)
         (failed,) = ranks.wait(1)
         ranks.release(0)
         (survivor,) = ranks.wait(0)

@@ -29,8 +29,8 @@ def fail_otherwise_once_informed() -> None:
 
 
 def fit_and_fail(rank: int, world_size: int, terminal: Path, *faults: model.Fault) -> None:
-    """Train, and fail at the latest afterwards; all ranks' stderr is in one file, as on
-    one terminal.
+    """Train with these faults; ranks that survive fail afterwards. All ranks' stderr is in
+    one file, as on one terminal.
     """
     logging.disable(logging.WARNING)  # Lightning's greetings
     os.dup2(os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
@@ -92,7 +92,7 @@ def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
 
 
 def install_beside_a_users_hook(rank: int, world_size: int) -> bool:
-    """Whether a hook stays that the user sets, of which a variable has no value yet."""
+    """Whether a user's hook stays first, even one whose closure variable is still unset."""
 
     def hook(*_: object) -> None:
         sys.stderr.write(text)
