@@ -36,6 +36,7 @@ class DistributedLoader:
             without a state.
         length: the number of batches that replaces the loader's own length; ``None`` to
             keep it.
+        is_dealt: whether the strategy has put its own sampler into the loader.
         position: the training position in the loader; ``None`` for an evaluation
             loader.
         start_evaluation: starts an iterator over an evaluation loader; ``None`` if
@@ -53,6 +54,7 @@ class DistributedLoader:
         self.loader = source if is_stateful(source) else own_copy(source)
         self.start_iterator = start_iterator
         self.length: int | None = None
+        self.is_dealt = False
         self.position: Any = None
         self.start_evaluation: Callable[[], Iterator[Any]] | None = None
         self.on_iterator: Callable[[], object] = lambda: None

@@ -72,13 +72,12 @@ class Evaluation:
         """Whether several ranks evaluate together and count each sample once."""
         return self._is_exact and dist.is_initialized() and self._strategy.world_size > 1
 
-    def prepare(self, loader: DistributedLoader, stage: RunningStage, *, is_dealt: bool) -> None:
+    def prepare(self, loader: DistributedLoader, stage: RunningStage) -> None:
         """Prepare a loader for an evaluation. Collective.
 
         Args:
             loader: the loader.
             stage: the stage.
-            is_dealt: whether the strategy has put its sampler into the loader.
         """
         if stage == RunningStage.PREDICTING:
             if length_or_inf(loader) == 0:
@@ -88,11 +87,11 @@ class Evaluation:
             loader.start_evaluation = partial(self._start, loader)
             # A step that takes an iterator may fetch several batches, of which some count.
             if not takes_iterator(self._strategy.lightning_module, stage):
-                self._prepare_even_batches(loader, is_dealt=is_dealt)
+                self._prepare_even_batches(loader)
 
-    def _prepare_even_batches(self, loader: DistributedLoader, *, is_dealt: bool) -> None:
+    def _prepare_even_batches(self, loader: DistributedLoader) -> None:
         """Make a loader read even batches, if all ranks have the same samples."""
-        even = self._even_batches(loader.loader, is_dealt=is_dealt)
+        even = self._even_batches(loader)
         samples = None if even is None else even.samples
         samples_by_rank = ranks_of(self._strategy).gather(samples)
         if even is not None and len(set(samples_by_rank)) == 1:
@@ -100,18 +99,19 @@ class Evaluation:
             permanent = make_permanent(loader.loader, even)
             loader.start_evaluation = partial(self._start_even, loader, even, permanent)
 
-    def _even_batches(self, loader: Any, *, is_dealt: bool) -> EvenBatches | None:
+    def _even_batches(self, loader: DistributedLoader) -> EvenBatches | None:
         """Return even batches for a loader, or ``None`` to keep its own batches."""
-        sampler = global_order_of(loader)
-        if sampler is None or not can_count_once(loader):
+        sampler = global_order_of(loader.loader)
+        if sampler is None or not can_count_once(loader.loader):
             return None
-        is_to_count_once = is_dealt or sampler.uneven == "exact"
+        is_to_count_once = loader.is_dealt or sampler.uneven == "exact"
         # Idle ranks are the sampler's, and a user may have given it others than ours.
         own_ranks = (self._strategy.world_size, self._strategy.global_rank)
         if not is_to_count_once or (sampler.num_replicas, sampler.rank) != own_ranks:
             return None
         loop = active_loop_of(self._strategy.current_trainer)
-        even = EvenBatches(index_sampler_of(loader), sampler, partial(_is_sequential, loop))
+        index_sampler = index_sampler_of(loader.loader)
+        even = EvenBatches(index_sampler, sampler, partial(_is_sequential, loop))
         return even if even.reads_all_of_its_sampler() else None
 
     # Iterators over a loader.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from inspect import signature
 from math import inf
 from typing import Any, Literal, get_args
-from weakref import WeakSet
 
 from torch.utils.data import (
     BatchSampler,
@@ -43,7 +42,7 @@ from ..start.devices import RankDevicesStrategy
 from .cursor import EpochCursor, ResumeData, RunParts
 from .evaluation import EVALUATED, Evaluation, can_count_once
 from .position_saver import PositionSaver
-from .positions import positions_of
+from .positions import training_loaders_of
 from .uneven import UnevenInputs, UnevenMode
 
 Order = Literal["torch", "scalable"]
@@ -88,7 +87,6 @@ class TrainerLoaders:
         self._parts = parts
         self._order = order
         self._exact_evaluation = exact_evaluation
-        self._own_samplers = WeakSet[GlobalOrderSampler]()  # whose seed is the cursor's
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.saver = PositionSaver(strategy, checkpoints, parts.stops)
@@ -108,10 +106,11 @@ class TrainerLoaders:
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Prepare to resume from a checkpoint, also if hooks have already loaded the data."""
         self.cursor.restore(checkpoint)
-        for sampler in self._own_samplers:
-            sampler.seed = self.cursor.seed
-        for position in positions_of(self._strategy.current_trainer):
-            position.read_parameters()
+        for loader in training_loaders_of(self._strategy.current_trainer):
+            sampler = global_order_of(loader.loader)
+            if loader.is_dealt and sampler is not None:
+                sampler.seed = self.cursor.seed
+                loader.position.read_parameters()
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Let the loops continue as usual, and compare the ranks' first batches.
@@ -131,8 +130,9 @@ class TrainerLoaders:
         source = source_of(dataloader)  # another Trainer or stage may have prepared it already
         divided = self._with_sampler(as_lightning, source, shuffle, stage)
         loader = DistributedLoader(divided, self.cursor.start)
+        loader.is_dealt = divided is not source
         if stage in EVALUATED:
-            self.evaluation.prepare(loader, stage, is_dealt=divided is not source)
+            self.evaluation.prepare(loader, stage)
             loader.on_iterator = self._before_validation
         else:
             self.uneven.agree_on_length(loader)
@@ -175,7 +175,6 @@ class TrainerLoaders:
         if isinstance(dataloader, DataLoader) and needs_sampler(trainer, dataloader):
             own_sampler = self._sampler_for(dataloader, shuffle, stage)
             if own_sampler is not None:
-                self._own_samplers.add(own_sampler)
                 return self._read_through(dataloader, own_sampler, stage)
         return as_lightning(dataloader, shuffle, stage)
 
