@@ -139,7 +139,9 @@ def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> list[
 def test_torch_leaves_errors_of_cuda_to_python(
     exported: str | None, expected: Any, tmp_path: Path
 ) -> None:
-    """With NCCL's default, its watchdog would end the process before Python reports the exception."""
+    """With NCCL's default, its watchdog would end the process before Python reports the
+    exception.
+    """
     env = {**by_hand_env(1), RETHROW: exported}
     assert run_ranks(fit_over_gloo_and_nccl, 1, tmp_path, env=env) == [expected]
 

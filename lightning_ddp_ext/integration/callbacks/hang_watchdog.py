@@ -99,7 +99,7 @@ class HangWatchdog(pl.Callback):
         for name in self._variables:
             os.environ.pop(name, None)
         self._variables = {}
-        watchdogs = [each for each in trainer.callbacks if isinstance(each, HangWatchdog)]  # type: ignore[attr-defined]
+        watchdogs = _watchdogs_of(trainer)
         if len(watchdogs) > 1:
             raise ConfigurationError(
                 f"a Trainer can have one HangWatchdog (got {len(watchdogs)}); remove all but one"
@@ -140,14 +140,17 @@ class HangWatchdog(pl.Callback):
     teardown = on_exception = _leave
 
 
+def _watchdogs_of(trainer: Any) -> list[HangWatchdog]:
+    return [each for each in trainer.callbacks if isinstance(each, HangWatchdog)]
+
+
 def report_progress(trainer: pl.Trainer) -> None:
     """Tell a Trainer's ``HangWatchdog`` that this rank makes progress.
 
     This is for progress outside Lightning's hooks.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, HangWatchdog):
-            callback._move()
+    for watchdog in _watchdogs_of(trainer):
+        watchdog._move()
 
 
 for _name in dir(pl.Callback):
