@@ -23,7 +23,7 @@ class Frozen(Draws):
 
 
 class WithSlots:
-    """Has no attributes of its own."""
+    """Has no ``__dict__``."""
 
     __slots__ = ()
 

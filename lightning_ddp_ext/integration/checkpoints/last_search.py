@@ -169,7 +169,7 @@ def newest_first(paths: Iterable[str], written_last: Collection[str] = ()) -> li
     """Return the files that exist.
 
     Stores round times to seconds. Of files with the same time, those in
-    ``written_last`` come first, which a run saves as its last ones.
+    ``written_last`` come first: a run saves them at its end.
 
     Raises:
         CheckpointError: a store does not answer.

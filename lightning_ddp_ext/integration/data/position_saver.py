@@ -134,7 +134,8 @@ class PositionSaver:
         fit_loop = self._trainer.fit_loop
         is_running = fetcher_of(fit_loop) is not None
         if self._end is not None and not is_running and self._end.batches == _batches_in(loops):
-            return self._end  # training has ended, and the checkpoint is of that moment
+            # Training has finished, and the checkpoint is of its last step.
+            return self._end
         restart = self._find_restart(loops)
         has_loaders = combined_loader_of(fit_loop) is not None
         needs_only_random_state = not restart.is_within and restart.epoch > 0
@@ -157,6 +158,7 @@ class PositionSaver:
         positions = positions_of(self._trainer) if restart.is_within else []
         loaders = [
             position.state_dict(restart.done, batches_given)
+            # Outside of an epoch there are no positions.
             for position, batches_given in zip(positions, recorded.batches_given, strict=False)
         ]
         state = {"random": recorded.random, "loaders": loaders}
