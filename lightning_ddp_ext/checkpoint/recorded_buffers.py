@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checksum import version_of
+from lightning_ddp_ext.checksum import elements, version_of
 
 _MAX_TOTAL_BYTES = 1 << 20  # recording masks and queues in every step would take too long
 
@@ -40,7 +40,8 @@ class RecordedBuffers:
         if not buffers or (is_same and not even_if_same):
             return b""
         device = buffers[0].device  # of all, since each copy to the CPU waits for the device
-        return torch.cat([_bytes_of(each).to(device) for each in buffers]).cpu().numpy().tobytes()
+        content = torch.cat([elements(each).view(torch.uint8).to(device) for each in buffers])
+        return content.cpu().numpy().tobytes()
 
     def restore(self, content: bytes) -> bool:
         """Restore the buffers; return ``False`` if the bytes do not fit."""
@@ -75,11 +76,6 @@ def _smallest_within(
         for (_, owner, name), total in zip(by_size, totals, strict=True)
         if total <= limit
     ]
-
-
-def _bytes_of(buffer: Tensor) -> Tensor:
-    """Return a buffer's elements as bytes; ``reshape`` alone may leave a stride."""
-    return buffer.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
 def _identity(buffer: Tensor) -> Any:

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_ddp_ext.batchnorm.conversion import convert, restore_batchnorm
+from lightning_ddp_ext.batchnorm.classes import restore
+from lightning_ddp_ext.batchnorm.conversion import convert
 from lightning_ddp_ext.batchnorm.groups import Ranks, batchnorm_group, check_ranks, group_of
+from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.batchnorm.selection import Choice
 from lightning_ddp_ext.errors import ConfigurationError
 
@@ -32,6 +34,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
         self._ranks = process_group
         self._choice = choice or Choice()
         self._converted: Module | None = None  # the model, while its layers synchronise
+        self._converted_before: set[Module] = set()  # by the user, and left as they are
 
     def refuse_alongside(self, other: pl.plugins.LayerSync | None) -> None:
         """Raise if this selects layers or ranks, and ``other`` synchronises all."""
@@ -50,6 +53,8 @@ class RanksLayerSync(pl.plugins.LayerSync):
         """
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             group = batchnorm_group() if self._ranks is None else group_of(self._ranks)
+            modules = model.modules()
+            self._converted_before = {each for each in modules if isinstance(each, SyncBatchNorm)}
             conversion = convert(model, self._choice, group)
             self._converted = model
             rank_zero_info(conversion.summary())
@@ -60,8 +65,10 @@ class RanksLayerSync(pl.plugins.LayerSync):
 
     @override
     def revert(self, model: Module) -> Module:
-        """Restore the layers, if they were converted."""
+        """Restore what ``apply`` has converted, and copies of it in the model."""
         if self._converted is not None:
-            restore_batchnorm(self._converted)
+            for layer in set(self._converted.modules()) - self._converted_before:
+                restore(layer)
             self._converted = None
+            self._converted_before = set()
         return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 import warnings
@@ -13,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 from torch import Tensor, nn
 
-from lightning_ddp_ext import SyncBatchNorm, SyncBatchNormConversion
+from lightning_ddp_ext import SyncBatchNorm, SyncBatchNormConversion, convert_sync_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Batch, Kind, Net, fit, make_trainer, on_ranks
@@ -59,7 +60,8 @@ class Records(Net):
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__()
         shared = nn.BatchNorm1d(8)  # converted: one layer in two places
-        layers = [shared, shared, nn.BatchNorm1d(8).eval(), Scaled(8), SyncBatchNorm(8)]
+        by_hand = [convert_sync_batchnorm(nn.BatchNorm1d(8)), SyncBatchNorm(8)]
+        layers = [shared, shared, nn.BatchNorm1d(8).eval(), Scaled(8), *by_hand]
         self.layers = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 1))
         self.error = error
         self.seen: dict[str, Facts] = {}
@@ -135,8 +137,8 @@ def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path
     first, second = on_ranks(kind, fit_and_record, tmp_path, by)
     summary, warning = first.messages
     assert (
-        summary == "SyncBatchNorm: 2 of 4 layers, statistics over 2 ranks; "
-        "not converted: 1 overrides forward, 1 synchronises already"
+        summary == "SyncBatchNorm: 2 of 5 layers, statistics over 2 ranks; "
+        "not converted: 1 overrides forward, 2 synchronises already"
     )
     assert "layers.4 (Scaled) overrides forward. A class that" in warning
     assert second.messages == []
@@ -150,6 +152,28 @@ def test_whatever_ends_fit_the_model_is_what_it_was(
     """Types, modes, keys and sharing of layers are unchanged."""
     for record in on_ranks(kind, fit_and_record, tmp_path, by, end):
         assert record.after == record.before
+
+
+class Teacher(Net):
+    """Trains beside a copy of its layers, as momentum encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.BatchNorm1d(4), *self.layers)
+
+    def on_train_start(self) -> None:
+        self.teacher = copy.deepcopy(self.layers)
+
+
+def train_teacher(kind: Kind, directory: Path) -> list[type]:
+    model = Teacher()
+    fit(kind, directory, model, sync_batchnorm=True)
+    return [type(layers[0]) for layers in (model.layers, model.teacher)]
+
+
+def test_copies_in_the_model_are_restored_too(tmp_path: Path) -> None:
+    """A copy that was made during training has the class that its original had."""
+    assert on_ranks("ours", train_teacher, tmp_path) == [[nn.BatchNorm1d] * 2] * 2
 
 
 def choose_twice(kind: Kind, directory: Path) -> str:

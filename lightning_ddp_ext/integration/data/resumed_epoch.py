@@ -126,9 +126,9 @@ class ResumedEpoch:
         # If a rank refuses to resume, no rank has begun to read.
         self._on_every_rank(self._check)
         different = self._on_every_rank(partial(self._continue, seeding))
-        names = ranks_of(self._strategy).gather(different)
-        by_rank = {rank: name for rank, name in enumerate(names) if name is not None}
-        done = ranks_of(self._strategy).gather(self.restart.done)
+        answers = ranks_of(self._strategy).gather((different, self.restart.done))
+        by_rank = {rank: name for rank, (name, _) in enumerate(answers) if name is not None}
+        done = [done for _, done in answers]
         if by_rank:
             self._repeat_with_other_samples(by_rank)
         elif len(set(done)) > 1:
