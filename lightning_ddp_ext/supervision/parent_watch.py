@@ -14,10 +14,12 @@ from lightning_ddp_ext.threads import start_thread
 
 # The variable with the id of the launcher, for ranks that this package starts.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
-# The variable with the id of the rank for which those below were set; a program that
+# The variables that a rank has from its launcher, except for RANK.
+_OF_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# The variable with the id of the rank for which those above were set; a program that
 # inherits them has another id.
 _RANK_PID = "DDPX_RANK_PID"
-_OF_RANK = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = (*_OF_LIGHTNING, _RANK_PID)
 # The variable with the file of rank 0's address, if this package chose the file.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
@@ -66,7 +68,7 @@ def watch_own_launcher() -> None:
         set_rank_variables(os.environ["LOCAL_RANK"])
         watch_launcher(int(launcher))
     elif rank not in (None, str(os.getpid())) and multiprocessing.parent_process() is None:
-        for name in (_RANK_PID, PRIVATE_FILE, *_OF_RANK):
+        for name in (PRIVATE_FILE, *RANK_VARIABLES):
             os.environ.pop(name, None)
 
 

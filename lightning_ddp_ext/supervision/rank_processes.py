@@ -47,7 +47,7 @@ class ChildScripts:
 
     Args:
         children: their processes, in the order of their local ranks, which start at 1.
-        variables: the environment variables that they need to connect.
+        variables: the environment variables that this process shares with them in a run.
         at_most: the seconds that this process waits for them at exit.
         save_within: the seconds after an exception until children that are still saving
             are killed.

@@ -36,6 +36,7 @@ SCRIPT = """
     from tests.harness.training import At, Net, make_trainer, weights
 
     LIBRARIES = ("lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics")
+    VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     KINDS = (FunctionType, type, property, classmethod, staticmethod)
 
 
@@ -74,7 +75,8 @@ SCRIPT = """
 
 
     def report_step(what, trainer):
-        report(f"in {what}", rank=trainer.global_rank, RANK=os.environ.get("RANK"))
+        variables = {name: os.environ.get(name) for name in VARIABLES}
+        report(f"in {what}", rank=trainer.global_rank, **variables)
 
 
     def train(what, strategy, *callbacks, **options):
@@ -184,6 +186,16 @@ def test_the_launching_process_keeps_its_environment(script: Outcome) -> None:
     first, second = (reports(script, what)[0]["changed"] for what in ("first", "second"))
     assert first == ["DDPX_RANK_PID", "LOCAL_RANK", "OMP_NUM_THREADS"]
     assert second == []
+
+
+@pytest.mark.parametrize("what", ["first", "second"])
+def test_the_launching_process_has_the_variables_of_a_rank(script: Outcome, what: str) -> None:
+    """In each run they are those of stock's first; user code divides data by them."""
+    first, second = reports(script, f"in {what}")
+    assert [first["LOCAL_RANK"], second["LOCAL_RANK"]] == ["0", "1"]
+    assert [first["NODE_RANK"], first["WORLD_SIZE"]] == ["0", "2"]
+    for name in ("NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        assert first[name] == second[name] is not None
 
 
 def test_an_exported_rank_is_neither_followed_nor_removed(script: Outcome) -> None:

@@ -83,18 +83,23 @@ import os
 import sys
 
 import lightning_ddp_ext
-from tests.harness.training import Net, make_trainer
+from tests.harness.training import At, Net, make_trainer
 
 
-def train(devices):
-    trainer = make_trainer("ddp_ext", devices=devices, max_steps=1)
-    trainer.fit(Net())
-    sys.stdout.write(f"trained: rank {trainer.global_rank} of {trainer.world_size}\\n")
+def show_place(trainer):
+    place = " of ".join(os.environ[name] for name in ("LOCAL_RANK", "WORLD_SIZE"))
+    sys.stdout.write(f"trains: rank {place}\\n")
     sys.stdout.flush()
 
 
+def train(devices):
+    callbacks = [At("on_train_start", show_place)]
+    make_trainer("ddp_ext", devices=devices, callbacks=callbacks, max_steps=1).fit(Net())
+
+
 if __name__ == "__main__":
-    if "LOCAL_RANK" not in os.environ:  # this process starts the others
+    is_guarded = sys.argv[1] == "guarded"
+    if not is_guarded or "LOCAL_RANK" not in os.environ:  # this process starts the others
         train(devices=1)
     train(devices=2)
 """
@@ -102,7 +107,17 @@ if __name__ == "__main__":
 
 def test_a_process_that_trained_alone_starts_ranks_and_joins_them() -> None:
     """A script may try its model on one device, and then train on all of them."""
-    done = run_script(ALONE_FIRST, time_limit=90)
+    done = run_script(ALONE_FIRST, "guarded", time_limit=90)
     assert done.exit_code == 0, done.output
-    trained = re.findall(r"^trained: (.*)$", done.output, re.MULTILINE)
-    assert sorted(trained) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"], done.output
+    trains = re.findall(r"^trains: (.*)$", done.output, re.MULTILINE)
+    assert sorted(trains) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"], done.output
+
+
+def test_a_started_rank_refuses_a_trainer_with_fewer_devices() -> None:
+    """It would train alone what the launching process has trained; the error says so."""
+    done = run_script(ALONE_FIRST, "on all ranks", time_limit=90)
+    assert done.exit_code == 1, done.output
+    message = (
+        "ConfigurationError: this process is local rank 1, but this Trainer has devices=1; use"
+    )
+    assert message in done.output

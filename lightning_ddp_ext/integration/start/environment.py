@@ -139,10 +139,21 @@ def choose_environment(
     world = read_world(os.environ, devices=devices)
     _check_tasks(world, devices * num_nodes)
     if world is None:
+        _check_local_rank(environment, devices)
         return environment
     check_devices(world, devices=devices, num_nodes=num_nodes)
     is_lightnings = type(environment) is SLURMEnvironment and world.source == "SLURM"
     return environment if is_lightnings else WorldEnvironment(world)
+
+
+def _check_local_rank(environment: ClusterEnvironment | None, devices: int) -> None:
+    """Raise if this process was started for a rank that this Trainer does not have."""
+    if type(environment) is LightningEnvironment and environment.local_rank() >= devices:
+        raise ConfigurationError(
+            f"this process is local rank {environment.local_rank()}, but this Trainer has"
+            f" devices={devices}; use the same devices for all Trainers of a script, or"
+            " strategy='auto' for a Trainer with one device"
+        )
 
 
 def _check_tasks(world: World | None, ranks: int) -> None:

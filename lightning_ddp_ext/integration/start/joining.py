@@ -25,7 +25,11 @@ from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from lightning_ddp_ext.supervision.parent_watch import PRIVATE_FILE, watch_launcher
+from lightning_ddp_ext.supervision.parent_watch import (
+    PRIVATE_FILE,
+    RANK_VARIABLES,
+    watch_launcher,
+)
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.version import __version__
@@ -46,9 +50,6 @@ from .environment import world_of
 
 INIT_TIMEOUT = timedelta(minutes=5)
 HEARTBEAT_TIMEOUT = timedelta(seconds=30)
-
-# The variables that Lightning's launcher or a user's shell sets for ranks.
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class ConnectionSettings:
@@ -176,10 +177,24 @@ class ConnectionSettings:
 @contextmanager
 def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]:
     """Set ``variables`` while ranks start, and restore the environment afterwards."""
-    before = {name: os.environ.get(name) for name in (*_RANK_VARIABLES, *variables)}
-    # Every started process would inherit a RANK that the user exported.
-    os.environ.pop("RANK", None)
-    os.environ.update(variables)
+    with _restored("RANK", *RANK_VARIABLES, *variables):
+        # Every started process would inherit a RANK that the user exported.
+        os.environ.pop("RANK", None)
+        os.environ.update(variables)
+        yield
+
+
+@contextmanager
+def environment_of_rank(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set ``variables`` during a run of this process, and restore them afterwards."""
+    with _restored(*variables):
+        os.environ.update(variables)
+        yield
+
+
+@contextmanager
+def _restored(*names: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,6 +24,7 @@ from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
 from lightning_ddp_ext.supervision.parent_watch import (
     LAUNCHER_PID,
+    RANK_VARIABLES,
     set_rank_variables,
     watch_launcher,
 )
@@ -52,7 +53,12 @@ from ..private.lightning_tree import (
 from ..stopping.rescue import Rescue
 from ..stopping.stops import StoppedException
 from .environment import source_of
-from .joining import ConnectionSettings, environment_of_started_ranks, temporary_path
+from .joining import (
+    ConnectionSettings,
+    environment_of_rank,
+    environment_of_started_ranks,
+    temporary_path,
+)
 
 _HARMLESS = (TunerExitException, StoppedException)
 
@@ -78,11 +84,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the script again for each of this node's other ranks.
 
     If another launcher has started the ranks, it starts none. A process starts ranks
-    only once; later Trainers in the script use the same ranks. Of the ranks' variables,
-    only ``LOCAL_RANK`` remains in this process's environment, because it tells a stock
-    strategy later in the script that the ranks exist. Unlike Lightning's launcher, this
-    one does not kill the other ranks as soon as one fails, but only those that are
-    still running after a time limit at exit, or after Ctrl-C.
+    only once; later Trainers in the script use the same ranks. In a run, this process
+    has the same variables as the others. After it, only ``LOCAL_RANK`` remains, because
+    it tells a stock strategy later in the script that the ranks exist. Unlike
+    Lightning's launcher, this one does not kill the other ranks as soon as one fails,
+    but only those that are still running after a time limit at exit, or after Ctrl-C.
     """
 
     def __init__(self, strategy: pl.strategies.DDPStrategy, parts: Collaborators) -> None:
@@ -97,34 +103,51 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
-        is_joint = self.num_processes * self.num_nodes > 1
-        started = started_ranks()
-        if started is not None:
-            self.procs = list(started.children)
-        elif is_joint and not self.cluster_environment.creates_processes_externally:
-            self._start(trainer)
+        variables = self._start_ranks(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         files = self._parts.files
-        with files.count_fit(trainer):
+        with environment_of_rank(variables), files.count_fit(trainer):
             args = files.resolve_last(args, trainer, is_rank_zero=self._strategy.is_global_zero)
             return supervised(
                 function,
                 *args,
                 harmless=_HARMLESS,
-                is_joint=is_joint,
+                is_joint=self._is_joint,
                 handler=sys._getframe(1),  # the Trainer's calling frame, which runs later hooks
                 rescue=self._parts.rescue.save,
                 **kwargs,
             )
 
-    def _start(self, trainer: Any) -> None:
-        variables = self._parts.settings.start_variables(self.cluster_environment, self.num_nodes)
-        with environment_of_started_ranks({**variables, LAUNCHER_PID: str(os.getpid())}):
-            self._call_children_scripts()
+    @property
+    def _is_joint(self) -> bool:
+        return self.num_processes * self.num_nodes > 1
+
+    def _start_ranks(self, trainer: Any) -> Mapping[str, str]:
+        """Start this node's other ranks, if nothing has started them.
+
+        Return the variables that this process has in a run, and as before after it.
+        """
+        started = started_ranks()
+        if started is not None:
+            self.procs = list(started.children)
+            return started.variables
+        if self.cluster_environment.creates_processes_externally:
+            # Lightning removes it after a run, although the next run needs it as well.
+            return {name: value for name, value in os.environ.items() if name == "WORLD_SIZE"}
+        address = self._parts.settings.start_variables(self.cluster_environment, self.num_nodes)
+        with environment_of_started_ranks({**address, LAUNCHER_PID: str(os.getpid())}):
+            self._call_children_scripts()  # sets variables even if it starts nothing
+            set_rank_variables("0")
+            variables = {**address, **{name: os.environ[name] for name in RANK_VARIABLES}}
+        if self._is_joint:
+            self._record(ChildScripts(list(self.procs), variables), trainer)
+        return variables
+
+    def _record(self, scripts: ChildScripts, trainer: Any) -> None:
+        """Keep the started ranks for later Trainers, and wait for them at exit."""
         if self.procs:
             set_rank_variables("0")
-        deadline = self._parts.deadline.total_seconds()
-        scripts = ChildScripts(list(self.procs), variables, save_within=deadline)
+        scripts = replace(scripts, save_within=self._parts.deadline.total_seconds())
         if rank_debugger_of(trainer) is not None:
             scripts = replace(scripts, at_most=NO_LIMIT.total_seconds())
         record_started(scripts)
