@@ -127,7 +127,9 @@ def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -
     Raises:
         CheckpointError: as for :func:`load`.
     """
-    place = placement(options.map_location)
+    place: Placement | str = placement(options.map_location)
+    if options.map_location in (None, "cpu", torch.device("cpu")):
+        place = "cpu"  # torch refuses functions for tensors of classes with __torch_dispatch__
     if map_weights and options.map_location is None and archive.size > _SMALL_FILE_BYTES:
         content = load(archive, place, options.weights_only, mmap=True)
         try:
@@ -159,7 +161,7 @@ def _is_only_copied(name: str, value: Any) -> bool:
     return is_plain and not name.endswith("_extra_state")
 
 
-def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap: bool) -> Any:
+def load(archive: Archive, place: Placement | str, weights_only: bool | None, *, mmap: bool) -> Any:
     """Call ``torch.load``, and raise errors with a remedy.
 
     Files from before torch 1.6 are never mapped.

@@ -94,9 +94,9 @@ class DDPExtStrategy(RankDevicesStrategy):
             ``configure_model``; Lightning moves batches to the first of them.
         start_method: how the other ranks start: ``"popen"`` runs the script again; the
             other methods start a function.
-        sampler: the order of training samples in loaders to which Lightning adds a
-            sampler: ``"torch"`` for stock Lightning's order, or ``"scalable"`` for a
-            :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
+        sampler: the order of samples in shuffled loaders to which Lightning adds a
+            sampler: ``"torch"`` for stock Lightning's order, or ``"scalable"`` for that
+            of a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
         exact_evaluation: whether logged values and metrics of validation and test count
             each sample exactly once, in loaders to which Lightning adds a sampler.
             Samples that stock Lightning repeats have a separate step.

@@ -20,8 +20,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, PearsonCorrCoef
-from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecall
+from torchmetrics.classification import (
+    BinaryAccuracy,
+    BinaryAUROC,
+    BinaryRecall,
+    MulticlassAccuracy,
+)
 from torchmetrics.retrieval import RetrievalMRR
+from torchmetrics.wrappers import ClasswiseWrapper
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_ranks
@@ -78,9 +84,10 @@ READ_AS_STOCK = [
     *(Case(reader, 13, 3) for reader in ("items", "stateful", "two", "ragged", "workers")),
     Case("ragged", 5, 2),
     Case("several", 2, 2),
+    Case("shuffled", 13, 4),
 ]
 # Stock's ranks read others of the samples.
-READ_OTHERWISE = [Case("shuffled", 13, 4), Case("subset", 20, 2), Case("fit", 5, 2)]
+READ_OTHERWISE = [Case("subset", 20, 2), Case("fit", 5, 2)]
 # Stock's ranks would wait for a rank that has a batch less.
 UNREPEATING = [Case("unrepeating", 10, 3), Case("unrepeating, stateful", 10, 3)]
 UNLIMITED = [*READ_AS_STOCK, *READ_OTHERWISE, *UNREPEATING]
@@ -155,8 +162,9 @@ INPUTS_OF_METRICS = {
     "pearson": ["x", "y"],
     "each": ["x"],
     "ranking": ["x", "label", "group"],
+    "classes": ["group", "label"],
 }
-UNLOGGED = ("seen", "pearson", "each", "ranking")
+UNLOGGED = ("seen", "pearson", "each", "ranking", "classes")
 ENOUGH_FOR_PEARSON = 10  # samples; with fewer, it is NaN on a rank that has only one
 
 
@@ -172,6 +180,7 @@ def make_metrics() -> nn.ModuleDict:
             "pearson": PearsonCorrCoef(),
             "each": Items(),
             "ranking": RetrievalMRR(empty_target_action="skip"),
+            "classes": ClasswiseWrapper(MulticlassAccuracy(3, average=None)),
         }
     )
 
@@ -250,6 +259,7 @@ class Collects(L.LightningModule):
             computed = {name: metrics[name].compute() for name in UNLOGGED}
             seen = computed["seen"].sort().values
             self.joint[f"seen {number}"] = seen
+            self.joint[f"classes {number}"] = computed["classes"]
             if seen.numel() >= ENOUGH_FOR_PEARSON:
                 self.joint[f"pearson {number}"] = computed["pearson"]
             self.collected[f"each {number}"] = computed["each"]

@@ -26,7 +26,6 @@ from lightning_ddp_ext.data.loader_properties import length_or_inf, name_of
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.resampled import REMEDY, with_sampler
 from lightning_ddp_ext.data.samplers import (
-    ExactDistributedSampler,
     ScalableDistributedSampler,
     TorchOrderSampler,
 )
@@ -198,19 +197,19 @@ class TrainerLoaders:
         """Return our sampler that replaces Lightning's, or ``None`` to keep that."""
         if stage in EVALUATED and not self._exact_evaluation:
             return None
-        is_predicted = stage == RunningStage.PREDICTING
-        options = {**self._strategy.distributed_sampler_kwargs, "seed": self.cursor.seed}
+        options = {
+            **self._strategy.distributed_sampler_kwargs,
+            "seed": self.cursor.seed,
+            "uneven": "exact" if stage == RunningStage.PREDICTING else "pad",
+        }
         sampler = users_sampler_of(loader)
         if not yields_each_once(sampler, loader.dataset):
-            return SharedSampler(sampler, uneven="exact" if is_predicted else "pad", **options)
-        options["shuffle"] = shuffle and not self._strategy.current_trainer.overfit_batches
-        if is_predicted:
-            return ExactDistributedSampler(loader.dataset, **options)
+            return SharedSampler(sampler, **options)
         if stage in EVALUATED and not can_count_once(loader):
             # Lightning's own sampler comes with a warning that samples are repeated.
             return None
-        is_scalable = stage in EVALUATED or self._order == "scalable"
-        kind = ScalableDistributedSampler if is_scalable else TorchOrderSampler
+        options["shuffle"] = shuffle and not self._strategy.current_trainer.overfit_batches
+        kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
         return kind(loader.dataset, **options)
 
 

@@ -99,7 +99,8 @@ class _EarlierMetric:
     def restore(self) -> None:
         metric = self._metric
         if isinstance(metric, Metric):
-            for name in metric._reductions:
+            # A wrapper may share the reductions of the metric that has the states.
+            for name in metric._reductions.keys() & self._attributes.keys():
                 earlier = self._attributes[name]
                 self._attributes[name] = _with_form_of(getattr(metric, name), earlier)
             # A result to reuse, or none, as on the ranks that count the step.
