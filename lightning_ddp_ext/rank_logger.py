@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, MutableMapping
-from numbers import Integral
 from typing import Any, Literal
 
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.integers import integer
 from lightning_ddp_ext.world import read_rank
 
 Ranks = Literal["all"] | int | Iterable[int]
@@ -70,17 +69,8 @@ def _own_rank() -> int | None:
 
 
 def _numbers(ranks: int | Iterable[int] | str) -> frozenset[int]:
-    numbers: list[Any] = [ranks]
+    numbers: Iterable[Any] = [ranks]
     if isinstance(ranks, Iterable) and not isinstance(ranks, str):
-        numbers = list(ranks)
-    if not all(_is_rank(number) for number in numbers):
-        raise ConfigurationError(
-            f"ranks must be 'all', a rank or several ranks, counted from 0 (got {ranks!r}); for"
-            " example, write ranks=0"
-        )
-    return frozenset(numbers)
-
-
-def _is_rank(number: Any) -> bool:
-    # NumPy's integers are integral, too.
-    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 0
+        numbers = ranks
+    remedy = "pass 'all', a rank, or several ranks, counted from 0"
+    return frozenset(integer(rank, "a rank in ranks", remedy=remedy) for rank in numbers)

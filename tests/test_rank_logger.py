@@ -80,15 +80,17 @@ def test_a_line_is_as_if_the_logger_had_been_called(caplog: pytest.LogCaptureFix
     assert caller.lineno == here.lineno + 1
 
 
-@pytest.mark.parametrize("ranks", ["0", [0, -1], True, 1.5, None])
-def test_other_ranks_are_refused(ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "refused_rank"), [("0", "0"), ([0, -1], -1), (True, True), (1.5, 1.5), (None, None)]
+)
+def test_other_ranks_are_refused(ranks: Any, refused_rank: Any) -> None:
     """The message names the argument, the allowed values and the value received."""
     with pytest.raises(ConfigurationError) as refused:
         rank_logger("tests.some", ranks=ranks)
     assert (
         str(refused.value)
-        == f"ranks must be 'all', a rank or several ranks, counted from 0 (got {ranks!r}); for"
-        " example, write ranks=0"
+        == f"a rank in ranks must be an integer of at least 0 (got {refused_rank!r}); pass 'all',"
+        " a rank, or several ranks, counted from 0"
     )
 
 

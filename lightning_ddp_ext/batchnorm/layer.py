@@ -13,7 +13,7 @@ from lightning_ddp_ext.batchnorm import cuda
 from lightning_ddp_ext.batchnorm.cpu import SyncBatchNormOnCPU
 from lightning_ddp_ext.batchnorm.statistics import RunningStatistics
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
-from lightning_ddp_ext.errors import BatchNormError
+from lightning_ddp_ext.errors import BatchNormError, ConfigurationError
 
 BatchNorm = _BatchNorm  # the base class of all of torch's BatchNorm layers
 CONTEXT = "_ddpx_context"  # the attribute that conversion adds to layers
@@ -45,6 +45,7 @@ class SyncBatchNorm(BatchNorm):
 
     Raises:
         ValueError: an input does not have 2 to 5 dimensions.
+        ConfigurationError: ``process_group`` is not a process group.
         BatchNormError: in training on several ranks, an input has a different number of
             channels than the layer, or is neither on CPU nor on CUDA. On CPU, also if
             all batches together have one value per channel, or another rank is in a
@@ -70,6 +71,11 @@ class SyncBatchNorm(BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
+        if isinstance(process_group, str):
+            raise ConfigurationError(
+                "process_group must be a torch.distributed.ProcessGroup or None (got"
+                f" {process_group!r}); use convert_sync_batchnorm(process_group={process_group!r})"
+            )
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         if not bias:  # only passed if needed, for torch before 2.13
             options["bias"] = False

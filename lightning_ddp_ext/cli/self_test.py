@@ -21,6 +21,7 @@ from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.cli.checkpoints import check
 from lightning_ddp_ext.cli.output import print_error, print_line
 from lightning_ddp_ext.errors import DDPExtError
+from lightning_ddp_ext.rendezvous.init_method import File, check_file
 from lightning_ddp_ext.trees import adapter
 from lightning_ddp_ext.world import read_world
 
@@ -56,8 +57,12 @@ def _make_trainer(
     *, devices: int, accelerator: str, init_method: str | None, max_steps: int
 ) -> Any:
     world = read_world(os.environ)
+    strategy = DDPExtStrategy(init_method, stop_checkpoint=None)
+    chosen = strategy.rendezvous.init_method
+    if isinstance(chosen, File):
+        check_file(chosen)
     return pl.Trainer(
-        strategy=DDPExtStrategy(init_method, stop_checkpoint=None),
+        strategy=strategy,
         accelerator=accelerator,
         devices=devices if world is None else world.local_world_size,
         num_nodes=1 if world is None else world.num_nodes,

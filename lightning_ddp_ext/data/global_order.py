@@ -11,9 +11,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext.data.checks import epoch_of, seed_of, uneven_of, whole_number
+from lightning_ddp_ext.data.checks import epoch_of, seed_of, uneven_of
 from lightning_ddp_ext.data.partition import Shard, Uneven
-from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.integers import integer
 
 STATE_VERSION = 1
 
@@ -191,7 +191,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         """
         epoch = epoch_of(epoch)
         remedy = "a position is only valid for the length that it was saved with"
-        self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
+        self._position = integer(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
         self.next_order = None
         self._set_wrapped_epoch()
@@ -227,8 +227,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
 
 def _check_ranks(num_replicas: int, rank: int) -> None:
-    if not 0 <= rank < num_replicas:
-        raise ConfigurationError(
-            f"rank must be at least 0 and less than num_replicas={num_replicas} (got {rank});"
-            " leave both out to use those of the process group"
-        )
+    remedy = "leave num_replicas and rank out to use those of the process group"
+    count = integer(num_replicas, "num_replicas", at_least=1, remedy=remedy)
+    integer(rank, "rank", at_most=count - 1, remedy=remedy)

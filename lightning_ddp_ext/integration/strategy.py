@@ -34,7 +34,7 @@ from typing_extensions import override
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
 from lightning_ddp_ext.checkpoint.rank_records import Kind
 from lightning_ddp_ext.durations import to_timedelta
-from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.integers import integer
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.stacks import called_by_lightning
@@ -184,10 +184,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         **ddp_kwargs: Any,
     ) -> None:
         check_choice("start_method", start_method, *get_args(StartMethod))
-        if devices_per_rank < 1:
-            raise ConfigurationError(
-                f"devices_per_rank must be at least 1 (got {devices_per_rank})"
-            )
         refuse_unknown(DDPExtStrategy.__init__, ddp_kwargs)
         super().__init__(
             accelerator=accelerator,
@@ -204,7 +200,10 @@ class DDPExtStrategy(RankDevicesStrategy):
             start_method=start_method,
             **ddp_kwargs,
         )
-        self.devices_per_rank = devices_per_rank
+        remedy = "leave it out to give each rank one device"
+        self.devices_per_rank = integer(
+            devices_per_rank, "devices_per_rank", at_least=1, remedy=remedy
+        )
         self.rendezvous = ConnectionSettings(
             init_method,
             init_timeout=init_timeout,

@@ -87,7 +87,21 @@ def _check(field: str, value: object, kind: Any) -> None:
 
 
 def variables_of(options: NCCLOptions | None, interface: str | None) -> dict[str, str]:
-    """Return the environment variables for these settings and this interface."""
+    """Return the environment variables for these settings and this interface.
+
+    Raises:
+        ConfigurationError: an argument has another type.
+    """
+    if not isinstance(options, NCCLOptions | None):
+        raise ConfigurationError(
+            f"nccl must be an NCCLOptions or None (got {options!r}); write, for example,"
+            ' nccl=NCCLOptions(debug="INFO")'
+        )
+    if not isinstance(interface, str | None):
+        raise ConfigurationError(
+            f"interface must be the name of a network interface or None (got {interface!r});"
+            ' write, for example, interface="eth0"'
+        )
     settings = asdict(options) if options is not None else {}
     variables = {
         f"NCCL_{field.upper()}": _text_of(value)

@@ -128,7 +128,7 @@ def test_a_checkpoint_io_reads_to_its_own_device_or_to_the_callers(tmp_path: Pat
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors:UserWarning")
 @pytest.mark.parametrize("map_location", [None, "cpu", torch.device("cpu")])
 def test_tensors_of_other_classes_are_read(map_location: Any, tmp_path: Path) -> None:
-    """torch reads classes such as ``MaskedTensor`` only to a device that has a name."""
+    """Torch reads classes such as ``MaskedTensor`` only to a device that has a name."""
     checkpoint_io = RankZeroCheckpointIO(map_location, weights_only=False)
     masked = torch.masked.masked_tensor(content.numbers(3), torch.tensor([True, False, True]))
     checkpoint_io.save_checkpoint({"x": masked}, tmp_path / "it.ckpt")

@@ -233,6 +233,7 @@ REFUSED = [
         "--init-method tcp://host",
         "init_method 'tcp://host' needs a port (got none); write tcp://host:29500",
     ),
+    ("--init-method file:///no/such/run", "needs an existing directory that this user can write"),
     ("--accelerator foo", "invalid accelerator name: `accelerator='foo'`"),
     pytest.param(
         "--accelerator gpu",

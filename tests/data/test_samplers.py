@@ -286,12 +286,14 @@ def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:
         ),
         (
             lambda: one_sample(2, 2),
-            r"rank must be at least 0 and less than num_replicas=2 \(got 2\)",
+            r"rank must be an integer from 0 to 1 \(got 2\); leave num_replicas and rank out",
         ),
         (
             lambda: one_sample(2, -1),
-            r"rank must be at least 0 and less than num_replicas=2 \(got -1\)",
+            r"rank must be an integer from 0 to 1 \(got -1\); leave num_replicas and rank out",
         ),
+        (lambda: one_sample(2, 1.0), r"rank must be an integer from 0 to 1 \(got 1.0\)"),
+        (lambda: one_sample("2", 0), r"num_replicas must be an integer of at least 1 \(got '2'"),
         (lambda: one_sample(seed=-1), r"seed must be .*at least 0 \(got -1\)"),
         (lambda: one_sample(uneven="wrap"), r"uneven must be 'pad', 'drop' or 'exact' \(got 'w"),
         (lambda: one_sample().set_epoch(-1), r"epoch must be .*at least 0 \(got -1\)"),

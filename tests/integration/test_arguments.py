@@ -15,7 +15,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankConsistency, SamplerEpochSeeding
+from lightning_ddp_ext import (
+    DDPExtStrategy,
+    HangWatchdog,
+    RankConsistency,
+    RankDebugger,
+    SamplerEpochSeeding,
+)
 from lightning_ddp_ext.errors import ConfigurationError, DDPExtError
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks
 from tests.harness.training import Net, make_trainer
@@ -62,7 +68,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"resume_data": False},
         "resume_data must be 'exact' or 'strict' or 'epoch' or 'stock' (got False)",
     ),
-    ({"devices_per_rank": 0}, "devices_per_rank must be at least 1 (got 0)"),
+    ({"devices_per_rank": 0}, "devices_per_rank must be an integer of at least 1 (got 0); leave"),
+    ({"devices_per_rank": "2"}, "devices_per_rank must be an integer of at least 1 (got '2')"),
+    ({"stop_checkpoint": True}, "stop_checkpoint must be the name or path of a file, or None"),
+    ({"rescue_checkpoint": "runs/"}, "rescue_checkpoint must be the name or path of a file, or"),
+    ({"nccl": {"debug": "INFO"}}, "nccl must be an NCCLOptions or None (got {'debug': 'INFO'})"),
+    ({"interface": ["lo"]}, "interface must be the name of a network interface or None (got ['"),
     (
         {"start_method": "thread"},
         "start_method must be 'popen' or 'spawn' or 'fork' or 'forkserver' (got 'th",
@@ -167,6 +178,9 @@ OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
         {"timeout": 9, "directory": "s3://a"},
         "directory must be local (got 's3://a'); pass a local path",
     ),
+    (HangWatchdog, {"timeout": None}, "timeout must be a duration (got None)"),
+    (RankDebugger, {"rank": "1"}, "rank must be an integer of at least 0 (got '1')"),
+    (RankDebugger, {"rank": 1, "port": 99999}, "port must be an integer from 1 to 65535 (got 99"),
     (RankConsistency, {"every_n_steps": 0}, NO_STEPS),
     (RankConsistency, {"every_n_steps": 2.5}, NO_STEPS),
     (SamplerEpochSeeding, {"seed": -1}, "seed must be"),

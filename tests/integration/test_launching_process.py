@@ -23,6 +23,7 @@ TRAINERS = ("first", "second", "stock", "stock with callbacks")
 # Each process reports on its start, on a step of each Trainer ("in first"), and on the
 # end of each training ("first").
 SCRIPT = """
+    import copy
     import gc
     import json
     import os
@@ -98,15 +99,6 @@ SCRIPT = """
         )
 
 
-    def train_with_callbacks(what, strategy):
-        ours = [
-            ddpx.SyncBatchNormConversion(),
-            ddpx.SamplerEpochSeeding(),
-            ddpx.RankZeroCheckpoint("checkpoints"),
-        ]
-        train(what, strategy, *ours, enable_checkpointing=True)
-
-
     if __name__ == "__main__":
         report(
             "start",
@@ -116,9 +108,15 @@ SCRIPT = """
             is_frozen=gc.get_freeze_count() >= 1000,  # Python 3.12 starts with some 400
         )
         train("first", "ddp_ext")
-        train_with_callbacks("second", "ddp_ext")
+        ours = [
+            ddpx.SyncBatchNormConversion(),
+            ddpx.SamplerEpochSeeding(),
+            ddpx.RankZeroCheckpoint("checkpoints"),
+        ]
+        train("second", "ddp_ext", *ours, enable_checkpointing=True)
         train("stock", "ddp")
-        train_with_callbacks("stock with callbacks", "ddp")
+        # Callbacks can be copied after a run, for example for the next fold.
+        train("stock with callbacks", "ddp", *copy.deepcopy(ours), enable_checkpointing=True)
 """
 
 

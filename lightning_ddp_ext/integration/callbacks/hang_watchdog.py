@@ -82,6 +82,8 @@ class HangWatchdog(pl.Callback):
         on_hang: OnHang = "abort",
         directory: str | PathLike[str] | None = None,
     ) -> None:
+        if timeout is None:
+            raise ConfigurationError("timeout must be a duration (got None); write timeout=600")
         self.timeout = to_timedelta(timeout, field="timeout")
         check_choice("on_hang", on_hang, *get_args(OnHang))
         if directory is not None and "://" in os.fspath(directory):

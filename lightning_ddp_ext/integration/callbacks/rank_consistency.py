@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.checksum import raise_if_different
 from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.integers import integer
 
 from ..named_calls import ranks_of
 from ..private.compat import averages_models
@@ -44,11 +45,8 @@ class RankConsistency(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        if type(every_n_steps) is not int or every_n_steps < 1:
-            raise ConfigurationError(
-                f"every_n_steps must be an integer of at least 1 (got {every_n_steps!r})"
-            )
-        self.every_n_steps = every_n_steps
+        remedy = "pass every_n_steps=1 to check each step"
+        self.every_n_steps = integer(every_n_steps, "every_n_steps", at_least=1, remedy=remedy)
         self._last_step = 0
 
     @override

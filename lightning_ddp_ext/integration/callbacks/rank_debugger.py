@@ -12,6 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.integers import integer
 from lightning_ddp_ext.rendezvous.request import Request
 
 from ..private.lightning_tree import pl
@@ -37,8 +38,8 @@ class RankDebugger(pl.Callback):
         port: the port it listens on, reachable only from its own host.
 
     Raises:
-        ConfigurationError: in a Trainer's run: the rank does not exist, debugpy is
-            missing, or the port is taken.
+        ConfigurationError: an argument is not an integer in its bounds; in a Trainer's
+            run: the rank does not exist, debugpy is missing, or the port is taken.
 
     Example::
 
@@ -46,8 +47,10 @@ class RankDebugger(pl.Callback):
     """
 
     def __init__(self, rank: int, port: int = 5678) -> None:
-        self.rank = rank
-        self.port = port
+        self.rank = integer(rank, "rank", remedy="pass rank=0 for the first rank")
+        self.port = integer(
+            port, "port", at_least=1, at_most=65535, remedy="leave it out to use 5678"
+        )
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

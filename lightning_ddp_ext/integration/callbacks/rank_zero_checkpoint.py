@@ -53,6 +53,10 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         self._checkpoints: Checkpoints | None = None
         self._replaced = ReplacedMethods()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a Trainer's run; scripts copy callbacks for the next."""
+        return {**vars(self), "_checkpoints": None, "_replaced": ReplacedMethods()}
+
     @property
     @override
     def state_key(self) -> str:

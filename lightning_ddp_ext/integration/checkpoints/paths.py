@@ -13,7 +13,7 @@ import socket
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
-from lightning_ddp_ext.errors import CheckpointError
+from lightning_ddp_ext.errors import CheckpointError, ConfigurationError
 from lightning_ddp_ext.ranks import chain_of, reason_of
 
 from ..private.compat import checkpoint_of_requeued_job, chosen_directory_of
@@ -32,6 +32,21 @@ def checkpoint_directory(trainer: Any) -> str:
     if isinstance(callback, pl.callbacks.ModelCheckpoint):
         return chosen_directory_of(callback, trainer)
     return str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+
+
+def check_file_name(field: str, name: Any) -> None:
+    """Raise if ``name`` is not the name or path of a file, or ``None``.
+
+    Raises:
+        ConfigurationError: it has another type, or is that of a directory.
+    """
+    is_path = isinstance(name, (str, os.PathLike))
+    is_directory = is_path and os.path.basename(os.fspath(name)) in ("", ".", "..")
+    if is_directory or not (is_path or name is None):
+        raise ConfigurationError(
+            f"{field} must be the name or path of a file, or None (got {name!r}); for example,"
+            f' write {field}="last.ckpt"'
+        )
 
 
 def path_of_run_file(name: PathOrUrl | None, command: str, trainer: Any) -> str | None:

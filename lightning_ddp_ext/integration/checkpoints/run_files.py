@@ -27,6 +27,7 @@ from .fit_identity import FitIdentity, command, identify, identity_in
 from .last_search import UNUSABLE, choose, newest_first, read_candidate
 from .paths import (
     change_token,
+    check_file_name,
     files_that_last_means,
     modification_time,
     path_of_run_file,
@@ -70,6 +71,8 @@ class RunFiles:
     """
 
     def __init__(self, stop: PathOrUrl | None, rescue: PathOrUrl | None) -> None:
+        check_file_name("stop_checkpoint", stop)
+        check_file_name("rescue_checkpoint", rescue)
         self.stop_name = stop
         self.requeue_name: PathOrUrl = _OF_REQUEUED_JOB if stop is None else stop
         of_stop = self.requeue_name if SLURMEnvironment.detect() else stop

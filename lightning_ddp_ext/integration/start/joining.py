@@ -76,8 +76,7 @@ class ConnectionSettings:
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT
         heartbeat = to_timedelta(heartbeat_timeout, field="heartbeat_timeout") or HEARTBEAT_TIMEOUT
         self.timeouts = Timeouts(heartbeat=heartbeat.total_seconds())
-        self._nccl = nccl
-        self._interface = interface
+        self._variables = variables_of(nccl, interface)
 
     def start_variables(self, environment: ClusterEnvironment, num_nodes: int) -> dict[str, str]:
         """Return the variables that started ranks need to connect.
@@ -134,7 +133,7 @@ class ConnectionSettings:
             device=strategy.root_device,
             timeout=timeout_of(strategy),
             init_timeout=self._init_timeout,
-            variables=variables_of(self._nccl, self._interface),
+            variables=self._variables,
             versions=_versions(),
             run=run_of(world.source, os.environ),
             launch_failure=started.failure if started is not None else lambda: None,
