@@ -409,6 +409,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             self._replaced.undo_all()
             self.rescue.end()
             self.stops.detach()
+            self.rendezvous.release_address()
 
     # DDP.
 

@@ -19,7 +19,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import ExitStack, suppress
+from concurrent.futures import Future
+from contextlib import suppress
 
 from lightning_ddp_ext.rendezvous.wire import CLOSED, MAX_MESSAGE, Connection, Message, encode
 
@@ -51,7 +52,8 @@ class Channel:
         self._heartbeat = heartbeat
         self._peers: dict[int, Connection] = {}
         self._connections: set[Connection] = set()
-        self._listening = ExitStack()
+        self._listener: socket.socket | None = None
+        self._accepting: Future[None] | None = None
         self._admit: Admit = lambda connection, topic, body: None
         self._on_closed: OnClosed = lambda rank, reason: None
         self._listeners: dict[str, Listener] = {}
@@ -75,10 +77,15 @@ class Channel:
         ``admit`` receives a connection's messages until it is adopted.
         """
         listener.setblocking(False)
-        self._listening.enter_context(listener)
+        self._listener = listener
         self._admit = admit
         self._start()
-        asyncio.run_coroutine_threadsafe(self._accept(listener), self._loop)
+        self._accepting = asyncio.run_coroutine_threadsafe(self._accept(listener), self._loop)
+
+    def stop_accepting(self) -> None:
+        """Close the listener; the connections stay open."""
+        if self._accepting is not None:
+            self._accepting.cancel()
 
     # Callable from any thread.
 
@@ -167,7 +174,8 @@ class Channel:
         self._is_closing = True
         for connection in self._connections:
             connection.socket.close()
-        self._listening.close()
+        if self._listener is not None:
+            self._listener.close()
 
     # On the serving thread.
 
@@ -203,7 +211,6 @@ class Channel:
         for connection in list(self._connections):
             connection.close(CLOSED)
         await asyncio.sleep(0)  # in which the loop closes their sockets
-        self._listening.close()
 
     async def _cancel_accepting(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -212,6 +219,10 @@ class Channel:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            await self._accept_until_cancelled(listener)
+
+    async def _accept_until_cancelled(self, listener: socket.socket) -> None:
         # Without descriptors, asyncio's server tries a thousand times in each attempt.
         has_warned = False
         while True:

@@ -153,6 +153,10 @@ class ProcessContext:
             and self.groups.owns_default
         )
 
+    def stop_accepting(self) -> None:
+        """Stop listening at rank 0's address; until then, late ranks get a refusal."""
+        self._connections.channel.stop_accepting()
+
     # Failure and close.
 
     @property

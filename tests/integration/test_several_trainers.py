@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness import ranks, training
-from tests.harness.environment import environment_of
+from tests.harness.environment import environment_of, free_port
 from tests.harness.outcomes import output_of_all
 from tests.harness.scripts import run_script
 from tests.harness.training import Net
@@ -224,6 +224,24 @@ def test_a_group_that_replaces_ours_is_used_with_a_warning(tmp_path: Path) -> No
     outcomes = ranks.launch_ranks(train_in_our_group_and_in_another, 2, tmp_path)
     output_of_all(outcomes)
     assert [outcome.output.count(OTHER_CODES_GROUP) for outcome in outcomes] == [1, 0]
+
+
+def open_a_group_at_our_address(rank: int, world_size: int) -> int:
+    """Train, destroy the group, and open one by the variables that ours used."""
+    training.make_trainer("ddp_ext").fit(Net())
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    ranks_there = torch.ones(())
+    dist.all_reduce(ranks_there)
+    dist.destroy_process_group()
+    return int(ranks_there)
+
+
+def test_a_script_may_open_a_group_at_the_address_of_ours() -> None:
+    """After a run, rank 0 no longer listens there."""
+    env = ranks.by_hand_env(2, free_port())
+    assert ranks.run_ranks(open_a_group_at_our_address, 2, env=env) == [2, 2]
 
 
 def choose_init_method(kind: training.Kind, directory: Path) -> str:

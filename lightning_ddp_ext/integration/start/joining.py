@@ -119,6 +119,12 @@ class ConnectionSettings:
         if debugged is not None and debugged.rank == request.world.rank:
             wait_for_debugger(debugged.rank, debugged.port)
 
+    def release_address(self) -> None:
+        """Stop listening at rank 0's address, where the script may open its own group."""
+        context = current()
+        if context is not None:
+            context.stop_accepting()
+
     def _request(self, strategy: pl.strategies.DDPStrategy) -> Request:
         started = started_ranks()
         method = self.init_method
