@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_ddp_ext.integers import integer
+from lightning_ddp_ext.arguments import integer
 from lightning_ddp_ext.world import read_rank
 
 Ranks = Literal["all"] | int | Iterable[int]

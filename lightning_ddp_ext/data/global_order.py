@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext.data.checks import epoch_of, seed_of, uneven_of
+from lightning_ddp_ext.arguments import check_choice, integer
 from lightning_ddp_ext.data.partition import Shard, Uneven
-from lightning_ddp_ext.integers import integer
 
 STATE_VERSION = 1
+
+_COUNT_EPOCHS = "count epochs from 0"
 
 # indices per computation: few at first, so that the first one is yielded soon
 FIRST_BLOCK = 256
@@ -75,8 +76,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         if num_replicas is not None and rank is not None:
             _check_ranks(num_replicas, rank)
         self.shuffle = bool(shuffle)
-        self.seed = seed_of(seed)
-        self.uneven: Uneven = uneven_of(uneven)
+        check_choice("uneven", uneven, *get_args(Uneven))
+        self.seed = integer(seed, "seed", remedy="pass seed=0, the same on every rank")
+        self.uneven: Uneven = uneven
         self.epoch = 0
         self._position = 0
         self.next_order: Order | None = None
@@ -156,7 +158,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         Raises:
             ConfigurationError: ``epoch`` is negative or not an integer.
         """
-        if epoch_of(epoch) == self.epoch:
+        if integer(epoch, "epoch", remedy=_COUNT_EPOCHS) == self.epoch:
             self._set_wrapped_epoch()
         else:
             self.resume_at(epoch, 0)
@@ -189,7 +191,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             ConfigurationError: ``epoch`` is not an integer of at least 0, or
                 ``position`` not one from 0 to ``length``.
         """
-        epoch = epoch_of(epoch)
+        epoch = integer(epoch, "epoch", remedy=_COUNT_EPOCHS)
         remedy = "a position is only valid for the length that it was saved with"
         self._position = integer(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_ddp_ext.data.checks import length_of
+from lightning_ddp_ext.arguments import length_of
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.permutation import Permutation

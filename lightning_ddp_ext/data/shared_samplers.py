@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_ddp_ext.data.checks import length_of
+from lightning_ddp_ext.arguments import length_of
 from lightning_ddp_ext.data.epochs import has_set_epoch, samplers_below
 from lightning_ddp_ext.data.fingerprints import fingerprint_of_list
 from lightning_ddp_ext.data.global_order import DrawnOrder, GlobalOrderSampler, Order

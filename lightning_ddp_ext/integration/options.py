@@ -1,4 +1,4 @@
-"""Check the names and values of the strategy's arguments."""
+"""Check the names of the strategy's arguments."""
 
 from __future__ import annotations
 
@@ -38,14 +38,3 @@ def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None
         f" accepts those of DistributedDataParallel in torch {torch.__version__}:"
         f" {', '.join(options)}"
     )
-
-
-def check_choice(field: str, value: object, *allowed: object) -> None:
-    """Raise if the value is not in ``allowed``, of which the first is the default."""
-    # 1 equals True, but is not a bool.
-    is_allowed = any(type(value) is type(choice) and value == choice for choice in allowed)
-    if not is_allowed:
-        choices = " or ".join(map(repr, allowed))
-        raise ConfigurationError(
-            f"{field} must be {choices} (got {value!r}); the default is {allowed[0]!r}"
-        )

@@ -31,10 +31,9 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from typing_extensions import override
 
+from lightning_ddp_ext.arguments import check_choice, integer, to_timedelta
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
 from lightning_ddp_ext.checkpoint.rank_records import Kind
-from lightning_ddp_ext.durations import to_timedelta
-from lightning_ddp_ext.integers import integer
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.stacks import called_by_lightning
@@ -53,7 +52,7 @@ from .ddp import CommHook, GradientAveraging
 from .layer_sync import RanksLayerSync
 from .logged_values import LoggedValues, Reduction
 from .named_calls import check_received, report_call
-from .options import check_choice, refuse_unknown
+from .options import refuse_unknown
 from .private.compat import trainer_of
 from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
 from .private.replaced_methods import ReplacedMethods

@@ -66,7 +66,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"uneven_inputs": "join"}, "uneven_inputs must be None or 'stop_at_shortest' (got 'join')"),
     (
         {"resume_data": False},
-        "resume_data must be 'exact' or 'strict' or 'epoch' or 'stock' (got False)",
+        "resume_data must be 'exact', 'strict', 'epoch' or 'stock' (got False)",
     ),
     ({"devices_per_rank": 0}, "devices_per_rank must be an integer of at least 1 (got 0); leave"),
     ({"devices_per_rank": "2"}, "devices_per_rank must be an integer of at least 1 (got '2')"),
@@ -76,7 +76,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"interface": ["lo"]}, "interface must be the name of a network interface or None (got ['"),
     (
         {"start_method": "thread"},
-        "start_method must be 'popen' or 'spawn' or 'fork' or 'forkserver' (got 'th",
+        "start_method must be 'popen', 'spawn', 'fork' or 'forkserver' (got 'th",
     ),
     (
         {"find_unused_parameter": True},

@@ -13,14 +13,13 @@ from typing import Any, get_args
 
 from typing_extensions import override
 
-from lightning_ddp_ext.durations import to_timedelta
+from lightning_ddp_ext.arguments import check_choice, to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.flight_recorder import enable
 from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
 
-from ..options import check_choice
 from ..private.activity import current_hook, progress_of
 from ..private.lightning_tree import pl, rank_zero_info
 from .rank_debugger import rank_debugger_of

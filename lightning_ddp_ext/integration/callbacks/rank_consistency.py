@@ -10,10 +10,10 @@ from torch.distributed import get_world_size
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_ddp_ext.arguments import integer
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.checksum import raise_if_different
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.integers import integer
 
 from ..named_calls import ranks_of
 from ..private.compat import averages_models

@@ -11,8 +11,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_ddp_ext.arguments import integer
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.integers import integer
 from lightning_ddp_ext.rendezvous.request import Request
 
 from ..private.lightning_tree import pl

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_ddp_ext.data.checks import seed_of
+from lightning_ddp_ext.arguments import integer
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.loader import DistributedLoader, source_of
 from lightning_ddp_ext.data.loader_kinds import global_order_of
@@ -58,7 +58,7 @@ class SamplerEpochSeeding(pl.Callback):
     def __init__(self, *, seed: int | None = None, each_sample: bool = False) -> None:
         if each_sample and seed is None:
             raise ConfigurationError("each_sample=True needs a seed; pass one such as seed=0")
-        self.seed = None if seed is None else seed_of(seed)
+        self.seed = None if seed is None else integer(seed, "seed", remedy="pass seed=0")
         self._worker_seeding = None if self.seed is None else WorkerSeeding(self.seed, each_sample)
         self._replaced = ReplacedMethods()
 

@@ -19,6 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_ddp_ext.arguments import check_choice
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, global_order_of, position_of
@@ -33,7 +34,6 @@ from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 
 from ..checkpoints.collective import Checkpoints
-from ..options import check_choice
 from ..private.compat import has_saved_arguments, needs_sampler
 from ..private.lightning_tree import RunningStage, pl, update_dataloader
 from ..private.replaced_methods import Prepare

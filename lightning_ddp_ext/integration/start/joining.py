@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.durations import to_timedelta
+from lightning_ddp_ext.arguments import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError, RendezvousError
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, choose
