@@ -73,20 +73,16 @@ def checksum(tensor: Tensor) -> Tensor:
     random odd weights, modulo 2**64. The weights repeat in each chunk, and the sums of the
     chunks are the coefficients of a polynomial in ``_FACTOR``.
     """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # flatten() may leave a stride that view(dtype) refuses.
+    elements = plain.as_strided((plain.numel(),), (1,))
     weights = _weights(tensor.device)
     words_per_element = max(1, tensor.element_size() // 4)
     result = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
-    for chunk in elements(tensor).split(len(weights) // words_per_element):
+    for chunk in elements.split(len(weights) // words_per_element):
         words = chunk.view(_WORDS.get(chunk.element_size(), torch.int32))
         result = result * _FACTOR + (words * weights[: len(words)]).sum()
     return result
-
-
-def elements(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's elements in a row, which may be viewed as another dtype."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # flatten() may leave a stride that view(dtype) refuses.
-    return plain.as_strided((plain.numel(),), (1,))
 
 
 @cache

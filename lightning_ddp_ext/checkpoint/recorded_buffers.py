@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checksum import elements, version_of
+from lightning_ddp_ext.checksum import version_of
 
 _MAX_TOTAL_BYTES = 1 << 20  # recording masks and queues in every step would take too long
 
@@ -40,12 +41,14 @@ class RecordedBuffers:
         if not buffers or (is_same and not even_if_same):
             return b""
         device = buffers[0].device  # of all, since each copy to the CPU waits for the device
-        content = torch.cat([elements(each).view(torch.uint8).to(device) for each in buffers])
+        with torch.no_grad():
+            parts = [torch.cat([each.reshape(-1) for each in same]) for same in _groups(buffers)]
+            content = torch.cat([part.view(torch.uint8).to(device) for part in parts])
         return content.cpu().numpy().tobytes()
 
     def restore(self, content: bytes) -> bool:
         """Restore the buffers; return ``False`` if the bytes do not fit."""
-        buffers = self.tensors()
+        buffers = [each for same in _groups(self.tensors()) for each in same]
         sizes = [each.nbytes for each in buffers]
         if sum(sizes) != len(content):
             return False
@@ -76,6 +79,14 @@ def _smallest_within(
         for (_, owner, name), total in zip(by_size, totals, strict=True)
         if total <= limit
     ]
+
+
+def _groups(buffers: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the buffers of each device and dtype, which one call can join."""
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for buffer in buffers:
+        groups[buffer.device, buffer.dtype].append(buffer)
+    return list(groups.values())
 
 
 def _identity(buffer: Tensor) -> Any:

@@ -200,7 +200,7 @@ class RankProcesses:
                 seconds = self._stop_within if self._stopped_by() else _END_WITHIN
                 stopped = _end(self.processes, seconds, self._stop_within)
         except BaseException:
-            # In a notebook, Ctrl-C reaches this process only.
+            self._pass_on(signal.SIGTERM)  # in a notebook, Ctrl-C reaches this process only
             _end(self.processes, _END_WITHIN_AFTER_INTERRUPT, self._stop_within)
             raise
         finally:

@@ -159,8 +159,8 @@ def test_a_report_that_another_user_wrote_is_not_read(tmp_path: Path) -> None:
 def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
     number: int, status: int, sentence: str, tmp_path: Path
 ) -> None:
-    """In a notebook only the kernel gets Ctrl-C, not its children; after SIGTERM all
-    ranks save and stop.
+    """In a notebook only the kernel gets Ctrl-C, not its children; all ranks save and
+    stop.
     """
     with RankProcesses(train, 1, tmp_path, model.IN_THIRD_STEP, endless=True) as launching:
         pids_of_ranks(launching)
@@ -168,4 +168,4 @@ def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
         (outcome,) = launching.wait()
     assert outcome.exit_code == status, outcome.story()
     assert sentence in outcome.output, outcome.story()
-    assert number == signal.SIGINT or (tmp_path / "last-preempted.ckpt").exists()
+    assert (tmp_path / "last-preempted.ckpt").exists()

@@ -230,6 +230,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             check_missing_main_guard()
         else:
             check_bad_cuda_fork()
+        os.environ["MASTER_ADDR"] = self._environment.main_address
         os.environ["MASTER_PORT"] = str(self._environment.main_port)
         state = self._state_for_ranks()
         environ = dict(os.environ)
