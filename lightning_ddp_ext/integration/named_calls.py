@@ -17,7 +17,7 @@ from lightning_ddp_ext.supervision.stacks import call_site
 from .private.lightning_tree import pl
 
 
-def report_call(what: str, *, is_waiting: bool = False) -> bool:
+def report_call(what: str, *, remedy: str = "", is_waiting: bool = False) -> bool:
     """Report a call that every rank must make.
 
     Wait for the other ranks if ``is_waiting``, and return whether the ranks are
@@ -25,7 +25,7 @@ def report_call(what: str, *, is_waiting: bool = False) -> bool:
     """
     context = current()
     if context is not None:
-        call = context.barriers.start_call(what, call_site())
+        call = context.barriers.start_call(what, call_site(), remedy=remedy)
         if is_waiting:
             context.barriers.wait(call)
     return context is not None

@@ -34,9 +34,10 @@ from typing_extensions import override
 from lightning_ddp_ext.arguments import check_choice, integer, to_timedelta
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
 from lightning_ddp_ext.checkpoint.rank_records import Kind
+from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
-from lightning_ddp_ext.supervision.stacks import called_by_lightning
+from lightning_ddp_ext.supervision.stacks import caller_in_lightning
 from lightning_ddp_ext.world import World
 
 from .callbacks.rank_debugger import rank_debugger_of
@@ -299,15 +300,23 @@ class DDPExtStrategy(RankDevicesStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathOrUrl, storage_options: Any = None
     ) -> None:
+        try:
+            self._save(checkpoint, filepath, storage_options)
+        except RankFailedError:
+            # As with stock, the file of `if trainer.is_global_zero:` after a fit is not lost.
+            if self.checkpoints.is_alone:
+                self._save(checkpoint, filepath, storage_options)
+            raise
+
+    def _save(self, checkpoint: dict[str, Any], filepath: PathOrUrl, storage_options: Any) -> None:
         path = os.fspath(filepath)
-        seed = self.data.cursor.known_seed
-        self.data.saver.save_to(checkpoint, f"saving {path}", seed=seed)
+        self.data.saver.save_to(checkpoint, f"saving {path}", seed=self.data.cursor.known_seed)
         is_stop_checkpoint = path == self.files.stop_path
         if is_stop_checkpoint:
             checkpoint[FILE_KEY] = self.files.identity.content
         self.checkpoints.save(checkpoint, filepath, storage_options)
         trainer = trainer_of(self.lightning_module)
-        if trainer is not None and not self.checkpoints.is_interrupted:
+        if trainer is not None and not self.checkpoints.is_alone:
             share_best_checkpoints(trainer)
 
     @override
@@ -505,10 +514,10 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.metrics.flush()
         trainer = trainer_of(self.lightning_module)
         is_training = trainer is not None and trainer.training
-        # max_time, for example, requires one in every batch.
-        may_be_frequent = is_training and called_by_lightning()
+        # A callback may need one in every batch, for example for max_time.
+        may_be_frequent = is_training and isinstance(caller_in_lightning(), pl.Callback)
         if not may_be_frequent:
-            report_call(f"broadcast from rank {src}")
+            report_call(f"a broadcast from rank {src}")
         received = super().broadcast(obj, src)
         check_received()
         return received
@@ -517,8 +526,14 @@ class DDPExtStrategy(RankDevicesStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self.checkpoints.is_handling_exception:
             return decision
+        caller = caller_in_lightning()
         self.metrics.flush()
-        report_call("a decision of all ranks (reduce_boolean_decision)")
+        if isinstance(caller, pl.Callback):
+            monitor = getattr(caller, "monitor", None)
+            remedy = f"log {monitor!r} on every rank, in the same steps" if monitor else ""
+            report_call(f"a decision of {type(caller).__name__}", remedy=remedy)
+        else:
+            report_call("a decision of all ranks (reduce_boolean_decision)")
         if all:
             # Lightning counts the ranks that agree, but an idle rank must not count. So
             # all ranks agree if not any of them disagrees.

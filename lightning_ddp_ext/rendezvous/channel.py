@@ -137,10 +137,14 @@ class Channel:
     def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait until ``condition`` holds, and return whether it does.
 
-        It is checked after each message and each closed connection.
+        It is checked after each message, sent or received, and each closed connection.
         """
         with self.arrived:
             return self.arrived.wait_for(condition, seconds)
+
+    def wait_until_sent(self) -> None:
+        """Wait until the kernel has all messages, so that a sudden exit loses none."""
+        self.wait_for(lambda: not self._outgoing or self._is_closing, _FLUSH_SECONDS)
 
     @property
     def is_current_thread(self) -> bool:
@@ -248,10 +252,13 @@ class Channel:
 
     def _flush(self) -> None:
         while self._outgoing:
-            line, ranks = self._outgoing.popleft()
+            line, ranks = self._outgoing[0]
             for rank, connection in self._peers.items():
                 if ranks is None or rank in ranks:
                     connection.send(line)
+            self._outgoing.popleft()
+        with self.arrived:
+            self.arrived.notify_all()
 
     def _handle_message(self, connection: Connection, topic: str, body: Message) -> None:
         if self._is_closing:

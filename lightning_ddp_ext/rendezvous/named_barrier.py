@@ -14,8 +14,8 @@ or if it has started more steps and made fewer calls.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ _MAKE_IT = (
     "make this call on every rank; if the ranks have different numbers of batches, use "
     "DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
+_SAME_CALLS = "make sure that every rank makes the same calls in the same order"
 _BE_IN_TIME = (
     "use HangWatchdog to find its current activity, or pass a longer timeout to the strategy"
 )
@@ -45,6 +46,7 @@ class Call:
         name: the name that must be the same on all ranks.
         what: the call, as messages show it.
         where: file and line in the user's code, if known.
+        remedy: advice for a rank that skips it; empty for the usual one.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class Call:
     name: str
     what: str
     where: str = ""
+    remedy: str = ""
 
     def __str__(self) -> str:
         return f"{self.what} ({self.where})" if self.where else self.what
@@ -114,7 +117,7 @@ class NamedBarriers:
         earliest = min(waiting, key=lambda call: call.steps, default=None)
         return earliest if earliest is not None and self._steps > earliest.steps else None
 
-    def start_call(self, what: str, where: str = "", *, name: str = "") -> Call:
+    def start_call(self, what: str, where: str = "", *, name: str = "", remedy: str = "") -> Call:
         """Report the start of a call that every rank must make, without waiting.
 
         A call that does not itself wait for the other ranks also needs :meth:`wait`.
@@ -123,8 +126,9 @@ class NamedBarriers:
             what: the call, as messages show it.
             where: file and line in the user's code, if known.
             name: the name that must be the same on every rank; by default ``what``.
+            remedy: advice for a rank that skips it, if the user does not make the call.
         """
-        texts = [text[:_LONGEST_TEXT] for text in (name or what, what, where)]
+        texts = [text[:_LONGEST_TEXT] for text in (name or what, what, where, remedy)]
         with self._peers.arrived:
             self.made += 1
             call = Call(self._peers.rank, self.made, self._steps, *texts)
@@ -138,10 +142,11 @@ class NamedBarriers:
         where: str = "",
         *,
         name: str = "",
+        remedy: str = "",
         if_late: Callable[[], None] | None = None,
     ) -> None:
         """Report a call with :meth:`start_call` and :meth:`wait` for it. Collective."""
-        self.wait(self.start_call(what, where, name=name), if_late=if_late)
+        self.wait(self.start_call(what, where, name=name, remedy=remedy), if_late=if_late)
 
     def wait(self, call: Call, *, if_late: Callable[[], None] | None = None) -> None:
         """Wait until every rank has started this call. Collective.
@@ -180,10 +185,12 @@ class NamedBarriers:
         Raise an error if one of them cannot.
         """
         if self._peers.wait_for(lambda: self._open >= call.number, seconds):
+            # Rank 0 may exit next, and must first have opened the barrier for the others.
+            self._peers.channel.wait_until_sent()
             return True
         event = self._peers.cause_or_departure
         if event is not None:
-            raise event.to_error()
+            raise replace(event, reason=event.reason or str(call)).to_error()
         return False
 
     # Called by other ranks.
@@ -224,8 +231,9 @@ class NamedBarriers:
         call: Call,
         absent: list[int],
         finding: str = "continued without it",
-        remedy: str = _MAKE_IT,
+        remedy: str = "",
     ) -> PeerEvent:
+        remedy = remedy or call.remedy or _MAKE_IT
         infos = [self._peers.table[rank] for rank in absent]
         sentence = f"rank {call.rank} began {call}, but {listed(infos)} {finding}; {remedy}"
         return self._peers.report(event_of("absent", infos[0], sentence))
@@ -235,9 +243,14 @@ class NamedBarriers:
         odd = min(calls, key=lambda call: (names[call.name], call.name, call.rank))
         table = self._peers.table
         places = activities_in_words({table[call.rank]: str(call) for call in calls}, "began")
-        remedy = "make sure that every rank makes the same calls in the same order"
-        sentence = f"ranks are waiting for each other in different calls: {places}; {remedy}"
+        remedies = "; ".join([_SAME_CALLS, *remedies_of(calls)])
+        sentence = f"ranks are waiting for each other in different calls: {places}; {remedies}"
         self._peers.report(event_of("absent", table[odd.rank], sentence))
+
+
+def remedies_of(calls: Iterable[Call]) -> list[str]:
+    """Return what the calls advise, without the usual advice."""
+    return list(dict.fromkeys(call.remedy for call in calls if call.remedy))
 
 
 def _have_one_name(calls: list[Call]) -> bool:

@@ -61,10 +61,12 @@ class PeerEvent:
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         return {
             "died": f"{who} died: {self.reason}; every rank stops. Look for the reason in its own"
-            " output, or in its host's log (out of memory?)",
+            " output (gloo aborts a process if ranks pass tensors of different sizes to a"
+            " collective), or in its host's log (out of memory?)",
             "failed": f"{who} failed, so this rank stops: {self.reason}",
-            "left": f"{who} finished and exited, but this rank still needs it for a collective;"
-            " make sure that every rank makes the same calls in the same order",
+            "left": f"{who} finished and exited, but this rank still needs it for"
+            f" {self.reason or 'a collective'}; make sure that every rank makes the same calls in"
+            " the same order",
             "absent": self.reason,
             "hung": f"{self.reason}; every rank stops",
         }[self.kind]

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_ddp_ext.rank_lists import activities_in_words, grouped
+from lightning_ddp_ext.rendezvous.named_barrier import remedies_of
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress
 from lightning_ddp_ext.supervision.report import Report
@@ -51,12 +52,14 @@ class Deadlock:
             report.who: self.calls[report.who.rank] for report in self.reports
         }
         _, ranks_in_rarest_call = grouped(calls)[0]
-        remedies = (remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes)
+        by_purpose = (remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes)
+        awaited = [report.awaited for report in self.reports if report.awaited is not None]
+        remedies = "; ".join([next(by_purpose, _GENERAL_REMEDY), *remedies_of(awaited)])
         return event_of(
             "absent",
             ranks_in_rarest_call[0],
             "ranks are waiting for each other in different calls:"
-            f" {activities_in_words(calls, 'is in')}; {next(remedies, _GENERAL_REMEDY)}",
+            f" {activities_in_words(calls, 'is in')}; {remedies}",
         )
 
     def persists_in(self, later: Deadlock | None) -> bool:

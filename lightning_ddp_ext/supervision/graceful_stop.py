@@ -41,6 +41,11 @@ from lightning_ddp_ext.supervision.signals import status_of
 from lightning_ddp_ext.supervision.stacks import call_site_of, main_frame
 from lightning_ddp_ext.threads import start_thread
 
+_END_TOGETHER = (
+    "if only some ranks set trainer.should_stop, set it on every rank with"
+    " trainer.strategy.reduce_boolean_decision(stop, all=False); if the ranks have different"
+    " numbers of batches, use DDPExtStrategy(uneven_inputs='stop_at_shortest')"
+)
 _SECONDS_AFTER_SAVES = 3.0  # from a finished save to the exit, after the deadline
 
 
@@ -233,7 +238,9 @@ class GracefulStop:
         as it replies.
         """
         self._context.barriers.enter(
-            "the final stop check", if_late=self._raise_if_a_rank_is_silent
+            "the final barrier of the Trainer's run",
+            remedy=_END_TOGETHER,
+            if_late=self._raise_if_a_rank_is_silent,
         )
         return self.at_point()
 

@@ -57,9 +57,14 @@ def call_site() -> str:
     return call_site_of(sys._getframe(1))
 
 
-def called_by_lightning() -> bool:
-    """Whether the calling function was called by Lightning's own code."""
-    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] in _LIGHTNING
+def caller_in_lightning() -> object:
+    """Return the object whose method called the calling function.
+
+    ``None`` unless this method is Lightning's own code.
+    """
+    caller = sys._getframe(2)
+    is_lightnings = str(caller.f_globals.get("__name__")).partition(".")[0] in _LIGHTNING
+    return caller.f_locals.get("self") if is_lightnings else None
 
 
 def call_site_of(frame: FrameType | None) -> str:

@@ -119,6 +119,15 @@ def read_log_dir(trainer: L.Trainer) -> object:
     return trainer.log_dir
 
 
+def stop(trainer: L.Trainer) -> None:
+    trainer.should_stop = True
+
+
+def stop_on_rank_1(rank: int) -> Run:
+    stop_early = training.At("on_train_epoch_end", stop, ranks=[1])
+    return Run(Net(), {"max_epochs": 2, "callbacks": [stop_early]})
+
+
 def gather(trainer: L.Trainer) -> object:
     return trainer.lightning_module.all_gather(torch.ones(2))
 
@@ -157,25 +166,19 @@ BACKWARD = "return a loss that depends on the model.*same callbacks and accumula
 READING_LOG_DIR = r"broadcast #\d+ \[\[1\]\]"
 BACKWARD_PASS = r"all_reduce #\d+ \[\[5\]\]"
 VALIDATING = r"the reduction of validation_step\.val_loss \(mean\)"
-AT_THE_END = "the final stop check"
+AT_THE_END = "the final barrier of the Trainer's run"
 DEADLOCKS = [
     pytest.param(
-        partial(call_on_one_rank, hook="on_fit_start", call=read_log_dir),
-        [READING_LOG_DIR, "barrier '.*'"],
-        LOG_DIR,
-        id="log_dir at the start",
-    ),
-    pytest.param(
-        partial(call_on_one_rank, hook="on_train_batch_end", call=read_log_dir, earlier=1),
+        partial(call_on_one_rank, hook="on_before_backward", call=read_log_dir, earlier=1),
         [READING_LOG_DIR, BACKWARD_PASS],
         LOG_DIR,
         id="log_dir in a step",
     ),
     pytest.param(
-        partial(call_on_one_rank, hook="on_train_end", call=read_log_dir),
-        [READING_LOG_DIR, AT_THE_END],
-        LOG_DIR,
-        id="log_dir at the end",
+        stop_on_rank_1,
+        [r"all_gather #\d+ \[\[256\]\] of group \d+", AT_THE_END],
+        r"if only some ranks set trainer\.should_stop",
+        id="should_stop",
     ),
     pytest.param(
         partial(leave_out_targets, step=1, has_buffers=True),
@@ -271,7 +274,7 @@ def lose_next_report(trainer: L.Trainer) -> None:
 
 
 def read_log_dir_and_lose_a_report(rank: int) -> Run:
-    run = call_on_one_rank(rank, hook="on_train_batch_end", call=read_log_dir, earlier=1)
+    run = call_on_one_rank(rank, hook="on_before_backward", call=read_log_dir, earlier=1)
     run.options["callbacks"].append(training.At("on_train_start", lose_next_report, ranks=[1]))
     return run
 

@@ -4,8 +4,12 @@ them.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,18 +19,23 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import RankAbsentError, RankFailedError, RankHungError
+from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness import ranks, training
-from tests.harness.outcomes import Outcome
+from tests.harness.outcomes import Outcome, stories
 from tests.harness.training import Net
 
 PLACE = r"\(.*test_lone_calls.py:\d+\)"
+TRAINING = r"\(.*harness/training.py:\d+\)"  # the line of ``fit``
 STEPS = 4  # of an epoch of ``Net`` on two ranks
 TIMEOUT = 2.0  # of a collective, in seconds
 ANSWER = 3.0  # seconds after which a silent rank counts as hung
+
+Elsewhere = Callable[[L.Trainer], object]
 
 
 def save_after(step: int, path: Path, ranks_that_save: list[int]) -> training.At:
@@ -55,6 +64,126 @@ def test_a_save_after_the_last_step_names_the_rank_that_finished(tmp_path: Path)
     assert "rank 1 (host" in saving.failure.message
 
 
+def validate_elsewhere(trainer: L.Trainer) -> None:
+    trainer.validate(Net())
+
+
+def save_after_fit(
+    rank: int, world_size: int, directory: Path, model: Net, path: Path, elsewhere: Elsewhere
+) -> None:
+    trainer = training.fit("ours", directory, model, max_epochs=1)
+    if rank == 0:
+        trainer.save_checkpoint(path)
+    else:
+        elsewhere(trainer)
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "sentence"),
+    [
+        (str, rf"finished and exited, but this rank still needs it for saving \S+ {PLACE}; make"),
+        (
+            validate_elsewhere,
+            rf"different calls: .*rank 0 \(host \S+, pid \d+\) began saving \S+ {PLACE}",
+        ),
+    ],
+    ids=["exits", "validates"],
+)
+def test_a_save_on_rank_0_after_fit_writes_the_file(
+    elsewhere: Elsewhere, sentence: str, tmp_path: Path
+) -> None:
+    """Training can continue from it, and the error names the save. With stock, the file
+    is also there.
+    """
+    model = Net()
+    path = tmp_path / "it.ckpt"
+    saving, _ = ranks.launch_ranks(save_after_fit, 2, tmp_path, model, path, elsewhere)
+    assert re.search(sentence, saving.failure.message), saving.story()
+    assert saving.exit_code == 1
+
+    (tmp_path / "store").unlink(missing_ok=True)
+    continued = training.fit_on(2, tmp_path, model, ckpt_path=path)
+    whole = training.fit_on(2, tmp_path, model)
+    for ours, uninterrupted in zip(continued, whole, strict=True):
+        training.assert_same(ours.result, uninterrupted.result)
+
+
+class Unlogged(Net):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return self.loss(batch)
+
+
+def stop(trainer: L.Trainer) -> None:
+    trainer.should_stop = True
+
+
+def test_a_rank_that_stops_training_alone_is_told_how_to_stop_all(tmp_path: Path) -> None:
+    """The error names the cause, instead of a call that the user does not make."""
+    stop_on_rank_1 = training.At("on_train_epoch_end", stop, ranks=[1])
+    for outcome in training.fit_on(2, tmp_path, Unlogged(), stop_on_rank_1):
+        assert outcome.failure.type_name == "RankAbsentError", outcome.story()
+        assert re.search(
+            r"rank 1 began the final barrier of the Trainer's run, but rank 0 \(host .*\) continued"
+            r" without it; if only some ranks set trainer.should_stop, set",
+            outcome.failure.message,
+        )
+
+
+def stop_where_any_rank_stops(trainer: L.Trainer) -> None:
+    wants_to_stop = trainer.global_rank == 1
+    trainer.should_stop = trainer.strategy.reduce_boolean_decision(wants_to_stop, all=False)
+
+
+def test_all_ranks_stop_by_the_remedy(tmp_path: Path) -> None:
+    """Training ends after the first epoch, as if `max_epochs` were 1."""
+    model = Net()
+    decide = training.At("on_train_epoch_end", stop_where_any_rank_stops)
+    stopped = training.fit_on(2, tmp_path, model, decide)
+    whole = training.fit_on(2, tmp_path, model, max_epochs=1)
+    for outcome, expected in zip(stopped, whole, strict=True):
+        training.assert_same(outcome.result, expected.result)
+
+
+class LoggedOnRankZero(Unlogged):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if self.global_rank == 0:
+            self.log("on_rank_0", 1.0, rank_zero_only=True)
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        ModelCheckpoint(monitor="on_rank_0", every_n_train_steps=1, save_top_k=2),
+        EarlyStopping("on_rank_0", strict=False, check_on_train_epoch_end=True),
+    ],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_a_value_monitored_on_one_rank_is_named(callback: L.Callback, tmp_path: Path) -> None:
+    """The error names the callback that decides by it, and the remedy."""
+    what = rf"a decision of {type(callback).__name__} {TRAINING}"
+    sentence = rf"rank 0 .*began {what}.*; log 'on_rank_0' on every rank"
+    saves = isinstance(callback, ModelCheckpoint)
+    options = {"enable_checkpointing": saves, "default_root_dir": tmp_path}
+    for outcome in training.fit_on(2, tmp_path, LoggedOnRankZero(), callback, **options):
+        assert outcome.failure.type_name == "RankAbsentError", outcome.story()
+        assert re.search(sentence, outcome.failure.message), outcome.story()
+
+
+def read_log_dir(trainer: L.Trainer) -> object:
+    return trainer.log_dir
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end", "on_train_end"])
+def test_log_dir_read_on_one_rank_is_named(hook: str, tmp_path: Path) -> None:
+    """The error has the line, before another collective of the model mixes up its data."""
+    for outcome in training.fit_on(2, tmp_path, Net(), training.At(hook, read_log_dir, ranks=[0])):
+        assert outcome.failure.type_name == "RankAbsentError", outcome.story()
+        assert re.search(
+            rf"rank 0 .*began a broadcast from rank 0 {PLACE}", outcome.failure.message
+        )
+
+
 def at_barriers(rank: int, world_size: int, directory: Path, names: list[str]) -> None:
     trainer = training.fit("ours", directory, Net(), devices=world_size, max_epochs=1)
     trainer.strategy.barrier("all")
@@ -73,6 +202,37 @@ def test_ranks_in_different_barriers_raise_with_both_places(tmp_path: Path) -> N
 def test_ranks_in_the_same_barrier_continue(tmp_path: Path) -> None:
     """A barrier's name is free."""
     ranks.run_ranks(at_barriers, 3, tmp_path, ["data"] * 3)
+
+
+def exit_after_a_barrier(rank: int, world_size: int, directory: Path) -> None:
+    """Rank 0 enters the barrier last, while its channel's thread works for a moment."""
+    trainer = training.fit("ours", directory, Net(), max_epochs=1)
+    context = current()
+    assert context is not None
+    channel = context.peers.channel
+    if rank == 1:
+        call = context.barriers.start_call("barrier 'end'")
+        channel.send("work", {})
+        context.barriers.wait(call)
+        return
+    is_working = threading.Event()
+
+    def work(message: object) -> None:
+        is_working.set()
+        time.sleep(0.5)
+
+    channel.listen("work", work)
+    is_working.wait()
+    trainer.strategy.barrier("end")
+    os._exit(0)
+
+
+def test_a_rank_that_exits_immediately_after_a_barrier_is_not_missed(tmp_path: Path) -> None:
+    """Every rank has passed the barrier, so none fails, even if rank 0 exits without
+    any clean-up.
+    """
+    outcomes = ranks.launch_ranks(exit_after_a_barrier, 2, tmp_path)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0], stories(outcomes)
 
 
 def late_at_a_barrier(rank: int, world_size: int, directory: Path, late: int) -> None:

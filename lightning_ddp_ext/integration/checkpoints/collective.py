@@ -24,7 +24,7 @@ from lightning_ddp_ext.errors import (
 )
 from lightning_ddp_ext.forced_exit import delaying_forced_exit
 from lightning_ddp_ext.ranks import Ranks
-from lightning_ddp_ext.rendezvous.peers import Run
+from lightning_ddp_ext.rendezvous.peers import Run, current_run
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.failure import explain, may_be_echo
 from lightning_ddp_ext.supervision.stacks import call_site
@@ -80,7 +80,10 @@ class Checkpoints:
             with delaying_forced_exit(seconds):
                 io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
-        self.on_rank_zero(write, f"saving {os.fspath(path)}")
+        if not self.is_alone:
+            self.on_rank_zero(write, f"saving {os.fspath(path)}")
+        elif self._strategy.is_global_zero:
+            write()
 
     def _report_partial_sums(self, path: PathOrUrl) -> None:
         """Raise because NCCL was aborted, or warn if the user already sees an error."""
@@ -259,6 +262,18 @@ class Checkpoints:
             return True
         stopped_by_signal = not self.run.has_failed and context.peers.cause is None
         return not stopped_by_signal
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether rank 0 saves without the other ranks.
+
+        This is so if the Trainer is interrupted, and after its run also if a rank has
+        exited, failed or made another call.
+        """
+        context = current()
+        if context is None or current_run() is not None:
+            return self.is_interrupted
+        return self.is_interrupted or context.peers.cause_or_departure is not None
 
     @property
     def is_handling_exception(self) -> bool:

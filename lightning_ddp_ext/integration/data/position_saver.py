@@ -124,7 +124,7 @@ class PositionSaver:
 
     def _gather(self, own: dict[str, Any], what: str) -> list[Any] | None:
         """Return the state of each rank on rank 0, and ``None`` on the others."""
-        if not self._checkpoints.is_interrupted:
+        if not self._checkpoints.is_alone:
             return self._checkpoints.to_rank_zero(own, what)
         # The other ranks skip this call.
         return [own if self._strategy.world_size == 1 else without_random_state(own)]
