@@ -69,6 +69,7 @@ T = TypeVar("T")
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
+_BROADCAST = "read properties that broadcast, such as trainer.log_dir, on every rank"
 TIMEOUT = timedelta(minutes=30)  # Lightning's default; NCCL's would be 10 minutes
 
 
@@ -517,7 +518,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         # A callback may need one in every batch, for example for max_time.
         may_be_frequent = is_training and isinstance(caller_in_lightning(), pl.Callback)
         if not may_be_frequent:
-            report_call(f"a broadcast from rank {src}")
+            # Otherwise gloo would abort a process in a collective of another size.
+            report_call(f"a broadcast from rank {src}", remedy=_BROADCAST, is_waiting=True)
         received = super().broadcast(obj, src)
         check_received()
         return received
@@ -531,9 +533,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         if isinstance(caller, pl.Callback):
             monitor = getattr(caller, "monitor", None)
             remedy = f"log {monitor!r} on every rank, in the same steps" if monitor else ""
-            report_call(f"a decision of {type(caller).__name__}", remedy=remedy)
+            report_call(f"a decision of {type(caller).__name__}", remedy=remedy, is_waiting=True)
         else:
-            report_call("a decision of all ranks (reduce_boolean_decision)")
+            report_call("a decision of all ranks (reduce_boolean_decision)", is_waiting=True)
         if all:
             # Lightning counts the ranks that agree, but an idle rank must not count. So
             # all ranks agree if not any of them disagrees.
