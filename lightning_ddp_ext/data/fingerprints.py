@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from lightning_ddp_ext.data.iterators import each_of
 from lightning_ddp_ext.nested import values_of
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class Trace:
 
         ``checksum(item, previous)`` is the checksum of an item and the previous ones.
         """
-        for item in items:
+        for item in each_of(items):
             self._number += 1
             self._latest.append(checksum(item, self._latest[-1]))
             yield item
