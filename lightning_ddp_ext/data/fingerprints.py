@@ -60,9 +60,9 @@ class Trace:
             yield item
 
     def fingerprint_after(self, number: int) -> int | None:
-        """Return the fingerprint of the first ``number`` items; ``None`` if not kept."""
-        later = self._number - number
-        return self._latest[-1 - later] if 0 <= later < len(self._latest) else None
+        """Return the fingerprint of at most ``number`` items; ``None`` if not kept."""
+        later = max(0, self._number - number)
+        return self._latest[-1 - later] if later < len(self._latest) else None
 
 
 def checksum_of_indices(indices: Any, previous: int) -> int:
