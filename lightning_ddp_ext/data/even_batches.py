@@ -5,13 +5,13 @@ The samples that fill up the last ranks are alone in a last batch.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler
 
+from lightning_ddp_ext.data.copies import copy_attributes
 from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.random_state import generators_of, preserve_random_state
@@ -57,11 +57,11 @@ class EvenBatches:
         self._sampler = sampler
         self._separates_last = separates_last
         self._is_batched = batch_sampler is not sampler
-        self._unfilled_sampler = copy.copy(sampler)
+        self._unfilled_sampler = copy_attributes(sampler)
         self._unfilled_sampler.uneven = "drop"
         self._unfilled_batches: Any = self._unfilled_sampler
         if self._is_batched:
-            self._unfilled_batches = copy.copy(batch_sampler)
+            self._unfilled_batches = copy_attributes(batch_sampler)
             self._unfilled_batches.sampler = self._unfilled_sampler
 
     @property

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from lightning_ddp_ext.data.iterators import each_of
 from lightning_ddp_ext.nested import values_of
 
 T = TypeVar("T")
@@ -53,15 +54,15 @@ class Trace:
 
         ``checksum(item, previous)`` is the checksum of an item and the previous ones.
         """
-        for item in items:
+        for item in each_of(items):
             self._number += 1
             self._latest.append(checksum(item, self._latest[-1]))
             yield item
 
     def fingerprint_after(self, number: int) -> int | None:
-        """Return the fingerprint of the first ``number`` items; ``None`` if not kept."""
-        later = self._number - number
-        return self._latest[-1 - later] if 0 <= later < len(self._latest) else None
+        """Return the fingerprint of at most ``number`` items; ``None`` if not kept."""
+        later = max(0, self._number - number)
+        return self._latest[-1 - later] if later < len(self._latest) else None
 
 
 def checksum_of_indices(indices: Any, previous: int) -> int:

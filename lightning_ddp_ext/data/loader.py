@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_ddp_ext.data.copies import copy_attributes
 from lightning_ddp_ext.data.epochs import forget_workers, start_epoch
 from lightning_ddp_ext.data.loader_properties import is_stateful
 from lightning_ddp_ext.data.proxy import iterable_of, show
@@ -130,6 +130,6 @@ def own_copy(loader: Any) -> Any:
     """
     if not isinstance(loader, DataLoader):
         return loader
-    copied = copy.copy(loader)
+    copied = copy_attributes(loader)
     forget_workers(copied)
     return copied

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, islice
 from math import inf
 from typing import Any
 
@@ -159,6 +158,7 @@ class IndexPosition(LoaderPosition):
         super().__init__(loader, **options)
         samplers = samplers_below(index_sampler_of(loader))
         self.is_by_rank = any(isinstance(sampler, DRAWING) for sampler in samplers)
+        self.prefetched = loader.num_workers * (loader.prefetch_factor or 0)
         self._sampler = make_permanent(loader)
 
     @override
@@ -180,25 +180,13 @@ class IndexPosition(LoaderPosition):
         start.trace = self._trace()
         indices = self._draw(start)
         self._drop(indices, start.position)
-        # Drawn before the random states were saved; the rest was not. torch's samplers
-        # also draw at their end.
-        drawn_ahead = list(islice(indices, start.saved_state or 0))
-        return partial(self._read_rest, chain(drawn_ahead, indices))
+        return partial(self._read_rest, self._draw_ahead(start, indices))
 
     def _read_rest(self, indices: Iterator[Any]) -> Iterator[Any]:
         self._sampler.draw_next_by(lambda: indices)
         # The sampler may draw more numbers later.
         with workers_seeded_apart(self.loader, self.epoch, self.batches_given):
             return iter(self.loader)
-
-    @override
-    def state_dict(self, done: int, batches_given: int) -> dict[str, Any]:
-        start, batches = self._start_before(done)
-        batches_until = start.batches_before + batches
-        is_recorded_earlier = batches_given < batches_until  # as if the first loader ended before
-        given = self.batches_given if is_recorded_earlier else batches_given
-        drawn = given + self.taken_ahead + self._prefetched
-        return {**super().state_dict(done, given), "own": drawn - batches_until}
 
 
 class StatePosition(LoaderPosition):
@@ -266,7 +254,8 @@ class StatePosition(LoaderPosition):
         if loader_state is not None:
             self._restored = batches
             self._batches_left = length_or_inf(self.loader) - start.position
-        return lambda: batches
+        rest = self._draw_ahead(start, batches)
+        return lambda: rest
 
     def _count_drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
         self._batches_drawn = 0

@@ -43,7 +43,7 @@ class PermanentBatchSampler:
         # A generator, as a loader with workers reads the second of two iterators.
         draw = self._draw
         self._draw = None
-        yield from iter(self.batch_sampler) if draw is None else draw()
+        yield from self.batch_sampler if draw is None else draw()
 
     def __len__(self) -> int:
         return len(self.batch_sampler)  # type: ignore[arg-type]

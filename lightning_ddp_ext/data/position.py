@@ -20,10 +20,9 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from lightning_ddp_ext.data.epochs import samplers_below
+from lightning_ddp_ext.data.epochs import all_below
 from lightning_ddp_ext.data.fingerprints import Trace, checksum_of_batch
 from lightning_ddp_ext.data.loader_properties import (
-    index_sampler_of,
     length_or_inf,
     name_of,
     parameters_of,
@@ -68,6 +67,7 @@ class IteratorStart:
         batches_before: the number of batches that the loader gave in the epoch before
             this iterator was created or resumed.
         position: where it started; 0 at the beginning.
+        ahead: the number of batches that the saving run had drawn after this position.
         random_states: the states from which it drew random numbers, recorded just
             before. If the loader itself draws, the first one was recorded before
             ``iter(loader)`` and the second one before the first batch.
@@ -83,6 +83,7 @@ class IteratorStart:
     number: int = 0
     batches_before: int = 0
     position: int = 0
+    ahead: int = 0
     random_states: list[Any] = field(default_factory=list)
     saved_state: Any = None
     trace: Trace = field(default_factory=Trace)
@@ -115,14 +116,16 @@ class LoaderPosition:
         epoch: the current epoch.
         batches_given: the number of batches that the Trainer got in this epoch,
             including those in the saving run.
-        generators: the generators of the loader and its samplers, besides the global
-            ones.
+        generators: the generators that are attributes of the loader, its samplers, its
+            ``collate_fn`` or the datasets in it, besides the global ones.
         on_progress: called for each batch that is read again.
     """
 
     kind = "batches"
     taken_ahead = 0
     """The number of batches that are taken from an iterator before they are given."""
+    prefetched = 0
+    """The number of batches whose indices are drawn ahead for workers."""
     is_by_rank = False
     """Whether a rank can only continue from its own state, not from another rank's."""
 
@@ -133,7 +136,9 @@ class LoaderPosition:
         self.read_parameters()
         self.epoch = -1
         self.batches_given = 0
-        self.generators = generators_of(loader, *samplers_below(index_sampler_of(loader)))
+        collate = getattr(loader, "collate_fn", None)
+        collator = getattr(collate, "__self__", collate)  # of a bound method
+        self.generators = generators_of(*all_below(loader), collator)
         self.on_progress: Callable[[], object] = lambda: None
         self._remembered = remembered
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
@@ -176,6 +181,7 @@ class LoaderPosition:
             number=state["number"],
             batches_before=done,
             position=state["at"],
+            ahead=state["ahead"],
             random_states=state["random"] or [],
             saved_state=state.get("own"),
         )
@@ -186,7 +192,7 @@ class LoaderPosition:
         if start.number > 0:
             self._resumed_starts.append(lambda: iter(()))
         self._resumed_starts.append(partial(self._start_rest, start_rest))
-        return state.get("drawn") in (None, self._drawn_by(start, start.position))
+        return state["drawn"] in (None, self._drawn_by(start, start.position + start.ahead))
 
     def start_iterator(self) -> Iterator[Any]:
         """Start the next iterator of the epoch.
@@ -237,25 +243,31 @@ class LoaderPosition:
         """Return this rank's position after ``done`` batches of the epoch.
 
         ``batches_given`` is the value that the attribute had when the random states of
-        the checkpoint were recorded; only ``IndexPosition`` uses it.
+        the checkpoint were recorded.
 
         ==========  ================================================================
         ``epoch``   the epoch
         ``number``  the number of earlier iterators in the epoch
         ``at``      the position of the iterator; its unit depends on the class
+        ``ahead``   the number of batches that were drawn after it by then
         ``data``    the properties that give the position its meaning
-        ``drawn``   the fingerprint of what was drawn until then; ``None`` if unknown
+        ``drawn``   the fingerprint of all that was drawn by then; ``None`` if unknown
         ``random``  the random states from which the iterator drew
         ``own``     what a subclass adds
         ==========  ================================================================
         """
         start, batches = self._start_before(done)
+        batches_until = start.batches_before + batches
+        is_recorded_earlier = batches_given < batches_until  # as if the first loader ended before
+        given = self.batches_given if is_recorded_earlier else batches_given
+        ahead = given + self.taken_ahead + self.prefetched - batches_until
         return {
             "epoch": self.epoch,
             "number": start.number,
             "at": self._position(start, batches),
+            "ahead": ahead,
             "data": self._description(),
-            "drawn": self._drawn_by(start, start.position + batches),
+            "drawn": self._drawn_by(start, start.position + batches + ahead),
             "random": start.random_states,
         }
 
@@ -309,7 +321,7 @@ class LoaderPosition:
         state.
         """
         start.trace = self._trace()
-        batches = self._read_again(start, start.position)
+        batches = self._draw_ahead(start, self._read_again(start, start.position))
         return lambda: batches
 
     def _position(self, start: IteratorStart, batches: int) -> int:
@@ -346,13 +358,7 @@ class LoaderPosition:
         yield from start.trace.follow(batches, checksum_of_batch)
 
     def _trace(self) -> Trace:
-        return Trace(self._remembered + AHEAD + self._prefetched)
-
-    @property
-    def _prefetched(self) -> int:
-        """The number of batches whose indices are drawn ahead for workers."""
-        workers = getattr(self.loader, "num_workers", 0)
-        return int(workers * self.loader.prefetch_factor) if workers else 0
+        return Trace(self._remembered + AHEAD + self.prefetched)
 
     def _read_again(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
         """Repeat an iterator of the saving run, and drop its first batches.
@@ -367,6 +373,14 @@ class LoaderPosition:
         batches = start.trace.follow(read, checksum_of_batch)
         self._drop(batches, dropped)
         return batches
+
+    def _draw_ahead(self, start: IteratorStart, items: Iterator[Any]) -> Iterator[Any]:
+        """Draw what the saving run had drawn ahead, and return it with the rest.
+
+        The rest was not drawn before the random states were saved. An iterator may also
+        draw random numbers at its end.
+        """
+        return chain(list(islice(items, start.ahead)), items)
 
     def _record(self, start: IteratorStart) -> None:
         start.random_states.append(record_random_state(self.generators))

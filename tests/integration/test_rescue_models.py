@@ -4,7 +4,7 @@ value is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from tests.harness.ranks import launch_ranks
@@ -99,6 +100,31 @@ class Skipping(Net):
         return -1 if self.current_epoch == 0 and index == 4 else None
 
 
+class Drawn(IterableDataset[Batch]):
+    """Samples without a length, of which Lightning reads a batch ahead."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        for _ in range(rescuing.BATCHES * rescuing.BATCH_SIZE):
+            x = torch.rand(4)
+            yield [x, x.sum(0, keepdim=True)]
+
+
+class Streaming(Net):
+    """Draws random numbers only for the samples of a stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3] = nn.Identity()  # in place of dropout
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        x, y = batch
+        loss: Tensor = (self.layers(x) - y).square().mean()
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Drawn(), rescuing.BATCH_SIZE)
+
+
 ACCUMULATING: dict[str, Any] = {"accumulate_grad_batches": 2}
 CONTINUING = [
     pytest.param(partial(Momentum, Tensor.copy_), {}, id="momentum by copy_"),
@@ -108,6 +134,7 @@ CONTINUING = [
     (Clipping, {}),
     (OtherGenerator, {}),
     (Skipping, {}),
+    (Streaming, {}),
     pytest.param(Net, {"use_distributed_sampler": False}, id="own draw on each rank"),
 ]
 

@@ -182,6 +182,30 @@ def test_an_epoch_of_changed_data_is_refused(name: str, tmp_path: Path) -> None:
         assert CHANGES[name].message in message
 
 
+class Samples(NamedTuple):
+    """The samples of a rank's epoch, and those that a resumed run reads in each batch."""
+
+    whole: list[int]
+    batches: list[list[int]]
+
+
+def resume_in_threes(rank: int, world_size: int, directory: Path) -> Samples:
+    """Resume after two batches of two samples, with batches of three."""
+    training = training_on(directory, world_size, divided_by_strategy(SAMPLES), max_epochs=1)
+    whole = training.run("train_batch_end-2")
+    training.loaders = lambda: DataLoader(Numbers(SAMPLES), 3, shuffle=True)
+    resumed = training.run(ckpt_path=whole.saved["train_batch_end-2"])
+    return Samples(
+        continuing.samples_of(whole.steps), [list(step.samples) for step in resumed.steps]
+    )
+
+
+def test_the_rest_of_an_epoch_can_be_read_in_other_batches(tmp_path: Path) -> None:
+    """The samples that the strategy divides are the remaining ones, in the same order."""
+    for samples in run_ranks(resume_in_threes, 2, tmp_path):
+        assert samples.batches == [samples.whole[4:7], samples.whole[7:]]
+
+
 class Resumed(NamedTuple):
     """A resumed run, and its warnings that the epoch starts again."""
 
@@ -330,7 +354,7 @@ def test_a_data_position_of_another_release_repeats_the_epoch(tmp_path: Path) ->
     torch.save(checkpoint, path)
     first, _ = on_ranks("ours", resume_stream, tmp_path, path)
     assert first.warned == [
-        "the checkpoint's data position in epoch 0 has version 5, but this release reads version 7,"
+        "the checkpoint's data position in epoch 0 has version 5, but this release reads version 8,"
         " so that epoch starts again"
     ]
 

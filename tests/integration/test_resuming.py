@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import SamplerEpochSeeding
 from tests.harness.ranks import run_ranks
@@ -144,12 +146,92 @@ def test_a_loader_that_is_longer_than_the_first_one_continues(
     assert steps.resumed == steps.expected
 
 
+def augmented(number: float) -> Tensor:
+    """Return a sample with a part that all three global generators draw."""
+    drawn = random.random() + np.random.random() + torch.rand(())
+    return torch.tensor([float(number) + 0.1 * float(drawn)])
+
+
 class Augmented(Numbers):
-    """Samples with a part that all three global generators draw."""
+    """Samples that are augmented when they are read."""
 
     def __getitem__(self, index: int) -> Tensor:
-        drawn = random.random() + np.random.random() + torch.rand(())
-        return torch.tensor([float(index) + 0.1 * float(drawn)])
+        return augmented(index)
+
+
+class AugmentedStream(continuing.Stream):
+    """The same, without a length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (augmented(float(number)) for number in super().__iter__())
+
+
+def resume_augmented_stream(
+    rank: int, world_size: int, directory: Path, loader: type[DataLoader[Any]], accumulated: int
+) -> dict[str, str]:
+    """Return the differences of resumed runs."""
+    options = {"model": continuing.WITHOUT_DROPOUT, "accumulate_grad_batches": accumulated}
+    loaders = partial(loader, AugmentedStream(12, rank), batch_size=2)
+    training = Training(loaders, directory, options=options)
+    return continuing.generations(
+        training, ["train_batch_end-3", "train_batch_end-8"], ["train_batch_end-10"]
+    )
+
+
+@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_augmentation_of_a_stream_is_that_of_an_uninterrupted_run(
+    loader: type[DataLoader[Any]], accumulated: int, tmp_path: Path
+) -> None:
+    """Lightning reads a batch of a stream ahead, which a resumed run augments in the same way."""
+    differences = run_ranks(resume_augmented_stream, 2, tmp_path, loader, accumulated)
+    assert differences == [{}, {}]
+
+
+class OwnGenerator(Numbers):
+    """Samples with a part that the dataset's own generator draws."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.rng = np.random.default_rng(5)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index + 0.1 * self.rng.random()], dtype=torch.float32)
+
+
+class Collator:
+    """Adds a part to a batch that its own generator draws."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __call__(self, samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples) + 0.1 * torch.rand((), generator=self.generator)
+
+    def collate(self, samples: list[Tensor]) -> Tensor:
+        return self(samples)
+
+
+OWN_GENERATORS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "dataset": lambda: DataLoader(OwnGenerator(24), 2, shuffle=True),
+    "datasets inside it": lambda: DataLoader(
+        ConcatDataset([OwnGenerator(12), Subset(OwnGenerator(12), range(12))]), 2
+    ),
+    "collate_fn": lambda: DataLoader(Numbers(24), 2, shuffle=True, collate_fn=Collator()),
+    "object of collate_fn": lambda: DataLoader(Numbers(24), 2, collate_fn=Collator().collate),
+}
+
+
+def resume_own_generator(rank: int, world_size: int, directory: Path, owner: str) -> dict[str, str]:
+    """Return the differences of resumed runs."""
+    training = Training(OWN_GENERATORS[owner], directory)
+    return continuing.generations(training, ["train_batch_end-3"], ["train_batch_end-7"])
+
+
+@pytest.mark.parametrize("owner", OWN_GENERATORS)
+def test_a_generator_of_the_data_continues(owner: str, tmp_path: Path) -> None:
+    """Without workers, an attribute of a dataset or ``collate_fn`` draws the same numbers."""
+    assert run_ranks(resume_own_generator, 2, tmp_path, owner) == [{}, {}]
 
 
 class AugmentedTogether(Augmented):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+import random
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from tests.harness import training
 from tests.harness.ranks import run_ranks
@@ -165,6 +168,111 @@ def copy_loaders(kind: training.Kind, directory: Path, is_injected: bool) -> dic
 def test_copies_of_a_loader_in_a_run_are_as_with_stock(is_injected: bool, tmp_path: Path) -> None:
     """A loader, and one that is copied, pickled or created again, have the user's class."""
     ours, stock = training.on_both(copy_loaders, tmp_path, is_injected)
+    assert ours == stock
+
+
+class Locked(DataLoader[Any]):
+    """Leaves its lock out when it is sent to another process."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __iter__(self) -> Any:
+        with self.lock:
+            return super().__iter__()
+
+
+class Unpicklable(DataLoader[Any]):
+    """Refuses to be sent to another process, and keeps one attribute in a slot."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.factor = 10
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a loader cannot be pickled")
+
+    def __iter__(self) -> Any:
+        return (batch * self.factor for batch in super().__iter__())
+
+
+class OwnIterator:
+    """A loader that is its own iterator, and shuffles when it starts anew."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+        self.samples = list(range(SAMPLES))
+        self.given = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> OwnIterator:
+        self.generator.shuffle(self.samples)
+        self.given = 0
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.given == len(self):
+            raise StopIteration
+        self.given += 1
+        return torch.tensor([[float(self.samples[self.given])]])
+
+
+class Orders(Sampler[int]):
+    """A sampler that is its own iterator, and shuffles when it starts anew."""
+
+    def __init__(self) -> None:
+        self.loader = OwnIterator()
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Orders:
+        iter(self.loader)
+        return self
+
+    def __next__(self) -> int:
+        return int(next(self.loader))
+
+
+UNUSUAL: dict[str, Callable[[], Any]] = {
+    "leaves a lock out": lambda: Locked(Numbers(SAMPLES), batch_size=2, shuffle=True),
+    "cannot be pickled": lambda: Unpicklable(Numbers(SAMPLES), batch_size=2),
+    "its own iterator": OwnIterator,
+    "a sampler that is its own iterator": lambda: DataLoader(
+        Numbers(SAMPLES), None, sampler=Orders()
+    ),
+}
+
+
+class Evaluated(continuing.Net):
+    """Records the samples of training and validation."""
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.happens("validated", *batch.flatten().tolist())
+
+
+def read_unusual(kind: training.Kind, directory: Path, name: str) -> dict[str, Any]:
+    """Train on a loader, and validate on another one of the same kind."""
+    module = Evaluated(UNUSUAL[name])
+    trainer = training.make_trainer(
+        training.make_strategy(kind, directory), use_distributed_sampler="lock" in name
+    )
+    trainer.fit(module, val_dataloaders=UNUSUAL[name]())
+    return {"trained": module.steps, "events": module.events}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_an_unusual_loader_is_read_as_with_stock(name: str, tmp_path: Path) -> None:
+    """A loader may refuse copies for other processes, or shuffle whenever it starts."""
+    ours, stock = training.on_both(read_unusual, tmp_path, name)
     assert ours == stock
 
 

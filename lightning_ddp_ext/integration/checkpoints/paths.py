@@ -6,13 +6,13 @@ ranks connect.
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import socket
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
+from lightning_ddp_ext.data.copies import copy_attributes
 from lightning_ddp_ext.errors import CheckpointError, ConfigurationError
 from lightning_ddp_ext.ranks import chain_of, reason_of
 
@@ -160,7 +160,7 @@ def follows_logger(trainer: Any) -> bool:
     callback = trainer.checkpoint_callback
     if not trainer.loggers or not isinstance(callback, pl.callbacks.ModelCheckpoint):
         return False
-    undirected = copy.copy(callback)
+    undirected = copy_attributes(callback)
     undirected.dirpath = None
     by_logger = chosen_directory_of(undirected, trainer)
     return callback.dirpath in (None, by_logger)

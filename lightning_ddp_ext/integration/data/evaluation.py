@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.data.even_batches import EvenBatches
+from lightning_ddp_ext.data.iterators import each_of
 from lightning_ddp_ext.data.loader import DistributedLoader, own_copy
 from lightning_ddp_ext.data.loader_kinds import global_order_of
 from lightning_ddp_ext.data.loader_properties import index_sampler_of, length_or_inf
@@ -117,7 +118,7 @@ class Evaluation:
     # Iterators over a loader.
 
     def _start(self, loader: DistributedLoader) -> Iterator[Any]:
-        return self._recorded((batch, ()) for batch in iter(loader.loader))
+        return self._recorded((batch, ()) for batch in each_of(iter(loader.loader)))
 
     def _start_even(
         self, loader: DistributedLoader, even: EvenBatches, permanent: PermanentBatchSampler

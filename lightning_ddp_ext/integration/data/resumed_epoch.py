@@ -41,7 +41,7 @@ from lightning_ddp_ext.rank_lists import ranks_in_words
 from ..callbacks.hang_watchdog import report_progress
 from ..named_calls import ranks_of, refuse
 from ..private.compat import end_epoch_after, end_restart, mode_of
-from ..private.lightning_tree import rank_zero_warn
+from ..private.lightning_tree import pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from .loop_state import epoch_of
@@ -216,8 +216,8 @@ class ResumedEpoch:
             f"{names} on {ranks_in_words(by_rank)} does not yield the samples that it yielded"
             " before the checkpoint was saved",
             "derive its order from the epoch that set_epoch() gets, or draw it from a generator"
-            " that is an attribute of the loader or sampler, and save with trainer.save_checkpoint"
-            " or ModelCheckpoint",
+            " that is an attribute of the loader, sampler or dataset, and save with"
+            " trainer.save_checkpoint or ModelCheckpoint",
         )
 
     def _repeat(self, reason: str, remedy: str) -> None:
@@ -264,6 +264,26 @@ class ResumedEpoch:
         has_read_batch = self.restart.at == "epoch_start" and self._has_restored_random_state
         if not has_read_batch:
             self._restore_random_state()
+        self._warn_of_frozen_parameters()
+
+    def _warn_of_frozen_parameters(self) -> None:
+        """Warn if a callback has frozen again what the resumed run trained."""
+        trainer = self._trainer
+        callbacks = [type(callback) for callback in trainer.callbacks]
+        freezing = [each for each in callbacks if issubclass(each, pl.callbacks.BaseFinetuning)]
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        trained = {parameter for group in groups for parameter in group["params"]}
+        frozen = [
+            name
+            for name, parameter in trainer.lightning_module.named_parameters()
+            if parameter in trained and not parameter.requires_grad
+        ]
+        if freezing and frozen:
+            rank_zero_warn(
+                f"{freezing[0].__name__} has frozen {len(frozen)} parameters that the optimisers of"
+                f" the resumed run have, such as {frozen[0]}; call its make_trainable in"
+                " on_train_start"
+            )
 
     def _correct_loops(self) -> None:
         """Change what the checkpoint's loop state did not yet take into account."""

@@ -143,7 +143,10 @@ def states_of_ranks(
     positions = positions_of(trainer) if restart.is_within else []
     if any(position.kind == "state" for position in positions):
         raise Refused("the training loaders have states that only their own ranks can save")
-    own = {"loaders": [each.state_dict(restart.done, each.batches_given) for each in positions]}
+    # The random states were recorded before the batches after this step were given.
+    later = trainer.fit_loop.epoch_loop.batch_progress.current.ready - restart.done
+    loaders = [each.state_dict(restart.done, each.batches_given - later) for each in positions]
+    own = {"loaders": loaders}
     states = []
     derived = []
     for rank in range(trainer.world_size):
