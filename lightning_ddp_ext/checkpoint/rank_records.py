@@ -38,7 +38,7 @@ class Kind(IntEnum):
     BATCH = 0
     VALIDATING = 1  # after a validation step
     VALIDATED = 2
-    EPOCH = 3  # before iterators over training data are created
+    EPOCH = 3  # before iterators over training data start
     WINDOW = 4  # before the first batch of an optimiser step is fetched
     BUFFERS = 5
     LOADERS = 6  # the random states from which iterators over training data have drawn

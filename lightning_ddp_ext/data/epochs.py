@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from inspect import getattr_static
+from inspect import getattr_static, signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +22,10 @@ _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearra
 _SHORT = 32
 
 
-def start_epoch(
+def prepare_workers(
     loader: Any, epoch: int, *, rank: int, seeding: WorkerSeeding | None = None
-) -> bool:
-    """Set the epoch of every sampler, dataset and loader inside a loader.
+) -> None:
+    """Make the workers of a loader's next iterator belong to an epoch.
 
     Call it before the loader is iterated over. Persistent workers would not see the new
     epoch. So the next iterator starts new workers if a dataset has ``set_epoch``, if
@@ -37,25 +37,17 @@ def start_epoch(
         epoch: the epoch, from 0.
         rank: this process's rank.
         seeding: if given, it seeds the loader's workers.
-
-    Returns:
-        whether the loader keeps its workers from one epoch to the next.
     """
-    set_epoch(loader, epoch)
     if isinstance(loader, DataLoader):
         users_function = loader.worker_init_fn
         if isinstance(users_function, StartWorker):  # of an earlier epoch
             users_function = users_function.users_function
         loader.worker_init_fn = StartWorker(users_function, epoch, rank, seeding)
-    keeps_workers = False
     for below in all_below(loader):
         if not isinstance(below, DataLoader) or not below.persistent_workers:
             continue
         if seeding is not None or _depends_on_epoch(below.dataset):
             forget_workers(below)
-        elif below is loader:
-            keeps_workers = True
-    return keeps_workers
 
 
 def _depends_on_epoch(dataset: object) -> bool:
@@ -106,7 +98,7 @@ def forget_workers(loader: DataLoader[Any]) -> None:
     object.__setattr__(loader, "_iterator", None)
 
 
-def set_epoch(loaders: object, epoch: int) -> None:
+def set_epoch(loaders: object, epoch: int, *, except_for: Collection[object] = ()) -> None:
     """Call ``set_epoch(epoch)`` once on each object below ``loaders`` that has it.
 
     ``loaders`` itself is included.
@@ -132,16 +124,42 @@ def set_epoch(loaders: object, epoch: int) -> None:
         loaders: a loader, or any nesting of lists, tuples, dicts and combined loaders
             that contains loaders.
         epoch: the next epoch, from 0.
+        except_for: objects whose method is not called.
     """
+    excepted = set(map(id, except_for))
     for obj in all_below(loaders):
-        if has_set_epoch(obj):
+        if id(obj) not in excepted and has_set_epoch(obj):
             obj.set_epoch(epoch)  # type: ignore[attr-defined]
 
 
-def has_set_epoch(obj: object) -> bool:
-    """Whether an object has a method ``set_epoch``."""
+def has_set_epoch(obj: Any) -> bool:
+    """Whether an object has a method ``set_epoch`` that takes one positional argument.
+
+    >>> has_set_epoch(torch.utils.data.DistributedSampler([1], 1, 0)), has_set_epoch([1])
+    (True, False)
+    """
     # Static, because __getattr__ may claim any method, and a property may raise.
-    return callable(getattr_static(obj, "set_epoch", None))
+    if not callable(getattr_static(obj, "set_epoch", None)):
+        return False
+    try:
+        signature(obj.set_epoch).bind(0)
+    except TypeError:
+        return False
+    except ValueError:  # a method in C may have no signature
+        pass
+    return True
+
+
+def samplers_set_by_lightning(loader: Any) -> list[Any]:
+    """Return the samplers in a loader that get the epoch from Lightning.
+
+    Lightning calls ``set_epoch`` on the loader's sampler and on that of its batch
+    sampler before the hooks of an epoch, in which users may set another number. These
+    samplers pass it to samplers that they wrap.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    outer = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+    return [sampler for owner in outer if has_set_epoch(owner) for sampler in samplers_below(owner)]
 
 
 class _Visit(NamedTuple):

@@ -6,15 +6,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.data.copies import copy_attributes
-from lightning_ddp_ext.data.epochs import forget_workers, start_epoch
-from lightning_ddp_ext.data.loader_properties import is_stateful
+from lightning_ddp_ext.data.epochs import (
+    forget_workers,
+    prepare_workers,
+    samplers_set_by_lightning,
+    set_epoch,
+)
+from lightning_ddp_ext.data.loader_properties import is_stateful, iterates_as_torch
 from lightning_ddp_ext.data.proxy import iterable_of, show
-from lightning_ddp_ext.data.seeding import WorkerSeeding, workers_seeded_apart
+from lightning_ddp_ext.data.seeding import WorkerSeeding, workers_seeded_by
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
+
+
+class Seeds(torch.Generator):
+    """A generator of workers' seeds.
+
+    A spawned worker gets an empty one with the loader, if the user's objects refer to
+    the Trainer. Torch could not send the state of a generator.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Seeds, ()
 
 
 class DistributedLoader:
@@ -22,7 +39,9 @@ class DistributedLoader:
 
     Lightning creates iterators long before it reads them, and some that it never reads.
     An iterator of this loader therefore does nothing until its first batch, when
-    ``start_iterator`` looks up the epoch and the position.
+    ``start_iterator`` looks up the epoch and the position. Only the seed of its workers
+    is drawn when it is created, as torch does, so that the random numbers of hooks and
+    models are those of a loader that is not wrapped.
 
     Args:
         source: the loader that the Trainer was given; any iterable. It is not changed
@@ -42,6 +61,10 @@ class DistributedLoader:
         start_evaluation: starts an iterator over an evaluation loader; ``None`` if
             nothing depends on its steps.
         on_iterator: called when an iterator is created.
+        seeds: the generator from which the next iterator that starts draws its workers'
+            seed.
+        had_workers: whether the run that is resumed had started an evaluation loader's
+            workers, which may persist.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
     >>> len(loader), list(loader), list(loader)
@@ -58,6 +81,11 @@ class DistributedLoader:
         self.position: Any = None
         self.start_evaluation: Callable[[], Iterator[Any]] | None = None
         self.on_iterator: Callable[[], object] = lambda: None
+        self.seeds = Seeds()
+        self.had_workers = False
+        self._epoch = -1  # of the objects inside
+        self._keeps_seed = False
+        self._users_generator: torch.Generator | None = None
 
     def shown(self) -> Any:
         """Return this loader with the class and attributes of ``loader``.
@@ -66,22 +94,55 @@ class DistributedLoader:
         """
         return show(self.loader, self)
 
-    @contextmanager
-    def in_epoch(self, epoch: int, *, rank: int, seeding: WorkerSeeding | None) -> Iterator[None]:
-        """Set the epoch in the loader, whose iterator is created in the block.
+    def set_epoch(self, epoch: int, *, is_set_by_lightning: bool) -> None:
+        """Set the epoch of the objects in the loader, once, since they may count calls.
 
-        For the arguments, see :func:`~lightning_ddp_ext.data.epochs.start_epoch`.
+        Args:
+            epoch: from 0.
+            is_set_by_lightning: whether Lightning has set its samplers' epoch.
         """
-        keeps_workers = start_epoch(self.loader, epoch, rank=rank, seeding=seeding)
-        # A resumed run may start its workers later, when the original run drew no
-        # number for them.
-        is_resumable = epoch > 0 or self.position is None
-        seeds_apart = keeps_workers and is_resumable
-        with workers_seeded_apart(self.loader, epoch) if seeds_apart else nullcontext():
+        if epoch != self._epoch:
+            self._epoch = epoch
+            is_set = samplers_set_by_lightning(self.loader) if is_set_by_lightning else ()
+            set_epoch(self.loader, epoch, except_for=is_set)
+
+    @contextmanager
+    def workers_of(self, epoch: int, *, rank: int, seeding: WorkerSeeding | None) -> Iterator[None]:
+        """Let workers of an iterator that is created in the block belong to an epoch.
+
+        For the arguments, see :func:`~lightning_ddp_ext.data.epochs.prepare_workers`.
+        """
+        prepare_workers(self.loader, epoch, rank=rank, seeding=seeding)
+        is_seeded = iterates_as_torch(self.loader)
+        with workers_seeded_by(self.loader, self.seeds) if is_seeded else nullcontext():
             yield
+
+    def draw_seed(self, *, is_new_loader: bool = False) -> None:
+        """Draw the seed of an iterator's workers where torch would, for its later start.
+
+        Persistent workers get one seed.
+
+        Args:
+            is_new_loader: whether workers that persist have not been seeded.
+        """
+        if not iterates_as_torch(self.loader) or (self._keeps_seed and not is_new_loader):
+            return
+        self._keeps_seed = self.loader.persistent_workers
+        source = self._users_generator or torch.default_generator
+        self.seeds.set_state(source.get_state())
+        if not self._had_drawn_seed():
+            torch.empty((), dtype=torch.int64).random_(generator=source)
+
+    def _had_drawn_seed(self) -> bool:
+        """Whether the run that is resumed had already drawn the seed of an iterator."""
+        if self.position is not None:
+            return bool(self.position.continues())
+        return self.had_workers and bool(self.loader.persistent_workers)
 
     def __iter__(self) -> Iterator[Any]:
         self.on_iterator()
+        self._users_generator = getattr(self.loader, "generator", None)
+        self.draw_seed()
         return LazyIterator(self)
 
     def __len__(self) -> int:

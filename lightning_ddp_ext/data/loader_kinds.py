@@ -14,6 +14,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -29,7 +30,7 @@ from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.loader_properties import index_sampler_of, is_stateful, length_or_inf
 from lightning_ddp_ext.data.permanent_sampler import make_permanent
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition, LoaderState
-from lightning_ddp_ext.data.seeding import workers_seeded_apart
+from lightning_ddp_ext.data.seeding import mix, workers_seeded_by
 from lightning_ddp_ext.data.shortest import AHEAD
 
 # Not a fingerprint: after batches of different sizes, the position is unknown.
@@ -86,6 +87,18 @@ def rewind(loader: Any) -> None:
             sampler.resume_at(sampler.epoch, 0)
 
 
+def _start_within_epoch(position: LoaderPosition) -> Iterator[Any]:
+    """Start an iterator over a ``DataLoader`` in the middle of an epoch.
+
+    Its workers draw other numbers than those that read the earlier batches did. No
+    other generator is used, because the sampler may draw more numbers later.
+    """
+    seeds = torch.Generator()
+    seeds.manual_seed(mix(torch.initial_seed(), position.epoch, position.batches_given))
+    with workers_seeded_by(position.loader, seeds):
+        return iter(position.loader)
+
+
 class OrderPosition(LoaderPosition):
     """Global position in a loader with one of our samplers, for any number of ranks."""
 
@@ -118,7 +131,7 @@ class OrderPosition(LoaderPosition):
     def _read_from(self, position: int, order: Order | None) -> Iterator[Any]:
         self._sampler.resume_at(self.epoch, position)
         self._sampler.next_order = order
-        return iter(self.loader)
+        return _start_within_epoch(self) if position else iter(self.loader)
 
     @override
     def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
@@ -184,9 +197,7 @@ class IndexPosition(LoaderPosition):
 
     def _read_rest(self, indices: Iterator[Any]) -> Iterator[Any]:
         self._sampler.draw_next_by(lambda: indices)
-        # The sampler may draw more numbers later.
-        with workers_seeded_apart(self.loader, self.epoch, self.batches_given):
-            return iter(self.loader)
+        return _start_within_epoch(self)
 
 
 class StatePosition(LoaderPosition):

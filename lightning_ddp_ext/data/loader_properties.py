@@ -16,6 +16,13 @@ def index_sampler_of(loader: Any) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
+def iterates_as_torch(loader: object) -> bool:
+    """Whether a loader's ``__iter__`` is that of torch's or torchdata's ``DataLoader``."""
+    if not isinstance(loader, DataLoader):
+        return False
+    return type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
+
+
 def is_stateful(loader: object) -> bool:
     """Whether a loader has a state, as torchdata's ``StatefulDataLoader`` does."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -119,6 +119,7 @@ class LoaderPosition:
         generators: the generators that are attributes of the loader, its samplers, its
             ``collate_fn`` or the datasets in it, besides the global ones.
         on_progress: called for each batch that is read again.
+        draw_seed: called when an iterator that was created to continue begins instead.
     """
 
     kind = "batches"
@@ -140,6 +141,7 @@ class LoaderPosition:
         collator = getattr(collate, "__self__", collate)  # of a bound method
         self.generators = generators_of(*all_below(loader), collator)
         self.on_progress: Callable[[], object] = lambda: None
+        self.draw_seed: Callable[[], object] = lambda: None
         self._remembered = remembered
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
         # The starts of a resumed epoch's next iterators; later ones start at the beginning.
@@ -194,6 +196,10 @@ class LoaderPosition:
         self._resumed_starts.append(partial(self._start_rest, start_rest))
         return state["drawn"] in (None, self._drawn_by(start, start.position + start.ahead))
 
+    def continues(self) -> bool:
+        """Whether the next iterator continues where another run was."""
+        return bool(self._resumed_starts)
+
     def start_iterator(self) -> Iterator[Any]:
         """Start the next iterator of the epoch.
 
@@ -216,7 +222,10 @@ class LoaderPosition:
             return rest
         # An empty rest would be a second end, and would end the epoch.
         first_batch = list(islice(rest, 1))
-        return chain(first_batch, rest) if first_batch else self._start_at_beginning()
+        if first_batch:
+            return chain(first_batch, rest)
+        self.draw_seed()
+        return self._start_at_beginning()
 
     def _start_at_beginning(self) -> Iterator[Any]:
         number = self._starts[-1].number + 1 if self._starts else 0

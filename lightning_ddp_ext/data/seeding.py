@@ -120,15 +120,14 @@ def _seeding_before(read: Callable[[Any, Any], Any], words: Sequence[int]) -> An
 
 
 @contextmanager
-def workers_seeded_apart(loader: Any, *words: int) -> Iterator[None]:
-    """Make workers that start in the block take their seed from a separate generator.
+def workers_seeded_by(loader: Any, generator: torch.Generator) -> Iterator[None]:
+    """Make an iterator of a ``DataLoader`` draw its workers' seed from a generator.
 
-    A resumed run starts persistent workers at a different time than the original run
-    did. That must not change any other random number.
+    The iterator is created in the block. Otherwise torch draws the seed from the
+    loader's generator or the global one.
     """
     users_generator = loader.generator
-    loader.generator = torch.Generator()
-    loader.generator.manual_seed(mix(torch.initial_seed(), *words))
+    loader.generator = generator
     try:
         yield
     finally:

@@ -385,12 +385,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.stops.at_end()
 
     @override
-    def on_validation_start(self) -> None:
-        self._start_evaluation()
-        self.data.saver.record("validation")
-        self.recorder.record(Kind.BATCH)
-
-    @override
     def on_validation_end(self) -> None:
         self.data.cursor.on_validation_end()
         self.recorder.record(Kind.VALIDATED)
@@ -404,8 +398,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.data.uneven.report_step_if_even()
         self.stops.at_end_of_evaluation()
 
-    # Lightning's hooks of the other evaluations.
-    on_test_start = on_predict_start = _start_evaluation
+    on_validation_start = on_test_start = on_predict_start = _start_evaluation
     on_test_end = on_predict_end = _end_evaluation
 
     @override

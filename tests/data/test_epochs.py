@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_ext.data.epochs import set_epoch, start_epoch
+from lightning_ddp_ext.data.epochs import prepare_workers, set_epoch
 
 
 class Holder(Dataset[int]):
@@ -84,7 +84,7 @@ def test_workers_start_as_the_user_chose() -> None:
     )
     samples = []
     for epoch in range(EPOCHS):
-        start_epoch(loader, epoch, rank=0)
+        prepare_workers(loader, epoch, rank=0)
         samples += [sample for batch in loader for sample in batch]
     assert len(samples) == EPOCHS * SAMPLES
     assert len({sample.process for sample in samples}) == 1

@@ -19,6 +19,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     Sampler,
     Subset,
@@ -258,3 +259,111 @@ def test_random_streams_belong_to_seed_epoch_rank_and_worker(
         epochs += [*drawn.first.values(), *drawn.other_seed.values()]
     assert [len(numbers) for numbers in epochs] == [NUMBERS] * 2 * 2 * 2  # ranks, seeds, epochs
     assert len(set().union(*epochs)) == NUMBERS * len(epochs)
+
+
+# What users set and read themselves, without ``SamplerEpochSeeding``.
+
+
+class Turned(Sampler[int]):
+    """Turns its order at each call of ``set_epoch``."""
+
+    def __init__(self) -> None:
+        self.order = [0, 1, 2, 3]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = [*self.order[1:], self.order[0]]
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+class TurnedBatches(Turned):
+    """A batch sampler that does so."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[sample] for sample in self.order])
+
+
+class Levels(Samples):
+    """Is given two numbers, which Lightning does not do."""
+
+    def set_epoch(self, epoch: int, level: float) -> None:  # type: ignore[override]
+        self.epoch = epoch
+
+
+def own_sampler() -> Any:
+    return loader(sampler=DistributedSampler(range(8), 2, seed=1))
+
+
+class SetsEpoch(L.Callback):
+    """Gives a sampler another number than the epoch."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: Any) -> None:
+        trainer.train_dataloader.sampler.set_epoch(100 + trainer.current_epoch)
+
+
+READS = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end")
+
+
+class ReadsOrder(L.Callback):
+    """Reads the training loader in hooks."""
+
+    def __init__(self) -> None:
+        self.read: list[tuple[str, list[Any]]] = []
+        for hook in READS:
+            setattr(self, hook, partial(self._read, hook))
+
+    def _read(self, hook: str, trainer: L.Trainer, module: Any) -> None:
+        self.read.append((hook, [batch.tolist() for batch in trainer.train_dataloader]))
+
+
+SET_BY_USERS: dict[str, Callable[[], Any]] = {
+    "a sampler that the user sets": own_sampler,
+    "a sampler that turns": lambda: loader(sampler=Turned()),
+    "a dataset that takes two numbers": lambda: loader(Levels()),
+}
+
+
+def read_as_set(kind: training.Kind, directory: Path) -> dict[str, Any]:
+    """Return the steps of each training, and what a callback reads in hooks."""
+    results: dict[str, Any] = {}
+    options: dict[str, Any] = {"use_distributed_sampler": False, "max_epochs": 2}
+    for name, make in SET_BY_USERS.items():
+        net = Reader(make)
+        callbacks = [SetsEpoch()] if make is own_sampler else []
+        training.fit(kind, directory, net, *callbacks, **options)
+        results[name] = net.steps
+    reader = ReadsOrder()
+    training.fit(kind, directory, Reader(partial(loader, shuffle=True)), reader, max_epochs=3)
+    return {**results, "read in hooks": reader.read}
+
+
+def test_what_lightning_or_the_user_sets_is_not_set_again(tmp_path: Path) -> None:
+    """A user's sampler reads the number that its user sets, and is set once in an epoch.
+
+    In each hook, user code reads the order that stock reads there.
+    """
+    ours, stock = training.on_both(read_as_set, tmp_path)
+    assert ours == stock
+    assert len(ours[0]["read in hooks"]) == 2 + 2 * 3
+
+
+def count_turns(kind: training.Kind, directory: Path) -> list[continuing.Step]:
+    """Read a batch sampler that turns, in a loader that begins again in each epoch."""
+    longer = DataLoader(continuing.Numbers(10), batch_size=1)
+    loaders = [loader(batch_sampler=TurnedBatches()), longer]
+    return train(kind, directory, Reader(lambda: loaders), max_epochs=2).steps
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_an_object_gets_each_epoch_once(kind: training.Kind, tmp_path: Path) -> None:
+    """A batch sampler that turns at each call turns once in an epoch, although it is read
+    several times.
+    """
+    for steps in training.on_ranks(kind, count_turns, tmp_path):
+        for epoch, first in enumerate([1, 2]):
+            samples = [step.samples[0] for step in steps if step.epoch == epoch]
+            assert samples == [(first + place) % 4 for place in range(10)]

@@ -4,7 +4,8 @@ and Trainer options.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,12 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.nn.functional import dropout
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.harness import training
 from tests.harness.training import Net
+from tests.integration import continuing
 
 # As Lightning's documentation shows them.
 
@@ -313,3 +317,115 @@ def test_other_numbers_of_ranks_learn_what_they_learn_with_stock_ddp(
     )
     training.assert_same(ours, stock)
     assert ours[0]["plain"].forward_passes > 0
+
+
+# Random numbers.
+
+
+class Rows(IterableDataset[Any]):
+    """The same rows on each rank, without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(training.data(12))
+
+
+class OwnIteration(DataLoader[Any]):
+    """Starts torch's iterator when its first batch is requested."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+
+def loader(dataset: Any, *, kind: type[DataLoader[Any]] = DataLoader, **options: Any) -> Any:
+    return kind(dataset, batch_size=3, **options)
+
+
+def of_own_generator() -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return loader(training.data(), shuffle=True, generator=generator)
+
+
+class Drawing(NamedTuple):
+    """The training loader, options of the validation loader, and options of the Trainer."""
+
+    loader: Callable[[], Any] = partial(loader, training.data(), shuffle=True)
+    validation: Mapping[str, Any] = {}
+    trainer: Mapping[str, Any] = {}
+
+
+DRAWING = {
+    "shuffled": Drawing(),
+    "workers": Drawing(partial(loader, training.data(), **continuing.workers())),
+    "persistent workers": Drawing(
+        partial(loader, training.data(), **continuing.KEPT), continuing.KEPT
+    ),
+    "a stream": Drawing(partial(loader, Rows())),
+    "a stream, persistent workers": Drawing(partial(loader, Rows(), **continuing.KEPT)),
+    "reloaded": Drawing(trainer={"reload_dataloaders_every_n_epochs": 1}),
+    "several loaders": Drawing(lambda: [loader(training.data()), loader(training.data(9))]),
+    "own generator": Drawing(of_own_generator, trainer={"use_distributed_sampler": False}),
+    "own iteration": Drawing(partial(loader, training.data(), kind=OwnIteration)),
+}
+HOOKS = (
+    *("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start"),
+    *("on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_batch_start", "on_validation_end", "on_train_end"),
+    *("on_test_start", "on_test_batch_start", "on_predict_start", "on_predict_batch_start"),
+    "on_fit_end",
+)
+
+
+class Draws(L.Callback):
+    """Draws a random number in each hook."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[str, list[Tensor]] = {hook: [] for hook in HOOKS}
+        for hook in HOOKS:
+            setattr(self, hook, partial(self._draw, hook))
+
+    def _draw(self, hook: str, *_: Any, **__: Any) -> None:
+        self.drawn[hook].append(torch.rand(()))
+
+
+class Dropping(Net):
+    """Trains with dropout."""
+
+    def __init__(self, case: Drawing) -> None:
+        super().__init__()
+        self.case = case
+
+    def train_dataloader(self) -> Any:
+        return self.case.loader()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(training.data(8), batch_size=2, **self.case.validation)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x, y = batch if isinstance(batch[0], Tensor) else batch[1]
+        return super().training_step([dropout(x), y], index)
+
+
+def draw(kind: training.Kind, directory: Path) -> dict[str, Any]:
+    """Train twice with one Trainer, and evaluate; return the numbers and the weights."""
+    results = {}
+    for name, case in DRAWING.items():
+        L.seed_everything(7)
+        draws = Draws()
+        model = Dropping(case)
+        trainer = training.fit(kind, directory, model, draws, **case.trainer)
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(model)
+        trainer.validate(model, verbose=False)
+        trainer.test(model, verbose=False)
+        trainer.predict(model)
+        results[name] = {"drawn": draws.drawn, "weights": training.weights(model)}
+    return results
+
+
+def test_random_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:
+    """What hooks and dropout draw equals stock's, also in the second fit of a Trainer."""
+    ours, stock = training.on_both(draw, tmp_path)
+    for name in DRAWING:
+        for own, others in zip(ours, stock, strict=True):
+            training.assert_same(own[name], others[name])
+    assert all(ours[0]["shuffled"]["drawn"].values())

@@ -9,14 +9,14 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_ddp_ext.arguments import integer
-from lightning_ddp_ext.data.epochs import start_epoch
-from lightning_ddp_ext.data.loader import DistributedLoader, source_of
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, source_of
 from lightning_ddp_ext.data.loader_kinds import global_order_of
 from lightning_ddp_ext.data.seeding import WorkerSeeding, seed_generators
 from lightning_ddp_ext.errors import ConfigurationError
 
 from ..data.loaders import TrainerLoaders
 from ..data.loop_state import epoch_of
+from ..private.compat import active_loop_of, iterators_of
 from ..private.lightning_tree import RunningStage, pl
 from ..private.replaced_methods import Prepare, ReplacedMethods
 
@@ -26,9 +26,10 @@ class SamplerEpochSeeding(pl.Callback):
 
     Before a loader is iterated over, in training, in evaluation and after a resume, the
     callback passes the current training epoch to every object in the loader that has a
-    method ``set_epoch``: samplers and batch samplers, the objects that they wrap,
-    datasets and the objects that they wrap, loaders that are not a ``DataLoader``, and
-    datasets in persistent workers.
+    method ``set_epoch(epoch)``: samplers and batch samplers, the objects that they
+    wrap, datasets and the objects that they wrap, loaders that are not a
+    ``DataLoader``, and datasets in persistent workers. Each gets an epoch once. The
+    samplers to which Lightning passes the epoch keep what a hook sets after that.
 
     ``DDPExtStrategy`` does this itself, so with it the callback is only needed for
     ``seed``.
@@ -86,15 +87,13 @@ class SamplerEpochSeeding(pl.Callback):
         return DistributedLoader(source, partial(self._start_iterator, trainer)).shown()
 
     def _start_iterator(
-        self, trainer: pl.Trainer, loader: DistributedLoader, iterator: object
+        self, trainer: pl.Trainer, loader: DistributedLoader, iterator: LazyIterator
     ) -> Iterator[Any]:
-        start_epoch(
-            loader.loader,
-            epoch_of(trainer),
-            rank=trainer.global_rank,
-            seeding=self._worker_seeding,
-        )
-        return iter(loader.loader)
+        epoch = epoch_of(trainer)
+        if any(iterator is other for other in iterators_of(active_loop_of(trainer))):
+            loader.set_epoch(epoch, is_set_by_lightning=trainer.state.fn == "fit")
+        with loader.workers_of(epoch, rank=trainer.global_rank, seeding=self._worker_seeding):
+            return iter(loader.loader)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

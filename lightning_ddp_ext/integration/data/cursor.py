@@ -98,6 +98,7 @@ class EpochCursor:
     def _reset(self) -> None:
         self.seeding: WorkerSeeding | None = None
         self._resumed: ResumedEpoch | None = None
+        self._is_started = False
         self._combined_iterator: Any = None  # of the epoch that was entered last
         self._validated_at = math.inf
 
@@ -150,19 +151,29 @@ class EpochCursor:
         epoch = epoch_of(self._trainer)
         return epoch if self._resumed is None else max(epoch, self._resumed.restart.epoch)
 
+    @property
+    def had_validation_workers(self) -> bool:
+        """Whether a run that is resumed had started workers for validation."""
+        return self._resumed is not None and self._resumed.had_validation_workers
+
     # Iterators.
 
     def start(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a loader, because its first batch was requested.
 
         In the fit loop it starts at the training position; in an evaluation loop or
-        user code, at the beginning.
+        user code, at the beginning. User code reads the epoch that was set before.
         """
         is_trained = loader.position is not None
         loop = self._trainer.fit_loop if is_trained else active_loop_of(self._trainer)
         is_read_by_loop = any(iterator is other for other in iterators_of(loop))
+        epoch = self.epoch
+        if is_read_by_loop:
+            # Of an unknown length, a resumed epoch's first batch is read before that.
+            is_set_by_lightning = self._resumed is None or self._is_started
+            loader.set_epoch(epoch, is_set_by_lightning=is_set_by_lightning)
         rank = self._strategy.global_rank
-        with loader.in_epoch(self.epoch, rank=rank, seeding=self.seeding):
+        with loader.workers_of(epoch, rank=rank, seeding=self.seeding):
             if is_trained and is_read_by_loop:
                 return self._start_training(iterator)
             rewind(loader.loader)
@@ -232,6 +243,7 @@ class EpochCursor:
 
     def on_train_start(self) -> None:
         """Set the counters and the random state with which training continues."""
+        self._is_started = True
         self._validated_at = time.monotonic()
         if self._resumed is not None and not self._resumed.describes_loops:
             # A `LearningRateFinder` sets the loops to its own file, so that the resumed

@@ -21,7 +21,11 @@ from lightning_ddp_ext.data.even_batches import EvenBatches
 from lightning_ddp_ext.data.iterators import each_of
 from lightning_ddp_ext.data.loader import DistributedLoader, own_copy
 from lightning_ddp_ext.data.loader_kinds import global_order_of
-from lightning_ddp_ext.data.loader_properties import index_sampler_of, length_or_inf
+from lightning_ddp_ext.data.loader_properties import (
+    index_sampler_of,
+    iterates_as_torch,
+    length_or_inf,
+)
 from lightning_ddp_ext.data.permanent_sampler import PermanentBatchSampler, make_permanent
 
 from ..named_calls import ranks_of
@@ -182,4 +186,4 @@ def can_count_once(loader: DataLoader[Any]) -> bool:
         return False
     if not getattr(loader, "in_order", True):
         return False
-    return type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
+    return iterates_as_torch(loader)

@@ -20,11 +20,11 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_ext.arguments import check_choice
+from lightning_ddp_ext.checkpoint.rank_records import Kind
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, global_order_of, position_of
 from lightning_ddp_ext.data.loader_properties import length_or_inf, name_of
-from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.resampled import REMEDY, with_sampler
 from lightning_ddp_ext.data.samplers import (
     ScalableDistributedSampler,
@@ -133,12 +133,13 @@ class TrainerLoaders:
         if stage in EVALUATED:
             self.evaluation.prepare(loader, stage)
             loader.on_iterator = self._before_validation
+            loader.had_workers = self.cursor.had_validation_workers
         else:
             self.uneven.agree_on_length(loader)
-            loader.position = self._position_of(loader)
+            self._follow_position(loader)
         return loader.shown()
 
-    def _position_of(self, loader: DistributedLoader) -> LoaderPosition:
+    def _follow_position(self, loader: DistributedLoader) -> None:
         trainer = self._strategy.current_trainer
         # This callback sets the Trainer's value only when an epoch starts.
         scheduled = [
@@ -147,16 +148,26 @@ class TrainerLoaders:
             if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
             for batches in callback.scheduling.values()
         ]
-        return position_of(
+        loader.position = position_of(
             loader.loader,
             world_size=self._strategy.world_size,
             remembered=max([trainer.accumulate_grad_batches, *scheduled]) + _BATCHES_BEHIND,
         )
+        loader.position.generators.append(loader.seeds)
+        loader.position.draw_seed = loader.draw_seed
 
     def _before_validation(self) -> None:
-        """Record the weights before any validation hook may exchange them."""
-        self._parts.stops.weights.before_validation(self._strategy.current_trainer)
+        """Record the weights and the random state before any validation hook runs.
+
+        A hook may exchange the weights. Iterators have drawn no random numbers yet.
+        """
+        trainer = self._strategy.current_trainer
+        self._parts.stops.weights.before_validation(trainer)
         self._parts.recorder.before_validation()
+        is_first_iterator = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready == 0
+        if trainer.validating and is_first_iterator:
+            self.saver.record("validation")
+            self._parts.recorder.record(Kind.BATCH)
 
     # Samplers.
 

@@ -40,7 +40,7 @@ from lightning_ddp_ext.rank_lists import ranks_in_words
 
 from ..callbacks.hang_watchdog import report_progress
 from ..named_calls import ranks_of, refuse
-from ..private.compat import end_epoch_after, end_restart, mode_of
+from ..private.compat import combined_iterator_of, end_epoch_after, end_restart, mode_of
 from ..private.lightning_tree import pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
@@ -85,6 +85,7 @@ class ResumedEpoch:
         self._batches = math.inf  # of the epoch, if known from the checkpoint
         self._placed: Sequence[LoaderPosition] = ()
         self._has_restored_random_state = False
+        self._iterator_before: Any = None  # when the random state was restored
 
     @property
     def _trainer(self) -> Any:
@@ -177,7 +178,8 @@ class ResumedEpoch:
                 different.append(position.name)
                 continue
             epoch = self.restart.epoch
-            with loader.in_epoch(epoch, rank=rank, seeding=seeding):
+            loader.set_epoch(epoch, is_set_by_lightning=False)
+            with loader.workers_of(epoch, rank=rank, seeding=seeding):
                 draws_the_same = position.continue_epoch(epoch, state, done=self.restart.done)
             if not draws_the_same:
                 different.append(position.name)
@@ -233,11 +235,31 @@ class ResumedEpoch:
 
     # Random states.
 
+    @property
+    def had_validation_workers(self) -> bool:
+        """Whether the run that saved had started workers for validation in this epoch.
+
+        If they persist and loaders are not reloaded, an earlier epoch counts.
+        """
+        restart = self._saved.restart
+        progress = self._saved.loops["epoch_loop.val_loop.batch_progress"]
+        done = progress["total"]["ready"]
+        if restart.at == "validation":
+            done -= progress["current"]["ready"]  # this one starts again
+        if done > 0 and restart.at != "epoch_start":
+            return True
+        if restart.epoch == 0:
+            return bool(self._trainer.num_sanity_val_steps > 0)
+        return bool(self._trainer.reload_dataloaders_every_n_epochs == 0)
+
     def before_iterators(self) -> None:
         """Restore the random state of the epoch's start, before its iterators start."""
         is_due = self.restart.has_started or not self._has_restored_random_state
         if self.restart.at == "epoch_start" and is_due:
             self._restore_random_state()
+        iterator = combined_iterator_of(self._trainer.fit_loop)
+        if self._draws_again and iterator is self._iterator_before:
+            self._draw_seeds()
 
     def after_iterators(self) -> None:
         """Restore the random state between two batches, after the iterators started."""
@@ -250,10 +272,26 @@ class ResumedEpoch:
         random = self._saved.random_state_of(self._strategy.global_rank)
         if random is None:
             return
-        reloads = self._trainer.reload_dataloaders_every_n_epochs > 0
-        has_new_loaders = self.restart.begins_epoch and reloads
+        self._iterator_before = combined_iterator_of(self._trainer.fit_loop)
+        interval = self._trainer.reload_dataloaders_every_n_epochs
+        has_new_loaders = self.restart.begins_epoch and interval > 0
         generators = training_generators(self._strategy, with_loaders=not has_new_loaders)
         restore_random_state(random, generators)
+        if has_new_loaders and self._draws_again and self.restart.epoch % interval == 0:
+            # Lightning would have created iterators when it reloaded them.
+            self._draw_seeds(is_new_loader=True)
+
+    @property
+    def _draws_again(self) -> bool:
+        """Whether iterators of the epoch were created after its random state was saved.
+
+        Lightning creates them before it in the first epoch and in a resumed run.
+        """
+        return self.restart.begins_epoch and self.restart.epoch > 0
+
+    def _draw_seeds(self, *, is_new_loader: bool = False) -> None:
+        for loader in training_loaders_of(self._trainer):
+            loader.draw_seed(is_new_loader=is_new_loader)
 
     # Hooks of the fit loop.
 
