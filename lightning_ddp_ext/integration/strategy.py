@@ -317,7 +317,8 @@ class DDPExtStrategy(RankDevicesStrategy):
             checkpoint[FILE_KEY] = self.files.identity.content
         self.checkpoints.save(checkpoint, filepath, storage_options)
         trainer = trainer_of(self.lightning_module)
-        if trainer is not None and not self.checkpoints.is_alone:
+        is_own = getattr(trainer, "strategy", None) is self  # another may use the module now
+        if is_own and not self.checkpoints.is_alone:
             share_best_checkpoints(trainer)
 
     @override

@@ -292,6 +292,28 @@ def test_rank_zero_tests_alone_between_fits() -> None:
     assert sorted(lines) == sorted(once * 2), done.output
 
 
+def save_where_ranks_were_started(
+    rank: int, world_size: int, directory: Path, strategy: str
+) -> list[set[str]]:
+    """Save a model that other processes have trained, also after another Trainer used it."""
+    model = Net()
+    trainer = training.make_trainer(strategy, default_root_dir=directory)
+    trainer.fit(model)
+    trainer.save_checkpoint(directory / "first.ckpt")
+    training.make_trainer("auto", devices=1).fit(model)
+    trainer.save_checkpoint(directory / "second.ckpt")
+    return [set(torch.load(directory / name)) for name in ("first.ckpt", "second.ckpt")]
+
+
+def test_a_process_that_has_started_ranks_saves_as_with_stock(tmp_path: Path) -> None:
+    """A notebook saves the model after `fit`; the file says nothing of the ranks' data."""
+    ours, stock = (
+        ranks.run_ranks(save_where_ranks_were_started, 1, tmp_path, strategy, env={})
+        for strategy in ("ddp_ext_fork", "ddp_fork")
+    )
+    assert ours == stock
+
+
 class Turn(NamedTuple):
     """A Trainer's start method and number of devices."""
 

@@ -68,15 +68,13 @@ class PositionSaver:
         self._strategy = strategy
         self._checkpoints = checkpoints
         self._stops = stops
+        self._trainer: Any = None  # of the last run in this process
         self._recorded: dict[Moment, RecordedState] = {}
         self._end: RankPosition | None = None
 
-    @property
-    def _trainer(self) -> Any:
-        return self._strategy.current_trainer
-
     def attach(self, trainer: Any) -> None:
         """Drop what an earlier run recorded; a new fit also drops where training ended."""
+        self._trainer = trainer
         self._recorded = {}
         if trainer.state.fn == "fit":
             self._end = None
@@ -86,9 +84,9 @@ class PositionSaver:
         self._recorded[moment] = self._current_state()
 
     def _current_state(self) -> RecordedState:
-        batches_given = [position.batches_given for position in positions_of(self._trainer)]
-        random = record_random_state(training_generators(self._strategy))
-        return RecordedState(random, batches_given)
+        positions = positions_of(self._trainer)
+        random = record_random_state(training_generators(self._strategy, positions))
+        return RecordedState(random, [position.batches_given for position in positions])
 
     def on_train_end(self) -> None:
         """Record where training ended.
@@ -108,9 +106,9 @@ class PositionSaver:
         """Add all ranks' data positions to a checkpoint in the call ``what``.
 
         ``seed`` is the seed for the order of samples, if known. Collective unless
-        interrupted.
+        interrupted. A process that has only started ranks has no position.
         """
-        if "loops" not in checkpoint:
+        if "loops" not in checkpoint or self._trainer is None:
             return
         position = self._position_to_save(checkpoint["loops"]["fit_loop"])
         if position is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ def positions_of(trainer: Any) -> list[LoaderPosition]:
     return [loader.position for loader in training_loaders_of(trainer)]
 
 
-def training_generators(strategy: RankDevicesStrategy, *, with_loaders: bool = True) -> list[Any]:
+def training_generators(
+    strategy: RankDevicesStrategy, positions: Iterable[LoaderPosition]
+) -> list[Any]:
     """Return the non-global generators of this rank's training.
 
-    These are the generators of its CUDA devices and its loaders.
+    These are the generators of its CUDA devices and of loaders with these positions.
     """
-    positions = positions_of(strategy.current_trainer) if with_loaders else []
     devices = [device for device in strategy.rank_devices if device.type == "cuda"]
     on_device = [torch.cuda.default_generators[device.index] for device in devices]
     in_loaders = [generator for position in positions for generator in position.generators]

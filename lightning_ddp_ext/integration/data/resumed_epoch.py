@@ -275,7 +275,8 @@ class ResumedEpoch:
         self._iterator_before = combined_iterator_of(self._trainer.fit_loop)
         interval = self._trainer.reload_dataloaders_every_n_epochs
         has_new_loaders = self.restart.begins_epoch and interval > 0
-        generators = training_generators(self._strategy, with_loaders=not has_new_loaders)
+        positions = [] if has_new_loaders else positions_of(self._trainer)
+        generators = training_generators(self._strategy, positions)
         restore_random_state(random, generators)
         if has_new_loaders and self._draws_again and self.restart.epoch % interval == 0:
             # Lightning would have created iterators when it reloaded them.

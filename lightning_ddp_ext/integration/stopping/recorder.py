@@ -87,7 +87,8 @@ class Recorder:
         if self._own is None:
             return
         if moment == Kind.EPOCH:
-            self._generators = training_generators(self._strategy)
+            positions = positions_of(self._strategy.current_trainer)
+            self._generators = training_generators(self._strategy, positions)
         batches = self._loop.batch_progress.total.ready
         with self._stopping_at_an_error() as own:
             if moment == Kind.EPOCH:
