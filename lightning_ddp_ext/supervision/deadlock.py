@@ -20,7 +20,6 @@ from lightning_ddp_ext.supervision.report import Report
 _OF_SAME_SIZE = ("all_reduce", "broadcast", "reduce")
 _COMPUTING = 0.01  # seconds of processor time between two surveys; a thread that waits takes none
 _REMEDIES = {
-    "property": "read properties that broadcast, such as trainer.log_dir, on every rank",
     "logged values": "log the same values in the same number of steps on every rank",
     "metric": (
         "compute the metric on every rank, and let every rank run the same number of evaluation"
@@ -54,7 +53,7 @@ class Deadlock:
         _, ranks_in_rarest_call = grouped(calls)[0]
         by_purpose = (remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes)
         awaited = [report.awaited for report in self.reports if report.awaited is not None]
-        remedies = "; ".join([next(by_purpose, _GENERAL_REMEDY), *remedies_of(awaited)])
+        remedies = "; ".join(remedies_of(awaited)) or next(by_purpose, _GENERAL_REMEDY)
         return event_of(
             "absent",
             ranks_in_rarest_call[0],

@@ -35,14 +35,12 @@ _DUMPED_WITHIN = 2.0  # seconds; shorter than the time in which a rank must repl
 # The share of its timeout after which a collective counts as timed out. A rank may have
 # entered its last collective a little after the one that timed out.
 _SHARE_OF_TIMEOUT = 0.9
-# Functions on the stack of a collective that reveal its purpose: a part of the file's
-# path, the name, and the purpose.
-_PURPOSES = (
-    ("", "log_dir", "property"),
-    ("/lightning_ddp_ext/reductions/", "", "logged values"),
-    ("/torchmetrics/", "", "metric"),
-    ("/torch/autograd/", "", "backward"),
-)
+# Parts of paths of files on the stack of a collective, which reveal its purpose.
+_PURPOSES = {
+    "/lightning_ddp_ext/reductions/": "logged values",
+    "/torchmetrics/": "metric",
+    "/torch/autograd/": "backward",
+}
 
 _Entry = Mapping[str, Any]  # of a recorder
 
@@ -308,7 +306,7 @@ def _collective(entry: _Entry) -> Collective:
 
 
 def _purpose_in(stack: list[dict[str, Any]]) -> str:
-    for path, function, purpose in _PURPOSES:
-        if any(path in frame["filename"] and function in ("", frame["name"]) for frame in stack):
+    for path, purpose in _PURPOSES.items():
+        if any(path in frame["filename"] for frame in stack):
             return purpose
     return ""

@@ -93,7 +93,7 @@ def test_random_states_of_all_devices_of_a_rank_are_recorded() -> None:
     generators = tuple(torch.Generator() for _ in range(4))
     second_rank = with_gpus(4, local_rank=1)
     with patch.object(torch.cuda, "default_generators", generators):
-        recorded = training_generators(second_rank, with_loaders=False)
+        recorded = training_generators(second_rank, [])
     assert [generators.index(generator) for generator in recorded] == [2, 3]
 
 
