@@ -53,7 +53,7 @@ class Deadlock:
         _, ranks_in_rarest_call = grouped(calls)[0]
         by_purpose = (remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes)
         awaited = [report.awaited for report in self.reports if report.awaited is not None]
-        remedies = "; ".join(remedies_of(awaited)) or next(by_purpose, _GENERAL_REMEDY)
+        remedies = "; ".join([*remedies_of(awaited), *by_purpose]) or _GENERAL_REMEDY
         return event_of(
             "absent",
             ranks_in_rarest_call[0],
