@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
+from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.seeding import WorkerSeeding
 
 _DATA = (Sampler, Dataset, DataLoader)
@@ -142,11 +143,10 @@ def has_set_epoch(obj: Any) -> bool:
     if not callable(getattr_static(obj, "set_epoch", None)):
         return False
     try:
-        signature(obj.set_epoch).bind(0)
+        with suppress(ValueError):  # a method in C may have no signature
+            signature(obj.set_epoch).bind(0)
     except TypeError:
         return False
-    except ValueError:  # a method in C may have no signature
-        pass
     return True
 
 
@@ -154,12 +154,17 @@ def samplers_set_by_lightning(loader: Any) -> list[Any]:
     """Return the samplers in a loader that get the epoch from Lightning.
 
     Lightning calls ``set_epoch`` on the loader's sampler and on that of its batch
-    sampler before the hooks of an epoch, in which users may set another number. These
-    samplers pass it to samplers that they wrap.
+    sampler before the hooks of an epoch, in which users may set another number. Of
+    samplers that wrap others, only ours are known to pass it on.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
-    outer = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
-    return [sampler for owner in outer if has_set_epoch(owner) for sampler in samplers_below(owner)]
+    found: list[Any] = []
+    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+        if isinstance(sampler, GlobalOrderSampler):
+            found += samplers_below(sampler)
+        elif has_set_epoch(sampler):
+            found.append(sampler)
+    return found
 
 
 class _Visit(NamedTuple):

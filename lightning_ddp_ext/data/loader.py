@@ -18,7 +18,7 @@ from lightning_ddp_ext.data.epochs import (
 )
 from lightning_ddp_ext.data.loader_properties import is_stateful, iterates_as_torch
 from lightning_ddp_ext.data.proxy import iterable_of, show
-from lightning_ddp_ext.data.seeding import WorkerSeeding, workers_seeded_by
+from lightning_ddp_ext.data.seeding import WorkerSeeding, draws_on_cpu, workers_seeded_by
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
@@ -94,6 +94,10 @@ class DistributedLoader:
         """
         return show(self.loader, self)
 
+    def forget_epoch(self) -> None:
+        """Set the epoch again before the next iterator starts, as it begins anew."""
+        self._epoch = -1
+
     def set_epoch(self, epoch: int, *, is_set_by_lightning: bool) -> None:
         """Set the epoch of the objects in the loader, once, since they may count calls.
 
@@ -125,7 +129,8 @@ class DistributedLoader:
         Args:
             is_new_loader: whether workers that persist have not been seeded.
         """
-        if not iterates_as_torch(self.loader) or (self._keeps_seed and not is_new_loader):
+        is_drawn_here = iterates_as_torch(self.loader) and draws_on_cpu(self._users_generator)
+        if not is_drawn_here or (self._keeps_seed and not is_new_loader):
             return
         self._keeps_seed = self.loader.persistent_workers
         source = self._users_generator or torch.default_generator

@@ -99,6 +99,9 @@ class GivenBatch(NamedTuple):
     batches: int
 
 
+DrawSeed = Callable[[], object]
+
+
 class LoaderPosition:
     """The Trainer's position in one training loader, which may be any iterable.
 
@@ -119,7 +122,6 @@ class LoaderPosition:
         generators: the generators that are attributes of the loader, its samplers, its
             ``collate_fn`` or the datasets in it, besides the global ones.
         on_progress: called for each batch that is read again.
-        draw_seed: called when an iterator that was created to continue begins instead.
     """
 
     kind = "batches"
@@ -141,11 +143,10 @@ class LoaderPosition:
         collator = getattr(collate, "__self__", collate)  # of a bound method
         self.generators = generators_of(*all_below(loader), collator)
         self.on_progress: Callable[[], object] = lambda: None
-        self.draw_seed: Callable[[], object] = lambda: None
         self._remembered = remembered
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
         # The starts of a resumed epoch's next iterators; later ones start at the beginning.
-        self._resumed_starts = deque[Callable[[], Iterator[Any]]]()
+        self._resumed_starts = deque[Callable[[DrawSeed], Iterator[Any]]]()
 
     def read_parameters(self) -> None:
         """Read the loader's parameters, before an epoch; a sampler may count in its seed."""
@@ -192,7 +193,7 @@ class LoaderPosition:
             # The saving run had already created this iterator.
             start_rest = self._redraw(start)
         if start.number > 0:
-            self._resumed_starts.append(lambda: iter(()))
+            self._resumed_starts.append(lambda draw_seed: iter(()))
         self._resumed_starts.append(partial(self._start_rest, start_rest))
         return state["drawn"] in (None, self._drawn_by(start, start.position + start.ahead))
 
@@ -200,9 +201,10 @@ class LoaderPosition:
         """Whether the next iterator continues where another run was."""
         return bool(self._resumed_starts)
 
-    def start_iterator(self) -> Iterator[Any]:
+    def start_iterator(self, draw_seed: DrawSeed) -> Iterator[Any]:
         """Start the next iterator of the epoch.
 
+        ``draw_seed`` is called if one that was created to continue begins instead.
         With ``max_size_cycle``, a short loader starts again whenever it ends, and
         Lightning ends the epoch when every loader reached its end. If the loader had
         started again before the checkpoint was saved, a resuming run therefore needs
@@ -211,9 +213,11 @@ class LoaderPosition:
         """
         if not self._resumed_starts:
             return self._start_at_beginning()
-        return self._resumed_starts.popleft()()
+        return self._resumed_starts.popleft()(draw_seed)
 
-    def _start_rest(self, start_rest: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _start_rest(
+        self, start_rest: Callable[[], Iterator[Any]], draw_seed: DrawSeed
+    ) -> Iterator[Any]:
         """Start the rest of the iterator that the saving run was reading."""
         with preserve_random_state(self.generators):
             rest = start_rest()
@@ -224,7 +228,7 @@ class LoaderPosition:
         first_batch = list(islice(rest, 1))
         if first_batch:
             return chain(first_batch, rest)
-        self.draw_seed()
+        draw_seed()
         return self._start_at_beginning()
 
     def _start_at_beginning(self) -> Iterator[Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from lightning_ddp_ext.data.epochs import prepare_workers, set_epoch
+from lightning_ddp_ext.data.epochs import prepare_workers, samplers_set_by_lightning, set_epoch
 
 
 class Holder(Dataset[int]):
@@ -70,6 +71,28 @@ class Reader(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         return Sample(os.getpid(), os.environ.get("STARTED"))
+
+
+class Curriculum(Sampler[int]):
+    """Wraps a sampler, and keeps the epoch to itself."""
+
+    def __init__(self, inner: DistributedSampler[int]) -> None:
+        self.inner = inner
+        self.level = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.level = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+
+def test_a_sampler_inside_one_that_lightning_sets_gets_the_epoch() -> None:
+    """A user's sampler may not pass it on; the one outside keeps its own number."""
+    inner = DistributedSampler(range(4), 2, 0)
+    loader = DataLoader(range(4), sampler=Curriculum(inner))  # type: ignore[arg-type]
+    set_epoch(loader, 3, except_for=samplers_set_by_lightning(loader))
+    assert (loader.sampler.level, inner.epoch) == (0, 3)  # type: ignore[attr-defined]
 
 
 def test_workers_start_as_the_user_chose() -> None:

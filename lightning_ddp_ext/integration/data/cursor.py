@@ -222,7 +222,8 @@ class EpochCursor:
         if self._resumed is not None and self._resumed.has_no_batches_left:
             return iter(())
         position = iterator.loader.position
-        batches = self._uneven.give_batches(position.start_iterator(), position)
+        rest = position.start_iterator(iterator.loader.draw_seed)
+        batches = self._uneven.give_batches(rest, position)
         self._parts.recorder.has_new_iterator = True
         is_first_loader = position is positions_of(self._trainer)[0]
         if is_first_loader:

@@ -7,6 +7,7 @@ loader. The result is a proxy of a ``DistributedLoader``, whose iterators
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import signature
 from math import inf
 from typing import Any, Literal, get_args
@@ -25,6 +26,7 @@ from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, global_order_of, position_of
 from lightning_ddp_ext.data.loader_properties import length_or_inf, name_of
+from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.data.resampled import REMEDY, with_sampler
 from lightning_ddp_ext.data.samplers import (
     ScalableDistributedSampler,
@@ -34,7 +36,7 @@ from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 
 from ..checkpoints.collective import Checkpoints
-from ..private.compat import has_saved_arguments, needs_sampler
+from ..private.compat import combined_loader_of, has_saved_arguments, needs_sampler
 from ..private.lightning_tree import RunningStage, pl, update_dataloader
 from ..private.replaced_methods import Prepare
 from ..start.devices import RankDevicesStrategy
@@ -132,7 +134,7 @@ class TrainerLoaders:
         loader.is_dealt = divided is not source
         if stage in EVALUATED:
             self.evaluation.prepare(loader, stage)
-            loader.on_iterator = self._before_validation
+            loader.on_iterator = partial(self._before_validation, loader)
             loader.had_workers = self.cursor.had_validation_workers
         else:
             self.uneven.agree_on_length(loader)
@@ -154,9 +156,8 @@ class TrainerLoaders:
             remembered=max([trainer.accumulate_grad_batches, *scheduled]) + _BATCHES_BEHIND,
         )
         loader.position.generators.append(loader.seeds)
-        loader.position.draw_seed = loader.draw_seed
 
-    def _before_validation(self) -> None:
+    def _before_validation(self, loader: DistributedLoader) -> None:
         """Record the weights and the random state before any validation hook runs.
 
         A hook may exchange the weights. Iterators have drawn no random numbers yet.
@@ -164,8 +165,10 @@ class TrainerLoaders:
         trainer = self._strategy.current_trainer
         self._parts.stops.weights.before_validation(trainer)
         self._parts.recorder.before_validation()
-        is_first_iterator = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready == 0
-        if trainer.validating and is_first_iterator:
+        val_loop = trainer.fit_loop.epoch_loop.val_loop
+        combined = combined_loader_of(val_loop)
+        is_first_loader = combined is not None and iterable_of(combined.flattened[0]) is loader
+        if is_first_loader and trainer.validating and val_loop.batch_progress.current.ready == 0:
             self.saver.record("validation")
             self._parts.recorder.record(Kind.BATCH)
 

@@ -230,6 +230,8 @@ class ResumedEpoch:
         rank_zero_warn(
             f'{message}, so that epoch starts again; {remedy} (resume_data="strict" raises instead)'
         )
+        for loader in training_loaders_of(self._trainer):
+            loader.forget_epoch()  # its data were read in part
         self.restart = self.restart.from_epoch_start()
         self._saved = replace(self._saved, ranks=())
 
@@ -274,11 +276,12 @@ class ResumedEpoch:
             return
         self._iterator_before = combined_iterator_of(self._trainer.fit_loop)
         interval = self._trainer.reload_dataloaders_every_n_epochs
-        has_new_loaders = self.restart.begins_epoch and interval > 0
+        is_reloaded = interval > 0 and self.restart.epoch % interval == 0
+        has_new_loaders = self.restart.begins_epoch and is_reloaded
         positions = [] if has_new_loaders else positions_of(self._trainer)
         generators = training_generators(self._strategy, positions)
         restore_random_state(random, generators)
-        if has_new_loaders and self._draws_again and self.restart.epoch % interval == 0:
+        if has_new_loaders and self._draws_again:
             # Lightning would have created iterators when it reloaded them.
             self._draw_seeds(is_new_loader=True)
 
