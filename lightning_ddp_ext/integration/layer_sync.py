@@ -53,6 +53,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
         """
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             group = batchnorm_group() if self._ranks is None else group_of(self._ranks)
+            self.revert(model)  # an exception may have prevented it
             modules = model.modules()
             self._converted_before = {each for each in modules if isinstance(each, SyncBatchNorm)}
             conversion = convert(model, self._choice, group)

@@ -17,18 +17,16 @@ from lightning_ddp_ext.supervision.stacks import call_site
 from .private.lightning_tree import pl
 
 
-def report_call(what: str, *, remedy: str = "", is_waiting: bool = False) -> bool:
-    """Report a call that every rank must make.
+def enter_call(what: str, *, remedy: str = "") -> bool:
+    """Wait until every rank makes this call, as far as our group is open.
 
-    Wait for the other ranks if ``is_waiting``, and return whether the ranks are
-    connected. Each report costs a message, so only rare calls are reported.
+    Return whether it is. Otherwise the ranks need not make the same calls.
     """
     context = current()
-    if context is not None:
-        call = context.barriers.start_call(what, call_site(), remedy=remedy)
-        if is_waiting:
-            context.barriers.wait(call)
-    return context is not None
+    if context is None or not context.groups.owns_default:
+        return False
+    context.barriers.enter(what, call_site(), remedy=remedy)
+    return True
 
 
 def report_step() -> None:

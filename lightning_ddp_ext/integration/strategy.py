@@ -52,7 +52,7 @@ from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
 from .layer_sync import RanksLayerSync
 from .logged_values import LoggedValues, Reduction
-from .named_calls import check_received, report_call
+from .named_calls import check_received, enter_call
 from .options import refuse_unknown
 from .private.compat import trainer_of
 from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
@@ -301,11 +301,12 @@ class DDPExtStrategy(RankDevicesStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathOrUrl, storage_options: Any = None
     ) -> None:
+        self.checkpoints.has_written = False
         try:
             self._save(checkpoint, filepath, storage_options)
         except RankFailedError:
             # As with stock, the file of `if trainer.is_global_zero:` after a fit is not lost.
-            if self.checkpoints.is_alone:
+            if self.checkpoints.is_alone and not self.checkpoints.has_written:
                 self._save(checkpoint, filepath, storage_options)
             raise
 
@@ -497,7 +498,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         if self.checkpoints.is_interrupted:
             return
         self.metrics.flush()
-        is_past_barrier = report_call(f"barrier {name!r}" if name else "a barrier", is_waiting=True)
+        is_past_barrier = enter_call(f"barrier {name!r}" if name else "a barrier")
         is_on_accelerator = self.root_device.type != "cpu"  # whose earlier work has to end
         if is_on_accelerator or not is_past_barrier:
             super().barrier(name, *args, **kwargs)
@@ -513,7 +514,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         may_be_frequent = is_training and isinstance(caller_in_lightning(), pl.Callback)
         if not may_be_frequent:
             # Otherwise gloo would abort a process in a collective of another size.
-            report_call(f"a broadcast from rank {src}", remedy=_BROADCAST, is_waiting=True)
+            enter_call(f"a broadcast from rank {src}", remedy=_BROADCAST)
         received = super().broadcast(obj, src)
         check_received()
         return received
@@ -524,12 +525,12 @@ class DDPExtStrategy(RankDevicesStrategy):
             return decision
         caller = caller_in_lightning()
         self.metrics.flush()
+        what = "a decision of all ranks (reduce_boolean_decision)"
         if isinstance(caller, pl.Callback):
-            monitor = getattr(caller, "monitor", None)
-            remedy = f"log {monitor!r} on every rank, in the same steps" if monitor else ""
-            report_call(f"a decision of {type(caller).__name__}", remedy=remedy, is_waiting=True)
-        else:
-            report_call("a decision of all ranks (reduce_boolean_decision)", is_waiting=True)
+            what = f"a decision of {type(caller).__name__}"
+        monitor = getattr(caller, "monitor", None)
+        remedy = f"log {monitor!r} on every rank, in the same steps" if monitor else ""
+        enter_call(what, remedy=remedy)
         if all:
             # Lightning counts the ranks that agree, but an idle rank must not count. So
             # all ranks agree if not any of them disagrees.

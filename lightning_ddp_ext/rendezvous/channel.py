@@ -143,7 +143,7 @@ class Channel:
             return self.arrived.wait_for(condition, seconds)
 
     def wait_until_sent(self) -> None:
-        """Wait until the kernel has all messages, so that a sudden exit loses none."""
+        """Wait shortly for messages to be sent, so that a sudden exit loses none."""
         self.wait_for(lambda: not self._outgoing or self._is_closing, _FLUSH_SECONDS)
 
     @property
@@ -253,10 +253,12 @@ class Channel:
     def _flush(self) -> None:
         while self._outgoing:
             line, ranks = self._outgoing[0]
-            for rank, connection in self._peers.items():
-                if ranks is None or rank in ranks:
-                    connection.send(line)
-            self._outgoing.popleft()
+            try:
+                for rank, connection in self._peers.items():
+                    if ranks is None or rank in ranks:
+                        connection.send(line)
+            finally:
+                self._outgoing.popleft()
         with self.arrived:
             self.arrived.notify_all()
 

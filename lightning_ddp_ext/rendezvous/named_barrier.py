@@ -29,7 +29,7 @@ _MAKE_IT = (
     "make this call on every rank; if the ranks have different numbers of batches, use "
     "DDPExtStrategy(uneven_inputs='stop_at_shortest')"
 )
-_SAME_CALLS = "make sure that every rank makes the same calls in the same order"
+SAME_CALLS = "make sure that every rank makes the same calls in the same order"
 _BE_IN_TIME = (
     "use HangWatchdog to find its current activity, or pass a longer timeout to the strategy"
 )
@@ -243,7 +243,7 @@ class NamedBarriers:
         odd = min(calls, key=lambda call: (names[call.name], call.name, call.rank))
         table = self._peers.table
         places = activities_in_words({table[call.rank]: str(call) for call in calls}, "began")
-        remedies = "; ".join([_SAME_CALLS, *remedies_of(calls)])
+        remedies = "; ".join([SAME_CALLS, *remedies_of(calls)])
         sentence = f"ranks are waiting for each other in different calls: {places}; {remedies}"
         self._peers.report(event_of("absent", table[odd.rank], sentence))
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_ddp_ext.rank_lists import activities_in_words, grouped
-from lightning_ddp_ext.rendezvous.named_barrier import remedies_of
+from lightning_ddp_ext.rendezvous.named_barrier import SAME_CALLS, remedies_of
 from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.supervision.flight_recorder import Collective, GroupProgress
 from lightning_ddp_ext.supervision.report import Report
@@ -31,7 +31,6 @@ _REMEDIES = {
         " accumulate_grad_batches on every rank"
     ),
 }
-_GENERAL_REMEDY = "make sure that every rank makes the same calls in the same order"
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Deadlock:
         _, ranks_in_rarest_call = grouped(calls)[0]
         by_purpose = (remedy for purpose, remedy in _REMEDIES.items() if purpose in self.purposes)
         awaited = [report.awaited for report in self.reports if report.awaited is not None]
-        remedies = "; ".join([*remedies_of(awaited), *by_purpose]) or _GENERAL_REMEDY
+        remedies = "; ".join([*remedies_of(awaited), *by_purpose]) or SAME_CALLS
         return event_of(
             "absent",
             ranks_in_rarest_call[0],

@@ -81,6 +81,11 @@ def set_rank_variables(local_rank: str) -> None:
     os.environ[_RANK_PID] = str(os.getpid())
 
 
+def has_set_rank_variables() -> bool:
+    """Whether the rank's variables are from :func:`set_rank_variables` in this process."""
+    return os.environ.get(_RANK_PID) == str(os.getpid())
+
+
 def _wait_for_exit(pid: int) -> None:
     """Wait until a process exits, even if its parent does not read its exit status."""
     if pid == os.getppid():

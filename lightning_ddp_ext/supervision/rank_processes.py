@@ -199,8 +199,9 @@ class RankProcesses:
             if self._failed():
                 seconds = self._stop_within if self._stopped_by() else _END_WITHIN
                 stopped = _end(self.processes, seconds, self._stop_within)
-        except BaseException:
-            self._pass_on(signal.SIGTERM)  # in a notebook, Ctrl-C reaches this process only
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                self._pass_on(signal.SIGTERM)  # in a notebook, it reaches this process only
             _end(self.processes, _END_WITHIN_AFTER_INTERRUPT, self._stop_within)
             raise
         finally:

@@ -107,7 +107,8 @@ if __name__ == "__main__":
 
 def test_a_process_that_trained_alone_starts_ranks_and_joins_them() -> None:
     """A script may try its model on one device, and then train on all of them."""
-    done = run_script(ALONE_FIRST, "guarded", time_limit=90)
+    # Without the other variables, RANK means nothing.
+    done = run_script(ALONE_FIRST, "guarded", env={"RANK": "3"}, time_limit=90)
     assert done.exit_code == 0, done.output
     trains = re.findall(r"^trains: (.*)$", done.output, re.MULTILINE)
     assert sorted(trains) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"], done.output

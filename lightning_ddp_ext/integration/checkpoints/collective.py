@@ -53,12 +53,15 @@ class Checkpoints:
 
     Attributes:
         run: the Trainer's current run, or its last one; ``None`` with a stock strategy.
+        has_written: whether this process has written a checkpoint, for a save that then
+            fails.
     """
 
     def __init__(self, strategy: pl.strategies.Strategy, deadline: timedelta | None = None) -> None:
         self._strategy = strategy
         self._deadline = deadline
         self.run = None if deadline is None else Run(is_outermost=False)
+        self.has_written = False
         # Set by :meth:`restore`, and consumed by the first :meth:`load` of this file.
         self._path_to_restore: str | None = None
 
@@ -79,6 +82,7 @@ class Checkpoints:
         def write() -> None:
             with delaying_forced_exit(seconds):
                 io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            self.has_written = True
 
         if not self.is_alone:
             self.on_rank_zero(write, f"saving {os.fspath(path)}")

@@ -11,6 +11,7 @@ from functools import cache
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.supervision.parent_watch import has_set_rank_variables
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.world import World, check_devices, read_world
 
@@ -136,7 +137,8 @@ def choose_environment(
     has_started_ranks = started_ranks() is not None
     if is_from_user_or_torchrun or has_started_ranks:
         return environment
-    world = read_world(os.environ, devices=devices)
+    # Beside ours, a RANK that the user exported does not make this process a rank.
+    world = None if has_set_rank_variables() else read_world(os.environ, devices=devices)
     _check_tasks(world, devices * num_nodes)
     if world is None:
         _check_local_rank(environment, devices)

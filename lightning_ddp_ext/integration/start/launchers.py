@@ -130,7 +130,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         started = started_ranks()
         if started is not None:
             self.procs = list(started.children)
-            return started.variables
+            size = self.num_processes * self.num_nodes
+            return {**started.variables, "WORLD_SIZE": str(size)}
         if self.cluster_environment.creates_processes_externally:
             # Lightning removes it after a run, although the next run needs it as well.
             return {name: value for name, value in os.environ.items() if name == "WORLD_SIZE"}
