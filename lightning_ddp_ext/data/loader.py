@@ -40,8 +40,8 @@ class DistributedLoader:
     Lightning creates iterators long before it reads them, and some that it never reads.
     An iterator of this loader therefore does nothing until its first batch, when
     ``start_iterator`` looks up the epoch and the position. Only the seed of its workers
-    is drawn when it is created, as torch does, so that the random numbers of hooks and
-    models are those of a loader that is not wrapped.
+    is drawn when it is created, as torch does, so that hooks and models draw the same
+    random numbers as with a loader that is not wrapped, unless a sampler draws as well.
 
     Args:
         source: the loader that the Trainer was given; any iterable. It is not changed

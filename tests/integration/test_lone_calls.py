@@ -219,7 +219,7 @@ def exit_after_a_barrier(rank: int, world_size: int, directory: Path) -> None:
 
     def work(message: object) -> None:
         is_working.set()
-        time.sleep(0.5)
+        time.sleep(0.5)  # the work itself; the test waits for nothing meanwhile
 
     channel.listen("work", work)
     is_working.wait()

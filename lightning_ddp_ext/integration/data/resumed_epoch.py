@@ -313,6 +313,8 @@ class ResumedEpoch:
         trainer = self._trainer
         callbacks = [type(callback) for callback in trainer.callbacks]
         freezing = [each for each in callbacks if issubclass(each, pl.callbacks.BaseFinetuning)]
+        if not freezing:
+            return
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         trained = {parameter for group in groups for parameter in group["params"]}
         frozen = [
@@ -320,7 +322,7 @@ class ResumedEpoch:
             for name, parameter in trainer.lightning_module.named_parameters()
             if parameter in trained and not parameter.requires_grad
         ]
-        if freezing and frozen:
+        if frozen:
             rank_zero_warn(
                 f"{freezing[0].__name__} has frozen {len(frozen)} parameters that the optimisers of"
                 f" the resumed run have, such as {frozen[0]}; call its make_trainable in"
