@@ -29,6 +29,29 @@ def enter_call(what: str, *, remedy: str = "") -> bool:
     return True
 
 
+def enter_broadcast(src: int, caller: object, *, is_training: bool) -> None:
+    """Wait until every rank begins this broadcast.
+
+    Otherwise gloo would abort a process that is in a collective of another size. A
+    callback may broadcast in every batch, for example for ``max_time``, and does not
+    wait.
+    """
+    if is_training and isinstance(caller, pl.Callback):
+        return
+    remedy = "read properties that broadcast, such as trainer.log_dir, on every rank"
+    enter_call(f"a broadcast from rank {src}", remedy=remedy)
+
+
+def enter_decision(caller: object) -> None:
+    """Wait until every rank begins the decision of the callback ``caller``, or another."""
+    what = "a decision of all ranks (reduce_boolean_decision)"
+    if isinstance(caller, pl.Callback):
+        what = f"a decision of {type(caller).__name__}"
+    monitor = getattr(caller, "monitor", None)
+    remedy = f"log {monitor!r} on every rank, in the same steps" if monitor else ""
+    enter_call(what, remedy=remedy)
+
+
 def report_step() -> None:
     """Advance this rank's step counter.
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -34,7 +35,6 @@ from typing_extensions import override
 from lightning_ddp_ext.arguments import check_choice, integer, to_timedelta
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
 from lightning_ddp_ext.checkpoint.rank_records import Kind
-from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.stacks import caller_in_lightning
@@ -52,7 +52,7 @@ from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
 from .layer_sync import RanksLayerSync
 from .logged_values import LoggedValues, Reduction
-from .named_calls import check_received, enter_call
+from .named_calls import check_received, enter_broadcast, enter_call, enter_decision
 from .options import refuse_unknown
 from .private.compat import trainer_of
 from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
@@ -69,7 +69,6 @@ T = TypeVar("T")
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-_BROADCAST = "read properties that broadcast, such as trainer.log_dir, on every rank"
 TIMEOUT = timedelta(minutes=30)  # Lightning's default; NCCL's would be 10 minutes
 
 
@@ -301,25 +300,23 @@ class DDPExtStrategy(RankDevicesStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathOrUrl, storage_options: Any = None
     ) -> None:
-        self.checkpoints.has_written = False
-        try:
-            self._save(checkpoint, filepath, storage_options)
-        except RankFailedError:
-            # As with stock, the file of `if trainer.is_global_zero:` after a fit is not lost.
-            if self.checkpoints.is_alone and not self.checkpoints.has_written:
-                self._save(checkpoint, filepath, storage_options)
-            raise
-
-    def _save(self, checkpoint: dict[str, Any], filepath: PathOrUrl, storage_options: Any) -> None:
         path = os.fspath(filepath)
-        self.data.saver.save_to(checkpoint, f"saving {path}", seed=self.data.cursor.known_seed)
-        is_stop_checkpoint = path == self.files.stop_path
-        if is_stop_checkpoint:
+        if path == self.files.stop_path:
             checkpoint[FILE_KEY] = self.files.identity.content
-        self.checkpoints.save(checkpoint, filepath, storage_options)
+        is_together = self.checkpoints.save(
+            checkpoint,
+            filepath,
+            storage_options,
+            add_states=partial(
+                self.data.saver.save_to,
+                checkpoint,
+                f"saving {path}",
+                seed=self.data.cursor.known_seed,
+            ),
+        )
         trainer = trainer_of(self.lightning_module)
         is_own = getattr(trainer, "strategy", None) is self  # another may use the module now
-        if is_own and not self.checkpoints.is_alone:
+        if is_own and is_together:
             share_best_checkpoints(trainer)
 
     @override
@@ -510,11 +507,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.metrics.flush()
         trainer = trainer_of(self.lightning_module)
         is_training = trainer is not None and trainer.training
-        # A callback may need one in every batch, for example for max_time.
-        may_be_frequent = is_training and isinstance(caller_in_lightning(), pl.Callback)
-        if not may_be_frequent:
-            # Otherwise gloo would abort a process in a collective of another size.
-            enter_call(f"a broadcast from rank {src}", remedy=_BROADCAST)
+        enter_broadcast(src, caller_in_lightning(), is_training=is_training)
         received = super().broadcast(obj, src)
         check_received()
         return received
@@ -525,12 +518,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             return decision
         caller = caller_in_lightning()
         self.metrics.flush()
-        what = "a decision of all ranks (reduce_boolean_decision)"
-        if isinstance(caller, pl.Callback):
-            what = f"a decision of {type(caller).__name__}"
-        monitor = getattr(caller, "monitor", None)
-        remedy = f"log {monitor!r} on every rank, in the same steps" if monitor else ""
-        enter_call(what, remedy=remedy)
+        enter_decision(caller)
         if all:
             # Lightning counts the ranks that agree, but an idle rank must not count. So
             # all ranks agree if not any of them disagrees.

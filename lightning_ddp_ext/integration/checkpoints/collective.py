@@ -53,41 +53,67 @@ class Checkpoints:
 
     Attributes:
         run: the Trainer's current run, or its last one; ``None`` with a stock strategy.
-        has_written: whether this process has written a checkpoint, for a save that then
-            fails.
     """
 
     def __init__(self, strategy: pl.strategies.Strategy, deadline: timedelta | None = None) -> None:
         self._strategy = strategy
         self._deadline = deadline
         self.run = None if deadline is None else Run(is_outermost=False)
-        self.has_written = False
         # Set by :meth:`restore`, and consumed by the first :meth:`load` of this file.
         self._path_to_restore: str | None = None
 
     # Writing.
 
     def save(
-        self, checkpoint: dict[str, Any], path: PathOrUrl, storage_options: Any = None
-    ) -> None:
-        """Write a checkpoint on rank 0. Collective: every rank must call it."""
+        self,
+        checkpoint: dict[str, Any],
+        path: PathOrUrl,
+        storage_options: Any = None,
+        *,
+        add_states: Callable[..., object] = lambda *, is_alone: None,
+    ) -> bool:
+        """Write a checkpoint on rank 0, and return whether all ranks saved it together.
+
+        Collective: every rank must call it, unless the Trainer is interrupted.
+
+        Args:
+            checkpoint: the content.
+            path: the file.
+            storage_options: passed to the ``checkpoint_io``.
+            add_states: called on each rank before the content is written, with whether
+                this rank saves alone.
+        """
         if self._wait_for_partial_sums():
             self._report_partial_sums(path)
-            return
+            return False
         io = self._strategy.checkpoint_io
         seconds = 0.0 if self._deadline is None else self._deadline.total_seconds()
         if isinstance(io, RankZeroCheckpointIO) and self._deadline is not None:
             io.saver.deadline = seconds  # for background saves
+        is_written = False
 
         def write() -> None:
+            nonlocal is_written
             with delaying_forced_exit(seconds):
                 io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            self.has_written = True
+            is_written = True
 
-        if not self.is_alone:
-            self.on_rank_zero(write, f"saving {os.fspath(path)}")
-        elif self._strategy.is_global_zero:
-            write()
+        def save() -> bool:
+            is_alone = self._is_alone
+            add_states(is_alone=is_alone)
+            if not is_alone:
+                self.on_rank_zero(write, f"saving {os.fspath(path)}")
+            elif self._strategy.is_global_zero:
+                write()
+            return not is_alone
+
+        try:
+            return save()
+        except RankFailedError:
+            # As with stock, the file of `if trainer.is_global_zero:` after a fit is not lost.
+            if self._is_alone and not is_written:
+                save()
+            raise
 
     def _report_partial_sums(self, path: PathOrUrl) -> None:
         """Raise because NCCL was aborted, or warn if the user already sees an error."""
@@ -268,7 +294,7 @@ class Checkpoints:
         return not stopped_by_signal
 
     @property
-    def is_alone(self) -> bool:
+    def _is_alone(self) -> bool:
         """Whether rank 0 saves without the other ranks.
 
         This is so if the Trainer is interrupted, and after its run also if a rank has

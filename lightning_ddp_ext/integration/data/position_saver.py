@@ -102,11 +102,13 @@ class PositionSaver:
         }
         self._end = self._position_at(self._find_restart(loops), loops)
 
-    def save_to(self, checkpoint: dict[str, Any], what: str, *, seed: int | None) -> None:
+    def save_to(
+        self, checkpoint: dict[str, Any], what: str, *, seed: int | None, is_alone: bool
+    ) -> None:
         """Add all ranks' data positions to a checkpoint in the call ``what``.
 
-        ``seed`` is the seed for the order of samples, if known. Collective unless
-        interrupted. A process that has only started ranks has no position.
+        ``seed`` is the seed for the order of samples, if known. Collective unless this
+        rank saves alone. A process that has only started ranks has no position.
         """
         if "loops" not in checkpoint or self._trainer is None:
             return
@@ -117,12 +119,12 @@ class PositionSaver:
             position.restart,
             seed=seed,
             stopped=self._stops.stopped,
-            ranks=self._gather(position.state, what),
+            ranks=self._gather(position.state, what, is_alone=is_alone),
         )
 
-    def _gather(self, own: dict[str, Any], what: str) -> list[Any] | None:
+    def _gather(self, own: dict[str, Any], what: str, *, is_alone: bool) -> list[Any] | None:
         """Return the state of each rank on rank 0, and ``None`` on the others."""
-        if not self._checkpoints.is_alone:
+        if not is_alone:
             return self._checkpoints.to_rank_zero(own, what)
         # The other ranks skip this call.
         return [own if self._strategy.world_size == 1 else without_random_state(own)]
