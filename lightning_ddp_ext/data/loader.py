@@ -94,18 +94,18 @@ class DistributedLoader:
         """
         return show(self.loader, self)
 
-    def forget_epoch(self) -> None:
-        """Set the epoch again before the next iterator starts, as it begins anew."""
-        self._epoch = -1
-
-    def set_epoch(self, epoch: int, *, is_set_by_lightning: bool) -> None:
+    def set_epoch(
+        self, epoch: int, *, is_set_by_lightning: bool = False, again: bool = False
+    ) -> None:
         """Set the epoch of the objects in the loader, once, since they may count calls.
 
         Args:
             epoch: from 0.
             is_set_by_lightning: whether Lightning has set its samplers' epoch.
+            again: whether to set the same epoch a second time, because the loader was
+                read in part and the epoch begins anew.
         """
-        if epoch != self._epoch:
+        if epoch != self._epoch or again:
             self._epoch = epoch
             is_set = samplers_set_by_lightning(self.loader) if is_set_by_lightning else ()
             set_epoch(self.loader, epoch, except_for=is_set)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankZeroCheckpointIO
 from tests.harness import training
@@ -96,3 +97,34 @@ def test_a_run_that_ended_holds_no_memory(end: Callable[[], object], tmp_path: P
     run.
     """
     assert run_ranks(left_after_run, 2, tmp_path, end) == [[], []]
+
+
+class Reloaded(Net):
+    """Keeps references to the datasets of its loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.datasets: list[weakref.ref[Any]] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        dataset = training.data()
+        self.datasets.append(weakref.ref(dataset))
+        return DataLoader(dataset, 4)
+
+
+def left_of_reloaded(kind: training.Kind, directory: Path) -> list[bool]:
+    """Return which epochs' datasets are left at the end of a fit without a collection."""
+    model = Reloaded()
+    gc.disable()
+    options = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}
+    trainer = training.fit(kind, directory, model, limit_val_batches=0, **options)
+    left = [dataset() is not None for dataset in model.datasets]
+    assert trainer.train_dataloader is not None  # that of the last epoch
+    return left
+
+
+def test_loaders_that_are_made_again_are_freed_at_once(tmp_path: Path) -> None:
+    """As with stock, memory for the data of earlier epochs does not wait for a collection."""
+    for ours, stock in training.on_both(left_of_reloaded, tmp_path):
+        assert ours == stock
+        assert not any(ours[:-1])

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_ddp_ext import DDPExtStrategy
@@ -106,6 +108,35 @@ def test_a_save_on_rank_0_after_fit_writes_the_file(
     whole = training.fit_on(2, tmp_path, model)
     for ours, uninterrupted in zip(continued, whole, strict=True):
         training.assert_same(ours.result, uninterrupted.result)
+
+
+class KillingIO(TorchCheckpointIO):
+    """Kills rank 1 as soon as the file is there."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.writes = 0
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(*args, **kwargs)
+        self.writes += 1
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def save_and_lose_a_rank(rank: int, world_size: int, directory: Path) -> int:
+    trainer = training.fit("ours", directory, Net(), max_epochs=1)
+    pids = trainer.strategy.all_gather(torch.tensor(os.getpid())).tolist()
+    io = KillingIO(pids[1])
+    trainer.strategy.checkpoint_io = io
+    with suppress(RankFailedError):
+        trainer.save_checkpoint(directory / "it.ckpt")
+    return io.writes
+
+
+def test_a_save_after_which_a_rank_dies_is_not_made_again(tmp_path: Path) -> None:
+    """The file is there, and no call is left that needs the other rank."""
+    saving, _ = ranks.launch_ranks(save_and_lose_a_rank, 2, tmp_path)
+    assert saving.result == 1, saving.story()
 
 
 class Unlogged(Net):

@@ -107,6 +107,36 @@ def test_a_finished_run_continues_where_training_was(ends: dict[str, int], tmp_p
     assert run_ranks(validate_and_resume, 2, tmp_path, ends) == ["", ""]
 
 
+class ValidatedTogether(continuing.Net):
+    """Validates on two shuffled loaders at once."""
+
+    def val_dataloader(self) -> Any:
+        loaders = [DataLoader(Numbers(8), 2, shuffle=True) for _ in range(2)]
+        return CombinedLoader(loaders, "max_size")
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.happens("validated", *(float(number) for part in batch for number in part))
+        self.layers(batch[0])
+
+
+def stop_in_validation(rank: int, world_size: int, directory: Path) -> str:
+    """Describe how a run differs that a signal stops in its first validation."""
+    options = {"limit_val_batches": 1.0, "model": ValidatedTogether, "max_epochs": 2}
+    training = Training(continuing.shuffled(16), directory, options=options)
+    whole = training.run()
+    place = {"default_root_dir": directory / "stopped"}
+    stop = continuing.signalled("on_validation_batch_start", ranks=[0])
+    stopped = training.run(callbacks=[stop], **place)
+    assert stopped.status is not None
+    resumed = training.run(ckpt_path="last", **place)
+    return continuing.difference(training, whole, len(stopped.steps), resumed)
+
+
+def test_a_validation_of_combined_loaders_starts_again(tmp_path: Path) -> None:
+    """Both loaders draw the order that they would have had."""
+    assert run_ranks(stop_in_validation, 2, tmp_path) == ["", ""]
+
+
 # Of two loaders, the first one ends after four batches.
 FIRST_SAMPLES = 8
 SECOND_SAMPLES = 20

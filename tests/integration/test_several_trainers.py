@@ -264,12 +264,18 @@ def test_an_init_method_is_refused_in_a_group_that_is_already_open(tmp_path: Pat
 
 
 TESTS_ALONE = """
+    import os
     import sys
 
     import torch.distributed as dist
 
     import lightning_ddp_ext
-    from tests.harness.training import Net, make_trainer
+    from tests.harness.training import At, Net, make_trainer
+
+
+    def show_world_size(trainer):
+        sys.stdout.write(f"{trainer.num_test_batches} tested by {os.environ['WORLD_SIZE']}\\n")
+
 
     for _ in range(2):
         model, trainer = Net(), make_trainer("ddp_ext", max_steps=2)
@@ -278,9 +284,8 @@ TESTS_ALONE = """
         dist.barrier()
         dist.destroy_process_group()
         if trainer.global_rank == 0:
-            alone = make_trainer("ddp_ext", devices=1)
-            alone.test(model, verbose=False)
-            sys.stdout.write(f"{alone.num_test_batches} tested by {alone.world_size}\\n")
+            show = At("on_test_start", show_world_size)
+            make_trainer("ddp_ext", devices=1, callbacks=[show]).test(model, verbose=False)
 """
 
 

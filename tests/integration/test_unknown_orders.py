@@ -69,6 +69,16 @@ class Clocked(Counting):
         return self.shuffled(random.Random(next(CLOCK)))
 
 
+class Rewound(Clocked):
+    """Goes on in the same order, until ``set_epoch`` is called."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.left = self.shuffled(random.Random(next(CLOCK)))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.left
+
+
 class Buffered(Counting):
     """Shuffles by a buffer, from Python's global generator, while it is read."""
 
@@ -135,6 +145,7 @@ class Order(NamedTuple):
 ORDERS = {
     "counting": Order(lambda rank: DataLoader(Counting(rank), 2), is_stream=True),
     "clocked": Order(lambda rank: DataLoader(Clocked(rank), 2), is_stream=True),
+    "rewound": Order(lambda rank: DataLoader(Rewound(rank), 2), is_stream=True),
     "buffered": Order(lambda rank: DataLoader(Buffered(rank), 2), is_stream=True),
     "clocked, unusual": Order(
         lambda rank: DataLoader(Clocked(rank), 2, collate_fn=unusual_batch), is_stream=True

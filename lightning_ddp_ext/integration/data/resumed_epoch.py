@@ -178,7 +178,7 @@ class ResumedEpoch:
                 different.append(position.name)
                 continue
             epoch = self.restart.epoch
-            loader.set_epoch(epoch, is_set_by_lightning=False)
+            loader.set_epoch(epoch)
             with loader.workers_of(epoch, rank=rank, seeding=seeding):
                 draws_the_same = position.continue_epoch(epoch, state, done=self.restart.done)
             if not draws_the_same:
@@ -231,7 +231,7 @@ class ResumedEpoch:
             f'{message}, so that epoch starts again; {remedy} (resume_data="strict" raises instead)'
         )
         for loader in training_loaders_of(self._trainer):
-            loader.forget_epoch()  # its data were read in part
+            loader.set_epoch(self.restart.epoch, again=True)
         self.restart = self.restart.from_epoch_start()
         self._saved = replace(self._saved, ranks=())
 
