@@ -111,7 +111,7 @@ def test_a_save_on_rank_0_after_fit_writes_the_file(
 
 
 class KillingIO(TorchCheckpointIO):
-    """Kills rank 1 as soon as the file is there."""
+    """Kills rank 1 as soon as the file is there, and returns when this is known."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -121,6 +121,9 @@ class KillingIO(TorchCheckpointIO):
         super().save_checkpoint(*args, **kwargs)
         self.writes += 1
         os.kill(self.pid, signal.SIGKILL)
+        context = current()
+        assert context is not None
+        context.peers.wait(30)
 
 
 def save_and_lose_a_rank(rank: int, world_size: int, directory: Path) -> int:
