@@ -87,12 +87,13 @@ class Runs:
         assert not list(self._directory.iterdir()), "the last rank to leave removes the file"
 
     def _expect_all_ranks(self, trained: list[dict[str, Any]], method: str) -> None:
-        """Fail unless each report of a run is that of another process, each rank has one,
-        and only the method "file" makes a file.
+        """Fail unless each report of a run is that of another process, each rank has one
+        and sees the host of rank 0, and only the method "file" makes a file.
         """
         assert len({report["pid"] for report in trained}) == len(trained), trained
         places = {tuple(report["place"]) for report in trained}
         assert places == {(rank, self._ranks, rank % 2, rank // 2) for rank in range(self._ranks)}
+        assert method == "file" or all(report["has_address"] for report in trained), trained
         files = ["store"] if method == "file" else []
         assert all(report["files"] == files for report in trained), trained
 

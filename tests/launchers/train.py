@@ -2,9 +2,9 @@
 model for each init method.
 
 Its only argument has the options of ``main`` as JSON. Each rank prints a line at the
-end of training: who it was, its weights, and the files of the init methods. Each
-process that returns from the Trainer prints the weights that it has then, and what the
-Trainer has returned.
+end of training: who it was, its weights, the files of the init methods, and whether its
+environment names the host of rank 0. Each process that returns from the Trainer prints
+the weights that it has then, and what the Trainer has returned.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def report_rank(run: int, url: str | None, trainer: L.Trainer) -> None:
         pid=os.getpid(),
         weights=fingerprint(trainer.lightning_module),
         files=files,
+        has_address="MASTER_ADDR" in os.environ,
     )
 
 

@@ -10,7 +10,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.arguments import to_timedelta
-from lightning_ddp_ext.errors import ConfigurationError, RendezvousError
+from lightning_ddp_ext.errors import ConfigurationError, DDPExtError, RendezvousError
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, choose
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
@@ -91,9 +91,24 @@ class ConnectionSettings:
             "main_port", environment
         )
         if num_nodes > 1 or isinstance(method, Tcp) or has_address:
-            where = method if isinstance(method, Tcp) else _address_in(environment, os.environ)
-            return {"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)}
+            return self._address_variables(environment)
         return {PRIVATE_FILE: temporary_path()}
+
+    def missing_variables(self, environment: ClusterEnvironment) -> dict[str, str]:
+        """Return the variables with rank 0's address that a launcher has not set.
+
+        Lightning sets them on every rank, and users' code may read them.
+        """
+        if "MASTER_ADDR" in os.environ:
+            return {}
+        with suppress(DDPExtError):  # :meth:`join` raises it, if the ranks are not yet connected
+            return self._address_variables(environment)
+        return {}
+
+    def _address_variables(self, environment: ClusterEnvironment) -> dict[str, str]:
+        method = self.init_method
+        where = method if isinstance(method, Tcp) else _address_in(environment, os.environ)
+        return {"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)}
 
     def join(self, strategy: pl.strategies.DDPStrategy, debugged: RankDebugger | None) -> None:
         """Connect the ranks, create the process group and log it.

@@ -133,8 +133,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
             size = self.num_processes * self.num_nodes
             return {**started.variables, "WORLD_SIZE": str(size)}
         if self.cluster_environment.creates_processes_externally:
+            missing = self._parts.settings.missing_variables(self.cluster_environment)
             # Lightning removes it after a run, although the next run needs it as well.
-            return {name: value for name, value in os.environ.items() if name == "WORLD_SIZE"}
+            kept = {name: value for name, value in os.environ.items() if name == "WORLD_SIZE"}
+            return {**missing, **kept} if self._is_joint else kept
         address = self._parts.settings.start_variables(self.cluster_environment, self.num_nodes)
         with environment_of_started_ranks({**address, LAUNCHER_PID: str(os.getpid())}):
             self._call_children_scripts()  # sets variables even if it starts nothing
