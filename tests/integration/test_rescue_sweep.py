@@ -58,7 +58,7 @@ CHAINS = [
     Chain(
         [
             Kill("on_after_backward", earlier=9, ranks=[0]),
-            Kill("on_train_batch_end", earlier=1),
+            Kill("on_train_epoch_start", earlier=1),
             Kill("on_before_optimizer_step", earlier=3),
         ]
     ),

@@ -53,11 +53,6 @@ class Restart:
     is_last: bool = False
 
     @property
-    def begins_epoch(self) -> bool:
-        """Whether training continues before an epoch that has not started."""
-        return self.at == "epoch_start" and not self.has_started
-
-    @property
     def is_within(self) -> bool:
         """Whether training continues in the middle of the epoch."""
         return self.at in ("batch_end", "validation") and not self.is_last

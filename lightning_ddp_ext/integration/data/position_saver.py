@@ -161,7 +161,11 @@ class PositionSaver:
             # Outside of an epoch there are no positions.
             for position, batches_given in zip(positions, recorded.batches_given, strict=False)
         ]
-        state = {"random": recorded.random, "loaders": loaders}
+        state = {
+            "random": recorded.random,
+            "loaders": loaders,
+            "has_drawn_seeds": restart.has_started,
+        }
         return RankPosition(_batches_in(loops), restart, state)
 
     def _recorded_for(self, restart: Restart, processed: int) -> RecordedState:

@@ -256,7 +256,7 @@ class ResumedEpoch:
 
     def before_iterators(self) -> None:
         """Restore the random state of the epoch's start, before its iterators start."""
-        is_due = self.restart.has_started or not self._has_restored_random_state
+        is_due = not (self._precedes_seeds and self._has_restored_random_state)
         if self.restart.at == "epoch_start" and is_due:
             self._restore_random_state()
         iterator = combined_iterator_of(self._trainer.fit_loop)
@@ -277,7 +277,7 @@ class ResumedEpoch:
         self._iterator_before = combined_iterator_of(self._trainer.fit_loop)
         interval = self._trainer.reload_dataloaders_every_n_epochs
         is_reloaded = interval > 0 and self.restart.epoch % interval == 0
-        has_new_loaders = self.restart.begins_epoch and is_reloaded
+        has_new_loaders = self._precedes_seeds and is_reloaded
         positions = [] if has_new_loaders else positions_of(self._trainer)
         generators = training_generators(self._strategy, positions)
         restore_random_state(random, generators)
@@ -286,12 +286,18 @@ class ResumedEpoch:
             self._draw_seeds(is_new_loader=True)
 
     @property
+    def _precedes_seeds(self) -> bool:
+        """Whether the saved random state is from before the epoch's iterators."""
+        rank = self._strategy.global_rank
+        return self.restart.at == "epoch_start" and self._saved.precedes_seeds(rank)
+
+    @property
     def _draws_again(self) -> bool:
         """Whether iterators of the epoch were created after its random state was saved.
 
         Lightning creates them before it in the first epoch and in a resumed run.
         """
-        return self.restart.begins_epoch and self.restart.epoch > 0
+        return self._precedes_seeds and self.restart.epoch > 0
 
     def _draw_seeds(self, *, is_new_loader: bool = False) -> None:
         for loader in training_loaders_of(self._trainer):

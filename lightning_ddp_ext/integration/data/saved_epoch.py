@@ -16,7 +16,7 @@ from ..private.lightning_tree import rank_zero_warn
 from .loop_state import Restart, Stopped, change_to, find_restart
 
 KEY = "lightning_ddp_ext"
-VERSION = 8
+VERSION = 9
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,13 @@ class SavedEpoch:
     def random_state_of(self, rank: int) -> list[Any] | None:
         """Return a rank's random states, or ``None`` if they were not saved."""
         return self._state_of(rank)["random"] if self.ranks else None
+
+    def precedes_seeds(self, rank: int) -> bool:
+        """Whether a rank's random states are from before its epoch's iterators drew seeds.
+
+        Lightning creates iterators after the start hooks of an epoch.
+        """
+        return bool(self.ranks) and not self._state_of(rank)["has_drawn_seeds"]
 
 
 def make_section(
@@ -137,7 +144,7 @@ def without_random_state(own: Mapping[str, Any]) -> dict[str, Any]:
     Only an uninterrupted save of all ranks can restore these.
     """
     loaders = [{**loader, "random": None, "own": None} for loader in own["loaders"]]
-    return {"random": None, "loaders": loaders}
+    return {"random": None, "loaders": loaders, "has_drawn_seeds": False}
 
 
 def shared_state(own: Mapping[str, Any]) -> dict[str, Any]:

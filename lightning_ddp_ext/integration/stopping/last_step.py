@@ -23,8 +23,8 @@ from ..private.compat import dump_checkpoint, fetcher_of, is_read_in_step, valid
 from ..private.lightning_tree import pl
 from .recorder import Recorder
 
-# By a restart's ``at``: the last kind of record whose random state it may use.
-# Otherwise ``EPOCH`` if the epoch's start hooks have run, else ``VALIDATED``.
+# By a restart's ``at``: the last kind of record whose random state it may use, by
+# default ``VALIDATED``.
 _LATEST = {"batch_end": Kind.WINDOW, "validation": Kind.BATCH}
 
 
@@ -167,8 +167,12 @@ def states_of_ranks(
 def _add_random_states(state: dict[str, Any], step: LastStep, records: RankRecords) -> bool:
     """Add a rank's recorded random states to its state, unless one is missing."""
     restart = step.restart
-    latest = Kind.EPOCH if restart.has_started else _LATEST.get(restart.at, Kind.VALIDATED)
-    random = records.find(step.batches, *Kind.up_to(latest))
+    random = records.find(step.batches, Kind.EPOCH) if restart.has_started else None
+    # A rank that died in a start hook of the epoch has not created iterators.
+    state["has_drawn_seeds"] = random is not None
+    if random is None:
+        latest = _LATEST.get(restart.at, Kind.VALIDATED)
+        random = records.find(step.batches, *Kind.up_to(latest))
     starts = records.find(restart.epoch, Kind.LOADERS) if state["loaders"] else pickle.dumps([])
     if random is None or starts is None:
         return False
