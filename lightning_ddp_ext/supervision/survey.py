@@ -5,7 +5,7 @@ A hang becomes an error in four steps:
 1. A rank notices that it waits, and requests a survey from rank 0: in ``long_waits``,
    ``watchdog``, ``failure`` or ``graceful_stop``.
 2. Rank 0 collects the replies in a thread. Each rank replies from the channel's thread,
-   even if its main thread is blocked. Its ``reporter`` describes its ``stacks`` and the
+   even if its main thread is blocked. Its ``report`` has its ``stacks`` and the
    collectives in torch's ``flight_recorder``.
 3. Rank 0 finds out which rank the others are waiting for, in ``deadlock`` or
    ``diagnosis``.
@@ -41,8 +41,7 @@ from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 from lightning_ddp_ext.supervision.deadlock import Deadlock, deadlock_in
 from lightning_ddp_ext.supervision.diagnosis import Findings
 from lightning_ddp_ext.supervision.flight_recorder import has_timed_out, read_progress
-from lightning_ddp_ext.supervision.report import Glance, Report, Silence
-from lightning_ddp_ext.supervision.reporter import Reporter
+from lightning_ddp_ext.supervision.report import Glance, Report, Reporter, Silence
 from lightning_ddp_ext.threads import start_thread
 
 Kind = Literal["deadlock", "collective", "silence", "hang"]
