@@ -108,10 +108,11 @@ WATCHES_PARENT = """
     os.setgid(user)
     os.setuid(user)
     watch_launcher(os.getppid())
-    for thread in threading.enumerate():
-        if thread.name == "ddpx-launcher":
-            thread.join(2 * GRACE)
-    print("still runs")
+    waiting = [thread for thread in threading.enumerate() if thread.name == "ddpx-launcher"]
+    for thread in waiting:
+        thread.join(2 * GRACE)
+    if all(thread.is_alive() for thread in waiting):
+        print("still runs")
 """
 ROOT = "0"
 NOBODY = "65534"
