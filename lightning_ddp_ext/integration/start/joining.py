@@ -180,26 +180,10 @@ class ConnectionSettings:
 
 
 @contextmanager
-def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set ``variables`` while ranks start, and restore the environment afterwards."""
-    with _restored("RANK", *RANK_VARIABLES, *variables):
-        # Every started process would inherit a RANK that the user exported.
-        os.environ.pop("RANK", None)
-        os.environ.update(variables)
-        yield
-
-
-@contextmanager
-def environment_of_rank(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set ``variables`` during a run of this process, and restore them afterwards."""
-    with _restored(*variables):
-        os.environ.update(variables)
-        yield
-
-
-@contextmanager
-def _restored(*names: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in names}
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set ``variables``, and restore them and all variables of a rank afterwards."""
+    before = {name: os.environ.get(name) for name in ("RANK", *RANK_VARIABLES, *variables)}
+    os.environ.update(variables)
     try:
         yield
     finally:
