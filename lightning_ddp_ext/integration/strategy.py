@@ -277,7 +277,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        self.rendezvous.join(self, rank_debugger_of(trainer_of(self.lightning_module)))
+        debugger = rank_debugger_of(trainer_of(self.lightning_module))
+        self.rendezvous.join(self, is_debugged=debugger is not None)
         super().setup_distributed()  # keeps the existing group
 
     # Checkpoints.

@@ -35,7 +35,7 @@ from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.version import __version__
 from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, World, launcher_of, run_of
 
-from ..callbacks.rank_debugger import RankDebugger, wait_for_debugger, without_limits
+from ..callbacks.rank_debugger import without_limits
 from ..private.compat import backend_of, timeout_of
 from ..private.lightning_tree import (
     ClusterEnvironment,
@@ -95,19 +95,18 @@ class ConnectionSettings:
             return {"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)}
         return {PRIVATE_FILE: temporary_path()}
 
-    def join(self, strategy: pl.strategies.DDPStrategy, debugged: RankDebugger | None) -> None:
+    def join(self, strategy: pl.strategies.DDPStrategy, *, is_debugged: bool) -> None:
         """Connect the ranks, create the process group and log it.
 
         Collective: every rank must call it.
 
-        If a rank is being debugged, time limits do not apply in practice, and that rank
-        waits for a debugger.
+        If a rank is being debugged, time limits do not apply in practice.
         """
         if launcher_of(os.environ) in (TORCHRUN, OPEN_MPI):
             watch_launcher(os.getppid())  # other launchers stop their ranks themselves
         is_first = current() is None
         request = self._request(strategy)
-        session = start_session(request if debugged is None else without_limits(request))
+        session = start_session(without_limits(request) if is_debugged else request)
         if session is not None:
             install_excepthook()
             if is_first:
@@ -116,8 +115,6 @@ class ConnectionSettings:
                 rank_zero_info(
                     f"process group: {request.backend}, {size} rank{'s' * (size > 1)}, {where}"
                 )
-        if debugged is not None and debugged.rank == request.world.rank:
-            wait_for_debugger(debugged.rank, debugged.port)
 
     def release_address(self) -> None:
         """Stop listening at rank 0's address, where the script may open its own group."""
