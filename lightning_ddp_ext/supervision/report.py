@@ -1,4 +1,4 @@
-"""A rank's replies to a survey, short or long, and how it makes them."""
+"""A rank's reply to a survey, and how it makes the reply."""
 
 from __future__ import annotations
 
@@ -25,18 +25,6 @@ from lightning_ddp_ext.supervision.stacks import (
     main_frame,
     may_be_waiting_for_ranks,
 )
-
-
-@dataclass(frozen=True)
-class Glance:
-    """The short reply of a rank, which does not disturb its work."""
-
-    open_calls: list[str]
-    """The calls in which the rank waits, or in which its device does."""
-    is_blocked: bool
-    """As in a :class:`Report`."""
-    is_in_run: bool
-    """As in a :class:`Report`."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +132,7 @@ class Silence:
 class Reporter:
     """Describes this rank from the channel's thread.
 
-    It does so by a ``glance``, by its ``calls``, or by a ``report`` of all.
+    It does so by its ``calls``, or by a ``report`` of all.
 
     Attributes:
         describe: returns this rank's activity and progress, as a report.
@@ -161,9 +149,9 @@ class Reporter:
         self._groups = context.groups
         self._barriers = context.barriers
 
-    def glance(self) -> Glance:
-        """Return whether and where this rank waits."""
-        return Glance(self.open_calls(), self._is_blocked(), current_run() is not None)
+    def may_be_in_deadlock(self) -> bool:
+        """Return whether this rank waits or has left the run; this does not disturb it."""
+        return bool(self.open_calls()) or current_run() is None
 
     def calls(self) -> Report:
         """Return a report with the calls in which this rank waits."""

@@ -46,7 +46,7 @@ from lightning_ddp_ext.supervision.flight_recorder import (
     has_timed_out,
     read_progress,
 )
-from lightning_ddp_ext.supervision.report import Glance, Report, Reporter, Silence
+from lightning_ddp_ext.supervision.report import Report, Reporter, Silence
 from lightning_ddp_ext.threads import start_thread
 
 Kind = Literal["deadlock", "collective", "silence", "hang"]
@@ -54,7 +54,7 @@ Kind = Literal["deadlock", "collective", "silence", "hang"]
 # Seconds; a rank may just be returning from the collective. Once one does, all do.
 _SECOND_REQUEST_AFTER = 1.0
 # Seconds; a rank that does not reply is not in a deadlock, and must not delay others.
-_GLANCE_SECONDS = 1.0
+_SECONDS_TO_CHOOSE = 1.0
 # A survey waits for replies at most twice, and may first wait for another survey.
 _WAITS_FOR_REPLIES = 4
 _LOOKS = 8  # at this rank's calls, within the shortest time limit
@@ -80,14 +80,12 @@ class Survey:
         # On rank 0: the kinds that wait or run; further requests share that survey.
         self._requested: set[Kind] = set()
         self._one_at_a_time = threading.Lock()
-        # On rank 0: the ranks' replies before the last survey that found no deadlock.
-        self._harmless: dict[int, Glance] = {}
         self._remote = RemoteCalls(
             context.peers,
             "survey",
             start=self._start,
             finish=self._finished.add,
-            glance=lambda: asdict(self.reporter.glance()),
+            may_be_in_deadlock=self.reporter.may_be_in_deadlock,
             calls=lambda: asdict(self.reporter.calls()),
             report=lambda: asdict(self.reporter.report()),
         )
@@ -182,26 +180,16 @@ class Survey:
                 self._remote.call(self._peers.everyone, "finish", kind)
 
     def _report_deadlock(self) -> None:
-        seconds = min(_GLANCE_SECONDS, self._seconds)
-        replies = self._collect("glance", self._peers.everyone, seconds)
-        glances = {rank: Glance(**reply) for rank, reply in replies.items()}
-        # Ranks that work need not be disturbed.
-        ranks = [
-            rank for rank, glance in glances.items() if glance.open_calls or not glance.is_in_run
-        ]
-        if len(ranks) < 2 or glances == self._harmless:
+        seconds = min(_SECONDS_TO_CHOOSE, self._seconds)
+        replies = self._collect("may_be_in_deadlock", self._peers.everyone, seconds)
+        # Ranks that work are not disturbed: CUDA may refuse what a report needs while it
+        # captures a graph.
+        ranks = [rank for rank, may_be_in_deadlock in replies.items() if may_be_in_deadlock]
+        if len(ranks) < 2:
             return
-        reports = self._findings("calls", ranks).reports
-        deadlock = deadlock_in(reports)
-        # A rank may have replied too late, or torch too late with its collectives.
-        is_complete = len(reports) == len(ranks) and all(
-            report.unfinished or report.awaited or not glances[report.who.rank].open_calls
-            for report in reports
-        )
+        deadlock = deadlock_in(self._findings("calls", ranks).reports)
         if deadlock is not None:
             self._confirm(deadlock, ranks)
-        elif is_complete:
-            self._harmless = glances
 
     def _confirm(self, deadlock: Deadlock, ranks: Collection[int]) -> None:
         """Report a deadlock if a second request finds it unchanged."""
