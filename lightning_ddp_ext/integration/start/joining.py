@@ -91,7 +91,7 @@ class ConnectionSettings:
             "main_port", environment
         )
         if num_nodes > 1 or isinstance(method, Tcp) or has_address:
-            where = method if isinstance(method, Tcp) else _address_in(environment, os.environ)
+            where = method if isinstance(method, Tcp) else _address_in(environment)
             return {"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)}
         return {PRIVATE_FILE: temporary_path()}
 
@@ -149,13 +149,11 @@ class ConnectionSettings:
         Raise if the method does not determine one.
         """
         context = current()
-        started = started_ranks()
         is_connected = context is not None and len(context.table) > 1
         owns_group = context is not None and context.groups.owns_default
         has_foreign_group = dist.is_initialized() and not owns_group
         if is_connected or has_foreign_group or world.world_size == 1:
             return Endpoint()  # never used: no rank has to find another one
-        environ = {**os.environ, **(started.variables if started is not None else {})}
         method = self.init_method
         environment = strategy.cluster_environment
         if isinstance(method, File):
@@ -163,16 +161,16 @@ class ConnectionSettings:
             return FileEndpoint(method.path)
         if isinstance(method, Tcp):
             return TcpEndpoint(method, is_local=strategy.num_nodes == 1)
-        if PRIVATE_FILE in environ and strategy.num_nodes == 1:
-            return FileEndpoint(environ[PRIVATE_FILE], is_local=True)
+        if PRIVATE_FILE in os.environ and strategy.num_nodes == 1:
+            return FileEndpoint(os.environ[PRIVATE_FILE], is_local=True)
         assert environment is not None
-        where = _address_in(environment, environ)
+        where = _address_in(environment)
         if (
             isinstance(environment, TorchElasticEnvironment)
-            and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         ):
             # torchrun's agent is listening at that address, so rank 0 cannot.
-            return StoreEndpoint(where, f"lightning_ddp_ext/{environ['TORCHELASTIC_RUN_ID']}")
+            return StoreEndpoint(where, f"lightning_ddp_ext/{os.environ['TORCHELASTIC_RUN_ID']}")
         return TcpEndpoint(where, is_local=strategy.num_nodes == 1)
 
 
@@ -200,14 +198,14 @@ def temporary_path() -> str:
     return str(path)
 
 
-def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:
+def _address_in(environment: ClusterEnvironment) -> Tcp:
     """Return the address for ``env://``.
 
     Raise if the port is missing, since each process would choose a different one, or if
     no rank can listen at the address.
     """
-    host = environ.get("MASTER_ADDR")
-    if "MASTER_PORT" not in environ and not _is_overridden("main_port", environment):
+    host = os.environ.get("MASTER_ADDR")
+    if "MASTER_PORT" not in os.environ and not _is_overridden("main_port", environment):
         raise RendezvousError(
             "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment if you"
             f" start each process yourself (got MASTER_ADDR={host},"
@@ -220,7 +218,7 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
         raise ConfigurationError(
             "init_method 'env://' needs a host in MASTER_ADDR, without brackets, and a port in"
             f" 1..65535 in MASTER_PORT (got MASTER_ADDR={host!r},"
-            f" MASTER_PORT={environ.get('MASTER_PORT')!r}); export both with the same values on"
+            f" MASTER_PORT={os.environ.get('MASTER_PORT')!r}); export both with the same values on"
             " every rank"
         ) from error
 
