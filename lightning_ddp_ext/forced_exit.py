@@ -37,7 +37,8 @@ _delays: list[_Delay] = []
 
 
 def _needed_delays() -> list[_Delay]:
-    return [delay for delay in _delays if delay.is_needed()]
+    with _changed:
+        return [delay for delay in _delays if delay.is_needed()]
 
 
 @contextmanager
@@ -65,18 +66,6 @@ def delaying_forced_exit(
         with _changed:
             _delays.remove(delay)
             _changed.notify_all()
-
-
-def wait_for_delays() -> bool:
-    """Wait for the :func:`delaying_forced_exit` blocks; return whether any was running.
-
-    The wait takes at most the longest of their delays.
-    """
-    with _changed:
-        delays = _needed_delays()
-        longest = max((delay.seconds for delay in delays), default=0.0)
-        _changed.wait_for(lambda: not _needed_delays(), timeout=longest)
-    return bool(delays)
 
 
 class ForcedExit:
@@ -144,11 +133,12 @@ def _count_down(
 ) -> None:
     if cancelled.wait(seconds) or not is_needed():
         return
-    with _changed:
-        delays = _needed_delays()
+    delays = _needed_delays()
     if delays and seconds_after_saves is not None:
         print_in_time(f"{message()}. This rank will {delays[-1].purpose} before it exits\n")
-        wait_for_delays()
+        longest = max(delay.seconds for delay in delays)
+        with _changed:
+            _changed.wait_for(lambda: not _needed_delays(), timeout=longest)
         if cancelled.wait(seconds_after_saves):
             return
     exit_now(status, message())

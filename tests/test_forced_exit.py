@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from lightning_ddp_ext.forced_exit import ForcedExit, delaying_forced_exit, wait_for_delays
+from lightning_ddp_ext.forced_exit import ForcedExit
 
 EXIT = """
 import sys, threading
@@ -17,6 +17,14 @@ from lightning_ddp_ext.forced_exit import ForcedExit
 status, message = int(sys.argv[1]), sys.argv[2]
 ForcedExit("countdown").start(0.0, status, lambda: message)
 threading.Event().wait()
+"""
+EXIT_DURING_SAVE = """
+import threading
+from lightning_ddp_ext.forced_exit import ForcedExit, delaying_forced_exit
+
+with delaying_forced_exit(0.0):
+    ForcedExit("countdown").start(0.0, 7, lambda: "rank 1 died", seconds_after_saves=0.0)
+    threading.Event().wait()
 """
 
 
@@ -47,7 +55,9 @@ def test_a_countdown_whose_exit_is_not_needed_can_be_started_again() -> None:
 
 @pytest.mark.unit
 def test_a_delay_of_no_seconds_counts_as_running() -> None:
-    """A save without a deadline delays nothing, but it was running."""
-    assert not wait_for_delays()
-    with delaying_forced_exit(0.0):
-        assert wait_for_delays()
+    """A save without a deadline delays nothing, but the message names it."""
+    script = subprocess.run(
+        [sys.executable, "-c", EXIT_DURING_SAVE], stderr=subprocess.PIPE, text=True
+    )
+    expected = "rank 1 died. This rank will finish writing its checkpoint before it exits\n"
+    assert (script.returncode, script.stderr) == (7, f"{expected}rank 1 died\n")

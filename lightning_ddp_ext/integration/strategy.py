@@ -58,7 +58,7 @@ from .private.compat import trainer_of
 from .private.lightning_tree import ClusterEnvironment, pl, refuse_other_tree
 from .private.replaced_methods import ReplacedMethods
 from .start.devices import RankDevicesStrategy
-from .start.environment import choose_environment, number_of_nodes, world_of
+from .start.environment import choose_environment, world_of
 from .start.joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, ConnectionSettings
 from .start.launchers import Collaborators, ProcessesLauncher, ScriptLauncher
 from .stopping.recorder import Recorder
@@ -253,9 +253,6 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def set_world_ranks(self) -> None:
-        self.num_nodes = number_of_nodes(
-            self.cluster_environment, devices=self.num_processes, num_nodes=self.num_nodes
-        )
         self.cluster_environment = choose_environment(
             self.cluster_environment,
             devices=self.num_processes,
@@ -279,7 +276,8 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        self.rendezvous.join(self, rank_debugger_of(trainer_of(self.lightning_module)))
+        debugger = rank_debugger_of(trainer_of(self.lightning_module))
+        self.rendezvous.join(self, is_debugged=debugger is not None)
         super().setup_distributed()  # keeps the existing group
 
     # Checkpoints.

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from enum import Enum
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -96,13 +96,6 @@ class Origin(Enum):
     OWN = "it is this rank's own failure"
 
 
-class Cause(NamedTuple):
-    """The cause of an exception: ``event`` is that of another rank, if one caused it."""
-
-    origin: Origin
-    event: PeerEvent | None = None
-
-
 def explain(
     exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False
 ) -> Any:
@@ -128,25 +121,30 @@ def explain(
     return exception
 
 
-def _cause_of(exception: BaseException, session: Session, is_caught: bool) -> Cause:
-    """Return the cause of an exception, after some seconds if other ranks are involved."""
+def _cause_of(
+    exception: BaseException, session: Session, is_caught: bool
+) -> tuple[Origin, PeerEvent | None]:
+    """Return the origin of an exception, and the event of another rank that caused it.
+
+    This takes some seconds if other ranks are involved.
+    """
     if isinstance(exception, RankFailedError):
-        return Cause(Origin.NAMED)
+        return Origin.NAMED, None
     peers = session.context.peers
     # If another rank caused it:
     is_aborted = peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
     origin_elsewhere = Origin.ABORTED if is_aborted else Origin.BROKEN
     # Any exception may follow from arbitrary values.
     if not isinstance(exception, KeyboardInterrupt) and session.context.has_arbitrary_values:
-        return Cause(origin_elsewhere, peers.cause)
+        return origin_elsewhere, peers.cause
     if isinstance(exception, _ERRORS_OF_DEVICE):
         # Torch's watchdog may end this process at any time.
-        return Cause(Origin.OWN)
+        return Origin.OWN, None
     event = _event_behind(exception, session)
     if event is not None:
-        return Cause(origin_elsewhere, event)
+        return origin_elsewhere, event
     is_common = is_caught and session.exceptions.is_common()
-    return Cause(Origin.COMMON if is_common else Origin.OWN)
+    return (Origin.COMMON if is_common else Origin.OWN), None
 
 
 def _event_behind(exception: BaseException, session: Session) -> PeerEvent | None:
@@ -207,7 +205,8 @@ def _is_broken_collective(exception: BaseException) -> bool:
 def _is_raised_for_user(exception: BaseException) -> bool:
     """Whether a backend may have raised it in user code that waits for a collective."""
     trace = _innermost(exception)
-    return trace is not None and is_users(trace.tb_frame) and _may_be_of_backend(exception)
+    is_in_users_code = trace is not None and is_users(trace.tb_frame.f_code.co_filename)
+    return is_in_users_code and _may_be_of_backend(exception)
 
 
 def _may_be_of_backend(exception: BaseException) -> bool:

@@ -1,14 +1,13 @@
 """Read this rank's collectives, finished or not, from torch's Flight Recorders.
 
 torch keeps the latest collectives of all NCCL groups in one ring buffer, and those of
-other groups in another. An environment variable enables both; torch reads it when a
-process forms its first group.
+other groups in another. Both are on by default since torch 2.11; before, they need
+``TORCH_FR_BUFFER_SIZE``, which torch reads when a process forms its first group.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import threading
 import time
@@ -24,8 +23,6 @@ import torch.distributed as dist
 from lightning_ddp_ext.supervision.stacks import call_site_in
 from lightning_ddp_ext.threads import start_thread
 
-_SIZE = "2000"  # torch's default, in versions that have one
-_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # Collectives to keep for each group; ranks that wait for each other are a few apart.
 _RECENT = 32
 _DEFAULT_GROUP = "default_pg"
@@ -114,20 +111,6 @@ class GroupProgress:
         shapes = f" {collective.shapes}" if collective.shapes else ""
         group = f" of group {self.label}" if self.label else ""
         return f"{collective.name} #{number}{shapes}{group}"
-
-
-def enable() -> dict[str, str]:
-    """Have torch record the collectives of groups that are formed from now on.
-
-    Do nothing if the user has set a size.
-
-    Returns:
-        The variables that were set.
-    """
-    is_set_by_user = any(name in os.environ for name in _VARIABLES)
-    added = {} if is_set_by_user else {_VARIABLES[0]: _SIZE}
-    os.environ.update(added)
-    return added
 
 
 def groups_in_collectives() -> list[str]:

@@ -115,10 +115,6 @@ def next_common(positions: Sequence[StopPoint]) -> StopPoint:
     return StopPoint(furthest.point + 1)
 
 
-def _ignore(request: StopRequest) -> None:
-    pass
-
-
 class GracefulStop:
     """This rank's part in stopping together, for all Trainers that use the connections.
 
@@ -145,7 +141,7 @@ class GracefulStop:
         self._target = StopPoint(0)  # in the state AGREED
         self._replies = Replies()
         self._seconds = 0.0  # from the first signal to the deadline
-        self._acknowledge: Acknowledge = _ignore
+        self._acknowledge: Acknowledge = lambda request: None
         self._forced_exit = ForcedExit("ddpx-stop-deadline")
         self._remote = RemoteCalls(
             context.peers,
@@ -187,7 +183,7 @@ class GracefulStop:
         """Ignore requests from now on, after a stop or the last stop point."""
         with self._peers.arrived:
             self.is_active = False
-            self._acknowledge = _ignore  # this object outlives the Trainer
+            self._acknowledge = lambda request: None  # this object outlives the Trainer
             if self._request is not None and self._has_finished(self._request.job):
                 self._reset()
         self._forced_exit.cancel()

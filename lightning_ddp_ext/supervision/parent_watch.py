@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import time
 from contextlib import suppress
+from functools import partial
 
-from lightning_ddp_ext.forced_exit import exit_now, wait_for_delays
+from lightning_ddp_ext.forced_exit import ForcedExit
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.threads import start_thread
 
@@ -108,10 +109,8 @@ def _exit_after(pid: int) -> None:
     _wait_for_exit(pid)
     with suppress(KeyError, OSError):  # a killed rank 0 leaves the file behind
         os.unlink(os.environ[PRIVATE_FILE])
-    time.sleep(GRACE)
-    if wait_for_delays():
-        time.sleep(GRACE)
-    exit_now(1, _reason_to_exit(pid))
+    reason = partial(_reason_to_exit, pid)
+    ForcedExit("ddpx-orphan").start(GRACE, 1, reason, seconds_after_saves=GRACE)
 
 
 def _reason_to_exit(pid: int) -> str:

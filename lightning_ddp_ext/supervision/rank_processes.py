@@ -7,6 +7,7 @@ A script that starts its other ranks is a rank itself, and waits for them at its
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import re
@@ -17,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing import connection
 from typing import Any
@@ -38,7 +39,7 @@ _END_WITHIN_AFTER_INTERRUPT = 2.5
 _LOOK_EVERY = 0.02
 # After sys.exit(1), this process seems to have succeeded, so a stuck child must not
 # block its exit for longer.
-_AT_MOST = 600.0
+EXIT_WITHIN = 600.0
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,15 @@ class ChildScripts:
     Args:
         children: their processes, in the order of their local ranks, which start at 1.
         variables: the environment variables that this process shares with them in a run.
-        at_most: the seconds that this process waits for them at exit.
+        exit_within: the seconds that this process waits for them at exit.
         save_within: the seconds after an exception until children that are still saving
             are killed.
     """
 
     children: list[subprocess.Popen[bytes]]
-    variables: dict[str, str] = field(default_factory=dict)
-    at_most: float = _AT_MOST
-    save_within: float = _AT_MOST
+    variables: dict[str, str]
+    exit_within: float
+    save_within: float
 
     def failure(self) -> str | None:
         """Describe a child that exited before all ranks had connected, if any."""
@@ -89,7 +90,7 @@ class ChildScripts:
             if has_raised:
                 _end(self.children, _END_WITHIN, self.save_within)
             else:
-                _wait_for_exits(self.children, self.at_most)
+                _wait_for_exits(self.children, self.exit_within)
         for child in self.children:
             child.kill()
         return 0 if has_raised else self._status_of_failure()
@@ -125,9 +126,10 @@ def started_ranks() -> ChildScripts | None:
 
 
 def record_started(started: ChildScripts) -> None:
-    """Record the ranks that this process started; called once."""
+    """Record the ranks that this process started, and join them at exit; called once."""
     global _started
     _started = started
+    atexit.register(started.join_at_exit)
 
 
 class Blame(IntEnum):

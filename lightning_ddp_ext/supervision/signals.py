@@ -19,7 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_ddp_ext.supervision.deferred_sigterm import DeferredSigterm
+from lightning_ddp_ext.forced_exit import ForcedExit
+
+# Seconds within which a process that exits because of another rank prints the cause.
+_SECONDS_TO_PRINT = 6.0
 
 # The objects whose handlers are installed; a forked child drops them.
 _installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
@@ -156,6 +159,34 @@ def _handler_to_reinstate(signum: int, earlier: Any, *, defers_sigterm: bool) ->
     """Return the earlier handler, or one that defers SIGTERM without a gap before it."""
     is_deferred = defers_sigterm and signum == signal.SIGTERM and earlier is signal.SIG_DFL
     return DeferredSigterm() if is_deferred else earlier
+
+
+class DeferredSigterm:
+    """A handler that ends this process some seconds after it was made.
+
+    The exit status is that of SIGTERM. The handler's thread starts in advance, since a
+    handler that starts a thread may deadlock.
+    """
+
+    def __init__(self) -> None:
+        self._has_arrived = False
+        self._time_is_up = False
+        ForcedExit("ddpx-sigterm").start(
+            _SECONDS_TO_PRINT, status_of(signal.SIGTERM), lambda: "", is_needed=self._expire
+        )
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """Record the signal, or end the process if the time is up."""
+        # Set before the check; the thread uses the opposite order.
+        self._has_arrived = True
+        if self._time_is_up:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+
+    def _expire(self) -> bool:
+        """Return whether a signal has arrived, so that the process must exit."""
+        self._time_is_up = True
+        return self._has_arrived
 
 
 def _drop_in_child() -> None:

@@ -1,11 +1,11 @@
-"""Collect a report from every rank when one waits for long or makes no progress.
+"""Notice long waits, and collect a report from every rank after one.
 
 A hang becomes an error in four steps:
 
-1. A rank notices that it waits, and requests a survey from rank 0: in ``long_waits``,
-   ``watchdog``, ``failure`` or ``graceful_stop``.
+1. A rank notices that it waits, and requests a survey from rank 0: here in
+   :func:`watch_long_waits`, or in ``watchdog``, ``failure`` or ``graceful_stop``.
 2. Rank 0 collects the replies in a thread. Each rank replies from the channel's thread,
-   even if its main thread is blocked. Its ``reporter`` describes its ``stacks`` and the
+   even if its main thread is blocked. Its ``report`` has its ``stacks`` and the
    collectives in torch's ``flight_recorder``.
 3. Rank 0 finds out which rank the others are waiting for, in ``deadlock`` or
    ``diagnosis``.
@@ -31,18 +31,22 @@ Kind            Requested                             Rank 0 reports
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any, Literal
 
-from lightning_ddp_ext.rendezvous.peers import PeerEvent
+from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 from lightning_ddp_ext.supervision.deadlock import Deadlock, deadlock_in
 from lightning_ddp_ext.supervision.diagnosis import Findings
-from lightning_ddp_ext.supervision.flight_recorder import has_timed_out, read_progress
-from lightning_ddp_ext.supervision.report import Glance, Report, Silence
-from lightning_ddp_ext.supervision.reporter import Reporter
+from lightning_ddp_ext.supervision.flight_recorder import (
+    groups_in_collectives,
+    has_timed_out,
+    read_progress,
+)
+from lightning_ddp_ext.supervision.report import Report, Reporter, Silence
 from lightning_ddp_ext.threads import start_thread
 
 Kind = Literal["deadlock", "collective", "silence", "hang"]
@@ -50,9 +54,10 @@ Kind = Literal["deadlock", "collective", "silence", "hang"]
 # Seconds; a rank may just be returning from the collective. Once one does, all do.
 _SECOND_REQUEST_AFTER = 1.0
 # Seconds; a rank that does not reply is not in a deadlock, and must not delay others.
-_GLANCE_SECONDS = 1.0
+_SECONDS_TO_CHOOSE = 1.0
 # A survey waits for replies at most twice, and may first wait for another survey.
 _WAITS_FOR_REPLIES = 4
+_LOOKS = 8  # at this rank's calls, within the shortest time limit
 
 
 class Survey:
@@ -75,14 +80,12 @@ class Survey:
         # On rank 0: the kinds that wait or run; further requests share that survey.
         self._requested: set[Kind] = set()
         self._one_at_a_time = threading.Lock()
-        # On rank 0: the ranks' replies before the last survey that found no deadlock.
-        self._harmless: dict[int, Glance] = {}
         self._remote = RemoteCalls(
             context.peers,
             "survey",
             start=self._start,
             finish=self._finished.add,
-            glance=lambda: asdict(self.reporter.glance()),
+            may_be_in_deadlock=self.reporter.may_be_in_deadlock,
             calls=lambda: asdict(self.reporter.calls()),
             report=lambda: asdict(self.reporter.report()),
         )
@@ -177,26 +180,16 @@ class Survey:
                 self._remote.call(self._peers.everyone, "finish", kind)
 
     def _report_deadlock(self) -> None:
-        seconds = min(_GLANCE_SECONDS, self._seconds)
-        replies = self._collect("glance", self._peers.everyone, seconds)
-        glances = {rank: Glance(**reply) for rank, reply in replies.items()}
-        # Ranks that work need not be disturbed.
-        ranks = [
-            rank for rank, glance in glances.items() if glance.open_calls or not glance.is_in_run
-        ]
-        if len(ranks) < 2 or glances == self._harmless:
+        seconds = min(_SECONDS_TO_CHOOSE, self._seconds)
+        replies = self._collect("may_be_in_deadlock", self._peers.everyone, seconds)
+        # Ranks that work are not disturbed: CUDA may refuse what a report needs while it
+        # captures a graph.
+        ranks = [rank for rank, may_be_in_deadlock in replies.items() if may_be_in_deadlock]
+        if len(ranks) < 2:
             return
-        reports = self._findings("calls", ranks).reports
-        deadlock = deadlock_in(reports)
-        # A rank may have replied too late, or torch too late with its collectives.
-        is_complete = len(reports) == len(ranks) and all(
-            report.unfinished or report.awaited or not glances[report.who.rank].open_calls
-            for report in reports
-        )
+        deadlock = deadlock_in(self._findings("calls", ranks).reports)
         if deadlock is not None:
             self._confirm(deadlock, ranks)
-        elif is_complete:
-            self._harmless = glances
 
     def _confirm(self, deadlock: Deadlock, ranks: Collection[int]) -> None:
         """Report a deadlock if a second request finds it unchanged."""
@@ -228,3 +221,57 @@ class Survey:
         self._peers.wait_for(lambda: len(replies) == len(ranks), seconds)
         with self._peers.arrived:
             return dict(replies)
+
+
+# The waits of this rank.
+
+
+def watch_long_waits(context: ProcessContext, survey: Survey) -> None:
+    """Start a thread that requests a survey when this rank has waited for some seconds.
+
+    It looks at the calls in which this rank waits for other ranks, until the ranks
+    disconnect. After a survey, it waits as long until the next one. NCCL does not raise
+    when a collective exceeds its timeout, unlike gloo, so this thread then ends the
+    wait. A single rank needs no such thread.
+    """
+    if len(context.table) > 1:
+        start_thread("ddpx-waits", _watch, context, survey)
+
+
+def _watch(context: ProcessContext, survey: Survey) -> None:
+    entered_at: dict[str, float] = {}  # for each call in which this rank waits
+    surveyed_at = 0.0
+    limit = context.peers.timeouts.deadlock
+    while context.peers.cause is None:
+        now = time.monotonic()
+        entered_at = {call: entered_at.get(call, now) for call in survey.reporter.open_calls()}
+        waiting_since = min(entered_at.values(), default=now)
+        if _is_overdue(context, now - waiting_since):
+            _end_overdue_collective(context, survey)
+            entered_at.clear()
+        elif now - max(waiting_since, surveyed_at) >= limit:
+            survey.request("deadlock")
+            surveyed_at = time.monotonic()
+        shortest_limit = min(limit, context.groups.timeout.total_seconds())
+        if context.has_closed.wait(shortest_limit / _LOOKS):
+            return
+
+
+def _is_overdue(context: ProcessContext, seconds: float) -> bool:
+    """Whether NCCL has waited for its timeout, or too long for a rank that left."""
+    has_departure = context.peers.cause_or_departure is not None
+    timeout = context.groups.timeout.total_seconds()
+    limit = context.peers.timeouts.answer if has_departure else timeout
+    if not context.groups.uses_nccl or seconds < limit or not groups_in_collectives():
+        return False
+    return any(progress.pending for progress in read_progress())
+
+
+def _end_overdue_collective(context: ProcessContext, survey: Survey) -> None:
+    """Report the rank that the collective waits for, which aborts the collective."""
+    peers = context.peers
+    departure = peers.cause_or_departure
+    event = survey.request("collective", survey.wait_in_words)
+    if departure is not None and event is departure:
+        # NCCL has no connection that closes with that rank.
+        peers.report(event_of("absent", peers.table[departure.rank], str(departure.to_error())))

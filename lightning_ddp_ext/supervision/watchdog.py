@@ -18,8 +18,7 @@ from lightning_ddp_ext.forced_exit import exit_now, print_in_time
 from lightning_ddp_ext.rendezvous.peers import PeerEvent
 from lightning_ddp_ext.rendezvous.request import RankInfo
 from lightning_ddp_ext.supervision.diagnosis import Findings
-from lightning_ddp_ext.supervision.report import Report
-from lightning_ddp_ext.supervision.reporter import report_of
+from lightning_ddp_ext.supervision.report import Report, report_of
 from lightning_ddp_ext.supervision.stacks import all_stacks, main_frame
 from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.threads import start_thread

@@ -153,7 +153,6 @@ LAUNCHED = {
     "LOCAL_WORLD_SIZE": "2",
     "TORCHELASTIC_RUN_ID": "r",
     "GROUP_WORLD_SIZE": "2",
-    "PET_NNODES": "1:2",
     "SLURM_STEP_NUM_NODES": "2",
     "MPI_LOCALNRANKS": "2",
 }

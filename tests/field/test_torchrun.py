@@ -158,8 +158,7 @@ def test_a_range_of_nodes(loss: signal.Signals, tmp_path: Path) -> None:
     with job.start_agent() as first, job.start_agent() as second:
         second.wait_for_output("rank 1 of 2 trains from step", 0)
         second.kill(0, loss)
-        lost = first.wait_for_output("rank 0 of 1 trains from step", 0)
-        assert "torchrun has 1 of num_nodes=2 nodes" in lost
+        first.wait_for_output("rank 0 of 1 trains from step", 0)
         with job.start_agent() as third:
             output = output_of_all([*first.wait(), *third.wait()])
             output += second.wait()[0].output

@@ -42,7 +42,7 @@ def main(
 
     Args:
         devices: the Trainer's.
-        nodes: the Trainer's ``num_nodes``.
+        nodes: the Trainer's ``num_nodes``, unless torchrun says how many there are.
         seed: the seed of the model.
         resume: ``ckpt_path``.
         act: a shell command; ``death of 1`` kills rank 1, and ``error of 1`` lets it
@@ -61,7 +61,7 @@ def main(
     trainer = make_trainer(
         DDPExtStrategy(**strategy_options),
         devices=int(devices),
-        num_nodes=int(nodes),
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", nodes)),
         max_epochs=1,
         default_root_dir=root,
         callbacks=callbacks,

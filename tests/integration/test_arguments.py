@@ -208,11 +208,8 @@ def test_a_second_hang_watchdog_is_refused() -> None:
         trainer.fit(Net())
 
 
-def test_a_hang_watchdog_does_not_report_to_an_object_store(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hang_watchdog_does_not_report_to_an_object_store() -> None:
     """A root directory that is a URL would become a directory with an odd name here."""
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")  # the watchdog would set it
     options = {"devices": 1, "default_root_dir": "memory://run"}
     watchdog = HangWatchdog(9)
     with pytest.raises(ConfigurationError, match=r"local .*='memory://run'\); .*directory="):

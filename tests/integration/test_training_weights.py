@@ -49,10 +49,9 @@ class SwapsInBatch(L.Callback):
     ],
 )
 def test_weights_that_a_hook_swaps_in_are_not_saved(
-    model: Any, callback: Any, is_noticed: bool, monkeypatch: pytest.MonkeyPatch
+    model: Any, callback: Any, is_noticed: bool
 ) -> None:
     """Without such a hook, nothing is compared, although our own callbacks have hooks."""
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")  # the watchdog would set it
     swapping = model()
     weights = before_validation(swapping, callback())
     assert weights.match(saved_tensors(swapping))

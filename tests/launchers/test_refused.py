@@ -13,7 +13,7 @@ import pytest
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import DDPExtError
 from tests.harness.environment import by_mpirun, by_srun
-from tests.harness.ranks import Environment, by_hand_env, launch_ranks, run_ranks
+from tests.harness.ranks import Environment, by_hand_env, run_ranks
 from tests.harness.training import Net, make_trainer
 
 Options = dict[str, Any]
@@ -131,26 +131,3 @@ def test_tasks_of_slurm_that_do_not_become_ranks(env: Environment, expected: str
     """They would wait for each other, or each would train alone."""
     [[error]] = run_ranks(refusals, 1, [{}], env=env)
     assert re.fullmatch(f"ConfigurationError: {expected}", error)
-
-
-def train_on_a_node(rank: int, world_size: int) -> str:
-    """Train where the Trainer expects two nodes; return the error, or the ranks."""
-    trainer = make_trainer(DDPExtStrategy(), devices=1, num_nodes=2, max_steps=1)
-    try:
-        trainer.fit(Net())
-    except ValueError as error:
-        return str(error)
-    return f"{trainer.world_size} rank, {trainer.num_nodes} node"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "result"),
-    [("1:2", "1 rank, 1 node"), ("2:2", "does not match the world size"), ("2", "does not match")],
-)
-def test_only_a_range_of_nodes_may_differ_from_num_nodes(nodes: str, result: str) -> None:
-    """Only if torchrun has a range of nodes, their number may differ from ``num_nodes``."""
-    env = {**by_torchrun(), "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "PET_NNODES": nodes}
-    (outcome,) = launch_ranks(train_on_a_node, 1, env=env)
-    assert result in outcome.result, outcome.story()
-    line = "torchrun has 1 of num_nodes=2 nodes, so a step trains 1 batches instead of 2"
-    assert (line in outcome.output) == (nodes == "1:2")

@@ -108,10 +108,11 @@ WATCHES_PARENT = """
     os.setgid(user)
     os.setuid(user)
     watch_launcher(os.getppid())
-    for thread in threading.enumerate():
-        if thread.name == "ddpx-launcher":
-            thread.join(2 * GRACE)
-    print("still runs")
+    waiting = [thread for thread in threading.enumerate() if thread.name == "ddpx-launcher"]
+    for thread in waiting:
+        thread.join(2 * GRACE)
+    if all(thread.is_alive() for thread in waiting):
+        print("still runs")
 """
 ROOT = "0"
 NOBODY = "65534"
@@ -172,6 +173,6 @@ def test_a_stuck_child_is_killed_after_the_time_limit(
     """A script that has finished kills a rank that it started, and names it."""
     monkeypatch.delattr(sys, "last_value", raising=False)  # of another test that has failed
     with subprocess.Popen(["sleep", "99"]) as child:
-        assert ChildScripts([child], at_most=0.1).join_or_kill() == 137
+        assert ChildScripts([child], {}, exit_within=0.1, save_within=0.0).join_or_kill() == 137
     assert child.returncode == -signal.SIGKILL
     assert capsys.readouterr().err == f"local rank 1 (pid {child.pid}) was killed by SIGKILL\n"

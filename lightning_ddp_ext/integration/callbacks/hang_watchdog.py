@@ -16,7 +16,6 @@ from typing_extensions import override
 from lightning_ddp_ext.arguments import check_choice, to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.request import RankInfo
-from lightning_ddp_ext.supervision.flight_recorder import enable
 from lightning_ddp_ext.supervision.session import current_session
 from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
 
@@ -56,7 +55,7 @@ class HangWatchdog(pl.Callback):
 
     Choose a ``timeout`` longer than the longest step plus a save. Pass this callback
     first, because it starts watching in its ``setup``. With ``TORCH_FR_BUFFER_SIZE=0``,
-    the sentence only says where each rank is.
+    the default before torch 2.11, the sentence only says where each rank is.
 
     Args:
         timeout: seconds or ``timedelta`` without progress after which the callback
@@ -92,14 +91,10 @@ class HangWatchdog(pl.Callback):
         self.on_hang = on_hang
         self.directory = directory
         self._watchdog: Watchdog | None = None
-        self._variables = enable()  # before a group exists
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave()
-        for name in self._variables:
-            os.environ.pop(name, None)
-        self._variables = {}
         watchdogs = _watchdogs_of(trainer)
         if len(watchdogs) > 1:
             raise ConfigurationError(

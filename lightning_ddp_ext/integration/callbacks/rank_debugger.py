@@ -56,8 +56,7 @@ class RankDebugger(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         rank_debugger_of(trainer)  # raises if the rank does not exist
         if self.rank == trainer.global_rank:
-            # Returns immediately if our strategy has already waited.
-            wait_for_debugger(self.rank, self.port)
+            _wait_for_debugger(self.rank, self.port)
 
 
 def rank_debugger_of(trainer: Any) -> RankDebugger | None:
@@ -84,7 +83,7 @@ def without_limits(request: Request) -> Request:
 
 
 @functools.cache
-def wait_for_debugger(rank: int, port: int) -> None:
+def _wait_for_debugger(rank: int, port: int) -> None:
     """Wait until a debugger has attached to this rank.
 
     Do nothing if one is connected, or in a second call.

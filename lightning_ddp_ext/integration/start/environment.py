@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from contextlib import suppress
-from functools import cache
 
 from typing_extensions import override
 
@@ -21,7 +18,6 @@ from ..private.lightning_tree import (
     SLURMEnvironment,
     TorchElasticEnvironment,
     pl,
-    rank_zero_info,
 )
 
 
@@ -87,42 +83,6 @@ def world_of(strategy: pl.strategies.DDPStrategy) -> World:
         node_rank=strategy.node_rank,
         source=source_of(environment),
     )
-
-
-def number_of_nodes(environment: ClusterEnvironment | None, *, devices: int, num_nodes: int) -> int:
-    """Return the number of nodes: ``num_nodes``, unless torchrun has a range of nodes.
-
-    In a range, it is torchrun's current number.
-    """
-    if not (isinstance(environment, TorchElasticEnvironment) and _is_elastic()):
-        return num_nodes
-    current_nodes = int(os.environ["GROUP_WORLD_SIZE"])
-    if current_nodes != num_nodes:
-        rank_zero_info(
-            f"torchrun has {current_nodes} of num_nodes={num_nodes} nodes, so a step trains"
-            f" {devices * current_nodes} batches instead of {devices * num_nodes}; the batch size"
-            " per rank and the learning rate stay the same"
-        )
-    return current_nodes
-
-
-@cache
-def _is_elastic() -> bool:
-    """Whether torchrun was started with a range of nodes, such as ``--nnodes 1:2``.
-
-    HACK: torchrun does not pass the range to the ranks, so it is read from the commands
-    of their parents, or from the variable that sets the argument.
-    """
-    import psutil  # importing it takes 6 ms, and only torchrun's ranks need it
-
-    words: list[str] = []
-    with suppress(psutil.Error):
-        for parent in psutil.Process().parents():
-            words += parent.cmdline()
-    words.append(f"--nnodes={os.environ.get('PET_NNODES', '')}")
-    nnodes = re.findall(r"--nnodes[ =](\S*)", " ".join(words))[0]
-    low, _, high = nnodes.partition(":")
-    return bool(high) and low != high
 
 
 def choose_environment(

@@ -35,7 +35,7 @@ from lightning_ddp_ext.supervision.session import start_session
 from lightning_ddp_ext.version import __version__
 from lightning_ddp_ext.world import OPEN_MPI, TORCHRUN, World, launcher_of, run_of
 
-from ..callbacks.rank_debugger import RankDebugger, wait_for_debugger, without_limits
+from ..callbacks.rank_debugger import without_limits
 from ..private.compat import backend_of, timeout_of
 from ..private.lightning_tree import (
     ClusterEnvironment,
@@ -107,22 +107,21 @@ class ConnectionSettings:
 
     def _address_variables(self, environment: ClusterEnvironment) -> dict[str, str]:
         method = self.init_method
-        where = method if isinstance(method, Tcp) else _address_in(environment, os.environ)
+        where = method if isinstance(method, Tcp) else _address_in(environment)
         return {"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)}
 
-    def join(self, strategy: pl.strategies.DDPStrategy, debugged: RankDebugger | None) -> None:
+    def join(self, strategy: pl.strategies.DDPStrategy, *, is_debugged: bool) -> None:
         """Connect the ranks, create the process group and log it.
 
         Collective: every rank must call it.
 
-        If a rank is being debugged, time limits do not apply in practice, and that rank
-        waits for a debugger.
+        If a rank is being debugged, time limits do not apply in practice.
         """
         if launcher_of(os.environ) in (TORCHRUN, OPEN_MPI):
             watch_launcher(os.getppid())  # other launchers stop their ranks themselves
         is_first = current() is None
         request = self._request(strategy)
-        session = start_session(request if debugged is None else without_limits(request))
+        session = start_session(without_limits(request) if is_debugged else request)
         if session is not None:
             install_excepthook()
             if is_first:
@@ -131,8 +130,6 @@ class ConnectionSettings:
                 rank_zero_info(
                     f"process group: {request.backend}, {size} rank{'s' * (size > 1)}, {where}"
                 )
-        if debugged is not None and debugged.rank == request.world.rank:
-            wait_for_debugger(debugged.rank, debugged.port)
 
     def release_address(self) -> None:
         """Stop listening at rank 0's address, where the script may open its own group."""
@@ -167,13 +164,11 @@ class ConnectionSettings:
         Raise if the method does not determine one.
         """
         context = current()
-        started = started_ranks()
         is_connected = context is not None and len(context.table) > 1
         owns_group = context is not None and context.groups.owns_default
         has_foreign_group = dist.is_initialized() and not owns_group
         if is_connected or has_foreign_group or world.world_size == 1:
             return Endpoint()  # never used: no rank has to find another one
-        environ = {**os.environ, **(started.variables if started is not None else {})}
         method = self.init_method
         environment = strategy.cluster_environment
         if isinstance(method, File):
@@ -181,40 +176,24 @@ class ConnectionSettings:
             return FileEndpoint(method.path)
         if isinstance(method, Tcp):
             return TcpEndpoint(method, is_local=strategy.num_nodes == 1)
-        if PRIVATE_FILE in environ and strategy.num_nodes == 1:
-            return FileEndpoint(environ[PRIVATE_FILE], is_local=True)
+        if PRIVATE_FILE in os.environ and strategy.num_nodes == 1:
+            return FileEndpoint(os.environ[PRIVATE_FILE], is_local=True)
         assert environment is not None
-        where = _address_in(environment, environ)
+        where = _address_in(environment)
         if (
             isinstance(environment, TorchElasticEnvironment)
-            and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         ):
             # torchrun's agent is listening at that address, so rank 0 cannot.
-            return StoreEndpoint(where, f"lightning_ddp_ext/{environ['TORCHELASTIC_RUN_ID']}")
+            return StoreEndpoint(where, f"lightning_ddp_ext/{os.environ['TORCHELASTIC_RUN_ID']}")
         return TcpEndpoint(where, is_local=strategy.num_nodes == 1)
 
 
 @contextmanager
-def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set ``variables`` while ranks start, and restore the environment afterwards."""
-    with _restored("RANK", *RANK_VARIABLES, *variables):
-        # Every started process would inherit a RANK that the user exported.
-        os.environ.pop("RANK", None)
-        os.environ.update(variables)
-        yield
-
-
-@contextmanager
-def environment_of_rank(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set ``variables`` during a run of this process, and restore them afterwards."""
-    with _restored(*variables):
-        os.environ.update(variables)
-        yield
-
-
-@contextmanager
-def _restored(*names: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in names}
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set ``variables``, and restore them and all variables of a rank afterwards."""
+    before = {name: os.environ.get(name) for name in ("RANK", *RANK_VARIABLES, *variables)}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -234,14 +213,14 @@ def temporary_path() -> str:
     return str(path)
 
 
-def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:
+def _address_in(environment: ClusterEnvironment) -> Tcp:
     """Return the address for ``env://``.
 
     Raise if the port is missing, since each process would choose a different one, or if
     no rank can listen at the address.
     """
-    host = environ.get("MASTER_ADDR")
-    if "MASTER_PORT" not in environ and not _is_overridden("main_port", environment):
+    host = os.environ.get("MASTER_ADDR")
+    if "MASTER_PORT" not in os.environ and not _is_overridden("main_port", environment):
         raise RendezvousError(
             "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment if you"
             f" start each process yourself (got MASTER_ADDR={host},"
@@ -254,7 +233,7 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
         raise ConfigurationError(
             "init_method 'env://' needs a host in MASTER_ADDR, without brackets, and a port in"
             f" 1..65535 in MASTER_PORT (got MASTER_ADDR={host!r},"
-            f" MASTER_PORT={environ.get('MASTER_PORT')!r}); export both with the same values on"
+            f" MASTER_PORT={os.environ.get('MASTER_PORT')!r}); export both with the same values on"
             " every rank"
         ) from error
 

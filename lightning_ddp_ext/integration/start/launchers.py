@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing import forkserver
@@ -29,6 +28,7 @@ from lightning_ddp_ext.supervision.parent_watch import (
     watch_launcher,
 )
 from lightning_ddp_ext.supervision.rank_processes import (
+    EXIT_WITHIN,
     ChildScripts,
     RankProcesses,
     record_started,
@@ -55,8 +55,7 @@ from ..stopping.stops import StoppedException
 from .environment import source_of
 from .joining import (
     ConnectionSettings,
-    environment_of_rank,
-    environment_of_started_ranks,
+    environment_with,
     temporary_path,
 )
 
@@ -106,7 +105,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         variables = self._start_ranks(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         files = self._parts.files
-        with environment_of_rank(variables), files.count_fit(trainer):
+        with environment_with(variables), files.count_fit(trainer):
             args = files.resolve_last(args, trainer, is_rank_zero=self._strategy.is_global_zero)
             return supervised(
                 function,
@@ -138,24 +137,19 @@ class ScriptLauncher(SubprocessScriptLauncher):
             kept = {name: value for name, value in os.environ.items() if name == "WORLD_SIZE"}
             return {**missing, **kept} if self._is_joint else kept
         address = self._parts.settings.start_variables(self.cluster_environment, self.num_nodes)
-        with environment_of_started_ranks({**address, LAUNCHER_PID: str(os.getpid())}):
+        with environment_with({**address, LAUNCHER_PID: str(os.getpid())}):
+            os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
             self._call_children_scripts()  # sets variables even if it starts nothing
             set_rank_variables("0")
             variables = {**address, **{name: os.environ[name] for name in RANK_VARIABLES}}
-        if self._is_joint:
-            self._record(ChildScripts(list(self.procs), variables), trainer)
-        return variables
-
-    def _record(self, scripts: ChildScripts, trainer: Any) -> None:
-        """Keep the started ranks for later Trainers, and wait for them at exit."""
         if self.procs:
             set_rank_variables("0")
-        scripts = replace(scripts, save_within=self._parts.deadline.total_seconds())
-        if rank_debugger_of(trainer) is not None:
-            scripts = replace(scripts, at_most=NO_LIMIT.total_seconds())
-        record_started(scripts)
-        # Exit handlers run in reverse order, so this one precedes the removal of files.
-        atexit.register(scripts.join_at_exit)
+        if self._is_joint:
+            limit = EXIT_WITHIN if rank_debugger_of(trainer) is None else NO_LIMIT.total_seconds()
+            save_within = self._parts.deadline.total_seconds()
+            # Exit handlers run in reverse order, so this one precedes the removal of files.
+            record_started(ChildScripts(list(self.procs), variables, limit, save_within))
+        return variables
 
 
 class ProcessesLauncher(MultiProcessingLauncher):
@@ -195,7 +189,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
             self._environment, self._strategy.num_nodes
         )
         results = _Results(temporary_path())
-        with self._parts.files.count_fit(trainer), environment_of_started_ranks(variables):
+        with self._parts.files.count_fit(trainer), environment_with(variables):
+            os.environ.pop("RANK", None)  # every started process would inherit a user's RANK
             self._run_ranks(results, trainer, function, args, kwargs)
         output = results.load()
         if trainer is None:
