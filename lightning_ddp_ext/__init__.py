@@ -19,8 +19,11 @@ from lightning_ddp_ext import errors as _errors
 from lightning_ddp_ext import trees as _trees  # first: it imports torch and Lightning
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
-from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
-from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper
+from lightning_ddp_ext.data.samplers import (
+    DistributedBatchSamplerWrapper,
+    ExactDistributedSampler,
+    ScalableDistributedSampler,
+)
 from lightning_ddp_ext.errors import *  # noqa: F403
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp

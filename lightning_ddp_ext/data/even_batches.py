@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler
 
-from lightning_ddp_ext.data.copies import copy_attributes
 from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
+from lightning_ddp_ext.data.proxy import copy_attributes
 from lightning_ddp_ext.data.random_state import generators_of, preserve_random_state
 
 

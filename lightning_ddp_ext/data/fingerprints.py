@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from lightning_ddp_ext.data.iterators import each_of
+from lightning_ddp_ext.data.loader_properties import each_of
 from lightning_ddp_ext.nested import values_of
 
 T = TypeVar("T")

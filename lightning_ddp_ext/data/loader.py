@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.data.copies import copy_attributes
 from lightning_ddp_ext.data.epochs import (
     forget_workers,
     prepare_workers,
@@ -17,8 +16,8 @@ from lightning_ddp_ext.data.epochs import (
     set_epoch,
 )
 from lightning_ddp_ext.data.loader_properties import is_stateful, iterates_as_torch
-from lightning_ddp_ext.data.proxy import iterable_of, show
-from lightning_ddp_ext.data.seeding import WorkerSeeding, draws_on_cpu, workers_seeded_by
+from lightning_ddp_ext.data.proxy import copy_attributes, iterable_of, show
+from lightning_ddp_ext.data.seeding import WorkerSeeding
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
@@ -110,16 +109,16 @@ class DistributedLoader:
             is_set = samplers_set_by_lightning(self.loader) if is_set_by_lightning else ()
             set_epoch(self.loader, epoch, except_for=is_set)
 
-    @contextmanager
-    def workers_of(self, epoch: int, *, rank: int, seeding: WorkerSeeding | None) -> Iterator[None]:
+    def workers_of(
+        self, epoch: int, *, rank: int, seeding: WorkerSeeding | None
+    ) -> AbstractContextManager[None]:
         """Let workers of an iterator that is created in the block belong to an epoch.
 
         For the arguments, see :func:`~lightning_ddp_ext.data.epochs.prepare_workers`.
         """
         prepare_workers(self.loader, epoch, rank=rank, seeding=seeding)
         is_seeded = iterates_as_torch(self.loader)
-        with workers_seeded_by(self.loader, self.seeds) if is_seeded else nullcontext():
-            yield
+        return workers_seeded_by(self.loader, self.seeds) if is_seeded else nullcontext()
 
     def draw_seed(self, *, is_new_loader: bool = False) -> None:
         """Draw the seed of an iterator's workers where torch would, for its later start.
@@ -129,7 +128,7 @@ class DistributedLoader:
         Args:
             is_new_loader: whether workers that persist have not been seeded.
         """
-        is_drawn_here = iterates_as_torch(self.loader) and draws_on_cpu(self._users_generator)
+        is_drawn_here = iterates_as_torch(self.loader) and _draws_on_cpu(self._users_generator)
         if not is_drawn_here or (self._keeps_seed and not is_new_loader):
             return
         self._keeps_seed = self.loader.persistent_workers
@@ -199,3 +198,25 @@ def own_copy(loader: Any) -> Any:
     copied = copy_attributes(loader)
     forget_workers(copied)
     return copied
+
+
+@contextmanager
+def workers_seeded_by(loader: DataLoader[Any], generator: torch.Generator) -> Iterator[None]:
+    """Make an iterator of a ``DataLoader`` draw its workers' seed from a generator.
+
+    The iterator is created in the block. Otherwise torch draws the seed from the
+    loader's generator or the global one; so it does here if it draws on a GPU.
+    """
+    users_generator = loader.generator
+    if _draws_on_cpu(users_generator):
+        loader.generator = generator
+    try:
+        yield
+    finally:
+        loader.generator = users_generator
+
+
+def _draws_on_cpu(generator: torch.Generator | None) -> bool:
+    """Whether torch draws workers' seeds on the CPU, for a loader with this generator."""
+    has_cpu_generator = generator is None or generator.device.type == "cpu"
+    return has_cpu_generator and torch.get_default_device().type == "cpu"

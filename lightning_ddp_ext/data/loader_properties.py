@@ -1,12 +1,31 @@
-"""Read what a loader of any class consists of: its sampler, length and parameters."""
+"""Read a loader of any class, and what it consists of: sampler, length and parameters."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext.data.epochs import samplers_below
+
+T = TypeVar("T")
+
+_END = object()
+
+
+def each_of(iterator: Iterator[T]) -> Iterator[T]:
+    """Yield the items that are left in an iterator.
+
+    A ``for`` loop over the iterator would call its ``__iter__``, which starts a loader
+    anew if that is its own iterator.
+
+    >>> list(each_of(iter("abc")))
+    ['a', 'b', 'c']
+    """
+    item: Any
+    while (item := next(iterator, _END)) is not _END:
+        yield item
 
 
 def index_sampler_of(loader: Any) -> Any:

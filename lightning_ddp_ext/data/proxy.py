@@ -1,11 +1,13 @@
-"""Show an object through a proxy of the same class with another iterator."""
+"""Copy a user's object, or show it through a proxy of its class with another iterator."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Proxy:
@@ -66,6 +68,30 @@ def show(own: Any, iterable: Any) -> Any:
 def iterable_of(shown: object) -> Any:
     """Return the ``iterable`` of a proxy; ``None`` for any other object."""
     return shown._ddpx_iterable if isinstance(shown, Proxy) else None
+
+
+def copy_attributes(original: T) -> T:
+    """Return an object of the same class with the same attributes.
+
+    ``copy.copy`` would call ``__reduce__`` and ``__getstate__``, which may refuse, or
+    leave out what cannot be sent to another process, such as a lock.
+
+    >>> class Loader:
+    ...     def __getstate__(self):
+    ...         return {}
+    >>> loader = Loader()
+    >>> loader.lock = "a lock"
+    >>> copy_attributes(loader).lock
+    'a lock'
+    """
+    source: Any = original._ddpx_own if isinstance(original, Proxy) else original
+    copied: T = object.__new__(type(source))
+    state: Any = object.__getstate__(source)
+    attributes, slots = state if isinstance(state, tuple) else (state, {})
+    vars(copied).update(attributes or {})
+    for name, value in slots.items():
+        object.__setattr__(copied, name, value)
+    return copied
 
 
 @cache

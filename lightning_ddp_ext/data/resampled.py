@@ -1,4 +1,4 @@
-"""Put another sampler into a copy of a loader without calling its constructor.
+"""Let a loader read another sampler, without calling the constructor of its class.
 
 Constructors of users' classes take arguments that no attribute may hold, so a loader
 that is created again can silently get a default. A copy has all attributes of the
@@ -7,13 +7,14 @@ original.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_ddp_ext.data.loader import own_copy
 from lightning_ddp_ext.data.loader_properties import index_sampler_of, is_stateful, length_or_inf
+from lightning_ddp_ext.data.proxy import show
 
 _SAMPLER_ATTRIBUTES = ("batch_sampler", "sampler", "batch_size", "drop_last")
 
@@ -72,3 +73,56 @@ def _holds_sampler_elsewhere(loader: DataLoader[Any]) -> bool:
 
 def _has_length_of_sampler(loader: DataLoader[Any]) -> bool:
     return length_or_inf(loader) == length_or_inf(index_sampler_of(loader))
+
+
+class PermanentBatchSampler:
+    """Yields the items of another sampler, or of an order set for the next iterator.
+
+    A loader always keeps the same one, because with persistent workers torch keeps the
+    sampler of the first iterator. The length is that of a whole epoch, because loops
+    count batches from the beginning of the epoch.
+
+    Args:
+        batch_sampler: a batch sampler, or a sampler if the loader does not make
+            batches.
+
+    >>> sampler = PermanentBatchSampler(["a", "b", "c"])
+    >>> sampler.draw_next_by(lambda: iter(["c"]))
+    >>> list(sampler), list(sampler), len(sampler)
+    (['c'], ['a', 'b', 'c'], 3)
+    """
+
+    def __init__(self, batch_sampler: Iterable[Any]) -> None:
+        self.batch_sampler = batch_sampler
+        self._draw: Callable[[], Iterator[Any]] | None = None
+
+    def draw_next_by(self, draw: Callable[[], Iterator[Any]]) -> None:
+        """Make the next iterator yield the items of ``draw()``.
+
+        ``draw`` is called when the first item is requested.
+        """
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, as a loader with workers reads the second of two iterators.
+        draw = self._draw
+        self._draw = None
+        yield from self.batch_sampler if draw is None else draw()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+
+def make_permanent(
+    loader: DataLoader[Any], items: Iterable[Any] | None = None
+) -> PermanentBatchSampler:
+    """Wrap the index sampler of one of our loaders, and return the wrapper.
+
+    If ``items`` is given, the loader reads these, and still shows its own sampler.
+    """
+    index_sampler = index_sampler_of(loader)
+    permanent = PermanentBatchSampler(index_sampler if items is None else items)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    # A DataLoader refuses to change it.
+    object.__setattr__(loader, name, show(index_sampler, permanent))
+    return permanent

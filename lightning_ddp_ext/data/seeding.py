@@ -120,28 +120,6 @@ def _seeding_before(read: Callable[[Any, Any], Any], words: Sequence[int]) -> An
 
 
 @contextmanager
-def workers_seeded_by(loader: Any, generator: torch.Generator) -> Iterator[None]:
-    """Make an iterator of a ``DataLoader`` draw its workers' seed from a generator.
-
-    The iterator is created in the block. Otherwise torch draws the seed from the
-    loader's generator or the global one; so it does here if it draws on a GPU.
-    """
-    users_generator = loader.generator
-    if draws_on_cpu(users_generator):
-        loader.generator = generator
-    try:
-        yield
-    finally:
-        loader.generator = users_generator
-
-
-def draws_on_cpu(generator: torch.Generator | None) -> bool:
-    """Whether torch draws workers' seeds on the CPU, for a loader with this generator."""
-    has_cpu_generator = generator is None or generator.device.type == "cpu"
-    return has_cpu_generator and torch.get_default_device().type == "cpu"
-
-
-@contextmanager
 def seeded(seed: int, *owners: object) -> Iterator[None]:
     """Seed all generators differently within the block, and restore them afterwards.
 

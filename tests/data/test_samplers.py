@@ -21,8 +21,12 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from lightning_ddp_ext.data.even_batches import EvenBatches
-from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
-from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
+from lightning_ddp_ext.data.samplers import (
+    DistributedBatchSamplerWrapper,
+    ExactDistributedSampler,
+    ScalableDistributedSampler,
+    SharedSampler,
+)
 from lightning_ddp_ext.errors import ConfigurationError
 
 law = settings(max_examples=100, derandomize=True, deadline=None)

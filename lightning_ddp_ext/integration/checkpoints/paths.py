@@ -12,7 +12,7 @@ import socket
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
-from lightning_ddp_ext.data.copies import copy_attributes
+from lightning_ddp_ext.data.proxy import copy_attributes
 from lightning_ddp_ext.errors import CheckpointError, ConfigurationError
 from lightning_ddp_ext.ranks import chain_of, reason_of
 

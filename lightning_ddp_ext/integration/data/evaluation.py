@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.data.even_batches import EvenBatches
-from lightning_ddp_ext.data.iterators import each_of
 from lightning_ddp_ext.data.loader import DistributedLoader, own_copy
 from lightning_ddp_ext.data.loader_kinds import global_order_of
 from lightning_ddp_ext.data.loader_properties import (
+    each_of,
     index_sampler_of,
     iterates_as_torch,
     length_or_inf,
 )
-from lightning_ddp_ext.data.permanent_sampler import PermanentBatchSampler, make_permanent
+from lightning_ddp_ext.data.resampled import PermanentBatchSampler, make_permanent
 
 from ..named_calls import ranks_of
 from ..private.compat import active_loop_of, mode_of, results_of, takes_iterator

@@ -30,9 +30,9 @@ from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.data.resampled import REMEDY, with_sampler
 from lightning_ddp_ext.data.samplers import (
     ScalableDistributedSampler,
+    SharedSampler,
     TorchOrderSampler,
 )
-from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 
 from ..checkpoints.collective import Checkpoints
