@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import getattr_static, signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -167,13 +167,6 @@ def samplers_set_by_lightning(loader: Any) -> list[Any]:
     return found
 
 
-class _Visit(NamedTuple):
-    """A visit of an object, before those below it or after them."""
-
-    obj: object
-    is_after_children: bool = False
-
-
 def all_below(root: object) -> list[object]:
     """Return ``root`` and all objects below it that the search follows.
 
@@ -181,16 +174,18 @@ def all_below(root: object) -> list[object]:
     """
     seen: set[int] = set()
     in_order: list[object] = []
-    stack = [_Visit(root)]  # not recursive: datasets may be nested a thousand levels deep
+    # Not recursive, because datasets may be nested a thousand levels deep. Each object is
+    # visited twice: before those below it, and after them.
+    stack = [(root, False)]
     while stack:
         obj, is_after_children = stack.pop()
         if is_after_children:
             in_order.append(obj)
         elif id(obj) not in seen and _is_followed(obj):
             seen.add(id(obj))
-            stack.append(_Visit(obj, is_after_children=True))
+            stack.append((obj, True))
             children = [*_elements(obj), *getattr(obj, "__dict__", {}).values()]
-            stack += map(_Visit, reversed(children))
+            stack += [(child, False) for child in reversed(children)]
     return in_order
 
 

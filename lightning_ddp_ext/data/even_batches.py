@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import BatchSampler
 
@@ -15,13 +15,6 @@ from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.proxy import copy_attributes
 from lightning_ddp_ext.data.random_state import generators_of, preserve_random_state
-
-
-class EvenBatch(NamedTuple):
-    """The indices of a batch, and the ranks that repeat a sample in it."""
-
-    indices: Any
-    filling_ranks: tuple[int, ...] = ()
 
 
 class EvenBatches:
@@ -89,10 +82,10 @@ class EvenBatches:
     def _separates_now(self) -> bool:
         return bool(self.filling_ranks) and self._separates_last()
 
-    def draw(self) -> Iterator[EvenBatch]:
-        """Yield the batches."""
+    def draw(self) -> Iterator[tuple[Any, tuple[int, ...]]]:
+        """Yield the indices of each batch, and the ranks that repeat a sample in it."""
         if not self._separates_now():
-            yield from map(EvenBatch, self._batches)
+            yield from ((batch, ()) for batch in self._batches)
             return
         self._unfilled_sampler.resume_at(self._sampler.epoch, 0)
         # The last sample must be of the same order, and each draw may give another one.
@@ -100,12 +93,12 @@ class EvenBatches:
         items = 0
         for batch in self._unfilled_batches:
             items += len(batch) if self._is_batched else 1
-            yield EvenBatch(batch)
+            yield batch, ()
         # A batch sampler that reads another object than its attribute ``sampler`` has
         # yielded the last samples too.
         if items == len(self._unfilled_sampler):
             last = self._last_item(order)
-            yield EvenBatch([last] if self._is_batched else last, self.filling_ranks)
+            yield [last] if self._is_batched else last, self.filling_ranks
 
     def _last_item(self, order: Order) -> Any:
         padded = replace(self._sampler.shard(0), uneven="pad")
@@ -113,7 +106,7 @@ class EvenBatches:
         return item
 
     def __iter__(self) -> Iterator[Any]:
-        return (batch.indices for batch in self.draw())
+        return (indices for indices, _ in self.draw())
 
     def __len__(self) -> int:
         if self._separates_now():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import torch.distributed as dist
@@ -25,23 +25,6 @@ BLOCK = 1 << 14
 CHUNK = 1 << 10
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]
-
-
-class DrawnOrder(NamedTuple):
-    """The order of an epoch, and the fingerprint of its items.
-
-    Both are ``None`` if seed and epoch determine the order.
-    """
-
-    order: Order | None = None
-    fingerprint: int | None = None
-
-
-class RankOf(NamedTuple):
-    """A rank, and the number of ranks."""
-
-    num_replicas: int
-    rank: int
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
@@ -87,9 +70,12 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         """Return the order of ``self.epoch``, from positions to items."""
         raise NotImplementedError
 
-    def draw(self, epoch: int) -> DrawnOrder:
-        """Draw an epoch's order, unless seed and epoch determine it."""
-        return DrawnOrder()
+    def draw(self, epoch: int) -> tuple[Order | None, int | None]:
+        """Draw an epoch's order, and return it with the fingerprint of its items.
+
+        Both are ``None`` if seed and epoch determine the order.
+        """
+        return None, None
 
     def _set_wrapped_epoch(self) -> None:
         """Set the epoch of wrapped objects, if the subclass has any."""
@@ -104,12 +90,12 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
         """The current number of ranks."""
-        return self._ranks().num_replicas
+        return self.shard(0).world_size
 
     @property
     def rank(self) -> int:  # type: ignore[override]
         """The current rank of this process."""
-        return self._ranks().rank
+        return self.shard(0).rank
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
@@ -178,8 +164,19 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return self._position
 
     def shard(self, start: int) -> Shard:
-        """Return the shard that this rank reads from position ``start`` on."""
-        num_replicas, rank = self._ranks()
+        """Return the shard that this rank reads from position ``start`` on.
+
+        By default, the number of ranks and this rank are the process group's, or 1 and
+        0 without a group. They are read at each use, so a sampler may be created before
+        the process group.
+        """
+        num_replicas, rank = self._given_ranks
+        grouped = dist.is_available() and dist.is_initialized()
+        if num_replicas is None:
+            num_replicas = dist.get_world_size() if grouped else 1
+        if rank is None:
+            rank = dist.get_rank() if grouped else 0
+        _check_ranks(num_replicas, rank)
         return Shard(self.length, num_replicas, rank, self.uneven, start)
 
     def resume_at(self, epoch: int, position: int) -> None:
@@ -211,21 +208,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             "shuffle": self.shuffle,
             "uneven": self.uneven,
         }
-
-    def _ranks(self) -> RankOf:
-        """Return the number of ranks and this rank.
-
-        By default, these are the process group's, or 1 and 0 without a group. They are
-        read at each use, so a sampler may be created before the process group.
-        """
-        num_replicas, rank = self._given_ranks
-        grouped = dist.is_available() and dist.is_initialized()
-        if num_replicas is None:
-            num_replicas = dist.get_world_size() if grouped else 1
-        if rank is None:
-            rank = dist.get_rank() if grouped else 0
-        _check_ranks(num_replicas, rank)
-        return RankOf(num_replicas, rank)
 
 
 def _check_ranks(num_replicas: int, rank: int) -> None:

@@ -124,10 +124,9 @@ class OrderPosition(LoaderPosition):
 
     @override
     def _redraw(self, start: IteratorStart) -> Callable[[], Iterator[Any]]:
-        drawn = self._sampler.draw(self.epoch)
-        start.order_fingerprint = drawn.fingerprint
+        order, start.order_fingerprint = self._sampler.draw(self.epoch)
         start.batch_size = self._batch_size
-        return partial(self._read_from, start.position, drawn.order)
+        return partial(self._read_from, start.position, order)
 
     def _read_from(self, position: int, order: Order | None) -> Iterator[Any]:
         self._sampler.resume_at(self.epoch, position)

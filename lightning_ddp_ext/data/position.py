@@ -92,13 +92,6 @@ class IteratorStart:
     batch_size: int | None = None
 
 
-class GivenBatch(NamedTuple):
-    """The iterator that gave a batch, and how many it gave up to that one."""
-
-    start: IteratorStart
-    batches: int
-
-
 DrawSeed = Callable[[], object]
 
 
@@ -271,8 +264,8 @@ class LoaderPosition:
         """
         start, batches = self._start_before(done)
         batches_until = start.batches_before + batches
-        is_recorded_earlier = batches_given < batches_until  # as if the first loader ended before
-        given = self.batches_given if is_recorded_earlier else batches_given
+        # The states may have been recorded earlier, as if the first loader ended before.
+        given = batches_given if batches_given >= batches_until else self.batches_given
         ahead = given + self.taken_ahead + self.prefetched - batches_until
         return {
             "epoch": self.epoch,
@@ -284,13 +277,16 @@ class LoaderPosition:
             "random": start.random_states,
         }
 
-    def _start_before(self, done: int) -> GivenBatch:
-        """Find the iterator that gave the ``done``-th batch, at most the last one given."""
+    def _start_before(self, done: int) -> tuple[IteratorStart, int]:
+        """Find the iterator that gave the ``done``-th batch, at most the last one given.
+
+        Return its start, and how many batches it gave up to that one.
+        """
         if not self._starts:
-            return GivenBatch(IteratorStart(), 0)
+            return IteratorStart(), 0
         earlier = [start for start in self._starts if start.batches_before < done]
         start = earlier[-1] if earlier else self._starts[0]
-        return GivenBatch(start, max(0, min(done, self.batches_given) - start.batches_before))
+        return start, max(0, min(done, self.batches_given) - start.batches_before)
 
     # Resuming.
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_ddp_ext.arguments import length_of
 from lightning_ddp_ext.data.epochs import has_set_epoch, samplers_below
 from lightning_ddp_ext.data.fingerprints import fingerprint_of_list
-from lightning_ddp_ext.data.global_order import DrawnOrder, GlobalOrderSampler, Order
+from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.loader_properties import identity_of
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.permutation import Permutation
@@ -197,10 +197,10 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
                 sampler.set_epoch(self.epoch)
 
     @override
-    def draw(self, epoch: int) -> DrawnOrder:
+    def draw(self, epoch: int) -> tuple[Order | None, int | None]:
         self.set_epoch(epoch)
         items = self._items()
-        return DrawnOrder(items.__getitem__, fingerprint_of_list(items.tolist()))
+        return items.__getitem__, fingerprint_of_list(items.tolist())
 
     @override
     def _order(self) -> Order:
