@@ -31,10 +31,8 @@ import torch
 import torch.distributed.run
 
 from tests.faults import training
-from tests.faults.training import FAIL, LIMITS, STEPS, run_again, train_by_hand
 from tests.harness.network import Network
-from tests.harness.outcomes import Outcome
-from tests.harness.ranks import RankProcesses, free_port, run_ranks
+from tests.harness.ranks import Outcome, RankProcesses, free_port, run_ranks
 from tests.harness.scripts import be_the_script
 
 # By day a kill, an exception, a dead launching process, and a cut wire; `make nightly`
@@ -58,7 +56,7 @@ SIGNALS: dict[FaultKind, int] = {
     "kill": signal.SIGKILL,
     "stop": signal.SIGSTOP,
     "term": signal.SIGTERM,
-    "raise": FAIL,
+    "raise": training.FAIL,
 }
 TWO_HOSTS: Start = "by hand, two hosts"
 BY_HAND: tuple[Start, ...] = ("by hand", TWO_HOSTS)
@@ -69,14 +67,14 @@ STOPPED = 128 + signal.SIGTERM  # the exit status of a rank that stops on SIGTER
 # See "Maximum delays" in docs/guides/hangs.md. After a death the main thread
 # raises or the process ends; what then runs, and the end of the process, each have the
 # deadline of a save.
-TO_END = 2 * LIMITS["save_deadline"]
+TO_END = 2 * training.LIMITS["save_deadline"]
 BOUNDS: dict[FaultKind | Literal["launcher"], float] = {
     "kill": 3 + TO_END,
     "raise": 30 + TO_END,
-    "cut": LIMITS["heartbeat_timeout"] + 3 + TO_END,
-    "stop": LIMITS["timeout"] + 5 + 5 + TO_END,  # it is asked, and has 5 s to answer
-    "term": LIMITS["save_deadline"],
-    "launcher": 4 + LIMITS["save_deadline"],
+    "cut": training.LIMITS["heartbeat_timeout"] + 3 + TO_END,
+    "stop": training.LIMITS["timeout"] + 5 + 5 + TO_END,  # it is asked, and has 5 s to answer
+    "term": training.LIMITS["save_deadline"],
+    "launcher": 4 + training.LIMITS["save_deadline"],
 }
 
 
@@ -255,7 +253,7 @@ def start_by_hand(
         address = places[0].address
     url = f"tcp://{address}:{free_port()}" if case.seed % 2 else f"file://{directory}/store"
     arguments = (case.world_size, directory, url, case.during)
-    return RankProcesses(train_by_hand, *arguments, namespaces=places, **options)
+    return RankProcesses(training.train_by_hand, *arguments, namespaces=places, **options)
 
 
 @dataclass(frozen=True)
@@ -422,7 +420,11 @@ def test_a_fault_is_survived(
     assert not wrong, "\n".join([f"make soak SEED={case.seed} COUNT=1", *wrong, ended.output])
 
     newest = newest_step(map(step_of, tmp_path.glob("*.ckpt")))
-    epochs = newest // STEPS + 2
-    for seen, steps in run_ranks(run_again, case.world_size, tmp_path, case.during, epochs):
+    epochs = newest // training.STEPS + 2
+    for seen, steps in run_ranks(
+        training.run_again, case.world_size, tmp_path, case.during, epochs
+    ):
         torch.testing.assert_close(seen, torch.full_like(seen, epochs), rtol=0, atol=0.01)
-        torch.testing.assert_close(steps, torch.full_like(steps, epochs * STEPS), rtol=0, atol=0.01)
+        torch.testing.assert_close(
+            steps, torch.full_like(steps, epochs * training.STEPS), rtol=0, atol=0.01
+        )

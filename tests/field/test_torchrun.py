@@ -15,9 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.field import train
-from tests.harness.environment import Environment
-from tests.harness.outcomes import output_of_all
-from tests.harness.ranks import RankProcesses, free_port
+from tests.harness.ranks import Environment, RankProcesses, free_port, output_of_all
 from tests.harness.scripts import start_script
 
 pytestmark = pytest.mark.field

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from tests.harness import ranks, training
-from tests.harness.outcomes import Outcome
 
 IS_GPU = os.environ.get("DDPX_GPU_TESTS_ON") != "cpu"
 GPU = "cuda:0" if IS_GPU else "cpu"
@@ -69,7 +68,7 @@ class Placement:
         options = {"accelerator": "auto", "devices": "auto", **options}
         return training.make_trainer(strategy, **options)
 
-    def launch(self, function: Any, *args: Any, **options: Any) -> list[Outcome]:
+    def launch(self, function: Any, *args: Any, **options: Any) -> list[ranks.Outcome]:
         """Call ``function(rank, world_size, placement, *args)`` on each rank, as
         ``launch_ranks`` does.
         """

@@ -19,10 +19,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.harness.environment import Environment, by_hand_env, free_port
-from tests.harness.outcomes import Outcome, output_of_all
 from tests.harness.rank_process import python_path
-from tests.harness.ranks import RankProcesses, launch_ranks
+from tests.harness.ranks import (
+    Environment,
+    Outcome,
+    RankProcesses,
+    by_hand_env,
+    free_port,
+    launch_ranks,
+    output_of_all,
+)
 
 _FORKS = r'ddp_ext_(fork|notebook)|start_method="fork"'
 _COMMANDS: dict[str, tuple[str, ...]] = {

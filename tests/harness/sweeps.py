@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-from tests.harness.outcomes import stories
-from tests.harness.ranks import by_hand_env, launch_ranks
+from tests.harness.ranks import by_hand_env, launch_ranks, stories
 
 C = TypeVar("C")
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.harness.outcomes import Outcome
-from tests.harness.ranks import Environment, by_hand_env, launch_ranks, run_ranks
+from tests.harness.ranks import Environment, Outcome, by_hand_env, launch_ranks, run_ranks
 
 Batch = list[Tensor]
 Kind = Literal["ours", "stock"]

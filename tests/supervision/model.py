@@ -20,8 +20,7 @@ import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness import training
-from tests.harness.outcomes import Outcome
-from tests.harness.ranks import announce
+from tests.harness.ranks import Outcome, announce
 from tests.harness.training import At, Net
 
 HERE = socket.gethostname()

@@ -17,8 +17,14 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.ranks import RemoteTraceback
-from tests.harness.outcomes import Outcome
-from tests.harness.ranks import RankProcesses, announce, hold, launch_ranks, run_ranks
+from tests.harness.ranks import (
+    Outcome,
+    RankProcesses,
+    announce,
+    hold,
+    launch_ranks,
+    run_ranks,
+)
 from tests.harness.training import At, Net, make_strategy
 from tests.supervision import model
 
