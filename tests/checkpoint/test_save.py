@@ -50,12 +50,6 @@ def loaded(url: str) -> Any:
         return torch.load(file, weights_only=False)
 
 
-def test_all_kinds_are_restored(url: str) -> None:
-    """Every kind of tensor is read by torch as it was written; directories are made."""
-    write(kinds(), url)
-    assert same(loaded(url), kinds())
-
-
 def test_a_store_may_not_count_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file whose ``write`` returns nothing, as paramiko's, gets every byte once."""
     write_all = MemoryFile.write
