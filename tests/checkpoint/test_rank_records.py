@@ -15,8 +15,6 @@ from lightning_ddp_ext.checkpoint import rank_records
 from lightning_ddp_ext.checkpoint.rank_records import Kind, RankRecords, open_records
 from lightning_ddp_ext.ranks import Ranks
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def records() -> RankRecords:

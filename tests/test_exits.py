@@ -1,4 +1,4 @@
-"""A countdown may force the exit of a process, and a save may delay it."""
+"""What a process does at its exit, and a countdown that may force it to exit."""
 
 from __future__ import annotations
 
@@ -10,30 +10,23 @@ import pytest
 
 from lightning_ddp_ext.forced_exit import ForcedExit, delaying_forced_exit, wait_for_delays
 
-EXIT = """
-import sys, threading
-from lightning_ddp_ext.forced_exit import ForcedExit
 
-status, message = int(sys.argv[1]), sys.argv[2]
-ForcedExit("countdown").start(0.0, status, lambda: message)
-threading.Event().wait()
-"""
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("message", "printed"), [("rank 1 died", "rank 1 died\n"), ("", "")], ids=["message", "none"]
-)
-def test_a_forced_exit_prints_its_message(message: str, printed: str) -> None:
-    """The process has the given exit status; without a message it prints no line."""
-    status = 7
-    script = subprocess.run(
-        [sys.executable, "-c", EXIT, str(status), message], stderr=subprocess.PIPE, text=True
+@pytest.mark.parametrize("start", ["register()", "Process(target=register).start()"])
+def test_an_exit_action_runs_once(start: str) -> None:
+    """It runs in an ordinary process and in a child of multiprocessing."""
+    lines = (
+        "from multiprocessing import get_context",
+        "from lightning_ddp_ext.at_exit import at_exit",
+        "Process = get_context('fork').Process",
+        "register = lambda: at_exit(lambda: print('ran', flush=True))",
+        start,
     )
-    assert (script.returncode, script.stderr) == (status, printed)
+    script = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert script.stdout == "ran\n"
 
 
-@pytest.mark.unit
 def test_a_countdown_whose_exit_is_not_needed_can_be_started_again() -> None:
     """The process continues, and a second countdown also asks whether to exit."""
     answers = [False, False]
@@ -45,7 +38,6 @@ def test_a_countdown_whose_exit_is_not_needed_can_be_started_again() -> None:
                 thread.join()
 
 
-@pytest.mark.unit
 def test_a_delay_of_no_seconds_counts_as_running() -> None:
     """A save without a deadline delays nothing, but it was running."""
     assert not wait_for_delays()
