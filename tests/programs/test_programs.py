@@ -26,16 +26,16 @@ CLI = [
 ]
 # Each script, and its arguments with the strategy's name in the place of {}.
 PROGRAMS = {
-    "chemprop": ["train_chemprop", "{}"],
-    "scvi-tools": ["train_scvi", "{}"],
-    "darts": ["train_darts", "{}"],
-    "pytorch-forecasting": ["train_pytorch_forecasting", "{}"],
-    "neuralforecast": ["train_neuralforecast", "{}"],
-    "gluonts": ["train_gluonts", "{}"],
+    "chemprop": ["train", "chemprop", "{}"],
+    "scvi-tools": ["train", "scvi", "{}"],
+    "darts": ["train", "darts", "{}"],
+    "pytorch-forecasting": ["train", "pytorch_forecasting", "{}"],
+    "neuralforecast": ["train", "neuralforecast", "{}"],
+    "gluonts": ["train", "gluonts", "{}"],
     "LightningCLI": ["train_cli", *CLI],
     "Hydra": ["train_hydra", "strategy={}"],
     "Hydra's multirun": ["train_hydra", "--multirun", "strategy={}", "lr=0.1,0.01"],
-    "Optuna": ["train_optuna", "{}"],
+    "Optuna": ["train", "optuna", "{}"],
 }
 
 
