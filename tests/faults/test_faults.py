@@ -32,7 +32,7 @@ import torch.distributed.run
 
 from tests.faults import training
 from tests.harness.network import Network
-from tests.harness.ranks import Outcome, RankProcesses, free_port, run_ranks
+from tests.harness.ranks import Outcome, RankProcesses, by_hand_env, free_port, run_ranks
 from tests.harness.scripts import be_the_script
 
 # By day a kill, an exception, a dead launching process, and a cut wire; `make nightly`
@@ -253,6 +253,7 @@ def start_by_hand(
         address = places[0].address
     url = f"tcp://{address}:{free_port()}" if case.seed % 2 else f"file://{directory}/store"
     arguments = (case.world_size, directory, url, case.during)
+    options["env"] |= by_hand_env(case.world_size)
     return RankProcesses(training.train_by_hand, *arguments, namespaces=places, **options)
 
 

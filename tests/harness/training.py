@@ -5,6 +5,7 @@ results.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -167,6 +168,12 @@ def _fit_and_return_weights(
 ) -> dict[str, Tensor]:
     fit("ours", directory, model, *callbacks, **options)
     return weights(model)
+
+
+def print_line(text: str) -> None:
+    """Write a whole line, which torchrun's ``python -u`` would tear apart in ``print``."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def limit_collectives(seconds: float) -> None:

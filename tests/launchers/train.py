@@ -24,7 +24,7 @@ from torch import nn
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.rendezvous.process_context import leave
-from tests.harness.training import At, Net, make_trainer
+from tests.harness.training import At, Net, make_trainer, print_line
 
 
 def main(
@@ -92,8 +92,7 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def report(what: str, **facts: Any) -> None:
-    sys.stdout.write(f"{json.dumps({'what': what, **facts})}\n")
-    sys.stdout.flush()
+    print_line(json.dumps({"what": what, **facts}))
 
 
 if __name__ == "__main__":
