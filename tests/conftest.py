@@ -2,8 +2,6 @@
 each test, and fixtures that tests of several subpackages use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """What a process does at its exit, and a countdown that may force it to exit."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -4,8 +4,6 @@ result.
 `make api` records it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 faulty disk does.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

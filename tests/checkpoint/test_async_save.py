@@ -2,8 +2,6 @@
 report their errors once.
 """
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A saved value that changes unrecorded is named."""
 
-from __future__ import annotations
-
 import torch
 
 from lightning_ddp_ext.checkpoint.fixed_values import FixedValues

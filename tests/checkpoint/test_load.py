@@ -1,7 +1,5 @@
 """A checkpoint is read as torch reads it, to the chosen devices, into own memory."""
 
-from __future__ import annotations
-
 import os
 import resource
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records outlive the rank that wrote them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 same error.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

@@ -2,8 +2,6 @@
 existing file is untouched.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """One of the surviving ranks saves: the one that is furthest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from lightning_ddp_ext.checkpoint.save_lock import lock_of, save_if_furthest

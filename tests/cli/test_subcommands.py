@@ -1,7 +1,5 @@
 """The subcommands: what they print, and their exit status; `test` also starts ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

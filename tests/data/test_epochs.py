@@ -1,7 +1,5 @@
 """Which objects below a loader get no epoch, and how a loader's workers start."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -10,8 +10,6 @@ nothing is lost.
 (``--basetemp``) lists how long each took, beside the bound.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -6,8 +6,6 @@ run, each rank writes its process id to ``output`` once it trains, and rank 0 th
 that it saved.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

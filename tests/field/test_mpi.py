@@ -1,7 +1,5 @@
 """Ranks that a real Open MPI or MPICH starts."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints in an object store: a real S3 server that is slow, breaks off or dies."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

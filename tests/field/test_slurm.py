@@ -2,8 +2,6 @@
 undisturbed run.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 process fails.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

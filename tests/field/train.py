@@ -5,8 +5,6 @@ The arguments are ``name=value``. Each rank prints its first and its last step, 
 fingerprint of the weights at the end, which ``weights_in`` reads.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

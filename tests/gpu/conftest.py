@@ -2,8 +2,6 @@
 them.
 """
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from collections import defaultdict

@@ -2,8 +2,6 @@
 variables that NCCL needs there.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Sequence

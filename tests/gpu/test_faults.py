@@ -2,8 +2,6 @@
 SIGABRT, and saves nothing wrong.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import time

@@ -1,7 +1,5 @@
 """Training on a GPU gives the numbers of stock ``ddp`` there, or of the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 aborts, and graphs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

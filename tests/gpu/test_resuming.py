@@ -1,7 +1,5 @@
 """Training on a GPU continues after stops and deaths as if they had not happened."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints saved on a GPU, also in the background, are whole and load anywhere."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

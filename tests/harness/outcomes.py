@@ -1,7 +1,5 @@
 """Follow a rank process from its test, and describe how it ended."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

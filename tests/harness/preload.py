@@ -4,8 +4,6 @@ The server imports this module before any other. Garbage collection is off meanw
 would take a tenth of the time and find nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

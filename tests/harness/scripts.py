@@ -5,8 +5,6 @@ and flushes them: torchrun starts Python with ``-u``, where ``print`` writes a t
 its line break one by one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

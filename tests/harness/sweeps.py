@@ -2,8 +2,6 @@
 ranks, and report failures.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import time

@@ -2,8 +2,6 @@
 results.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping

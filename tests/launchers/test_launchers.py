@@ -5,8 +5,6 @@ Processes of the harness are the script, or the launcher that starts it: they ha
 imported torch and Lightning already.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -7,8 +7,6 @@ process that returns from the Trainer prints the weights that it has then, and w
 Trainer has returned.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

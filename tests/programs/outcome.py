@@ -1,7 +1,5 @@
 """Print the outcome of a program's training as a line that a test reads."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

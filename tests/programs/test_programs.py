@@ -1,7 +1,5 @@
 """Programs that other people wrote train with ``ddp_ext`` as with ``ddp``, unchanged."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The programs, each on data that it makes up: ``train.py PROGRAM STRATEGY``."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A Hydra application, which may run several jobs, one after another."""
 
-from __future__ import annotations
-
 import hydra
 import torch
 from hydra.core.config_store import ConfigStore

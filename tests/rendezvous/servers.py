@@ -2,8 +2,6 @@
 rank 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -2,8 +2,6 @@
 the same error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket

@@ -1,7 +1,5 @@
 """NCCL's settings are typed, and in the environment while the process group is open."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

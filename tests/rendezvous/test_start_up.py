@@ -2,8 +2,6 @@
 the reason.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

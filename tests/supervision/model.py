@@ -1,7 +1,5 @@
 """Train a model that fails at a chosen moment, on chosen ranks, in a chosen way."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -2,8 +2,6 @@
 collective in which it was raised.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 cause, and none waits for it.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

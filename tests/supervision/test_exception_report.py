@@ -1,7 +1,5 @@
 """A failed rank prints its traceback, and each of the others one line."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

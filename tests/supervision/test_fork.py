@@ -5,8 +5,6 @@ The forking process has imported everything already; every test fails if one of 
 processes is left.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

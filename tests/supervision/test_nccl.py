@@ -2,8 +2,6 @@
 return; gloo plays its part.
 """
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from pathlib import Path
