@@ -19,7 +19,7 @@ CLI = [
     "--trainer.devices=2",
     "--trainer.max_epochs=1",
     "--trainer.logger=false",
-    "--trainer.callbacks=tests.programs.outcome.LightningNumbers",
+    "--trainer.callbacks=tests.programs.train.LightningNumbers",
     "--seed_everything=1",
 ]
 # Each script, and its arguments with the strategy's name in the place of {}.

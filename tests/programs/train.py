@@ -1,21 +1,54 @@
-"""The programs, each on data that it makes up: ``train.py PROGRAM STRATEGY``."""
+"""The programs, each on data that it makes up: ``train.py PROGRAM STRATEGY``.
 
+Each training prints its outcome as a line that the test reads.
+"""
+
+import json
 import sys
 from typing import Any
 
 import numpy as np
+import pytorch_lightning
 import torch
 from lightning import pytorch as pl
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_ddp_ext.pytorch_lightning
-from tests.programs.outcome import LightningNumbers, PytorchLightningNumbers
 
 ON_TWO_RANKS: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 2,
     "enable_progress_bar": False,
 }
+
+
+class _Numbers:
+    """At the end of the training, rank 0 prints the parameters' mean size, the steps and
+    the metrics.
+    """
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            parameters = [parameter.detach() for parameter in pl_module.parameters()]
+            size = sum(float(parameter.abs().sum()) for parameter in parameters)
+            count = sum(parameter.numel() for parameter in parameters)
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            numbers = {
+                "parameters": size / count,
+                "steps": trainer.global_step,
+                "ranks": trainer.world_size,
+                **metrics,
+            }
+            sys.stdout.write(f"numbers {json.dumps(numbers)}\n")
+            sys.stdout.flush()
+
+
+class LightningNumbers(_Numbers, pl.Callback):
+    """For programs that import ``lightning``."""
+
+
+class PytorchLightningNumbers(_Numbers, pytorch_lightning.Callback):
+    """For programs that import ``pytorch_lightning``."""
 
 
 def chemprop(strategy: str) -> None:
