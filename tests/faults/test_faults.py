@@ -6,8 +6,7 @@ nothing is lost.
 3. The exit codes, the output and the checkpoints are checked.
 4. The same command runs again, and continues.
 
-``make soak`` tries any number of seeds. ``faults.csv`` in the directory of the tests
-(``--basetemp``) lists how long each took, beside the bound.
+``make soak`` tries any number of seeds.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ import re
 import signal
 import time
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -259,7 +258,6 @@ def start_by_hand(
 class Ended:
     """How a run ended after its strikes."""
 
-    seconds: float  # until its ranks exited
     late: list[str]  # the processes that did not exit in time
     outcomes: list[Outcome]  # none if a process is late
     output: str
@@ -271,13 +269,10 @@ def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> Ended
         run = stack.enter_context(contextlib.closing(Run(case, directory, processes)))
         for fault in case.faults:
             run.strike(fault, hosts)
-        struck = time.monotonic()
-        late = wait_for_ranks(run)
-        seconds = time.monotonic() - struck
-        late = late or wait_for_others(run)
+        late = wait_for_ranks(run) or wait_for_others(run)
         outcomes = [] if late else processes.wait()
         output = run.output + "".join(outcome.output for outcome in outcomes)
-        return Ended(seconds, late, outcomes, output)
+        return Ended(late, outcomes, output)
 
 
 def stopped_by_fault(run: Run) -> set[int]:
@@ -378,19 +373,6 @@ def step_of(path: Path) -> int | None:
     return step if torch.all((content["state_dict"]["steps"] - step).abs() < 0.01) else None
 
 
-@pytest.fixture(scope="session")
-def record(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case, float], None]:
-    """Write down how long a case took."""
-    path = tmp_path_factory.getbasetemp() / "faults.csv"
-    path.write_text("seconds,bound,case\n")
-
-    def add(case: Case, seconds: float) -> None:
-        with path.open("a") as file:
-            file.write(f'{seconds:.2f},{case.bound},"{case}"\n')
-
-    return add
-
-
 def parameter(seed: int) -> Any:
     case = draw(seed)
     marks = [pytest.mark.netns] if case.start == TWO_HOSTS else []
@@ -398,19 +380,13 @@ def parameter(seed: int) -> Any:
 
 
 @pytest.mark.parametrize("case", [parameter(seed) for seed in range(FIRST, FIRST + COUNT) or SEEDS])
-def test_a_fault_is_survived(
-    case: Case,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    record: Callable[[Case, float], None],
-) -> None:
+def test_a_fault_is_survived(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """All processes exit in time and name the culprit.
 
     The same command then reads each sample once an epoch.
     """
     hosts = request.getfixturevalue("two_hosts") if case.start == TWO_HOSTS else None
     ended = strike_and_wait(case, tmp_path, hosts)
-    record(case, ended.seconds)
     wrong = ended.late or [
         *wrong_exits(case, ended.outcomes),
         *wrong_output(case, ended.output),
