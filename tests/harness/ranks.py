@@ -152,9 +152,10 @@ class RankProcesses:
         assert outcome.exit_code is None, f"it has already exited:\n{outcome.story()}"
         os.kill(outcome.pid, signal_number)
 
-    def release(self, rank: int) -> None:
-        """Release the rank from ``hold``, now or when it arrives there."""
-        self._ranks[rank].pipe.send_bytes(b"")
+    def release(self, *ranks: int) -> None:
+        """Release these ranks from ``hold``, now or when they arrive there."""
+        for rank in ranks:
+            self._ranks[rank].pipe.send_bytes(b"")
 
     def wait_for(self, point: str, rank: int) -> Any:
         """Wait until the rank announces ``point``, and return the announced value.
