@@ -13,7 +13,6 @@ import pytest
 from tests.field import train
 from tests.harness.environment import MARK, marked, skip_because, wait_until_exited
 
-pytestmark = pytest.mark.field
 _ROOT = str(Path(__file__).parents[2])
 _SECONDS_TO_EXIT = 60.0  # at most; without a watch, the ranks would train for longer
 

@@ -27,8 +27,6 @@ from tests.harness import training
 from tests.harness.environment import skip_because
 from tests.harness.ranks import Outcome, by_hand_env, launch_ranks, stories
 
-pytestmark = pytest.mark.field
-
 STEPS = 4  # of an epoch
 FILE_OF_EPOCH = [f"epoch={epoch}-step={STEPS * (epoch + 1)}.ckpt" for epoch in range(2)]
 STOP_FILE = "last-preempted.ckpt"  # by default, next to the other checkpoints

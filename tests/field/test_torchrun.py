@@ -16,7 +16,6 @@ from tests.field import train
 from tests.harness.ranks import Environment, RankProcesses, free_port, output_of_all
 from tests.harness.scripts import start_script
 
-pytestmark = pytest.mark.field
 TRAIN = str(Path(train.__file__))
 RESCUE = "rescue_checkpoint=rescued.ckpt"
 # By default, the agent of rank 0 does not tell its store's address to new agents:

@@ -23,8 +23,6 @@ from tests.harness import training
 from tests.harness.ranks import stories
 from tests.supervision import model as supervision
 
-pytestmark = pytest.mark.gpu
-
 STEPS_BEFORE_FAULT = 2
 # Seconds from a fault to the other rank's error; a GPU that two ranks share may be
 # slow.

@@ -31,8 +31,6 @@ from tests.gpu.placement import (
 )
 from tests.harness import training
 
-pytestmark = pytest.mark.gpu
-
 
 class Measured(training.Net):
     """Logs values and a metric, from tensors on the model's device."""

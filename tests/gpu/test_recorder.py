@@ -22,8 +22,6 @@ from lightning_ddp_ext.supervision.flight_recorder import (
 from tests.gpu.placement import ALONE, GPU, IS_GPU, Placement, hold_device
 from tests.harness import training
 
-pytestmark = pytest.mark.gpu
-
 SECONDS_TO_ABORT = 60.0
 
 

@@ -15,8 +15,6 @@ from tests.integration import continuing, rescuing
 from tests.integration.reading import loader
 from tests.integration.rescuing import Kill, Plan
 
-pytestmark = pytest.mark.gpu
-
 ON_ANY_DEVICE = {"accelerator": "auto", "devices": "auto"}  # the strategy names them
 
 

@@ -19,8 +19,6 @@ from tests.gpu.placement import (
 )
 from tests.harness import training
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(params=["one GPU", "two GPUs"])
 def placement(request: pytest.FixtureRequest) -> Placement:

@@ -9,7 +9,6 @@ import pytest
 
 from tests.harness.scripts import run_script
 
-pytestmark = pytest.mark.programs
 _HERE = Path(__file__).parent
 
 CLI = [
