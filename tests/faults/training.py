@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
-from tests.harness.training import make_trainer, print_line
+from tests.harness.scripts import print_line
+from tests.harness.training import make_trainer
 
 STEPS = 16  # of an epoch
 BATCH = 2

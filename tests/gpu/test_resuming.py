@@ -2,20 +2,25 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from tests.gpu.placement import ALONE, GLOO, GPU, Placement, torch_devices
 from tests.harness import training
 from tests.harness.ranks import launch_ranks
 from tests.integration import continuing, rescuing
-from tests.integration.reading import loader
 from tests.integration.rescuing import Kill, Plan
 
 ON_ANY_DEVICE = {"accelerator": "auto", "devices": "auto"}  # the strategy names them
+
+
+def shuffled_numbers() -> DataLoader[Any]:
+    return DataLoader(continuing.Numbers(16), batch_size=2, shuffle=True)
 
 
 def resume_with_dropout(
@@ -23,7 +28,7 @@ def resume_with_dropout(
 ) -> dict[str, str]:
     """Return how a run that is resumed after its third step differs from a whole one."""
     run = continuing.Training(
-        loader(16, shuffle=True), directory, world_size, ON_ANY_DEVICE, placement.options
+        shuffled_numbers, directory, world_size, ON_ANY_DEVICE, placement.options
     )
     return continuing.generations(run, ["train_batch_end-3"])
 

@@ -1,9 +1,4 @@
-r"""Run a script as a user would, in separate processes.
-
-A script that tests wait for writes whole lines, ``sys.stdout.write("in step 3\n")``,
-and flushes them: torchrun starts Python with ``-u``, where ``print`` writes a text and
-its line break one by one.
-"""
+"""Run a script as a user would, in separate processes."""
 
 import contextlib
 import os
@@ -95,6 +90,16 @@ def run_on_ranks(
         be_the_script, world_size, script, argv, cwd, env=env, time_limit=time_limit
     )
     return output_of_all(outcomes, exit_code=returncode)
+
+
+def print_line(text: str) -> None:
+    """In a script that tests wait for: write a whole line, and flush it.
+
+    torchrun starts Python with ``-u``, where ``print`` writes a text and its line break
+    one by one.
+    """
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def be_the_script(

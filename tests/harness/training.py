@@ -3,7 +3,6 @@ results.
 """
 
 import gc
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -166,12 +165,6 @@ def _fit_and_return_weights(
 ) -> dict[str, Tensor]:
     fit("ours", directory, model, *callbacks, **options)
     return weights(model)
-
-
-def print_line(text: str) -> None:
-    """Write a whole line, which torchrun's ``python -u`` would tear apart in ``print``."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def limit_collectives(seconds: float) -> None:

@@ -22,7 +22,8 @@ from torch import nn
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.rendezvous.process_context import leave
-from tests.harness.training import At, Net, make_trainer, print_line
+from tests.harness.scripts import print_line
+from tests.harness.training import At, Net, make_trainer
 
 
 def main(
