@@ -93,7 +93,7 @@ types: venv ## Types, strictly
 	$(BIN)/mypy
 
 api: venv ## Record the public API in tests/public-api.txt, after an intended change
-	$(BIN)/python -m tests.public_api
+	$(BIN)/python -m tests.test_public_api
 
 dist: venv ## Build the wheel and the sdist into dist/, and check them
 	rm -rf dist

@@ -2,8 +2,6 @@
 each test, and fixtures that tests of several subpackages use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -38,6 +36,7 @@ _STARTERS = (
     "tests.field.slurm",
     "tests.field.train",
 )
+_MARKED_FOLDERS = ("field", "gpu", "programs")
 _SECONDS_TO_EXIT = 60.0  # an interpreter with torch needs some to exit, on a busy core
 # Set by pytest for each test, and by libraries once when they are imported or first
 # used.
@@ -85,11 +84,14 @@ def _use_own_temporary_directory() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test ``ranks`` if its module starts processes, itself or through a
-    helper, and else ``unit``.
+    helper, and else ``unit``; and by its folder if that needs what not each machine has.
     """
     for item in items:
         if isinstance(item, pytest.Function):
             item.add_marker("ranks" if _starts_processes(item.module.__name__) else "unit")
+            folder = item.path.parent.name
+            if folder in _MARKED_FOLDERS:
+                item.add_marker(folder)
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """The modules of the package, for tests that read them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import lightning_ddp_ext

@@ -1,7 +1,5 @@
 """Actions run once at the exit of a process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Checksums of tensors distinguish any two contents."""
 
-from __future__ import annotations
-
 import random
 
 import torch

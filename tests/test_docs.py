@@ -1,7 +1,5 @@
 """The pages build as a site, can be read on a code host, and show what the repository has."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

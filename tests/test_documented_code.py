@@ -1,7 +1,5 @@
 """The code and the commands of pages run, and so do the examples in docstrings."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Run each example as a user does, and check its output."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -2,8 +2,6 @@
 adapters import Lightning.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import os

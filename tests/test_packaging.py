@@ -36,25 +36,6 @@ def test_public_names_exist_once() -> None:
     assert all(hasattr(lightning_ddp_ext, name) for name in lightning_ddp_ext.__all__)
 
 
-def test_public_api_is_as_recorded() -> None:
-    """Public names, arguments, defaults and types change only on purpose: the message
-    lists changes and remedy.
-    """
-    public_api = pytest.importorskip(
-        "tests.public_api", reason="needs griffe, which is for development"
-    )
-    recorded = public_api.RECORDED.read_text().splitlines()
-    found = public_api.lines()
-    gone = [f"- {line}" for line in recorded if line not in found]
-    new = [f"+ {line}" for line in found if line not in recorded]
-    assert not gone + new, (
-        "the public API is not as tests/public-api.txt has it:\n"
-        + "\n".join(gone + new)
-        + "\nIf that is meant, CHANGELOG.md says what to write instead; see docs/more/releases.md,"
-        " and run `make api`."
-    )
-
-
 def test_types_are_shipped() -> None:
     """Type checkers of users read our annotations."""
     assert resources.files("lightning_ddp_ext").joinpath("py.typed").is_file()

@@ -2,8 +2,6 @@
 a change of it is noticed.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

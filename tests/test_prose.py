@@ -1,7 +1,5 @@
 """Messages, docstrings of public things, and pages follow the rules of CONTRIBUTING.md."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

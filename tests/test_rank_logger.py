@@ -1,7 +1,5 @@
 """Loggers for some ranks only."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

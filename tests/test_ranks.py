@@ -1,7 +1,5 @@
 """Work of rank 0 for all ranks has the same result, or the same error, on every rank."""
 
-from __future__ import annotations
-
 import os
 import threading
 import traceback

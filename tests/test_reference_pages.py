@@ -1,7 +1,5 @@
 """The reference pages list all errors, arguments, variables and public names."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Rules of the tests themselves: each can be read alone, and says what it shows."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The world is read from the launcher's variables, and contradictions are named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

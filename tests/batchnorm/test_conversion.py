@@ -1,7 +1,5 @@
 """Conversion makes the chosen layers synchronise, and is undone exactly."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The synchronised BatchNorm layer alone and in groups of ranks, and its errors."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -2,8 +2,6 @@
 faulty disk does.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator
@@ -15,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.serialization import set_crc32_options
 
-from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.load import LoadOptions
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.restore import restore
@@ -147,12 +144,6 @@ def same(left: Any, right: Any) -> bool:
 def restored(path: Path, *, map_weights: bool = False, **options: Any) -> Any:
     """Return the checkpoint as a single rank restores it."""
     return restore(locate(path), Ranks(), LoadOptions(**options), map_weights=map_weights)[0]
-
-
-def saved(path: Path, content: Any, **options: Any) -> Archive:
-    """Return the checkpoint as ``torch.save`` writes it."""
-    torch.save(content, path, **options)
-    return Archive.open(path)
 
 
 def flip(path: Path, record: str) -> Path:

@@ -2,8 +2,6 @@
 one of them is noticed.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

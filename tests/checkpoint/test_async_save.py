@@ -2,8 +2,6 @@
 report their errors once.
 """
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 from collections.abc import Callable
@@ -17,8 +15,7 @@ from hypothesis import strategies as st
 from lightning_ddp_ext.checkpoint.async_save import Saver
 from lightning_ddp_ext.checkpoint.snapshot import Buffer, aligned
 from tests.checkpoint.content import kinds, numbers, same, unusual
-from tests.harness.outcomes import output_of_all
-from tests.harness.ranks import launch_ranks
+from tests.harness.ranks import launch_ranks, output_of_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 

@@ -1,7 +1,5 @@
 """A checkpoint is read as torch reads it, to the chosen devices, into own memory."""
 
-from __future__ import annotations
-
 import os
 import resource
 from pathlib import Path
@@ -16,7 +14,6 @@ from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.structure import entry_of
 from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from tests.checkpoint import content
-from tests.harness.environment import skip_because
 from tests.harness.ranks import run_ranks
 
 META = torch.device("meta")
@@ -60,7 +57,7 @@ def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_pat
     checkpoint = (
         weights.copy() if is_plain else {"state_dict": {**weights, **extra}, "kept": weight[5:]}
     )
-    content.saved(path, checkpoint)
+    torch.save(checkpoint, path)
     value = content.restored(path, map_weights=True)
     assert is_mapped(path)
     assert content.same(value, checkpoint)
@@ -166,23 +163,6 @@ def test_a_class_that_raises_does_not_make_a_file_damaged(verify: bool, tmp_path
         content.restored(content.flip(path, "data.pkl"), **options)
 
 
-def test_a_file_of_another_user_is_not_called_damaged(tmp_path: Path) -> None:
-    """The error has the system's words."""
-    path = tmp_path / "it.ckpt"
-    user = os.geteuid()
-    content.saved(path, content.kinds())
-    path.chmod(0)
-    try:
-        if user == 0:
-            os.seteuid(65534)
-    except PermissionError:
-        skip_because("root has no capability to become another user")
-    try:
-        assert "Permission denied; check its file system, its permissions" in refused(path)
-    finally:
-        os.seteuid(user)
-
-
 def read_with_little_memory(rank: int, world_size: int, path: Path) -> str:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (10 << 20),) * 2)
@@ -191,7 +171,7 @@ def read_with_little_memory(rank: int, world_size: int, path: Path) -> str:
 
 def test_too_little_memory_does_not_make_a_file_damaged(tmp_path: Path) -> None:
     """The error has the system's words."""
-    content.saved(tmp_path / "it.ckpt", {"state_dict": {"weight": content.numbers(content.MAPPED)}})
+    torch.save({"state_dict": {"weight": content.numbers(content.MAPPED)}}, tmp_path / "it.ckpt")
     [text] = run_ranks(read_with_little_memory, 1, tmp_path / "it.ckpt")
     assert text.endswith("; check its file system, its permissions and the free memory")
 

@@ -1,7 +1,5 @@
 """Records outlive the rank that wrote them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,8 +12,6 @@ import pytest
 from lightning_ddp_ext.checkpoint import rank_records
 from lightning_ddp_ext.checkpoint.rank_records import Kind, RankRecords, open_records
 from lightning_ddp_ext.ranks import Ranks
-
-pytestmark = pytest.mark.unit
 
 
 @pytest.fixture

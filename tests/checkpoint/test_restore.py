@@ -2,8 +2,6 @@
 same error.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -20,7 +18,7 @@ from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import write
 from lightning_ddp_ext.ranks import Ranks
-from tests.checkpoint.content import kinds, numbers, same, saved
+from tests.checkpoint.content import kinds, numbers, same
 from tests.harness.training import Kind, on_ranks
 
 MAPPED = "mapped by every rank"
@@ -71,11 +69,13 @@ def test_every_rank_gets_the_checkpoint(tmp_path: Path) -> None:
 
     If a rank has no file, or another one, every rank receives rank 0's.
     """
-    saved(tmp_path / "it.ckpt", kinds())
+    torch.save(kinds(), tmp_path / "it.ckpt")
     os.link(tmp_path / "it.ckpt", tmp_path / "linked.ckpt")
-    saved(tmp_path / "other.ckpt", kinds() | {"float": kinds()["float"] + 1})  # of the same size
-    saved(tmp_path / "old.ckpt", kinds()["float"], _use_new_zipfile_serialization=False)
-    saved(tmp_path / "float.ckpt", kinds()["float"])
+    torch.save(
+        kinds() | {"float": kinds()["float"] + 1}, tmp_path / "other.ckpt"
+    )  # of the same size
+    torch.save(kinds()["float"], tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    torch.save(kinds()["float"], tmp_path / "float.ckpt")
     for found in on_ranks("stock", see_different_files, tmp_path, tmp_path, world_size=3):
         for case, how in found.items():
             assert how.startswith(MAPPED if case.startswith("mapped") else SENT), case
@@ -101,7 +101,7 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     """It is raised on all ranks if rank 0 does not find the file, or if the tensors
     cannot be placed.
     """
-    saved(tmp_path / "whole.ckpt", {"a": numbers(6000)})
+    torch.save({"a": numbers(6000)}, tmp_path / "whole.ckpt")
     found, of_rank_1 = on_ranks("stock", use_files_that_fail, tmp_path, tmp_path)
     assert found == of_rank_1
     missing = f"CheckpointNotFoundError: checkpoint {tmp_path}/no.ckpt does not exist"
@@ -131,7 +131,7 @@ class LoneSender(Ranks):
 def test_small_tensors_are_sent_in_blocks_of_a_megabyte(tmp_path: Path) -> None:
     """The limit includes the padding between them."""
     content = [torch.full((65,), number % 256, dtype=torch.uint8) for number in range(8300)]
-    saved(tmp_path / "it.ckpt", content)
+    torch.save(content, tmp_path / "it.ckpt")
     sender = LoneSender()
     restored = restore(locate(tmp_path / "it.ckpt"), sender, LoadOptions()).content
     assert torch.equal(torch.stack(restored), torch.stack(content))
@@ -155,7 +155,7 @@ def test_a_file_that_is_sent_in_pieces_arrives(tmp_path: Path) -> None:
     """All content arrives, also objects beside tensors, such as a generator."""
     path = tmp_path / "it.ckpt"
     generator = torch.Generator().manual_seed(7)
-    saved(path, {"large": numbers(LARGE), "generator": generator})
+    torch.save({"large": numbers(LARGE), "generator": generator}, path)
     drawn = torch.rand(2, generator=generator).tolist()
     assert on_ranks("stock", receive, tmp_path, path) == [(True, drawn)] * 2
 

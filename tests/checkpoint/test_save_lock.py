@@ -1,14 +1,8 @@
 """One of the surviving ranks saves: the one that is furthest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-import pytest
-
 from lightning_ddp_ext.checkpoint.save_lock import lock_of, save_if_furthest
-
-pytestmark = pytest.mark.unit
 
 
 def test_the_rank_that_is_further_saves(tmp_path: Path) -> None:

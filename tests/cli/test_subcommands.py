@@ -1,15 +1,13 @@
 """The subcommands: what they print, and their exit status; `test` also starts ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -22,16 +20,7 @@ from tests.checkpoint.content import WouldRun, flip, without_checksums
 from tests.harness.scripts import run_on_ranks
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How the command ended, and what it wrote."""
-
-    status: Any
-    stdout: str
-    stderr: str
-
-
-def run(*arguments: str | Path) -> Ended:
+def run(*arguments: str | Path) -> CompletedProcess[str]:
     """`lightning-ddp-ext arguments`."""
     stdout = io.StringIO()
     stderr = io.StringIO()
@@ -41,7 +30,7 @@ def run(*arguments: str | Path) -> Ended:
         pytest.raises(SystemExit) as ended,
     ):
         main([str(argument) for argument in arguments])
-    return Ended(ended.value.code, stdout.getvalue(), stderr.getvalue())
+    return CompletedProcess(arguments, ended.value.code, stdout.getvalue(), stderr.getvalue())
 
 
 def save(path: Path, **entries: Any) -> Path:
@@ -80,15 +69,15 @@ def test_files_are_verified(path: Path, tmp_path: Path) -> None:
     with without_checksums():
         save(unknown)
     ended = run("checkpoint", "verify", good, bad, unknown)
-    assert ended.status == 1
+    assert ended.returncode == 1
     assert f"{good} is intact: " in ended.stdout
     assert (
         f"checkpoint {bad} is damaged: data.pkl, data/1 do not match the recorded CRC-32"
         in ended.stderr
     )
     assert f"{unknown} lacks checksums for some or all records, so not all damage" in ended.stdout
-    assert run("checkpoint", "verify", good).status == 0
-    assert run("checkpoint", "verify", good, unknown).status == 1
+    assert run("checkpoint", "verify", good).returncode == 0
+    assert run("checkpoint", "verify", good, unknown).returncode == 1
     assert not (tmp_path / "ran").exists()
 
 
@@ -122,7 +111,7 @@ def test_an_unusable_file_gets_one_sentence(
     """The sentence is on stderr, and the status is 1."""
     spoil(save(path))
     ended = run("checkpoint", "verify", path)
-    assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
     assert says in ended.stderr
 
 
@@ -142,7 +131,7 @@ def test_an_unusable_file_gets_one_sentence(
 def test_a_file_that_cannot_be_read_is_not_called_damaged(path: str, says: str) -> None:
     """The sentence names the obstacle, and the status is 1."""
     ended = run("checkpoint", "verify", path)
-    assert ended.status == 1
+    assert ended.returncode == 1
     assert says in ended.stderr
 
 
@@ -162,7 +151,7 @@ def test_help_and_version() -> None:
     """Help names the commands; an unknown command exits with status 2."""
     assert "verify" in run("checkpoint", "--help").stdout
     assert run("--version").stdout == f"lightning-ddp-ext {metadata.version('lightning-ddp-ext')}\n"
-    assert run("checkpoint", "fix").status == 2
+    assert run("checkpoint", "fix").returncode == 2
 
 
 def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +165,7 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
     ended = run("env")
     facts = dict(line.split(": ", 1) for line in ended.stdout.splitlines())
-    assert ended.status == 0
+    assert ended.returncode == 0
     assert facts["devices"] == "cuda:0 NVIDIA H100, cuda:1 NVIDIA H100"
     assert f"torch {metadata.version('torch')}" in facts["versions"]
     assert "gloo" in facts["backends"]
@@ -186,7 +175,7 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(f"{name} {value}" in facts["variables"] for name, value in LAUNCHED.items())
     monkeypatch.setenv("RANK", "4")
     ended = run("env")
-    assert ended.status == 1
+    assert ended.returncode == 1
     assert "rank must be in 0..3 for world_size 4 (got 4)" in ended.stdout
 
 

@@ -1,7 +1,5 @@
 """The shuffle behind the samplers is a bijection of any length, and looks uniform."""
 
-from __future__ import annotations
-
 from math import isqrt
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Samplers divide one order among any number of ranks, and continue at any position."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """With ``each_sample=True``, each sample of a dataset has its own random numbers."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

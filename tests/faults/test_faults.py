@@ -6,11 +6,8 @@ nothing is lost.
 3. The exit codes, the output and the checkpoints are checked.
 4. The same command runs again, and continues.
 
-``make soak`` tries any number of seeds. ``faults.csv`` in the directory of the tests
-(``--basetemp``) lists how long each took, beside the bound.
+``make soak`` tries any number of seeds.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -19,7 +16,7 @@ import re
 import signal
 import time
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -31,10 +28,8 @@ import torch
 import torch.distributed.run
 
 from tests.faults import training
-from tests.faults.training import FAIL, LIMITS, STEPS, run_again, train_by_hand
 from tests.harness.network import Network
-from tests.harness.outcomes import Outcome
-from tests.harness.ranks import RankProcesses, free_port, run_ranks
+from tests.harness.ranks import Outcome, RankProcesses, by_hand_env, free_port, run_ranks
 from tests.harness.scripts import be_the_script
 
 # By day a kill, an exception, a dead launching process, and a cut wire; `make nightly`
@@ -58,7 +53,7 @@ SIGNALS: dict[FaultKind, int] = {
     "kill": signal.SIGKILL,
     "stop": signal.SIGSTOP,
     "term": signal.SIGTERM,
-    "raise": FAIL,
+    "raise": training.FAIL,
 }
 TWO_HOSTS: Start = "by hand, two hosts"
 BY_HAND: tuple[Start, ...] = ("by hand", TWO_HOSTS)
@@ -69,14 +64,14 @@ STOPPED = 128 + signal.SIGTERM  # the exit status of a rank that stops on SIGTER
 # See "Maximum delays" in docs/guides/hangs.md. After a death the main thread
 # raises or the process ends; what then runs, and the end of the process, each have the
 # deadline of a save.
-TO_END = 2 * LIMITS["save_deadline"]
+TO_END = 2 * training.LIMITS["save_deadline"]
 BOUNDS: dict[FaultKind | Literal["launcher"], float] = {
     "kill": 3 + TO_END,
     "raise": 30 + TO_END,
-    "cut": LIMITS["heartbeat_timeout"] + 3 + TO_END,
-    "stop": LIMITS["timeout"] + 5 + 5 + TO_END,  # it is asked, and has 5 s to answer
-    "term": LIMITS["save_deadline"],
-    "launcher": 4 + LIMITS["save_deadline"],
+    "cut": training.LIMITS["heartbeat_timeout"] + 3 + TO_END,
+    "stop": training.LIMITS["timeout"] + 5 + 5 + TO_END,  # it is asked, and has 5 s to answer
+    "term": training.LIMITS["save_deadline"],
+    "launcher": 4 + training.LIMITS["save_deadline"],
 }
 
 
@@ -255,14 +250,14 @@ def start_by_hand(
         address = places[0].address
     url = f"tcp://{address}:{free_port()}" if case.seed % 2 else f"file://{directory}/store"
     arguments = (case.world_size, directory, url, case.during)
-    return RankProcesses(train_by_hand, *arguments, namespaces=places, **options)
+    options["env"] |= by_hand_env(case.world_size)
+    return RankProcesses(training.train_by_hand, *arguments, namespaces=places, **options)
 
 
 @dataclass(frozen=True)
 class Ended:
     """How a run ended after its strikes."""
 
-    seconds: float  # until its ranks exited
     late: list[str]  # the processes that did not exit in time
     outcomes: list[Outcome]  # none if a process is late
     output: str
@@ -274,13 +269,10 @@ def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> Ended
         run = stack.enter_context(contextlib.closing(Run(case, directory, processes)))
         for fault in case.faults:
             run.strike(fault, hosts)
-        struck = time.monotonic()
-        late = wait_for_ranks(run)
-        seconds = time.monotonic() - struck
-        late = late or wait_for_others(run)
+        late = wait_for_ranks(run) or wait_for_others(run)
         outcomes = [] if late else processes.wait()
         output = run.output + "".join(outcome.output for outcome in outcomes)
-        return Ended(seconds, late, outcomes, output)
+        return Ended(late, outcomes, output)
 
 
 def stopped_by_fault(run: Run) -> set[int]:
@@ -381,19 +373,6 @@ def step_of(path: Path) -> int | None:
     return step if torch.all((content["state_dict"]["steps"] - step).abs() < 0.01) else None
 
 
-@pytest.fixture(scope="session")
-def record(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case, float], None]:
-    """Write down how long a case took."""
-    path = tmp_path_factory.getbasetemp() / "faults.csv"
-    path.write_text("seconds,bound,case\n")
-
-    def add(case: Case, seconds: float) -> None:
-        with path.open("a") as file:
-            file.write(f'{seconds:.2f},{case.bound},"{case}"\n')
-
-    return add
-
-
 def parameter(seed: int) -> Any:
     case = draw(seed)
     marks = [pytest.mark.netns] if case.start == TWO_HOSTS else []
@@ -401,19 +380,13 @@ def parameter(seed: int) -> Any:
 
 
 @pytest.mark.parametrize("case", [parameter(seed) for seed in range(FIRST, FIRST + COUNT) or SEEDS])
-def test_a_fault_is_survived(
-    case: Case,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    record: Callable[[Case, float], None],
-) -> None:
+def test_a_fault_is_survived(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """All processes exit in time and name the culprit.
 
     The same command then reads each sample once an epoch.
     """
     hosts = request.getfixturevalue("two_hosts") if case.start == TWO_HOSTS else None
     ended = strike_and_wait(case, tmp_path, hosts)
-    record(case, ended.seconds)
     wrong = ended.late or [
         *wrong_exits(case, ended.outcomes),
         *wrong_output(case, ended.output),
@@ -422,7 +395,11 @@ def test_a_fault_is_survived(
     assert not wrong, "\n".join([f"make soak SEED={case.seed} COUNT=1", *wrong, ended.output])
 
     newest = newest_step(map(step_of, tmp_path.glob("*.ckpt")))
-    epochs = newest // STEPS + 2
-    for seen, steps in run_ranks(run_again, case.world_size, tmp_path, case.during, epochs):
+    epochs = newest // training.STEPS + 2
+    for seen, steps in run_ranks(
+        training.run_again, case.world_size, tmp_path, case.during, epochs
+    ):
         torch.testing.assert_close(seen, torch.full_like(seen, epochs), rtol=0, atol=0.01)
-        torch.testing.assert_close(steps, torch.full_like(steps, epochs * STEPS), rtol=0, atol=0.01)
+        torch.testing.assert_close(
+            steps, torch.full_like(steps, epochs * training.STEPS), rtol=0, atol=0.01
+        )

@@ -6,8 +6,6 @@ run, each rank writes its process id to ``output`` once it trains, and rank 0 th
 that it saved.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
+from tests.harness.scripts import print_line
 from tests.harness.training import make_trainer
 
 STEPS = 16  # of an epoch
@@ -83,11 +82,6 @@ class TellingIO(RankZeroCheckpointIO):
         print_line(f"step {checkpoint['global_step']} is saved")
 
 
-def print_line(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
 def train(
     directory: Path, devices: int, during: str, max_epochs: int = -1, **options: Any
 ) -> Counting:
@@ -119,13 +113,7 @@ def write_to(directory: Path) -> None:
 def train_by_hand(rank: int, world_size: int, directory: Path, url: str, during: str) -> None:
     """Train on one of the ranks that a user starts by hand."""
     write_to(directory)
-    become_rank(rank, world_size)
     train(directory, world_size, during, init_method=url)
-
-
-def become_rank(rank: int, world_size: int) -> None:
-    """Set the variables that make this process a rank."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
 
 
 def run_again(
@@ -134,7 +122,6 @@ def run_again(
     """Run the same command again until ``max_epochs``; return how often each sample was
     read, and the steps.
     """
-    become_rank(rank, world_size)
     model = train(
         directory, world_size, during, max_epochs, init_method=f"file://{directory}/again"
     )

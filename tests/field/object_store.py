@@ -141,16 +141,12 @@ class ObjectStore:
 
         def accepts() -> bool:
             assert process.poll() is None, self._log.read_text()
-            return _accepts(port)
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                return True
+            return False
 
         wait_until(accepts, lambda: f"{words} does not listen", _SECONDS_TO_START)
         return process
-
-
-def _accepts(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-        return True
-    return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

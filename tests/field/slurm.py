@@ -104,13 +104,14 @@ class Slurm:
         key.write_bytes(secrets.token_bytes(1024))
         try:
             files = {
-                "key": key,
-                "socket": "munge.socket",
-                "pid": "munge.pid",
-                "log": "munge.log",
-                "seed": "munge.seed",
+                "--key-file": "munge.key",
+                "--socket": "munge.socket",
+                "--pid-file": "munge.pid",
+                "--log-file": "munge.log",
+                "--seed-file": "munge.seed",
             }
-            self._start("munged", "--foreground", "--force", *_munge_options(self._root, files))
+            options = [f"{name}={self._root / file}" for name, file in files.items()]
+            self._start("munged", "--foreground", "--force", *options)
             self._wait_until((self._root / "munge.socket").is_socket, "munge has no socket")
             self._start("slurmctld", "-D", "-f", configuration)
             for node in ("n1", "n2"):
@@ -126,7 +127,7 @@ class Slurm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._has_answered("scancel", "--user=root"):
+        if self.call("scancel", "--user=root", may_fail=True) != "failed":
             self._wait_until(
                 lambda: self.call("squeue", "--noheader", may_fail=True) == "", "jobs are left"
             )
@@ -138,14 +139,6 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-
-    def _has_answered(self, *command: str) -> bool:
-        return (
-            subprocess.run(
-                command, env=self.environment, capture_output=True, timeout=30, check=False
-            ).returncode
-            == 0
-        )
 
     def _start(self, program: str, *words: object) -> None:
         command = [str(_path_of(program)), *map(str, words)]
@@ -261,10 +254,3 @@ class Job:
         except AssertionError:
             self._slurm.call("scancel", "--full", "--signal=KILL", self.number)
             raise
-
-
-def _munge_options(root: Path, files: dict[str, object]) -> list[str]:
-    return [
-        f"--{name if name == 'socket' else f'{name}-file'}={root / str(file)}"
-        for name, file in files.items()
-    ]

@@ -1,7 +1,5 @@
 """Ranks that a real Open MPI or MPICH starts."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -15,7 +13,6 @@ import pytest
 from tests.field import train
 from tests.harness.environment import MARK, marked, skip_because, wait_until_exited
 
-pytestmark = pytest.mark.field
 _ROOT = str(Path(__file__).parents[2])
 _SECONDS_TO_EXIT = 60.0  # at most; without a watch, the ranks would train for longer
 

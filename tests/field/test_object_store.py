@@ -1,7 +1,5 @@
 """Checkpoints in an object store: a real S3 server that is slow, breaks off or dies."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -26,12 +24,8 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from lightning_ddp_ext.errors import DDPExtError
 from tests.field.object_store import NO_FAULT, Fault, ObjectStore, why_unavailable
 from tests.harness import training
-from tests.harness.environment import by_hand_env, skip_because
-from tests.harness.outcomes import Outcome, stories
-from tests.harness.ranks import launch_ranks
-from tests.harness.training import At
-
-pytestmark = pytest.mark.field
+from tests.harness.environment import skip_because
+from tests.harness.ranks import Outcome, by_hand_env, launch_ranks, stories
 
 STEPS = 4  # of an epoch
 FILE_OF_EPOCH = [f"epoch={epoch}-step={STEPS * (epoch + 1)}.ckpt" for epoch in range(2)]
@@ -129,7 +123,7 @@ class Job:
 
     def run_until_sigterm(self, **options: Any) -> None:
         """Stop the command in its second epoch, by a signal to rank 1."""
-        stop = At("on_train_batch_end", send_sigterm, earlier=STEPS + 1, ranks=[1])
+        stop = training.At("on_train_batch_end", send_sigterm, earlier=STEPS + 1, ranks=[1])
         outcomes = self.launch(callback=stop, **options)
         assert [outcome.exit_code for outcome in outcomes] == [STOPPED, STOPPED], stories(outcomes)
 
@@ -234,7 +228,7 @@ def test_an_object_that_another_run_has_replaced_stays(job: Job) -> None:
     job.run_until_sigterm(strategy=strategy)
     endpoint = job.store.environment["AWS_ENDPOINT_URL"]
     replace = partial(copy_object, f"{job.name}/last.ckpt", stop_key, endpoint)
-    callback = At("on_train_batch_end", replace, earlier=STEPS + 1, ranks=[0])
+    callback = training.At("on_train_batch_end", replace, earlier=STEPS + 1, ranks=[0])
     job.run(epochs=4, callback=callback, strategy=strategy)
     assert stop_key in job.store.objects(stop_key)
 

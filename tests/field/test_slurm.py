@@ -2,8 +2,6 @@
 undisturbed run.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,6 @@ from tests.field import train
 from tests.field.slurm import Job, Slurm, why_unavailable
 from tests.harness.environment import free_port, skip_because
 
-pytestmark = pytest.mark.field
 TRAIN = str(Path(train.__file__))
 EXAMPLE = str(Path(__file__).parents[2] / "examples/slurm.sbatch")
 ONE_NODE = "--nodes=1 --ntasks-per-node=2"

@@ -2,8 +2,6 @@
 process fails.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -15,12 +13,9 @@ from typing import NamedTuple
 import pytest
 
 from tests.field import train
-from tests.harness.environment import Environment
-from tests.harness.outcomes import output_of_all
-from tests.harness.ranks import RankProcesses, free_port
+from tests.harness.ranks import Environment, RankProcesses, free_port, output_of_all
 from tests.harness.scripts import start_script
 
-pytestmark = pytest.mark.field
 TRAIN = str(Path(train.__file__))
 RESCUE = "rescue_checkpoint=rescued.ckpt"
 # By default, the agent of rank 0 does not tell its store's address to new agents:

@@ -5,8 +5,6 @@ The arguments are ``name=value``. Each rank prints its first and its last step, 
 fingerprint of the weights at the end, which ``weights_in`` reads.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -21,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy
+from tests.harness.scripts import print_line
 from tests.harness.training import At, Net, data, make_trainer
 from tests.launchers.train import fingerprint
 
@@ -69,10 +68,10 @@ def main(
     model = Net()
     loader = DataLoader(data(STEPS * 3 * ranks), batch_size=3, shuffle=True)
     trainer.fit(model, loader, ckpt_path=resume or None)
-    tell(
+    print_line(
         f"rank {trainer.global_rank} of {trainer.world_size} trained to step {trainer.global_step}"
     )
-    tell(f"weights {fingerprint(model)}")
+    print_line(f"weights {fingerprint(model)}")
 
 
 def weights_in(output: str) -> set[str]:
@@ -104,7 +103,7 @@ class Steps(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         rank = f"rank {trainer.global_rank} of {trainer.world_size}"
-        tell(f"{rank} trains from step {trainer.global_step}")
+        print_line(f"{rank} trains from step {trainer.global_step}")
         if trainer.global_step > 0 and trainer.world_size == self._ranks:
             self._seconds = 0.0
 
@@ -121,11 +120,6 @@ def perform(act: str, trainer: L.Trainer) -> None:
     is_command = not act.startswith(("death of", "error of"))
     if is_command and trainer.is_global_zero:
         subprocess.run(act, shell=True, check=False)  # the signal may end it
-
-
-def tell(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 them.
 """
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from collections import defaultdict
@@ -17,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gpu import placement as places
-from tests.gpu.placement import GPU, IS_GPU, Placement
+from tests.gpu.placement import GLOO, GPU, IS_GPU, ON_ONE_CARD, ONE_EACH, Placement
 from tests.harness.environment import skip_because
 from tests.harness.ranks import launch_ranks
 
@@ -90,8 +87,8 @@ def machine() -> Machine:
 def nccl(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> NcclPlace:
     """Find a way in which two ranks of NCCL work."""
     if not IS_GPU:
-        return NcclPlace(places.ONE_EACH, "gloo in the place of NCCL")
-    ways = {"a GPU for each rank": places.ONE_EACH} if machine.cards > 1 else places.ON_ONE_CARD
+        return NcclPlace(ONE_EACH, "gloo in the place of NCCL")
+    ways = {"a GPU for each rank": ONE_EACH} if machine.cards > 1 else ON_ONE_CARD
     reasons = []
     for way, placement in ways.items():
         reason = why_not(placement, tmp_path_factory.mktemp("nccl"))
@@ -148,7 +145,7 @@ def placement(
     several.
     """
     if request.param == "gloo":
-        return places.GLOO
+        return GLOO
     nccl: NcclPlace = request.getfixturevalue("nccl")
     record_property(NCCL_RANKS, nccl.description)
     if nccl.placement is None:

@@ -2,8 +2,6 @@
 variables that NCCL needs there.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ import torch
 from torch import nn
 
 from tests.harness import ranks, training
-from tests.harness.outcomes import Outcome
 
 IS_GPU = os.environ.get("DDPX_GPU_TESTS_ON") != "cpu"
 GPU = "cuda:0" if IS_GPU else "cpu"
@@ -69,7 +66,7 @@ class Placement:
         options = {"accelerator": "auto", "devices": "auto", **options}
         return training.make_trainer(strategy, **options)
 
-    def launch(self, function: Any, *args: Any, **options: Any) -> list[Outcome]:
+    def launch(self, function: Any, *args: Any, **options: Any) -> list[ranks.Outcome]:
         """Call ``function(rank, world_size, placement, *args)`` on each rank, as
         ``launch_ranks`` does.
         """

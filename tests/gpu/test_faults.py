@@ -2,8 +2,6 @@
 SIGABRT, and saves nothing wrong.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import time
@@ -20,13 +18,10 @@ from torch import Tensor
 
 from lightning_ddp_ext import HangWatchdog
 from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankHungError
-from tests.gpu import placement as places
-from tests.gpu.placement import GPU, IS_GPU, Placement
+from tests.gpu.placement import GPU, IS_GPU, Placement, Wide, hold_device
 from tests.harness import training
-from tests.harness.outcomes import stories
+from tests.harness.ranks import stories
 from tests.supervision import model as supervision
-
-pytestmark = pytest.mark.gpu
 
 STEPS_BEFORE_FAULT = 2
 # Seconds from a fault to the other rank's error; a GPU that two ranks share may be
@@ -144,7 +139,7 @@ def test_messages_name_the_rank_that_fails(
     assert (tmp_path / "after-error.ckpt").exists() == (placement.backend == "gloo"), story
 
 
-class Interrupted(places.Wide):
+class Interrupted(Wide):
     """Kills rank 1 in the third step's backward pass, once all buckets but the last
     have been summed.
 
@@ -161,7 +156,7 @@ class Interrupted(places.Wide):
         if self.global_step != STEPS_BEFORE_FAULT:
             return
         if self.global_rank == 0:
-            places.hold_device(self.seconds)
+            hold_device(self.seconds)
             return
         if IS_GPU:
             torch.cuda.synchronize()

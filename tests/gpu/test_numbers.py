@@ -1,7 +1,5 @@
 """Training on a GPU gives the numbers of stock ``ddp`` there, or of the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,17 @@ from lightning_ddp_ext import (
     gather_predictions,
 )
 from tests.batchnorm.test_joined_batch import Way, all_deviations
-from tests.gpu import placement as places
-from tests.gpu.placement import GPU, IS_GPU, SECOND_GPU, Placement
+from tests.gpu.placement import (
+    GLOO,
+    GPU,
+    IS_GPU,
+    SECOND_GPU,
+    TOLERANCE,
+    Placement,
+    on_cpu,
+    torch_devices,
+)
 from tests.harness import training
-
-pytestmark = pytest.mark.gpu
 
 
 class Measured(training.Net):
@@ -96,7 +100,7 @@ def run_all_stages(
 
 def assert_close(results: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Assert that the results are as expected, and the first two ranks' weights equal."""
-    torch.testing.assert_close(results, expected, **places.TOLERANCE)
+    torch.testing.assert_close(results, expected, **TOLERANCE)
     training.assert_same(
         results[0]["weights"]["layers.0.weight"], results[1]["weights"]["layers.0.weight"]
     )
@@ -113,7 +117,7 @@ def test_ranks_that_share_a_gpu_over_gloo_learn_as_on_the_cpu(
     """
     placement = Placement("gloo", (GPU,) * ranks)
     results = placement.run(run_all_stages, tmp_path, "ours", batchnorm_group_size)
-    expected = places.on_cpu(ranks).run(run_all_stages, tmp_path, "ours", batchnorm_group_size)
+    expected = on_cpu(ranks).run(run_all_stages, tmp_path, "ours", batchnorm_group_size)
     assert_close(results, expected)
 
 
@@ -127,7 +131,7 @@ def test_ranks_of_nccl_learn_as_stocks(
     """
     results = placement.run(run_all_stages, tmp_path, "ours", batchnorm_group_size)
     kind: training.Kind = "stock" if IS_GPU else "ours"  # stand-ins show that the test works
-    reference = placement if IS_GPU else places.on_cpu(2)
+    reference = placement if IS_GPU else on_cpu(2)
     expected = reference.run(run_all_stages, tmp_path, kind, batchnorm_group_size)
     assert_close(results, expected)
 
@@ -181,7 +185,7 @@ def train_on_two_devices(
 ) -> dict[str, Tensor]:
     L.seed_everything(1)
     model = TwoParts()
-    strategy = {"parallel_devices": places.torch_devices(devices), "devices_per_rank": 2}
+    strategy = {"parallel_devices": torch_devices(devices), "devices_per_rank": 2}
     placement.trainer(directory, strategy=strategy).fit(model)
     return {name: value.cpu() for name, value in training.weights(model).items()}
 
@@ -195,9 +199,9 @@ def second_device(first: str) -> str:
 
 def test_a_rank_with_two_devices_learns_as_on_the_cpu(placement: Placement, tmp_path: Path) -> None:
     """`devices_per_rank=2` with two GPUs, or over gloo with a GPU and the CPU."""
-    if IS_GPU and placement is not places.GLOO and torch.cuda.device_count() < 2:
+    if IS_GPU and placement is not GLOO and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     devices = [name for first in placement.devices for name in (first, second_device(first))]
     results = placement.run(train_on_two_devices, tmp_path, devices)
-    expected = places.on_cpu(2).run(train_on_two_devices, tmp_path, ["cpu"] * len(devices))
-    torch.testing.assert_close(results, expected, **places.TOLERANCE)
+    expected = on_cpu(2).run(train_on_two_devices, tmp_path, ["cpu"] * len(devices))
+    torch.testing.assert_close(results, expected, **TOLERANCE)

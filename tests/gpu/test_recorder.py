@@ -2,8 +2,6 @@
 aborts, and graphs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -21,11 +19,8 @@ from lightning_ddp_ext.supervision.flight_recorder import (
     groups_in_collectives,
     read_progress,
 )
-from tests.gpu import placement as places
-from tests.gpu.placement import GPU, IS_GPU, Placement
+from tests.gpu.placement import ALONE, GPU, IS_GPU, Placement, hold_device
 from tests.harness import training
-
-pytestmark = pytest.mark.gpu
 
 SECONDS_TO_ABORT = 60.0
 
@@ -43,7 +38,7 @@ def start_slow_all_reduce() -> ProcessContext:
     context = current()
     assert context is not None
     value = torch.ones(3, device=GPU)
-    places.hold_device(3.0 if IS_GPU else 0.0)
+    hold_device(3.0 if IS_GPU else 0.0)
     dist.all_reduce(value)
     return context
 
@@ -71,7 +66,7 @@ def test_an_all_reduce_that_waits_is_recorded(tmp_path: Path) -> None:
     """The Flight Recorder has the shape, place, ranks, timeout and age of an all-reduce
     that waits.
     """
-    [records] = places.ALONE.run(read_records, tmp_path)
+    [records] = ALONE.run(read_records, tmp_path)
     [progress] = [group for group in records.progress if group.label == ""]  # the default group
     number = progress.entered
     assert progress.describe(number).startswith(f"all_reduce #{number} [[3]]")
@@ -109,7 +104,7 @@ def abort_and_train_again(
 
 def test_ranks_connect_again_after_an_abort(tmp_path: Path) -> None:
     """A thread aborts an all-reduce that waits; later Trainers learn as the first."""
-    [[before, *after]] = places.ALONE.run(abort_and_train_again, tmp_path)
+    [[before, *after]] = ALONE.run(abort_and_train_again, tmp_path)
     training.assert_same(after, [before, before])
 
 
@@ -161,5 +156,5 @@ def test_a_cuda_graph_is_captured_while_the_recorder_is_read(tmp_path: Path) -> 
     """
     if not IS_GPU:
         pytest.skip("a CPU captures no graphs")
-    [replayed] = places.ALONE.run(capture_while_polled, tmp_path)
+    [replayed] = ALONE.run(capture_while_polled, tmp_path)
     training.assert_same(replayed, torch.full((3,), 8.0))

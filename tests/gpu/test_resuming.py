@@ -1,7 +1,5 @@
 """Training on a GPU continues after stops and deaths as if they had not happened."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +10,11 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.gpu import placement as places
-from tests.gpu.placement import GPU, Placement
+from tests.gpu.placement import ALONE, GLOO, GPU, Placement, torch_devices
 from tests.harness import training
 from tests.harness.ranks import launch_ranks
 from tests.integration import continuing, rescuing
 from tests.integration.rescuing import Kill, Plan
-
-pytestmark = pytest.mark.gpu
 
 ON_ANY_DEVICE = {"accelerator": "auto", "devices": "auto"}  # the strategy names them
 
@@ -38,7 +33,7 @@ def resume_with_dropout(
     return continuing.generations(run, ["train_batch_end-3"])
 
 
-@pytest.mark.parametrize("placement", [places.GLOO, places.ALONE], ids=["gloo", "1 rank"])
+@pytest.mark.parametrize("placement", [GLOO, ALONE], ids=["gloo", "1 rank"])
 def test_a_resumed_run_draws_the_random_numbers_that_were_next(
     placement: Placement, tmp_path: Path
 ) -> None:
@@ -67,7 +62,7 @@ def plan_on(placement: Placement, *, start_method: str = "popen", is_float16: bo
     """
     strategy = {
         "start_method": start_method,
-        "parallel_devices": places.torch_devices(placement.devices),
+        "parallel_devices": torch_devices(placement.devices),
         "process_group_backend": placement.backend,
     }
     if not is_float16:
@@ -117,11 +112,11 @@ def test_each_start_method_trains_on_a_gpu(start_method: str, tmp_path: Path) ->
     """Ranks started by spawn, forkserver and fork learn as ranks that were started by
     hand.
     """
-    plan = plan_on(places.GLOO)
-    by_hand, _ = weights_after([], plan, places.GLOO, tmp_path / "by hand")
+    plan = plan_on(GLOO)
+    by_hand, _ = weights_after([], plan, GLOO, tmp_path / "by hand")
     directory = tmp_path / "started"
     directory.mkdir()
-    plan = plan_on(places.GLOO, start_method=start_method)
+    plan = plan_on(GLOO, start_method=start_method)
     [started] = launch_ranks(rescuing.train, 1, plan, directory, env={})
     assert started.exit_code == 0, started.story()
     training.assert_same(started.result, by_hand)

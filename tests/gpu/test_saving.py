@@ -1,7 +1,5 @@
 """Checkpoints saved on a GPU, also in the background, are whole and load anywhere."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
@@ -10,21 +8,26 @@ import pytest
 import torch
 
 from lightning_ddp_ext import HangWatchdog, RankZeroCheckpointIO
-from tests.gpu import placement as places
-from tests.gpu.placement import IS_GPU, Placement
+from tests.gpu.placement import (
+    GLOO,
+    IS_GPU,
+    ONE_EACH_REVERSED,
+    Placement,
+    Wide,
+    on_cpu,
+    torch_devices,
+)
 from tests.harness import training
-
-pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=["one GPU", "two GPUs"])
 def placement(request: pytest.FixtureRequest) -> Placement:
     """Return two ranks that share a GPU, or have one each, where rank 0 has the second."""
     if request.param == "one GPU":
-        return places.GLOO
+        return GLOO
     if IS_GPU and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    return places.ONE_EACH_REVERSED
+    return ONE_EACH_REVERSED
 
 
 def save_in_training(
@@ -48,7 +51,7 @@ def save_in_training(
             training.At("on_train_batch_end", save, earlier=1),
             HangWatchdog(300, directory=path.parent),
         ],
-    ).fit(places.Wide())
+    ).fit(Wide())
     gpus = range(torch.cuda.device_count())
     return [number for number in gpus if torch._C._cuda_hasPrimaryContext(number)]
 
@@ -73,9 +76,7 @@ def test_each_rank_uses_only_its_own_gpu(placement: Placement, tmp_path: Path) -
     """
     path = tmp_path / "saved.ckpt"
     gpus_in_use = placement.run(save_in_training, path, True)
-    own_gpu = [
-        [device.index] if IS_GPU else [] for device in places.torch_devices(placement.devices)
-    ]
+    own_gpu = [[device.index] if IS_GPU else [] for device in torch_devices(placement.devices)]
     assert gpus_in_use == own_gpu
     saved = torch.load(path)["state_dict"].values()
     assert {str(value.device) for value in saved} == {placement.devices[0]}
@@ -92,7 +93,7 @@ def devices_of_momenta(
         devices.update(str(state["momentum_buffer"].device) for state in states)
 
     recording = training.At("on_train_start", record)
-    placement.trainer(directory, callbacks=[recording]).fit(places.Wide(), ckpt_path=path)
+    placement.trainer(directory, callbacks=[recording]).fit(Wide(), ckpt_path=path)
     return devices
 
 
@@ -100,6 +101,6 @@ def test_a_checkpoint_loads_on_a_gpu_and_on_the_cpu(placement: Placement, tmp_pa
     """A run that resumes from a background save has its optimiser on its own devices."""
     path = tmp_path / "saved.ckpt"
     placement.run(save_in_training, path, True)
-    for resumed_on in (placement, places.on_cpu(2)):
+    for resumed_on in (placement, on_cpu(2)):
         devices = resumed_on.run(devices_of_momenta, tmp_path, path)
         assert devices == [{device} for device in resumed_on.devices]

@@ -2,8 +2,6 @@
 ports, a reason to skip, and the processes that it has started.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import socket

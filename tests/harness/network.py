@@ -5,8 +5,6 @@ clock are shared. The hosts are connected to a switch in another namespace, so a
 cable looks as it does between machines: links stay up, packets vanish without a reset.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,9 +1,8 @@
 """Follow a rank process from its test, and describe how it ended."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
+import math
 import os
 import pickle
 import signal
@@ -40,6 +39,15 @@ class Outcome:
         """The exception that escaped; fails the test without one."""
         assert self.error is not None, self.story()
         return self.error
+
+    @property
+    def failed_at(self) -> float:
+        """The time of the failure; a kill counts as the earliest, because no other
+        failure causes it, and success as the latest.
+        """
+        if self.error is not None:
+            return self.error.at
+        return 0.0 if self.exit_code else math.inf
 
     def story(self) -> str:
         """Return its end in one line, its traceback unless that was printed, and its
@@ -109,17 +117,6 @@ class Rank:
     @property
     def runs(self) -> bool:
         return self.outcome.exit_code is None
-
-    @property
-    def has_failed(self) -> bool:
-        return self.outcome.error is not None or self.outcome.exit_code not in (None, 0)
-
-    @property
-    def failed_at(self) -> float:
-        """The time of the failure; a kill counts as the earliest, because no other
-        failure causes it.
-        """
-        return self.outcome.error.at if self.outcome.error else 0.0
 
     def receive(self, *, has_exited: bool) -> None:
         """Read the rank's messages and output; those of a rank that exited are

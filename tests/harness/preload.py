@@ -4,15 +4,12 @@ The server imports this module before any other. Garbage collection is off meanw
 would take a tenth of the time and find nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib
 import importlib.metadata
 import logging
 import warnings
-from typing import Any
 from unittest.mock import patch
 
 _MODULES = (
@@ -35,35 +32,17 @@ def warm_up() -> None:
 
     Without a backward pass, which would start threads.
     """
-    import lightning as L
     import torch
-    from torch.utils.data import DataLoader
 
-    class Module(L.LightningModule):
+    from tests.harness.training import Net, make_trainer
+
+    class Module(Net):
         automatic_optimization = False
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 4)
-
-        def training_step(self, batch: torch.Tensor, index: int) -> None:
-            self.log("loss", self.layer(batch).mean(), on_step=True, on_epoch=True, sync_dist=True)
-
-        validation_step = training_step
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters())
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    data: Any = torch.ones(4, 4)
     # After a query of CUDA, forked processes count as unable to use it.
     no_query = patch.multiple(torch.cuda, device_count=lambda: 0, is_available=lambda: False)
     with torch.random.fork_rng([]), no_query:
-        trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet)
-        trainer.fit(Module(), DataLoader(data), DataLoader(data))
+        make_trainer("auto", devices=1, max_epochs=1).fit(Module())
 
 
 gc.disable()

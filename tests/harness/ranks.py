@@ -9,6 +9,7 @@ and this package: what these read from the environment on import is tested with
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -21,7 +22,7 @@ from typing import Any
 
 from tests.harness.environment import Environment, by_hand_env, environment_of, free_port
 from tests.harness.network import Host
-from tests.harness.outcomes import Outcome, Rank, stories
+from tests.harness.outcomes import Outcome, Rank, output_of_all, stories
 from tests.harness.rank_process import announce, hold, start_server
 
 __all__ = [
@@ -33,7 +34,9 @@ __all__ = [
     "free_port",
     "hold",
     "launch_ranks",
+    "output_of_all",
     "run_ranks",
+    "stories",
 ]
 
 _SECONDS_TO_POINT = 120.0  # or to an output
@@ -45,18 +48,15 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``function`` on ``world_size`` ranks and return its results by rank.
 
-    When a rank fails, the others are killed. The test then fails with the story of the
-    first one that failed, whose exception is the error's cause. The options are those
-    of ``RankProcesses``.
+    If ranks fail, the test fails with their stories: first that of the one that failed
+    first, whose exception is the error's cause. The options are those of
+    ``RankProcesses``.
     """
-    with RankProcesses(function, world_size, *args, **options) as ranks:
-        first = ranks.wait_for_failure()
-        outcomes = ranks.wait()
-    if first is not None:
-        others = [outcome for outcome in outcomes if outcome is not first]
-        raise AssertionError(stories([first, *others])) from (
-            first.error.exception if first.error else None
-        )
+    outcomes = launch_ranks(function, world_size, *args, **options)
+    first, *others = sorted(outcomes, key=lambda outcome: outcome.failed_at)
+    if first.failed_at < math.inf:
+        cause = first.error.exception if first.error else None
+        raise AssertionError(stories([first, *others])) from cause
     return [outcome.result for outcome in outcomes]
 
 
@@ -152,9 +152,10 @@ class RankProcesses:
         assert outcome.exit_code is None, f"it has already exited:\n{outcome.story()}"
         os.kill(outcome.pid, signal_number)
 
-    def release(self, rank: int) -> None:
-        """Release the rank from ``hold``, now or when it arrives there."""
-        self._ranks[rank].pipe.send_bytes(b"")
+    def release(self, *ranks: int) -> None:
+        """Release these ranks from ``hold``, now or when they arrive there."""
+        for rank in ranks:
+            self._ranks[rank].pipe.send_bytes(b"")
 
     def wait_for(self, point: str, rank: int) -> Any:
         """Wait until the rank announces ``point``, and return the announced value.
@@ -185,24 +186,8 @@ class RankProcesses:
             )
         return [rank.outcome for rank in awaited]
 
-    def wait_for_failure(self) -> Outcome | None:
-        """Wait until a rank fails, end all, and return the first that failed; None if
-        all succeed or time is up.
-        """
-        self._receive_while(lambda: self._running() and not self._failed(), self._deadline)
-        failed = self._failed()
-        if not failed:
-            return None
-        # Exit handlers of those that raise.
-        self._receive_while(lambda: any(rank.runs for rank in failed), _exit_deadline())
-        self._kill_all()
-        return min(failed, key=lambda rank: rank.failed_at).outcome
-
     def _running(self) -> list[Rank]:
         return [rank for rank in self._ranks if rank.runs]
-
-    def _failed(self) -> list[Rank]:
-        return [rank for rank in self._ranks if rank.has_failed]
 
     def _wait_until(self, condition: Callable[[], bool], action: str, number: int) -> None:
         rank = self._ranks[number]

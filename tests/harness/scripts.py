@@ -1,11 +1,4 @@
-r"""Run a script as a user would, in separate processes.
-
-A script that tests wait for writes whole lines, ``sys.stdout.write("in step 3\n")``,
-and flushes them: torchrun starts Python with ``-u``, where ``print`` writes a text and
-its line break one by one.
-"""
-
-from __future__ import annotations
+"""Run a script as a user would, in separate processes."""
 
 import contextlib
 import os
@@ -19,10 +12,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.harness.environment import Environment, by_hand_env, free_port
-from tests.harness.outcomes import Outcome, output_of_all
 from tests.harness.rank_process import python_path
-from tests.harness.ranks import RankProcesses, launch_ranks
+from tests.harness.ranks import (
+    Environment,
+    Outcome,
+    RankProcesses,
+    by_hand_env,
+    free_port,
+    launch_ranks,
+    output_of_all,
+)
 
 _FORKS = r'ddp_ext_(fork|notebook)|start_method="fork"'
 _COMMANDS: dict[str, tuple[str, ...]] = {
@@ -91,6 +90,16 @@ def run_on_ranks(
         be_the_script, world_size, script, argv, cwd, env=env, time_limit=time_limit
     )
     return output_of_all(outcomes, exit_code=returncode)
+
+
+def print_line(text: str) -> None:
+    """In a script that tests wait for: write a whole line, and flush it.
+
+    torchrun starts Python with ``-u``, where ``print`` writes a text and its line break
+    one by one.
+    """
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def be_the_script(

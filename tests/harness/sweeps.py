@@ -2,8 +2,6 @@
 ranks, and report failures.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import time
@@ -13,8 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-from tests.harness.outcomes import stories
-from tests.harness.ranks import by_hand_env, launch_ranks
+from tests.harness.ranks import by_hand_env, launch_ranks, stories
 
 C = TypeVar("C")
 

@@ -2,8 +2,6 @@
 results.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.harness.outcomes import Outcome
-from tests.harness.ranks import Environment, by_hand_env, launch_ranks, run_ranks
+from tests.harness.ranks import Environment, Outcome, by_hand_env, launch_ranks, run_ranks
 
 Batch = list[Tensor]
 Kind = Literal["ours", "stock"]

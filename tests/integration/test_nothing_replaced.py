@@ -161,12 +161,10 @@ RUNS = {
     "test": Played("test", L.Callback(), leaves=set()),
     "predict": Played("predict", L.Callback(), leaves=set()),
     "stopped": Played("fit", continuing.signalled(BATCH_END), leaves=set()),
-    "failed": Played("fit", supervision.Fault(BATCH_END, supervision.boom), leaves=DEFERRED),
-    "interrupted": Played(
-        "fit", supervision.Fault(BATCH_END, supervision.interrupt), leaves=DEFERRED
-    ),
+    "failed": Played("fit", training.At(BATCH_END, supervision.boom), leaves=DEFERRED),
+    "interrupted": Played("fit", training.At(BATCH_END, supervision.interrupt), leaves=DEFERRED),
     "interrupted in setup": Played(
-        "fit", supervision.Fault("setup", supervision.interrupt), leaves=DEFERRED
+        "fit", training.At("setup", supervision.interrupt), leaves=DEFERRED
     ),
     "fit after failures": Played("fit", L.Callback(), leaves=set()),
 }

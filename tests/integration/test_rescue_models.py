@@ -175,11 +175,14 @@ class Counting(Net):
 
 
 class Queue(Net):
-    """Changes a buffer that is too large to be recorded, as MoCo's queue is."""
+    """Changes a buffer that is too large to be recorded, as MoCo's queue is, though a small
+    buffer shares its first element.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("queue", torch.zeros(1 << 19))  # 2 MiB
+        self.register_buffer("head", self.queue[:1])
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         self.queue[index] = batch[0][0, 0]

@@ -30,7 +30,7 @@ HOOKS = ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_e
 
 def continue_after(kind: training.Kind, directory: Path, hook: str) -> dict[str, Any]:
     """Catch an exception that all ranks raised in a hook, and make calls of all ranks."""
-    fault = supervision.Fault(hook, supervision.boom)
+    fault = training.At(hook, supervision.boom)
     trainer = training.make_trainer(training.make_strategy(kind, directory), callbacks=[fault])
     group = dist.group.WORLD
     with pytest.raises(supervision.BoomError):

@@ -5,8 +5,6 @@ Processes of the harness are the script, or the launcher that starts it: they ha
 imported torch and Lightning already.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -23,8 +21,13 @@ import torch.distributed.run
 
 from tests.harness.environment import by_mpirun, by_srun, loopback
 from tests.harness.network import Network
-from tests.harness.outcomes import output_of_all
-from tests.harness.ranks import Environment, by_hand_env, free_port, launch_ranks
+from tests.harness.ranks import (
+    Environment,
+    by_hand_env,
+    free_port,
+    launch_ranks,
+    output_of_all,
+)
 from tests.harness.training import Kind, make_strategy, on_ranks
 from tests.launchers import train
 

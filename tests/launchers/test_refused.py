@@ -2,8 +2,6 @@
 before any rank connects.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any

@@ -2,8 +2,6 @@
 start, and a training on one rank before it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -7,8 +7,6 @@ environment names the host of rank 0. Each process that returns from the Trainer
 the weights that it has then, and what the Trainer has returned.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -24,6 +22,7 @@ from torch import nn
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.rendezvous.process_context import leave
+from tests.harness.scripts import print_line
 from tests.harness.training import At, Net, make_trainer
 
 
@@ -93,8 +92,7 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def report(what: str, **facts: Any) -> None:
-    sys.stdout.write(f"{json.dumps({'what': what, **facts})}\n")
-    sys.stdout.flush()
+    print_line(json.dumps({"what": what, **facts}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Programs that other people wrote train with ``ddp_ext`` as with ``ddp``, unchanged."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -11,7 +9,6 @@ import pytest
 
 from tests.harness.scripts import run_script
 
-pytestmark = pytest.mark.programs
 _HERE = Path(__file__).parent
 
 CLI = [
@@ -21,21 +18,21 @@ CLI = [
     "--trainer.devices=2",
     "--trainer.max_epochs=1",
     "--trainer.logger=false",
-    "--trainer.callbacks=tests.programs.outcome.LightningNumbers",
+    "--trainer.callbacks=tests.programs.train.LightningNumbers",
     "--seed_everything=1",
 ]
 # Each script, and its arguments with the strategy's name in the place of {}.
 PROGRAMS = {
-    "chemprop": ["train_chemprop", "{}"],
-    "scvi-tools": ["train_scvi", "{}"],
-    "darts": ["train_darts", "{}"],
-    "pytorch-forecasting": ["train_pytorch_forecasting", "{}"],
-    "neuralforecast": ["train_neuralforecast", "{}"],
-    "gluonts": ["train_gluonts", "{}"],
+    "chemprop": ["train", "chemprop", "{}"],
+    "scvi-tools": ["train", "scvi", "{}"],
+    "darts": ["train", "darts", "{}"],
+    "pytorch-forecasting": ["train", "pytorch_forecasting", "{}"],
+    "neuralforecast": ["train", "neuralforecast", "{}"],
+    "gluonts": ["train", "gluonts", "{}"],
     "LightningCLI": ["train_cli", *CLI],
     "Hydra": ["train_hydra", "strategy={}"],
     "Hydra's multirun": ["train_hydra", "--multirun", "strategy={}", "lr=0.1,0.01"],
-    "Optuna": ["train_optuna", "{}"],
+    "Optuna": ["train", "optuna", "{}"],
 }
 
 

@@ -1,7 +1,5 @@
 """LightningCLI with a model of Lightning's."""
 
-from __future__ import annotations
-
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, DemoModel
 

@@ -1,7 +1,5 @@
 """A Hydra application, which may run several jobs, one after another."""
 
-from __future__ import annotations
-
 import hydra
 import torch
 from hydra.core.config_store import ConfigStore
@@ -10,7 +8,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import DictConfig
 
 import lightning_ddp_ext
-from tests.programs.outcome import LightningNumbers
+from tests.programs.train import LightningNumbers
 
 ConfigStore.instance().store("app", {"strategy": "ddp", "lr": 0.1})
 

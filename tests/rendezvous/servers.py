@@ -2,8 +2,6 @@
 rank 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -177,8 +175,7 @@ def started(
     with RankProcesses(connect, len(settings), where, settings, **options) as ranks:
         for seat in ranks.pids:
             ranks.wait_for("ready", seat)
-        for seat in ranks.pids:
-            ranks.release(seat)
+        ranks.release(*ranks.pids)
         yield ranks
 
 

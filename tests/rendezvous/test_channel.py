@@ -1,7 +1,5 @@
 """The control channel sends without waiting, and drops a rank that does not read."""
 
-from __future__ import annotations
-
 import json
 import queue
 import socket

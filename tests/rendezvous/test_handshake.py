@@ -2,8 +2,6 @@
 the same error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket
@@ -67,18 +65,15 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
         servers.connect, 5, where, [{"init_timeout": servers.LONG, **each} for each in settings]
     ) as ranks:
         # The first run connects, and waits in front of its first collective.
-        for seat in range(2):
-            ranks.release(seat)
+        ranks.release(0, 1)
         for seat in range(2):
             ranks.wait_for("in front", seat)
         # The latecomers start, and are refused meanwhile.
-        for seat in range(2, 5):
-            ranks.release(seat)
+        ranks.release(2, 3, 4)
         refused = ranks.wait(2, 3, 4)
         # The first run ends: each rank is released twice, before the collective that checks the
         # new group and before that of ``add_ones``.
-        for seat in (0, 1, 0, 1):
-            ranks.release(seat)
+        ranks.release(0, 1, 0, 1)
         running = ranks.wait(0, 1)
     for (rank, world_size), outcome in zip(late, refused, strict=True):
         assert (
@@ -138,8 +133,7 @@ def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
     """
     first_rank_0, first_rank_1, next_rank_0, next_rank_1 = range(4)
     with RankProcesses(run_in_turn, 4, servers.place(kind, tmp_path)) as ranks:
-        ranks.release(first_rank_0)
-        ranks.release(first_rank_1)
+        ranks.release(first_rank_0, first_rank_1)
         ranks.wait_for("done", first_rank_0)
         ranks.wait(first_rank_1)
         ranks.release(next_rank_1)

@@ -2,8 +2,6 @@
 remedy.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

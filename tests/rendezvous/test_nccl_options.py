@@ -1,7 +1,5 @@
 """NCCL's settings are typed, and in the environment while the process group is open."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -10,11 +8,11 @@ import lightning as L
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_ext import DDPExtStrategy, NCCLOptions
+from lightning_ddp_ext import NCCLOptions
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.process_context import leave
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.harness.training import At, Net, backend, make_trainer
+from tests.harness.training import At, Net, backend, fit
 
 # The variables of ``interface="lo"``, and of options of each type.
 ON_LO = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
@@ -59,17 +57,17 @@ class Reads(L.Callback):
 
 
 def several_trainers(rank: int, world_size: int, directory: Path) -> None:
-    def fit(options: NCCLOptions | None) -> Reads:
+    def read(options: NCCLOptions | None) -> Reads:
         reads = Reads()
-        strategy = DDPExtStrategy(f"file://{directory}/rank0", nccl=options, interface="lo")
-        make_trainer(strategy, callbacks=[reads], max_epochs=1).fit(Net())
+        strategy = {"nccl": options, "interface": "lo"}
+        fit("ours", directory, Net(), reads, strategy=strategy, max_epochs=1)
         return reads
 
-    first = fit(NCCLOptions(debug="WARN"))
+    first = read(NCCLOptions(debug="WARN"))
     assert first.variables == {"NCCL_DEBUG": "WARN", **ON_LO}
-    assert fit(OF_EACH_TYPE).variables == VARIABLES_OF_EACH_TYPE | ON_LO
-    without_options = fit(None)
-    without_options_again = fit(None)
+    assert read(OF_EACH_TYPE).variables == VARIABLES_OF_EACH_TYPE | ON_LO
+    without_options = read(None)
+    without_options_again = read(None)
     assert without_options.variables == ON_LO
     assert without_options_again.variables == ON_LO
     assert without_options.group is not first.group, "other settings need a new group"
@@ -81,10 +79,10 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
         ConfigurationError,
         match=r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; remove",
     ):
-        fit(NCCLOptions(debug="WARN"))
+        read(NCCLOptions(debug="WARN"))
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     exported = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"}
-    assert fit(NCCLOptions(debug="INFO")).variables == exported | {"GLOO_SOCKET_IFNAME": "lo"}
+    assert read(NCCLOptions(debug="INFO")).variables == exported | {"GLOO_SOCKET_IFNAME": "lo"}
     leave()
     assert variables() == exported
 
@@ -98,13 +96,10 @@ def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
 
 
 def fit_with_options(rank: int, world_size: int, directory: Path) -> None:
+    name = backend("nccl_stand_in")
     for debug in ("WARN", "WARN", "VERSION"):
-        strategy = DDPExtStrategy(
-            f"file://{directory}/rank0",
-            nccl=NCCLOptions(debug=debug),
-            process_group_backend=backend("nccl_stand_in"),
-        )
-        make_trainer(strategy, devices=1, fast_dev_run=1).fit(Net())
+        strategy = {"nccl": NCCLOptions(debug=debug), "process_group_backend": name}
+        fit("ours", directory, Net(), strategy=strategy, devices=1, fast_dev_run=1)
 
 
 def test_settings_that_nccl_may_not_read_again_are_reported(tmp_path: Path) -> None:
@@ -125,8 +120,8 @@ def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> list[
     found: list[str | None] = []
     for backend_name in ("gloo", backend("nccl_stand_in")):
         look = At("on_train_start", lambda trainer: found.append(os.environ.get(RETHROW)))
-        strategy = DDPExtStrategy(f"file://{directory}/rank0", process_group_backend=backend_name)
-        make_trainer(strategy, callbacks=[look], devices=1, fast_dev_run=1).fit(Net())
+        strategy = {"process_group_backend": backend_name}
+        fit("ours", directory, Net(), look, strategy=strategy, devices=1, fast_dev_run=1)
     leave()
     return [*found, os.environ.get(RETHROW)]
 
@@ -148,8 +143,8 @@ def test_torch_leaves_errors_of_cuda_to_python(
 
 def fit_without_docker(rank: int, world_size: int, directory: Path) -> dict[str, str]:
     reads = Reads()
-    strategy = DDPExtStrategy(f"file://{directory}/rank0", interface="^docker0")
-    make_trainer(strategy, callbacks=[reads], devices=1, fast_dev_run=1).fit(Net())
+    strategy = {"interface": "^docker0"}
+    fit("ours", directory, Net(), reads, strategy=strategy, devices=1, fast_dev_run=1)
     return reads.variables
 
 

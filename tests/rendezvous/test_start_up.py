@@ -2,8 +2,6 @@
 the reason.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import socket
@@ -24,7 +22,7 @@ from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from tests.harness.network import Network
-from tests.harness.ranks import RankProcesses, announce, free_port, hold, launch_ranks
+from tests.harness.ranks import RankProcesses, announce, free_port, hold
 from tests.rendezvous import servers
 
 
@@ -51,23 +49,6 @@ def connect_early(seat: int, seats: int, where: Tcp) -> float:
         socket.create_connection = create_connection
     join(servers.request(seat, seats, where))
     return servers.add_ones()
-
-
-def join_from_the_last_rank(seat: int, seats: int, where: Tcp | str) -> float:
-    """Join and add ones; the process that starts last is rank 0."""
-    join(servers.request(seats - 1 - seat, seats, where))
-    return servers.add_ones()
-
-
-@pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_ranks_connect_in_any_order_and_exit_in_good_order(kind: str, tmp_path: Path) -> None:
-    """All ranks join one group, exit with status 0 without calling ``leave``, and leave
-    no file behind.
-    """
-    outcomes = launch_ranks(join_from_the_last_rank, 3, servers.place(kind, tmp_path))
-    assert [outcome.result for outcome in outcomes] == [3.0, 3.0, 3.0]
-    assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0]
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("init_method", [None, "env://"])

@@ -5,8 +5,6 @@ Rank 1 then ``stays`` there; or, after the training, it ``lingers``, ``raises`` 
 ``dies``.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Only ranks that certainly cannot continue are in a deadlock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

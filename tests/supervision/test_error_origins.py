@@ -2,8 +2,6 @@
 collective in which it was raised.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold
-from tests.harness.training import At, Batch, Net, make_strategy, make_trainer
+from tests.harness.ranks import RankProcesses, announce, hold
+from tests.harness.training import At, Batch, Net, fit
 from tests.supervision import model
 
 
@@ -59,7 +57,7 @@ class FailsInBackward(Net):
 
 
 def train(rank: int, world_size: int, directory: Path, net: type[Net]) -> None:
-    make_trainer(make_strategy("ours", directory), max_epochs=1, limit_val_batches=0).fit(net())
+    fit("ours", directory, net(), max_epochs=1, limit_val_batches=0)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,7 @@ def test_an_error_while_another_rank_works_is_the_ranks_own(
     """Its rank raises and prints it while another rank is busy for a long time, and that
     rank names the first one.
     """
-    with RankProcesses(train, 2, tmp_path, net, env=by_hand_env(2)) as ranks:
+    with RankProcesses(train, 2, tmp_path, net) as ranks:
         ranks.wait_for("busy", 0)
         (failed,) = ranks.wait(1)
         ranks.release(0)
@@ -103,7 +101,7 @@ def use_closed_group() -> None:
 
 
 def fail_after_fit(rank: int, world_size: int, directory: Path, work: Callable[[], object]) -> None:
-    make_trainer(make_strategy("ours", directory), max_epochs=1).fit(Net())
+    fit("ours", directory, Net(), max_epochs=1)
     if rank == 0:
         hold("after fit")
         work()
@@ -140,7 +138,7 @@ def test_an_error_after_fit_is_the_ranks_own(
 
     After a collective that needed that rank, an error that names it is also printed.
     """
-    with RankProcesses(fail_after_fit, 2, tmp_path, work, env=by_hand_env(2)) as ranks:
+    with RankProcesses(fail_after_fit, 2, tmp_path, work) as ranks:
         ranks.wait_for("after fit", 0)
         ranks.wait(1)
         ranks.release(0)
@@ -160,15 +158,14 @@ def wait_for_work(trainer: Any) -> None:
 
 
 def fit_asynchronously(rank: int, world_size: int, directory: Path) -> None:
-    callbacks = [At("on_train_batch_end", wait_for_work)]
-    make_trainer(make_strategy("ours", directory), callbacks=callbacks).fit(Net())
+    fit("ours", directory, Net(), At("on_train_batch_end", wait_for_work))
 
 
 def test_a_collective_that_user_code_waits_for_names_the_dead_rank(tmp_path: Path) -> None:
     """The backend raises in the user's own line, and the error still names the rank
     that died.
     """
-    with RankProcesses(fit_asynchronously, 2, tmp_path, env=by_hand_env(2)) as ranks:
+    with RankProcesses(fit_asynchronously, 2, tmp_path) as ranks:
         ranks.wait_for("dying", 1)
         ranks.wait_for("waiting", 0)
         ranks.kill(1)

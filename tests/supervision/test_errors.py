@@ -2,8 +2,6 @@
 cause, and none waits for it.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import threading
@@ -17,9 +15,15 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.ranks import RemoteTraceback
-from tests.harness.outcomes import Outcome
-from tests.harness.ranks import RankProcesses, announce, hold, launch_ranks, run_ranks
-from tests.harness.training import Net
+from tests.harness.ranks import (
+    Outcome,
+    RankProcesses,
+    announce,
+    hold,
+    launch_ranks,
+    run_ranks,
+)
+from tests.harness.training import At, Net, make_strategy
 from tests.supervision import model
 
 BOOM = "BoomError: no such layer"
@@ -28,11 +32,6 @@ STUCK = (
     r"process raised an exception and has not exited within 0\.3 s \(save_deadline\), so rank \d"
     r" exits at \S+:\d+"
 )
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store"
 
 
 def assert_names_culprit(survivor: Outcome, culprit: int, pid: int) -> None:
@@ -46,11 +45,9 @@ def assert_names_culprit(survivor: Outcome, culprit: int, pid: int) -> None:
     assert error.traceback_text in str(error.__cause__)
 
 
-def catch_and_stay(
-    rank: int, world_size: int, url: str, fault: model.Fault, directory: Path
-) -> None:
+def catch_and_stay(rank: int, world_size: int, directory: Path, fault: At) -> None:
     """Train; a rank that fails saves, and continues to run."""
-    strategy = model.by_hand(rank, world_size, url)
+    strategy = make_strategy("ours", directory)
     saver = OnExceptionCheckpoint(directory)
     trainer = model.make_trainer(world_size, strategy, fault, saver, enable_checkpointing=True)
     try:
@@ -62,10 +59,10 @@ def catch_and_stay(
 @pytest.mark.parametrize(
     ("fault", "culprit", "steps"),
     [
-        pytest.param(model.Fault("setup", model.boom, 0), 0, 0, id="before training"),
+        pytest.param(At("setup", model.boom, ranks=[0]), 0, 0, id="before training"),
         pytest.param(model.in_step(model.boom, 0), 0, 1, id="in a step"),
         pytest.param(
-            model.Fault("on_validation_batch_start", model.boom, 1),
+            At("on_validation_batch_start", model.boom, ranks=[1]),
             1,
             STEPS_OF_EPOCH,
             id="in the validation after an epoch",
@@ -73,13 +70,13 @@ def catch_and_stay(
     ],
 )
 def test_others_raise_while_the_failed_rank_continues(
-    fault: model.Fault, culprit: int, steps: int, url: str, tmp_path: Path
+    fault: At, culprit: int, steps: int, tmp_path: Path
 ) -> None:
     """The other rank exits and names the cause while the failed one keeps running.
 
     Rank 0 can still save.
     """
-    with RankProcesses(catch_and_stay, 2, url, fault, tmp_path) as ranks:
+    with RankProcesses(catch_and_stay, 2, tmp_path, fault) as ranks:
         ranks.wait_for("caught", culprit)
         (survivor,) = ranks.wait(1 - culprit)
         ranks.release(culprit)
@@ -99,16 +96,18 @@ def test_others_raise_while_the_failed_rank_continues(
     ],
 )
 def test_a_rank_that_nothing_can_wake_exits(
-    end: Callable[[], None], sentence: str, url: str
+    end: Callable[..., None], sentence: str, tmp_path: Path
 ) -> None:
     """A process whose main thread blocks for ever exits and prints the reason."""
     faults = model.in_step(end, 0), model.in_step(model.wait_for_ever, 1)
-    culprit, ended = launch_ranks(model.fit, 2, url, *faults, grace={"failed": 0.1, "died": 0.3})
+    culprit, ended = launch_ranks(
+        model.fit, 2, tmp_path, *faults, grace={"failed": 0.1, "died": 0.3}
+    )
     assert f"[rank 1] {sentence.format(model.who(0, culprit.pid))}" in ended.output
     assert ended.exit_code == 1
 
 
-def leave_a_thread() -> None:
+def leave_a_thread(*_: object) -> None:
     threading.Thread(target=model.wait_for_ever).start()
     model.boom()
 
@@ -117,20 +116,20 @@ def leave_a_thread() -> None:
     ("faults", "stuck"),
     [
         pytest.param(
-            [model.Fault("on_exception", model.wait_for_ever)], [0, 1], id="in a hook of both ranks"
+            [At("on_exception", model.wait_for_ever)], [0, 1], id="in a hook of both ranks"
         ),
         pytest.param([], [0], id="at the end, in a thread of rank 0"),
     ],
 )
 def test_a_rank_that_raised_exits_within_the_save_deadline(
-    faults: list[model.Fault], stuck: list[int], url: str
+    faults: list[At], stuck: list[int], tmp_path: Path
 ) -> None:
     """A rank exits even if hooks, or threads of its script, block.
 
     The message has the line where they do.
     """
     outcomes = launch_ranks(
-        model.fit, 2, url, model.in_step(leave_a_thread, 0), *faults, save_deadline=0.3
+        model.fit, 2, tmp_path, model.in_step(leave_a_thread, 0), *faults, save_deadline=0.3
     )
     for outcome in outcomes:
         assert outcome.exit_code == 1, outcome.story()
@@ -138,7 +137,7 @@ def test_a_rank_that_raised_exits_within_the_save_deadline(
         assert re.search(STUCK, outcomes[rank].output), outcomes[rank].story()
 
 
-def exit_with_text() -> None:
+def exit_with_text(*_: object) -> None:
     sys.exit("the config is empty")
 
 
@@ -151,11 +150,11 @@ class Unprintable(Exception):
         raise TypeError("no text")
 
 
-def raise_unprintable() -> None:
+def raise_unprintable(*_: object) -> None:
     raise Unprintable
 
 
-def raise_megabytes() -> None:
+def raise_megabytes(*_: object) -> None:
     raise model.BoomError("no such layer" + 4_000_000 * "!")
 
 
@@ -169,14 +168,14 @@ def raise_megabytes() -> None:
     ],
 )
 def test_unusual_exceptions_reach_the_other_ranks(
-    action: Callable[[], None], reason: str, url: str
+    action: Callable[..., None], reason: str, tmp_path: Path
 ) -> None:
     """An exception of any kind is reported like any other.
 
     ``sys.exit`` and Ctrl-C are such kinds, and exceptions without a text or with one of
     megabytes.
     """
-    survivor, culprit = launch_ranks(model.fit, 2, url, model.in_step(action, 1))
+    survivor, culprit = launch_ranks(model.fit, 2, tmp_path, model.in_step(action, 1))
     assert survivor.failure.type_name == "RankFailedError", survivor.story()
     assert f"failed, so this rank stops: {reason}" in survivor.failure.message
     assert len(survivor.failure.message) < 10_000
@@ -184,8 +183,10 @@ def test_unusual_exceptions_reach_the_other_ranks(
     assert culprit.exit_code == 1
 
 
-def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], culprit: int) -> None:
-    trainer = model.make_trainer(world_size, model.by_hand(rank, world_size, url))
+def fit_twice(
+    rank: int, world_size: int, directory: Path, end: Callable[..., None], culprit: int
+) -> None:
+    trainer = model.make_trainer(world_size, make_strategy("ours", directory))
     trainer.fit(Net())
     if rank == culprit:
         end()
@@ -206,13 +207,13 @@ def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], cul
     ],
 )
 def test_a_rank_that_ends_between_two_fits_is_named(
-    end: Callable[[], None], culprit: int, status: int, sentence: str, url: str
+    end: Callable[..., None], culprit: int, status: int, sentence: str, tmp_path: Path
 ) -> None:
     """Ranks that wait in the second fit raise.
 
     The other rank raised outside of Trainer calls, or exited early.
     """
-    outcomes = launch_ranks(fit_twice, 2, url, end, culprit)
+    outcomes = launch_ranks(fit_twice, 2, tmp_path, end, culprit)
     ended = outcomes[culprit]
     survivor = outcomes[1 - culprit]
     error = f"{survivor.failure.type_name}: {survivor.failure.message}"
@@ -229,23 +230,23 @@ def wait_for_forced_exit() -> None:
             countdowns[0].join()
 
 
-def fit_work_and_fit(rank: int, world_size: int, url: str) -> None:
+def fit_work_and_fit(rank: int, world_size: int, directory: Path) -> None:
     """Train, work until another rank has died, and train again."""
-    model.fit(rank, world_size, url, grace={"died": 0.3})
+    model.fit(rank, world_size, directory, grace={"died": 0.3})
     hold("after fit")
     model.wait_for_another_ranks_end()
     wait_for_forced_exit()
     announce("still there")
-    model.fit(rank, world_size, url)
+    model.fit(rank, world_size, directory)
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, url: str) -> None:
+def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, tmp_path: Path) -> None:
     """A rank in the user's own code continues after another rank's death.
 
     It raises immediately when it needs the dead rank again.
     """
-    with RankProcesses(fit_work_and_fit, 2, url) as ranks:
+    with RankProcesses(fit_work_and_fit, 2, tmp_path) as ranks:
         for rank in range(2):
             ranks.wait_for("after fit", rank)
         ranks.kill(culprit)
@@ -259,7 +260,7 @@ def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, url: str) -> 
     )
 
 
-def fit_again(rank: int, world_size: int, url: str) -> tuple[list[str], list[float]]:
+def fit_again(rank: int, world_size: int, directory: Path) -> tuple[list[str], list[float]]:
     """Fit three times; the first two fits fail, on rank 1 and on rank 0.
 
     Return the caught errors with the rank that failed, and weights of the third fit.
@@ -267,17 +268,17 @@ def fit_again(rank: int, world_size: int, url: str) -> tuple[list[str], list[flo
     caught = []
     for culprit in (1, 0):
         try:
-            model.fit(rank, world_size, url, model.in_step(model.boom, culprit))
+            model.fit(rank, world_size, directory, model.in_step(model.boom, culprit))
         except (model.BoomError, RankFailedError) as error:
             caught.append(f"{type(error).__name__} {getattr(error, 'rank', rank)}")
     net = Net()
-    model.fit(rank, world_size, url, model=net)
+    model.fit(rank, world_size, directory, net=net)
     return caught, net.layers[0].weight.tolist()
 
 
-def test_processes_that_have_caught_the_failure_train_again(url: str) -> None:
+def test_processes_that_have_caught_the_failure_train_again(tmp_path: Path) -> None:
     """The same processes connect again after failures that every rank caught."""
-    errors_by_rank, weights_by_rank = zip(*run_ranks(fit_again, 3, url), strict=True)
+    errors_by_rank, weights_by_rank = zip(*run_ranks(fit_again, 3, tmp_path), strict=True)
     assert errors_by_rank[0] == ["RankFailedError 1", "BoomError 0"]
     assert errors_by_rank[1] == ["BoomError 1", "RankFailedError 0"]
     assert errors_by_rank[2] == ["RankFailedError 1", "RankFailedError 0"]

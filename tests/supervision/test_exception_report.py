@@ -1,7 +1,5 @@
 """A failed rank prints its traceback, and each of the others one line."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -12,44 +10,42 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from tests.harness.ranks import launch_ranks, run_ranks
+from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.training import At
 from tests.supervision import model
 
 BOOM = "tests.supervision.model.BoomError: no such layer"
 
 
-def fail_otherwise() -> None:
+def fail_otherwise(*_: object) -> None:
     raise LookupError("no such file")
 
 
-def fail_otherwise_once_informed() -> None:
+def fail_otherwise_once_informed(*_: object) -> None:
     """Raise something else as soon as another rank's failure is known."""
     model.wait_for_another_ranks_end()
     fail_otherwise()
 
 
-def fit_and_fail(rank: int, world_size: int, terminal: Path, *faults: model.Fault) -> None:
+def fit_and_fail(rank: int, world_size: int, directory: Path, *faults: At) -> None:
     """Train with these faults; ranks that survive fail afterwards. All ranks' stderr is in
     one file, as on one terminal.
     """
     logging.disable(logging.WARNING)  # Lightning's greetings
-    os.dup2(os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
-    model.fit(rank, world_size, f"file://{terminal}.store", *faults)
+    terminal = os.open(directory / "terminal", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(terminal, sys.stderr.fileno())
+    model.fit(rank, world_size, directory, *faults)
     model.boom()
 
 
-def lines_printed(directory: Path, *faults: model.Fault, world_size: int = 3) -> list[str]:
+def lines_printed(directory: Path, *faults: At, world_size: int = 3) -> list[str]:
     """Return the output of ranks with these faults."""
-    launch_ranks(fit_and_fail, world_size, directory / "terminal", *faults)
+    launch_ranks(fit_and_fail, world_size, directory, *faults)
     return model.lines_of((directory / "terminal").read_text())
 
 
-@pytest.mark.parametrize(
-    "faults", [[model.Fault("setup", model.boom)], []], ids=["in fit", "after fit"]
-)
-def test_the_same_exception_everywhere_is_printed_once(
-    faults: list[model.Fault], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("faults", [[At("setup", model.boom)], []], ids=["in fit", "after fit"])
+def test_the_same_exception_everywhere_is_printed_once(faults: list[At], tmp_path: Path) -> None:
     """Ranks with the same failure print one traceback together, also outside of the
     Trainer.
     """
@@ -65,7 +61,7 @@ def test_different_exceptions_are_all_printed(tmp_path: Path) -> None:
     """
     faults = [
         model.in_step(model.boom, 0),
-        model.Fault("on_exception", fail_otherwise, 0),
+        At("on_exception", fail_otherwise, ranks=[0]),
         model.in_step(fail_otherwise_once_informed, 1),
     ]
     lines = lines_printed(tmp_path, *faults, world_size=2)
@@ -78,10 +74,8 @@ def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
     """The rank that failed, and no other one, is the root cause, though all ended in
     the same second.
     """
-    variables = {"TORCHELASTIC_ERROR_FILE": lambda rank: f"{tmp_path}/{rank}.json"}
-    outcomes = launch_ranks(
-        fit_and_fail, 3, tmp_path / "terminal", model.in_step(model.boom, 1), env=variables
-    )
+    env = {**by_hand_env(3), "TORCHELASTIC_ERROR_FILE": lambda rank: f"{tmp_path}/{rank}.json"}
+    outcomes = launch_ranks(fit_and_fail, 3, tmp_path, model.in_step(model.boom, 1), env=env)
     assert [path.name for path in tmp_path.glob("*.json")] == ["1.json"]
     failures = {
         each.rank: ProcessFailure(each.rank, each.pid, 1, f"{tmp_path}/{each.rank}.json")

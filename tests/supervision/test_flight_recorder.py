@@ -1,7 +1,5 @@
 """A trace of torch's Flight Recorder gives the progress of a rank in each group."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -5,8 +5,6 @@ The forking process has imported everything already; every test fails if one of 
 processes is left.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -18,14 +16,13 @@ from typing import Any
 import pytest
 
 from lightning_ddp_ext.errors import RankDiedError
+from tests.checkpoint.content import WouldRun
 from tests.harness.ranks import RankProcesses, run_ranks
-from tests.harness.training import Net
+from tests.harness.training import At, Net
 from tests.supervision import model
 
 
-def train(
-    rank: int, world_size: int, directory: Path, *faults: model.Fault, endless: bool = False
-) -> None:
+def train(rank: int, world_size: int, directory: Path, *faults: At, endless: bool = False) -> None:
     """Start two ranks from a process that is not a rank."""
     options = {
         "max_epochs": -1 if endless else 1,
@@ -40,7 +37,7 @@ def pids_of_ranks(launching: RankProcesses) -> dict[int, int]:
     return dict(launching.wait_for("at work", 0) for _ in range(2))
 
 
-def leave() -> None:
+def leave(*_: object) -> None:
     raise SystemExit(0)
 
 
@@ -75,12 +72,12 @@ def leave() -> None:
     ],
 )
 def test_the_launching_process_raises_the_cause(
-    faults: list[model.Fault], line_of_rank_0: str, error: str, tracebacks: int, tmp_path: Path
+    faults: list[At], line_of_rank_0: str, error: str, tracebacks: int, tmp_path: Path
 ) -> None:
     """Rank 0 prints a line; the launching process prints the error of the rank that
     failed, died or exited early.
     """
-    start = model.Fault("setup", model.announce_step)
+    start = At("setup", model.announce_step)
     with RankProcesses(train, 1, tmp_path, start, *faults) as launching:
         pids = pids_of_ranks(launching)
         (outcome,) = launching.wait()
@@ -113,24 +110,14 @@ def test_the_error_counts_the_ranks_of_all_nodes() -> None:
     assert run_ranks(train_second_node, 1, env=env) == [2]
 
 
-class Planted:
-    """Creates a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
-def plant_report(marker: Path) -> None:
+def plant_report(marker: Path, *_: object) -> None:
     """Exit, after another user has written this process's report."""
     frame = sys._getframe()
     while "error_file" not in frame.f_locals:
         assert frame.f_back is not None
         frame = frame.f_back
     path = frame.f_locals["error_file"]
-    Path(path).write_bytes(pickle.dumps(Planted(marker)))
+    Path(path).write_bytes(pickle.dumps(WouldRun(marker)))
     os.chown(path, os.getuid() + 1, -1)
     os._exit(1)
 
@@ -162,7 +149,8 @@ def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
     """In a notebook only the kernel gets Ctrl-C, not its children; all ranks save and
     stop.
     """
-    with RankProcesses(train, 1, tmp_path, model.IN_THIRD_STEP, endless=True) as launching:
+    in_third_step = At("on_train_batch_start", model.announce_step, earlier=2)
+    with RankProcesses(train, 1, tmp_path, in_third_step, endless=True) as launching:
         pids_of_ranks(launching)
         launching.kill(0, number)
         (outcome,) = launching.wait()

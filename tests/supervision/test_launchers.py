@@ -8,8 +8,6 @@ in ``tests.launchers.test_launchers``; kills of ranks and of launching processes
 middle of training are in ``tests.faults``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

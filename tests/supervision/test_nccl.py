@@ -2,8 +2,6 @@
 return; gloo plays its part.
 """
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,7 @@ from lightning_ddp_ext.rendezvous.peers import event_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
 from tests.harness.ranks import RankProcesses, hold, launch_ranks
-from tests.harness.training import At, Net, make_strategy, make_trainer
+from tests.harness.training import At, Net, fit
 from tests.supervision.model import error_of
 
 
@@ -83,16 +81,13 @@ def blame(trainer: Any) -> None:
     compare(trainer)
 
 
-def fit(
+def train(
     rank: int, world_size: int, directory: Path, work: Any, *, abort_returns: bool = True
 ) -> None:
     """Do some work after each step; rank 1 behaves as if it used NCCL."""
     stand_in = LikeNCCL(abort_returns=abort_returns)
-    callbacks = [
-        At("on_fit_start", lambda trainer: stand_in.install(), ranks=[1]),
-        At("on_train_batch_end", work),
-    ]
-    make_trainer(make_strategy("ours", directory), callbacks=callbacks).fit(Net())
+    install = At("on_fit_start", lambda trainer: stand_in.install(), ranks=[1])
+    fit("ours", directory, Net(), install, At("on_train_batch_end", work))
 
 
 @pytest.mark.parametrize("work", [exchange, compare, index])
@@ -101,7 +96,7 @@ def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: 
 
     It replaces an error that follows from them.
     """
-    with RankProcesses(fit, 2, tmp_path, work) as ranks:
+    with RankProcesses(train, 2, tmp_path, work) as ranks:
         ranks.wait_for("working", 0)
         ranks.kill(0)
         died, survivor = ranks.wait()
@@ -110,14 +105,14 @@ def test_arbitrary_values_after_a_death_name_the_dead_rank(work: Any, tmp_path: 
 
 def test_arbitrary_values_on_a_rank_that_is_blamed_do_not_hide_the_reason(tmp_path: Path) -> None:
     """Of ranks that wait in different collectives, one is named, and is aborted as well."""
-    for outcome in launch_ranks(fit, 2, tmp_path, blame):
+    for outcome in launch_ranks(train, 2, tmp_path, blame):
         assert outcome.error is not None, outcome.story()
         assert isinstance(outcome.error.exception, RankAbsentError), outcome.story()
 
 
 def test_an_abort_that_never_returns_does_not_keep_the_process(tmp_path: Path) -> None:
     """The survivor raises the error, and exits."""
-    with RankProcesses(fit, 2, tmp_path, exchange, abort_returns=False) as ranks:
+    with RankProcesses(train, 2, tmp_path, exchange, abort_returns=False) as ranks:
         ranks.wait_for("working", 0)
         ranks.kill(0)
         _, survivor = ranks.wait()

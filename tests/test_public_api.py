@@ -1,25 +1,26 @@
-"""The public API as text: a line for each public name, its bases, arguments and result.
+"""The public API is as recorded: a line for each public name, its bases, arguments and
+result.
 
 `make api` records it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import griffe
-from griffe import ParameterKind
+import pytest
 
 import lightning_ddp_ext
+
+griffe: Any = pytest.importorskip("griffe", reason="is for development")
 
 RECORDED = Path(__file__).with_name("public-api.txt")
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
 PREFIX = {
-    ParameterKind.keyword_only: "*, ",
-    ParameterKind.var_positional: "*",
-    ParameterKind.var_keyword: "**",
+    griffe.ParameterKind.keyword_only: "*, ",
+    griffe.ParameterKind.var_positional: "*",
+    griffe.ParameterKind.var_keyword: "**",
 }
 
 
@@ -42,7 +43,7 @@ def lines() -> list[str]:
     return found
 
 
-def describe(name: str, found: griffe.Object | griffe.Alias) -> Iterator[str]:
+def describe(name: str, found: Any) -> Iterator[str]:
     """Yield the lines of a class, a function or an attribute."""
     if found.is_attribute:
         yield f"{name}: {found.annotation}"
@@ -56,13 +57,29 @@ def describe(name: str, found: griffe.Object | griffe.Alias) -> Iterator[str]:
         yield f"{name}() -> {found.returns}"
 
 
-def argument(parameter: griffe.Parameter) -> str:
+def argument(parameter: Any) -> str:
     """Return an argument as it is written; a star and a comma stand before one that is
     a keyword only.
     """
     prefix = PREFIX.get(parameter.kind, "")
     default = "" if parameter.default is None or prefix.endswith("*") else f" = {parameter.default}"
     return f"{prefix}{parameter.name}: {parameter.annotation}{default}"
+
+
+def test_public_api_is_as_recorded() -> None:
+    """Public names, arguments, defaults and types change only on purpose: the message
+    lists changes and remedy.
+    """
+    recorded = RECORDED.read_text().splitlines()
+    found = lines()
+    gone = [f"- {line}" for line in recorded if line not in found]
+    new = [f"+ {line}" for line in found if line not in recorded]
+    assert not gone + new, (
+        "the public API is not as tests/public-api.txt has it:\n"
+        + "\n".join(gone + new)
+        + "\nIf that is meant, CHANGELOG.md says what to write instead; see docs/more/releases.md,"
+        " and run `make api`."
+    )
 
 
 if __name__ == "__main__":
