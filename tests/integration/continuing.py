@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -345,6 +346,21 @@ class Training:
         weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
         counts = _counts_of(trainer)
         return Run(module.steps, weights, counts, module.events, saver.saved, status)
+
+
+class Resumed(NamedTuple):
+    """A resumed run, and its warnings that an epoch starts again."""
+
+    run: Run
+    warned: list[str]
+
+
+def resume(training: Training, path: str, **options: Any) -> Resumed:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = training.run(ckpt_path=path, **options)
+    texts = [str(warning.message) for warning in caught]
+    return Resumed(run, [text for text in texts if "that epoch starts again" in text])
 
 
 def _fit_until_stop(trainer: L.Trainer, module: Net, ckpt_path: str | None) -> int | None:

@@ -21,7 +21,7 @@ from lightning_ddp_ext import DDPExtStrategy, HangWatchdog
 from lightning_ddp_ext.errors import RankHungError
 from tests.harness import ranks, training
 from tests.harness.outcomes import Outcome, output_of_all
-from tests.harness.training import Net
+from tests.harness.training import Linear
 from tests.supervision import model as supervision
 
 HERE = re.escape(__file__)
@@ -39,18 +39,11 @@ def pause() -> None:
     threading.Event().wait(PAUSE)
 
 
-class Quick(Net):
-    """A model without buffers, so that only gradients need all ranks in a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 1))
+class Quick(Linear):
+    """Trains on few samples."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(training.data(SAMPLES), batch_size=2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
 
 
 class StuckInStep(Quick):
@@ -59,8 +52,8 @@ class StuckInStep(Quick):
     def on_train_start(self) -> None:
         self.own_group = dist.new_group(list(range(self.trainer.world_size)))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_rank == 1 and batch_idx == STUCK_IN:
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if self.global_rank == 1 and index == STUCK_IN:
             self.wait_in_own_group()
         return self.loss(batch)
 
@@ -115,9 +108,9 @@ class Slow(Quick):
     validation.
     """
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, index: int) -> Tensor:
         pause()
-        return super().training_step(batch, batch_idx)
+        return super().training_step(batch, index)
 
     def validation_step(self, batch: Any, index: int) -> None:
         pause()
@@ -301,8 +294,8 @@ def test_ranks_of_a_stock_strategy_report_on_themselves(tmp_path: Path) -> None:
 class BarrierBehindStuckRank(Quick):
     """In a step, rank 1 blocks, and the other ranks wait for it in a barrier."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == STUCK_IN:
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if index == STUCK_IN:
             if self.global_rank == 1:
                 supervision.wait_for_ever()
             self.trainer.strategy.barrier()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from tests.harness.training import Batch, Kind, Net, assert_same, data, fit, on_both
+from tests.harness.training import Batch, Kind, Net, Rows, assert_same, data, fit, on_both
 
 Read = dict[str, Any]  # all metrics that can be read at a point, by name
 ENOUGH_VALUES = 500  # of all reads; so many show that the model logs as it should
@@ -195,13 +194,6 @@ def test_no_read_sees_a_value_that_is_not_reduced(is_automatic: bool, tmp_path: 
     assert {value for values in ours for value in values} == {mean_of_ranks}
 
 
-class OfRankZero(IterableDataset[Tensor]):
-    """A stream with two samples on rank 0 and none on others."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter([torch.ones(4)] * 2 * (dist.get_rank() == 0))
-
-
 class ValidatesOnRankZero(Net):
     """Logs values in training only, and has no buffers, which DDP sends in each step."""
 
@@ -209,11 +201,11 @@ class ValidatesOnRankZero(Net):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 1))
 
-    def validation_step(self, batch: Tensor, index: int) -> None:
-        self(batch)
+    def validation_step(self, batch: Batch, index: int) -> None:
+        self(batch[0])
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(OfRankZero())
+        return DataLoader(Rows(2 if self.global_rank == 0 else 0))
 
 
 def train_beside_uneven_validation(kind: Kind, directory: Path) -> dict[str, Any]:

@@ -38,7 +38,10 @@ LOADERS: dict[str, Any] = {
 
 
 def orders(kind: training.Kind, directory: Path) -> dict[str, Batches]:
-    return {name: read(kind, directory, make) for name, make in LOADERS.items()}
+    """Return the batches of each loader, and of one with the option ``overfit_batches``."""
+    batches = {name: read(kind, directory, make) for name, make in LOADERS.items()}
+    overfit = read(kind, directory, loader(11, shuffle=True), overfit_batches=3)
+    return {**batches, "overfit": overfit}
 
 
 def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
@@ -91,16 +94,6 @@ def test_a_generator_continues_in_the_next_epoch(tmp_path: Path) -> None:
     ours, stock = training.on_both(read_generator, tmp_path)
     assert ours == stock
     assert ours[0] == {0: [[0], [1], [2]], 1: [[3], [4], [5]]}
-
-
-def overfit(kind: training.Kind, directory: Path) -> Batches:
-    return read(kind, directory, loader(11, shuffle=True), overfit_batches=3)
-
-
-def test_overfitting_reads_the_batches_of_stock(tmp_path: Path) -> None:
-    """The Trainer's option ``overfit_batches`` chooses the same batches."""
-    ours, stock = training.on_both(overfit, tmp_path)
-    assert ours == stock
 
 
 # Samplers that draw, while the seed differs on each rank.

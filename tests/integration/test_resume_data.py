@@ -206,23 +206,8 @@ def test_the_rest_of_an_epoch_can_be_read_in_other_batches(tmp_path: Path) -> No
         assert samples.batches == [samples.whole[4:7], samples.whole[7:]]
 
 
-class Resumed(NamedTuple):
-    """A resumed run, and its warnings that the epoch starts again."""
-
-    run: Run
-    warned: list[str]
-
-
-def watch(training: continuing.Training, path: str) -> Resumed:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = training.run(ckpt_path=path)
-    texts = [str(warning.message) for warning in caught]
-    return Resumed(run, [text for text in texts if "that epoch starts again" in text])
-
-
-def resume_exact(rank: int, world_size: int, directory: Path, path: str) -> Resumed:
-    return watch(training_on(directory, world_size, exact), path)
+def resume_exact(rank: int, world_size: int, directory: Path, path: str) -> continuing.Resumed:
+    return continuing.resume(training_on(directory, world_size, exact), path)
 
 
 def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path) -> None:
@@ -328,8 +313,8 @@ def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
         assert_same([run.weights for run in own_runs], [run.weights for run in stock_runs])
 
 
-def resume_stream(kind: Kind, directory: Path, path: str) -> Resumed:
-    return watch(training_on(directory, 2, stateful_stream), path)
+def resume_stream(kind: Kind, directory: Path, path: str) -> continuing.Resumed:
+    return continuing.resume(training_on(directory, 2, stateful_stream), path)
 
 
 def test_a_checkpoint_of_stock_lightning_repeats_the_epoch(tmp_path: Path) -> None:

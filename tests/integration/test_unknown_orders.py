@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
@@ -20,23 +19,16 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_ddp_ext.errors import ResumeError
 from tests.harness.ranks import run_ranks
 from tests.harness.training import At
-from tests.integration.continuing import Net, Numbers, Run, Training, samples_of, shuffled
-
-
-class Resumed(NamedTuple):
-    """A resumed run, and its warnings that an epoch starts again."""
-
-    run: Run
-    warned: list[str]
-
-
-def resume(training: Training, path: str, **options: Any) -> Resumed:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = training.run(ckpt_path=path, **options)
-    texts = [str(warning.message) for warning in caught]
-    return Resumed(run, [text for text in texts if "that epoch starts again" in text])
-
+from tests.integration.continuing import (
+    Net,
+    Numbers,
+    Resumed,
+    Run,
+    Training,
+    resume,
+    samples_of,
+    shuffled,
+)
 
 # Orders that nothing but the run itself determines.
 

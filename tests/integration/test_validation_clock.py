@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from tests.harness import training
 from tests.harness.ranks import run_ranks
@@ -40,14 +39,6 @@ class FastClock:
         return self._real() + (self.seconds_ahead if is_main else 0.0)
 
 
-class Stream(IterableDataset[Any]):
-    """The samples of an epoch of one rank, without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        samples = training.data(BATCHES * BATCH_SIZE)
-        return (samples[index] for index in range(len(samples)))
-
-
 class Case(NamedTuple):
     """How fast rank 1's clock runs, and on what the ranks train."""
 
@@ -58,7 +49,9 @@ class Case(NamedTuple):
 
 SHARED = training.data(2 * BATCHES * BATCH_SIZE)  # by two ranks
 CASES = {
-    "faster": Case(10 * TIME_OF_A_BATCH, Stream(), check_val_every_n_epoch=1),
+    "faster": Case(
+        10 * TIME_OF_A_BATCH, training.Rows(BATCHES * BATCH_SIZE), check_val_every_n_epoch=1
+    ),
     "slower": Case(TIME_OF_A_BATCH / 100, SHARED, check_val_every_n_epoch=None),
 }
 
