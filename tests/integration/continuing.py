@@ -5,8 +5,6 @@ saves a checkpoint at that point. ``run(ckpt_path=...)`` resumes, and ``differen
 describes how the resumed run differs from the whole one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings

@@ -1,7 +1,5 @@
 """What each rank reads in training."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path

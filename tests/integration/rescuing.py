@@ -1,7 +1,5 @@
 """Train a run whose ranks are killed at chosen moments, and run it again until it ends."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

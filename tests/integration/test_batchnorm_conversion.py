@@ -1,7 +1,5 @@
 """`fit` converts BatchNorm layers, reports this, and restores them afterwards."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

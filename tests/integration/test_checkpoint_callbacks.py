@@ -1,7 +1,5 @@
 """Checkpoint callbacks act on all ranks together, in the foreground and background."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

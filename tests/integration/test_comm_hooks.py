@@ -1,7 +1,5 @@
 """A comm hook averages the gradients of CPU ranks, as exactly as its number format allows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

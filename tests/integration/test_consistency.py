@@ -2,8 +2,6 @@
 under stock ``ddp``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Ranks with different training data are refused, and those with the same warned."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path

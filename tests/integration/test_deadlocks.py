@@ -2,8 +2,6 @@
 other wait does.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import threading

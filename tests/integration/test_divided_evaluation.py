@@ -1,7 +1,5 @@
 """Ranks evaluate data that the user divides, and values are those of all samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Every kind of loader, sampler and dataset gets the epoch, and its random numbers."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Callable, Iterator

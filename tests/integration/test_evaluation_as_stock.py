@@ -4,8 +4,6 @@ They have combined loaders, ``dataloader_iter``, whole batches only, a sampler o
 user's that repeats samples, or ``exact_evaluation=False``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

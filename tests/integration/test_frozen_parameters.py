@@ -1,7 +1,5 @@
 """Gradients of parameters that are unfrozen after DDP was built are averaged."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial

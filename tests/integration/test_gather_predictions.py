@@ -1,7 +1,5 @@
 """Predictions of all ranks, once each and in the dataset's order, on rank 0."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections import UserDict
 from collections.abc import Callable

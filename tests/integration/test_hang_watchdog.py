@@ -2,8 +2,6 @@
 that rank.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Saves during which a rank dies or the process is killed leave a whole checkpoint."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """``ckpt_path="last"`` means the newest usable file of this run that rank 0 finds."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Loaders and batch samplers of the user's own classes are divided among ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

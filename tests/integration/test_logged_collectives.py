@@ -1,7 +1,5 @@
 """`self.log(..., sync_dist=True)` costs one collective in a step, and no barrier."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple

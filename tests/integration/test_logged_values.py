@@ -1,7 +1,5 @@
 """`self.log(..., sync_dist=True)` gives stock's values at every read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

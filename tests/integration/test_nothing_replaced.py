@@ -1,7 +1,5 @@
 """Training leaves nothing behind in a Trainer or in its process."""
 
-from __future__ import annotations
-
 import copy
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """Each rank reads the right samples in the right order, as training sees them."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

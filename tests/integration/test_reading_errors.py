@@ -2,8 +2,6 @@
 and wherever it is found.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import os

@@ -1,7 +1,5 @@
 """What ``strategy.reduce`` makes of integers and other values of two ranks."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -2,8 +2,6 @@
 the place where the same command looks for it.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Where training continues after a checkpoint in the middle of an epoch: ``resume_data``."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator

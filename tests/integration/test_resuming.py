@@ -1,7 +1,5 @@
 """A resumed run continues as if it had not been stopped: cases that the sweep lacks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from functools import partial

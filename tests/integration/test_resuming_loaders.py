@@ -1,7 +1,5 @@
 """Loaders that are read in parts, or record a state, continue there in a resumed run."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Failed saves: every rank raises the same error, and the previous file stays whole."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple

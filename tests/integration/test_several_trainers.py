@@ -2,8 +2,6 @@
 error with the reason.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading

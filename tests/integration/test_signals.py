@@ -4,8 +4,6 @@ process had before.
 ``test_stopping`` stops ranks in the middle of training, and resumes.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -5,8 +5,6 @@ command continues there.
 not stopped.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The strategy works by name and as an object, and its methods can be called by hand."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import re

@@ -3,8 +3,6 @@
 They do so with `uneven_inputs="stop_at_shortest"`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

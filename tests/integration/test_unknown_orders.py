@@ -1,7 +1,5 @@
 """An epoch starts again if a resumed run cannot draw its order again."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """DDP's error about unused parameters names them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

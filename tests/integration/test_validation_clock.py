@@ -1,7 +1,5 @@
 """With a validation interval in time, rank 0's clock decides when all ranks validate."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
