@@ -5,6 +5,7 @@ results.
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -191,6 +192,19 @@ def _fit_and_return_weights(
 ) -> dict[str, Tensor]:
     fit("ours", directory, model, *callbacks, **options)
     return weights(model)
+
+
+@contextmanager
+def warnings_with(part: str) -> Iterator[list[str]]:
+    """Yield a list that gets the texts of the block's warnings with this part, at its
+    end.
+    """
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    texts = [str(warning.message) for warning in caught]
+    found += [text for text in texts if part in text]
 
 
 def limit_collectives(seconds: float) -> None:

@@ -180,28 +180,23 @@ def test_an_epoch_of_changed_data_is_refused(name: str, tmp_path: Path) -> None:
         assert CHANGES[name].message in message
 
 
-class Samples(NamedTuple):
-    """The samples of a rank's epoch, and those that a resumed run reads in each batch."""
-
-    whole: list[int]
-    batches: list[list[int]]
-
-
-def resume_in_threes(rank: int, world_size: int, directory: Path) -> Samples:
-    """Resume after two batches of two samples, with batches of three."""
+def resume_in_threes(
+    rank: int, world_size: int, directory: Path
+) -> tuple[list[int], list[list[int]]]:
+    """Resume after two batches of two samples, with batches of three; return the samples
+    of the whole epoch, and those that the resumed run reads in each batch.
+    """
     training = training_on(directory, world_size, divided_by_strategy(SAMPLES), max_epochs=1)
     whole = training.run("train_batch_end-2")
     training.loaders = lambda: DataLoader(Numbers(SAMPLES), 3, shuffle=True)
     resumed = training.run(ckpt_path=whole.saved["train_batch_end-2"])
-    return Samples(
-        continuing.samples_of(whole.steps), [list(step.samples) for step in resumed.steps]
-    )
+    return continuing.samples_of(whole.steps), [list(step.samples) for step in resumed.steps]
 
 
 def test_the_rest_of_an_epoch_can_be_read_in_other_batches(tmp_path: Path) -> None:
     """The samples that the strategy divides are the remaining ones, in the same order."""
-    for samples in run_ranks(resume_in_threes, 2, tmp_path):
-        assert samples.batches == [samples.whole[4:7], samples.whole[7:]]
+    for whole, batches in run_ranks(resume_in_threes, 2, tmp_path):
+        assert batches == [whole[4:7], whole[7:]]
 
 
 def resume_exact(rank: int, world_size: int, directory: Path, path: str) -> continuing.Resumed:
@@ -248,18 +243,14 @@ def test_no_rank_reads_before_a_refusal(tmp_path: Path) -> None:
     assert read == [[], []]
 
 
-class Repeated(NamedTuple):
-    """A run from the beginning, and one that repeats the checkpoint's epoch."""
-
-    whole: Run
-    resumed: Run
-
-
-def repeat_epoch(rank: int, world_size: int, directory: Path, name: str, path: str) -> Repeated:
+def repeat_epoch(
+    rank: int, world_size: int, directory: Path, name: str, path: str
+) -> tuple[Run, Run]:
+    """Return a run from the beginning, and one that repeats the checkpoint's epoch."""
     training = training_on(directory, world_size, CHANGES[name].after)
     whole = training.run()
     training.strategy = {"resume_data": "epoch"}
-    return Repeated(whole, training.run(ckpt_path=path))
+    return whole, training.run(ckpt_path=path)
 
 
 @pytest.mark.parametrize("name", REPEATED)
