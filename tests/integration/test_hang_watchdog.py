@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext import DDPExtStrategy, HangWatchdog
 from lightning_ddp_ext.errors import RankHungError
 from tests.harness import ranks, training
 from tests.harness.outcomes import Outcome, output_of_all
-from tests.harness.training import Linear
+from tests.harness.training import Linear, Rows
 from tests.supervision import model as supervision
 
 HERE = re.escape(__file__)
@@ -198,31 +198,17 @@ def test_ranks_that_move_are_left_alone(tmp_path: Path) -> None:
     output_of_all(outcomes, exit_code=0)
 
 
-class Streamed(Quick):
-    """Reads a stream, with a pause before each batch or without."""
-
-    def __init__(self, has_pauses: bool) -> None:
-        super().__init__()
-        self.has_pauses = has_pauses
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(StreamedBatches(self.has_pauses), batch_size=None)
-
-
-class StreamedBatches(IterableDataset[Any]):
-    def __init__(self, has_pauses: bool) -> None:
-        self.has_pauses = has_pauses
+class SlowRows(Rows):
+    """Makes a pause before each batch of two rows."""
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in DataLoader(training.data(SAMPLES), batch_size=2):
-            if self.has_pauses:
+        for number, row in enumerate(super().__iter__()):
+            if number % 2 == 0:
                 pause()
-            yield batch
+            yield row
 
 
-def train_on_stream(
-    directory: Path, max_steps: int, path: Path | None, *, has_pauses: bool
-) -> None:
+def train_on_stream(directory: Path, max_steps: int, path: Path | None, rows: Rows) -> None:
     watchdog = HangWatchdog(TIMEOUT, directory=directory / "reports")
     trainer = training.make_trainer(
         training.make_strategy("ours", directory),
@@ -230,14 +216,14 @@ def train_on_stream(
         max_steps=max_steps,
         limit_val_batches=0,
     )
-    trainer.fit(Streamed(has_pauses), ckpt_path=path)
+    trainer.fit(Quick(), DataLoader(rows, batch_size=2), ckpt_path=path)
     trainer.save_checkpoint(directory / f"{trainer.global_step}.ckpt")
 
 
 def resume_slowly(rank: int, world_size: int, directory: Path) -> None:
     """Resume after nine steps, whose batches are read again in 9 * 0.4 = 3.6 s."""
-    train_on_stream(directory, 9, None, has_pauses=False)
-    train_on_stream(directory, 10, directory / "9.ckpt", has_pauses=True)
+    train_on_stream(directory, 9, None, Rows(SAMPLES))
+    train_on_stream(directory, 10, directory / "9.ckpt", SlowRows(SAMPLES))
 
 
 def test_reading_a_stream_again_is_progress(tmp_path: Path) -> None:

@@ -190,14 +190,8 @@ def test_an_exception_leaves_its_checkpoint(make: Any, background: bool, tmp_pat
     assert torch.load(tmp_path / "rest.ckpt")["global_step"] == 2
 
 
-class Errors(NamedTuple):
-    """The errors of ``fit``, and of a save after it."""
-
-    fitting: str
-    saving: str
-
-
-def fails_over_nccl(kind: training.Kind, directory: Path) -> Errors:
+def fails_over_nccl(kind: training.Kind, directory: Path) -> tuple[str, str]:
+    """Return the error of ``fit``, and that of a save after it."""
 
     def write_earlier(trainer: L.Trainer) -> None:
         for name in ("rest.ckpt", "last.ckpt"):
@@ -217,7 +211,7 @@ def fails_over_nccl(kind: training.Kind, directory: Path) -> Errors:
         trainer.fit(Net())
     with pytest.raises(CheckpointSaveError) as saving:
         trainer.save_checkpoint(directory / "rest.ckpt")
-    return Errors(f"{fitting.type.__name__}: {fitting.value}", str(saving.value))
+    return f"{fitting.type.__name__}: {fitting.value}", str(saving.value)
 
 
 def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
@@ -225,9 +219,10 @@ def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
 
     ``fit`` still raises the cause.
     """
-    of_rank_0, of_rank_1 = training.on_ranks("ours", fails_over_nccl, tmp_path)
-    assert of_rank_0.fitting.startswith("RankFailedError: ")
-    assert of_rank_1.fitting == "ValueError: on purpose"
-    for errors in (of_rank_0, of_rank_1):
-        assert "NCCL was aborted after rank 1 (host " in errors.saving
+    by_rank = training.on_ranks("ours", fails_over_nccl, tmp_path)
+    of_rank_0, of_rank_1 = (fitting for fitting, _ in by_rank)
+    assert of_rank_0.startswith("RankFailedError: ")
+    assert of_rank_1 == "ValueError: on purpose"
+    for _, saving in by_rank:
+        assert "NCCL was aborted after rank 1 (host " in saving
     assert {path.read_text() for path in (tmp_path / "ours").glob("*.ckpt")} == {"earlier"}
