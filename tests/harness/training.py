@@ -3,6 +3,7 @@ results.
 """
 
 import gc
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.harness.ranks import Environment, Outcome, by_hand_env, launch_ranks, run_ranks
 
@@ -30,6 +31,16 @@ def data(samples: int = 24) -> TensorDataset:
     """Return rows of four numbers with targets, the same in each call."""
     x = torch.linspace(-1, 1, samples * 4).reshape(samples, 4).sin()
     return TensorDataset(x, x.square().sum(1, keepdim=True))
+
+
+class Rows(IterableDataset[Batch]):
+    """The rows of ``data``, without a length."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(data(self.samples))
 
 
 class Net(L.LightningModule):
@@ -74,6 +85,19 @@ class Net(L.LightningModule):
         return DataLoader(data(8), batch_size=2)
 
     test_dataloader = predict_dataloader = val_dataloader
+
+
+class Linear(Net):
+    """A model without buffers that logs nothing, so that only gradients need all ranks in
+    a training step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 1))
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        return self.loss(batch)
 
 
 class At(L.Callback):
@@ -165,6 +189,19 @@ def _fit_and_return_weights(
 ) -> dict[str, Tensor]:
     fit("ours", directory, model, *callbacks, **options)
     return weights(model)
+
+
+@contextmanager
+def warnings_with(part: str) -> Iterator[list[str]]:
+    """Yield a list that gets the texts of the block's warnings with this part, at its
+    end.
+    """
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    texts = [str(warning.message) for warning in caught]
+    found += [text for text in texts if part in text]
 
 
 def limit_collectives(seconds: float) -> None:

@@ -2,8 +2,6 @@
 our callback.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from pathlib import Path

@@ -5,10 +5,9 @@ saves a checkpoint at that point. ``run(ckpt_path=...)`` resumes, and ``differen
 describes how the resumed run differs from the whole one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
-from tests.harness.training import At, Kind, make_strategy, make_trainer
+from tests.harness.training import At, Kind, fit, make_strategy, make_trainer, warnings_with
 
 Loaders = Callable[[int, int], Any]  # of a rank in a world of this size
 
@@ -80,6 +79,13 @@ class Turning(Sampler[int]):
         return len(self.own)
 
 
+class Backwards(BatchSampler):
+    """A batch sampler of which Lightning makes a new object, with a sampler for the rank."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch[::-1] for batch in super().__iter__())
+
+
 def workers(number: int = 1, **options: Any) -> dict[str, Any]:
     """Return the options of a loader with worker processes."""
     return {"num_workers": number, "multiprocessing_context": "fork", **options}
@@ -93,9 +99,15 @@ def stream(samples: int, **options: Any) -> Loaders:
     return lambda rank, world_size: DataLoader(Stream(samples, rank), batch_size=2, **options)
 
 
+def loader(length: int, **options: Any) -> Callable[[], DataLoader[Any]]:
+    """Return a loader of numbers, in batches of two unless the options say otherwise."""
+    chosen = options if "batch_sampler" in options else {"batch_size": 2, **options}
+    return lambda: DataLoader(Numbers(length), **chosen)
+
+
 def shuffled(samples: int = 12, **options: Any) -> Callable[[], Any]:
     """Return a function that makes a shuffled loader with batches of two samples."""
-    return lambda: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
+    return loader(samples, **{"shuffle": True, **options})
 
 
 # What is trained.
@@ -227,6 +239,27 @@ class LongValidated(Net):
         self.happens("result", float(self.trainer.callback_metrics["result"]))
 
 
+Batches = dict[int, list[list[int]]]  # by epoch
+
+
+def read(
+    kind: Kind,
+    directory: Path,
+    make: Callable[[], Any],
+    callbacks: Sequence[L.Callback] = (),
+    **options: Any,
+) -> Batches:
+    """Train on what ``make`` returns, by default for two epochs; return the batches."""
+    module = Net(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(kind, directory, module, *callbacks, limit_val_batches=0, **options)
+    return {
+        epoch: [list(step.samples) for step in module.steps if step.epoch == epoch]
+        for epoch in {step.epoch for step in module.steps}
+    }
+
+
 # Where it is saved or stopped.
 
 
@@ -345,6 +378,19 @@ class Training:
         weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
         counts = _counts_of(trainer)
         return Run(module.steps, weights, counts, module.events, saver.saved, status)
+
+
+class Resumed(NamedTuple):
+    """A resumed run, and its warnings that an epoch starts again."""
+
+    run: Run
+    warned: list[str]
+
+
+def resume(training: Training, path: str, **options: Any) -> Resumed:
+    with warnings_with("that epoch starts again") as warned:
+        run = training.run(ckpt_path=path, **options)
+    return Resumed(run, warned)
 
 
 def _fit_until_stop(trainer: L.Trainer, module: Net, ckpt_path: str | None) -> int | None:

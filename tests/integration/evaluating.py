@@ -1,7 +1,5 @@
 """Share data and a model among the tests of evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

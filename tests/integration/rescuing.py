@@ -1,11 +1,9 @@
 """Train a run whose ranks are killed at chosen moments, and run it again until it ends."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -109,25 +107,31 @@ class Net(L.LightningModule):
         return DataLoader(self._samples_of(VALIDATION_BATCHES), BATCH_SIZE)
 
 
-class KilledIO(RankZeroCheckpointIO):
-    """Ends this process in the middle of a save of the Trainer's own checkpoints."""
+class StruckIO(RankZeroCheckpointIO):
+    """Calls a function before one of the writes of the Trainer's own checkpoints, or of a
+    survivor's.
+    """
 
-    def __init__(self, kill: Kill) -> None:
+    def __init__(
+        self, strike: Callable[[], object], *, earlier: int = 0, is_survivors: bool = True
+    ) -> None:
         super().__init__()
-        self.kill = kill
-        self.writes = 0
+        self.strike = strike
+        self.writes_left = earlier
+        self.is_survivors = is_survivors
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        is_rescue = Path(path).name == NAME
-        with patch.object(os, "write", os.write if is_rescue else self.write):
+        is_survivors = Path(path).name == NAME
+        is_struck = is_survivors == self.is_survivors
+        with patch.object(os, "write", self.write if is_struck else os.write):
             super().save_checkpoint(checkpoint, path, storage_options)
 
     def write(self, descriptor: int, content: Any, write: Any = os.write) -> int:
-        if self.writes == self.kill.earlier:
-            self.kill.strike()
-        self.writes += 1
+        self.writes_left -= 1
+        if self.writes_left == -1:
+            self.strike()
         return write(descriptor, content)
 
 
@@ -154,7 +158,8 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     callbacks: list[L.Callback] = [FinishedSteps(directory)]
     kill = plan.kill
     if kill is not None and kill.moment == "writing":
-        strategy["checkpoint_io"] = KilledIO(kill)
+        io = StruckIO(kill.strike, earlier=kill.earlier, is_survivors=False)
+        strategy["checkpoint_io"] = io
     elif kill is not None:
         at = training.At(kill.moment, kill.strike, earlier=kill.earlier, ranks=kill.ranks)
         callbacks.append(at)

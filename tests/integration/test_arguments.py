@@ -2,8 +2,6 @@
 wrong ones raise immediately.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import typing

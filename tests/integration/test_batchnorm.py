@@ -1,7 +1,5 @@
 """With BatchNorm over all ranks a model learns as in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial

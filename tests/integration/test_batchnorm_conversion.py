@@ -1,12 +1,14 @@
-"""`fit` converts BatchNorm layers, reports this, and restores them afterwards."""
-
-from __future__ import annotations
+"""`fit` converts BatchNorm layers, reports this, and restores them afterwards; ranks that
+run different ones raise, instead of mixing up statistics.
+"""
 
 import copy
 import logging
 import pickle
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext import SyncBatchNorm, SyncBatchNormConversion, convert_sync_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.training import Batch, Kind, Net, fit, make_trainer, on_ranks
 
 By = Literal["callback", "flag"]  # what converts: our callback, or the Trainer's flag
@@ -79,19 +81,13 @@ class Records(Net):
         self.seen["on_fit_end"] = facts(self)
 
 
-class Record(NamedTuple):
-    """A model's facts before, during and after a fit, and the messages on BatchNorm."""
-
-    before: Facts
-    seen: dict[str, Facts]
-    after: Facts
-    messages: list[str]
-
-
 ERRORS = {"error": ZeroDivisionError(), "Ctrl-C": KeyboardInterrupt()}
 
 
-def fit_and_record(kind: Kind, directory: Path, by: By, end: str = "success") -> Record:
+def fit_and_record(kind: Kind, directory: Path, by: By, end: str = "success") -> dict[str, Any]:
+    """Return a model's facts before, during and after a fit, and the messages on
+    BatchNorm.
+    """
     handler = BufferingHandler(capacity=10_000)
     for name in ("lightning_ddp_ext", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.INFO)
@@ -113,7 +109,7 @@ def fit_and_record(kind: Kind, directory: Path, by: By, end: str = "success") ->
     messages = [each.getMessage() for each in handler.buffer]
     messages += [str(each.message) for each in caught]
     about_batchnorm = [message for message in messages if "BatchNorm" in message]
-    return Record(before, model.seen, facts(model), about_batchnorm)
+    return {**model.seen, "before": before, "after": facts(model), "messages": about_batchnorm}
 
 
 @WAYS
@@ -124,24 +120,24 @@ def test_layers_are_converted_during_training_only(kind: Kind, by: By, tmp_path:
     ``on_fit_end``.
     """
     for record in on_ranks(kind, fit_and_record, tmp_path, by):
-        assert record.seen["training"].modules != record.before.modules
-        assert record.seen["training"].keys == record.before.keys
-        assert record.seen["on_fit_end"] == record.after == record.before
+        assert record["training"].modules != record["before"].modules
+        assert record["training"].keys == record["before"].keys
+        assert record["on_fit_end"] == record["after"] == record["before"]
         if by == "callback":
-            assert record.seen["on_train_end"] == record.before
+            assert record["on_train_end"] == record["before"]
 
 
 @WAYS
 def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path) -> None:
     """Rank 0 logs a line about converted layers, and names the others in a warning."""
     first, second = on_ranks(kind, fit_and_record, tmp_path, by)
-    summary, warning = first.messages
+    summary, warning = first["messages"]
     assert (
         summary == "SyncBatchNorm: 2 of 5 layers, statistics over 2 ranks; "
         "not converted: 1 overrides forward, 2 synchronises already"
     )
     assert "layers.4 (Scaled) overrides forward. A class that" in warning
-    assert second.messages == []
+    assert second["messages"] == []
 
 
 @WAYS
@@ -151,7 +147,7 @@ def test_whatever_ends_fit_the_model_is_what_it_was(
 ) -> None:
     """Types, modes, keys and sharing of layers are unchanged."""
     for record in on_ranks(kind, fit_and_record, tmp_path, by, end):
-        assert record.after == record.before
+        assert record["after"] == record["before"]
 
 
 class Teacher(Net):
@@ -203,3 +199,75 @@ def fit_alone(rank: int, world_size: int) -> None:
 def test_the_callback_does_nothing_on_one_rank() -> None:
     """It can be pickled for ranks that are spawned."""
     run_ranks(fit_alone, 1)
+
+
+# Ranks that run different layers.
+
+
+class Normalised(Net):
+    """Three BatchNorm layers with a linear one behind each of them.
+
+    Args:
+        run_otherwise: runs the layers in the second step of rank 1.
+    """
+
+    def __init__(self, run_otherwise: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norms = nn.ModuleDict(
+            {name: nn.BatchNorm1d(4) for name in ("first", "middle", "last")}
+        )
+        self.linears = nn.ModuleDict({name: nn.Linear(4, 4) for name in self.norms})
+        self.layers = nn.Linear(4, 1)
+        self.run_otherwise = run_otherwise
+
+    def run_layers(self, x: Tensor, left_out: str = "") -> Tensor:
+        for name, norm in self.norms.items():
+            x = self.linears[name](x if name == left_out else norm(x))
+        return x
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        is_other = self.global_rank == 1 and index == 1
+        run = self.run_otherwise if is_other else Normalised.run_layers
+        x, y = batch
+        return self.loss([run(self, x), y])
+
+
+def run_twice(model: Normalised, x: Tensor) -> Tensor:
+    model.run_layers(x)
+    return model.run_layers(x)
+
+
+WITHOUT_FIRST = partial(Normalised.run_layers, left_out="first")
+WITHOUT_LAST = partial(Normalised.run_layers, left_out="last")
+
+
+def train(rank: int, world_size: int, directory: Path, model: Normalised, by_flag: bool) -> None:
+    callbacks = [] if by_flag else [SyncBatchNormConversion()]
+    unused = {"find_unused_parameters": True}
+    fit("ours", directory, model, *callbacks, strategy=unused, sync_batchnorm=by_flag)
+
+
+@pytest.mark.lowest
+@pytest.mark.parametrize(
+    ("run_otherwise", "by_flag", "place_of_rank_0", "place_of_rank_1"),
+    [
+        (WITHOUT_FIRST, False, "forward pass of norms.first", "forward pass of norms.middle"),
+        (WITHOUT_LAST, False, "forward pass of norms.last", "backward pass of norms.middle"),
+        (run_twice, True, "backward pass of norms.last", "forward pass of norms.first"),
+    ],
+)
+def test_ranks_that_run_other_layers_raise(
+    run_otherwise: Callable[[Normalised, Tensor], Tensor],
+    by_flag: bool,
+    place_of_rank_0: str,
+    place_of_rank_1: str,
+    tmp_path: Path,
+) -> None:
+    """Every rank's error names each rank's layer."""
+    message = (
+        f"ranks are in different BatchNorm layers or passes: rank 0 is in the {place_of_rank_0},"
+        f" rank 1 is in the {place_of_rank_1}"
+    )
+    outcomes = launch_ranks(train, 2, tmp_path, Normalised(run_otherwise), by_flag)
+    assert "BatchNormError" in [outcome.failure.type_name for outcome in outcomes]
+    assert all(message in outcome.failure.message for outcome in outcomes)

@@ -1,7 +1,5 @@
 """Checkpoint callbacks act on all ranks together, in the foreground and background."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +78,17 @@ class Scores(L.Callback):
 
 def save_the_best(kind: training.Kind, directory: Path) -> dict[str, Any]:
     """Return the callback's record of the two checkpoints with the lowest scores."""
-    best = RankZeroCheckpoint(
-        directory / "best",
-        "{epoch}-{score:.1f}",
+    best = checkpointing.checkpoint_callback(
+        kind,
+        dirpath=directory / "best",
+        filename="{epoch}-{score:.1f}",
         monitor="score",
         save_top_k=2,
         save_weights_only=True,
     )
-    third_epoch = RankZeroCheckpoint(directory / "third", "{epoch}", every_n_epochs=3)
+    third_epoch = checkpointing.checkpoint_callback(
+        kind, dirpath=directory / "third", filename="{epoch}", every_n_epochs=3
+    )
     checkpointing.trainer_for(
         kind, directory, None, [Scores(), best, third_epoch], max_epochs=4
     ).fit(Net())
@@ -95,15 +96,18 @@ def save_the_best(kind: training.Kind, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.lowest
-def test_the_best_scores_are_rank_zeros_on_every_rank(tmp_path: Path) -> None:
-    """All ranks name the same best checkpoint; another callback also saves."""
-    record, of_rank_1 = training.on_ranks("stock", save_the_best, tmp_path)
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_the_best_scores_are_rank_zeros_on_every_rank(kind: training.Kind, tmp_path: Path) -> None:
+    """All ranks name the same best checkpoints, of which a later one must be better on
+    every rank; another callback also saves.
+    """
+    record, of_rank_1 = training.on_ranks(kind, save_the_best, tmp_path)
     assert record == of_rank_1
     assert Path(record["best_model_path"]).name == "epoch=0-score=0.0.ckpt"
     names = ["epoch=0-score=0.0.ckpt", "epoch=1-score=1.0.ckpt"]
-    assert sorted(path.name for path in (tmp_path / "stock" / "best").iterdir()) == names
+    assert sorted(path.name for path in (tmp_path / kind / "best").iterdir()) == names
     assert "optimizer_states" not in torch.load(record["best_model_path"])
-    assert "optimizer_states" in torch.load(tmp_path / "stock" / "third" / "epoch=2.ckpt")
+    assert "optimizer_states" in torch.load(tmp_path / kind / "third" / "epoch=2.ckpt")
 
 
 def single_device_trainer(*callbacks: RankZeroCheckpoint, plugins: Any = ()) -> L.Trainer:

@@ -2,11 +2,8 @@
 under stock ``ddp``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +88,12 @@ class Training:
     options: dict[str, Any] = field(default_factory=dict)
 
     def callback(self) -> At:
-        change = partial(change_model, change=self.change)
+        def change(trainer: L.Trainer) -> None:
+            self.change(trainer.lightning_module)
+
         if self.after_batch == 0:
             return At("on_train_start", change, ranks=[self.rank])
         return At("on_train_batch_end", change, earlier=self.after_batch - 1, ranks=[self.rank])
-
-
-def change_model(trainer: L.Trainer, change: Change) -> None:
-    change(trainer.lightning_module)
 
 
 def train(kind: Kind, directory: Path, training: Training) -> DivergenceError | None:

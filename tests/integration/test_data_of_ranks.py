@@ -1,8 +1,5 @@
 """Ranks with different training data are refused, and those with the same warned."""
 
-from __future__ import annotations
-
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +14,7 @@ from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.data.training_data import TrainingData, describe_difference
 from tests.harness.ranks import run_ranks
-from tests.harness.training import Net, make_strategy, make_trainer
+from tests.harness.training import Net, make_strategy, make_trainer, warnings_with
 from tests.integration.continuing import Numbers, Stream, Training
 
 STOP = {"uneven_inputs": "stop_at_shortest"}
@@ -194,11 +191,8 @@ def train_and_catch(rank: int, world_size: int, directory: Path) -> dict[str, li
     }
     warned = {}
     for name, loader in loaders.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_with("the same on ranks") as warned[name]:
             train(directory, loader)
-        messages = [str(warning.message) for warning in caught]
-        warned[name] = [message for message in messages if "the same on ranks" in message]
     return warned
 
 

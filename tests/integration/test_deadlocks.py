@@ -2,13 +2,8 @@
 other wait does.
 """
 
-from __future__ import annotations
-
-import io
-import pdb
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import DDPExtStrategy
@@ -32,25 +27,12 @@ from lightning_ddp_ext.errors import RankAbsentError
 from lightning_ddp_ext.supervision.report import Report
 from lightning_ddp_ext.supervision.session import current_session
 from tests.harness import ranks, training
-from tests.harness.training import Net
+from tests.harness.training import Linear, Net, Rows
 
 PLACE = r"\S+/test_deadlocks\.py:\d+"
 
 
-class Plain(Net):
-    """A model without buffers, so that only gradients need all ranks in a training
-    step.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 1))
-
-    def training_step(self, batch: training.Batch, index: int) -> Tensor:
-        return self.loss(batch)
-
-
-class WithoutTargets(Plain):
+class WithoutTargets(Linear):
     """On rank 1, the loss of a step does not depend on the model."""
 
     def __init__(self, step: int, has_buffers: bool) -> None:
@@ -66,15 +48,7 @@ class WithoutTargets(Plain):
         return super().training_step(batch, index)
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Any:
-        return iter([(torch.ones(4), torch.ones(1))] * self.samples)
-
-
-class Validating(Plain):
+class Validating(Linear):
     """Each rank validates on its own stream."""
 
     def __init__(self, samples: list[int], on_step: bool) -> None:
@@ -95,7 +69,7 @@ class Validating(Plain):
             self.mean.compute()
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Stream(self.samples[self.global_rank]), batch_size=1)
+        return DataLoader(Rows(self.samples[self.global_rank]), batch_size=1)
 
 
 class Run(NamedTuple):
@@ -112,7 +86,7 @@ def call_on_one_rank(
     rank: int, *, hook: str, call: Callable[[L.Trainer], object], earlier: int = 0, caller: int = 0
 ) -> Run:
     """Let one rank make a call in a hook."""
-    return Run(Plain(), {"callbacks": [training.At(hook, call, earlier=earlier, ranks=[caller])]})
+    return Run(Linear(), {"callbacks": [training.At(hook, call, earlier=earlier, ranks=[caller])]})
 
 
 def read_log_dir(trainer: L.Trainer) -> object:
@@ -145,15 +119,11 @@ def call_in_own_group_on_rank_0(rank: int) -> Run:
         training.At("on_fit_start", form_own_group),
         training.At("on_train_batch_end", reduce_in_own_group, earlier=1, ranks=[0]),
     ]
-    return Run(Plain(), {"callbacks": callbacks})
+    return Run(Linear(), {"callbacks": callbacks})
 
 
 def leave_out_targets(rank: int, *, step: int, has_buffers: bool = False) -> Run:
     return Run(WithoutTargets(step, has_buffers), {})
-
-
-def accumulate_differently(rank: int) -> Run:
-    return Run(Plain(), {"accumulate_grad_batches": 1 + rank})
 
 
 def validate(rank: int, *, samples: list[int], on_step: bool) -> Run:
@@ -191,12 +161,6 @@ DEADLOCKS = [
         [BACKWARD_PASS, VALIDATING],
         BACKWARD,
         id="no targets in the last step",
-    ),
-    pytest.param(
-        accumulate_differently,
-        [BACKWARD_PASS, VALIDATING],
-        BACKWARD,
-        id="accumulate_grad_batches",
     ),
     pytest.param(
         partial(call_on_one_rank, hook="on_train_batch_end", call=gather, earlier=1),
@@ -297,7 +261,7 @@ def leave_early(rank: int, world_size: int, directory: Path) -> None:
     """Rank 0 waits in a hook after the last barrier of ``fit``, which rank 1 leaves."""
     hook = training.At("on_fit_end", lambda trainer: dist.all_reduce(torch.ones(1)), ranks=[0])
     trainer = training.make_trainer(make_strategy(directory, 0.5), max_epochs=1, callbacks=[hook])
-    trainer.fit(Plain())
+    trainer.fit(Linear())
     ranks.hold("after fit")
 
 
@@ -326,26 +290,6 @@ def stay(*_: Any) -> None:
     ranks.hold("busy")
 
 
-class Slow(Dataset[Any]):
-    """One of its samples takes long to read on rank 0."""
-
-    reads = 0
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Any:
-        self.reads += 1
-        if self.reads == 5 and dist.get_rank() == 0:
-            stay()
-        return torch.ones(4), torch.ones(1)
-
-
-class ReadsSlowly(Plain):
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Slow(), batch_size=2)
-
-
 class SavesSlowly(TorchCheckpointIO):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         stay()
@@ -356,25 +300,9 @@ def save(trainer: L.Trainer) -> None:
     trainer.save_checkpoint(f"{trainer.default_root_dir}/it.ckpt")
 
 
-class Terminal(io.StringIO):
-    """A user at a debugger, who continues once the test releases the rank."""
-
-    def readline(self, *_: Any) -> str:
-        stay()
-        return "continue\n"
-
-
-def debug(trainer: L.Trainer) -> None:
-    pdb.Pdb(stdin=Terminal(), stdout=sys.stdout).set_trace()
-
-
 def save_slowly(rank: int) -> Run:
     saving = training.At("on_train_batch_end", save, earlier=1)
-    return Run(Plain(), {"callbacks": [saving], "plugins": [SavesSlowly()]})
-
-
-def read_slowly(rank: int) -> Run:
-    return Run(ReadsSlowly(), {})
+    return Run(Linear(), {"callbacks": [saving], "plugins": [SavesSlowly()]})
 
 
 def fit_and_announce_surveys(rank: int, world_size: int, directory: Path, setting: Setting) -> None:
@@ -400,11 +328,6 @@ def announce_surveys() -> None:
         pytest.param(
             partial(call_on_one_rank, hook="on_train_batch_end", call=stay, earlier=1),
             id="its own validation",
-        ),
-        pytest.param(read_slowly, id="a slow loader"),
-        pytest.param(
-            partial(call_on_one_rank, hook="on_train_batch_end", call=debug, earlier=1),
-            id="a debugger",
         ),
         pytest.param(save_slowly, id="a long save"),
         pytest.param(

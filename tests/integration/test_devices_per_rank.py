@@ -1,7 +1,5 @@
 """A rank with several of the Trainer's devices, for a model that spans them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Ranks evaluate data that the user divides, and values are those of all samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,35 +121,29 @@ def test_ranks_that_have_other_numbers_of_batches(name: str, tmp_path: Path) -> 
         assert divided.sizes == list(sizes)
 
 
-class Failure(NamedTuple):
-    """The error of an evaluation."""
-
-    type: type[BaseException]
-    message: str
-
-
 def evaluate_one_sample(
     rank: int, world_size: int, directory: Path, make: Callable[[int, int, int], DataLoader[Any]]
-) -> Failure:
-    """Evaluate data of which only rank 0 has a sample."""
+) -> tuple[type[BaseException], str]:
+    """Evaluate data of which only rank 0 has a sample; return the error's type and text."""
     only_on_rank_0 = make(1, rank, world_size)
     with pytest.raises((RankFailedError, RuntimeError)) as caught:
         trainer_on(world_size, directory).validate(Scorer(), only_on_rank_0, verbose=False)
-    return Failure(caught.type, str(caught.value))
+    return caught.type, str(caught.value)
 
 
 def test_a_rank_whose_loader_has_no_batch_ends_the_evaluation(tmp_path: Path) -> None:
     """This rank raises stock's error; the other one names it with this cause."""
-    first, second = run_ranks(evaluate_one_sample, 2, tmp_path, sampled)
-    assert first.type is RankFailedError
-    assert first.message.startswith("rank 1 (host ")
-    assert "Please make sure that it returns at least 1 batch" in first.message
-    assert second.type is RuntimeError
+    (kind, message), (kind_on_rank_1, _) = run_ranks(evaluate_one_sample, 2, tmp_path, sampled)
+    assert kind is RankFailedError
+    assert message.startswith("rank 1 (host ")
+    assert "Please make sure that it returns at least 1 batch" in message
+    assert kind_on_rank_1 is RuntimeError
 
 
 def test_a_rank_whose_stream_yields_no_batch_ends_the_evaluation(tmp_path: Path) -> None:
     """Every rank's error names the ranks and the remedy."""
     first, second = run_ranks(evaluate_one_sample, 2, tmp_path, streamed)
     assert first == second
-    assert first.type is RankAbsentError
-    assert "let every rank run the same number of evaluation steps" in first.message
+    kind, message = first
+    assert kind is RankAbsentError
+    assert "let every rank run the same number of evaluation steps" in message

@@ -1,13 +1,11 @@
 """Every kind of loader, sampler and dataset gets the epoch, and its random numbers."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -228,15 +226,8 @@ class Chance(Samples):
 NUMBERS = 3 * 4  # of three generators for each of four samples
 
 
-class Drawn(NamedTuple):
-    """What a rank draws in each epoch, twice with one seed and once with another."""
-
-    first: Epochs
-    again: Epochs
-    other_seed: Epochs
-
-
-def draw(kind: training.Kind, directory: Path) -> Drawn:
+def draw(kind: training.Kind, directory: Path) -> tuple[Epochs, Epochs, Epochs]:
+    """Return what a rank draws in each epoch, twice with one seed and once with another."""
     workers = {**continuing.KEPT, "num_workers": 2} if kind == "ours" else {}
 
     def draw_with(seed: int, *, start: int) -> Epochs:
@@ -244,7 +235,7 @@ def draw(kind: training.Kind, directory: Path) -> Drawn:
         net = Reader(partial(loader, Chance(), **workers))
         return train(kind, directory, net, SamplerEpochSeeding(seed=seed), max_epochs=2).read
 
-    return Drawn(draw_with(5, start=0), draw_with(5, start=1), draw_with(6, start=2))
+    return draw_with(5, start=0), draw_with(5, start=1), draw_with(6, start=2)
 
 
 @pytest.mark.parametrize("kind", training.KINDS)
@@ -252,11 +243,10 @@ def test_random_streams_belong_to_seed_epoch_rank_and_worker(
     kind: training.Kind, tmp_path: Path
 ) -> None:
     """Only runs with the same seed draw the same numbers, on the same rank and epoch."""
-    by_rank = training.on_ranks(kind, draw, tmp_path)
     epochs = []
-    for drawn in by_rank:
-        assert drawn.first == drawn.again
-        epochs += [*drawn.first.values(), *drawn.other_seed.values()]
+    for first, again, with_other_seed in training.on_ranks(kind, draw, tmp_path):
+        assert first == again
+        epochs += [*first.values(), *with_other_seed.values()]
     assert [len(numbers) for numbers in epochs] == [NUMBERS] * 2 * 2 * 2  # ranks, seeds, epochs
     assert len(set().union(*epochs)) == NUMBERS * len(epochs)
 

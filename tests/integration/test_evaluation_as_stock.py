@@ -4,12 +4,10 @@ They have combined loaders, ``dataloader_iter``, whole batches only, a sampler o
 user's that repeats samples, or ``exact_evaluation=False``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler
@@ -83,21 +81,15 @@ CASES = {
 }
 
 
-class Evaluated(NamedTuple):
-    """What an evaluation logged, and the samples of this rank's batches, by loader."""
-
-    logged: Any
-    samples: dict[int, list[list[int]]]
-
-
-def evaluate_cases(kind: Kind, directory: Path) -> dict[str, Evaluated]:
+def evaluate_cases(kind: Kind, directory: Path) -> dict[str, tuple[Any, Any]]:
+    """Return what each evaluation logged, and the samples of this rank's batches."""
     evaluated = {}
     for name, case in CASES.items():
         model = case.model()
         strategy = make_strategy(kind, directory, **case.strategy if kind == "ours" else {})
         trainer = make_trainer(strategy, **case.options)
         logged = trainer.validate(model, case.loaders(trainer.global_rank), verbose=False)
-        evaluated[name] = Evaluated(logged, model.samples)
+        evaluated[name] = (logged, model.samples)
     return evaluated
 
 

@@ -3,8 +3,6 @@
 Logged values are those of one process. Everything else that a rank collects is stock's.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

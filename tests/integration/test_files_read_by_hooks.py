@@ -1,7 +1,5 @@
 """A checkpoint that a hook reads by itself does not decide where a run begins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs of one process after another free their sockets, threads and memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,8 +1,5 @@
 """Gradients of parameters that are unfrozen after DDP was built are averaged."""
 
-from __future__ import annotations
-
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -85,23 +82,16 @@ class ResumableFinetuning(BackboneFinetuning):
             self.make_trainable(pl_module.backbone)
 
 
-class Resumed(NamedTuple):
-    """The weights of a whole run and of one that resumed, and the latter's warnings."""
-
-    whole: dict[str, Tensor]
-    resumed: dict[str, Tensor]
-    warned: list[str]
-
-
 def resume_finetuning(
     kind: Kind, directory: Path, callback: type[BackboneFinetuning], hook: str, calls: int
-) -> Resumed:
-    """Resume from a checkpoint that is saved in a hook after some earlier calls."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Resume from a checkpoint that is saved in a hook after some earlier calls; return
+    the weights of the whole run and of the resumed one, and the latter's warnings.
+    """
     path = f"{directory}/saved.ckpt"
     save = training.At(hook, lambda trainer: trainer.save_checkpoint(path), earlier=calls)
     weights = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with training.warnings_with("has frozen") as warned:
         for ckpt_path in (None, path):
             L.seed_everything(1, verbose=False)
             model = WithBackbone()
@@ -109,8 +99,8 @@ def resume_finetuning(
             options = {"max_epochs": 3, "ckpt_path": ckpt_path}
             training.fit(kind, directory, model, unfreeze, save, **options)
             weights.append(training.weights(model))
-    texts = [str(warning.message) for warning in caught]
-    return Resumed(*weights, [text for text in texts if "has frozen" in text])
+    whole, resumed = weights
+    return whole, resumed, warned
 
 
 AFTER_EPOCH = ("on_train_epoch_end", 1)
@@ -119,12 +109,13 @@ WITHIN_EPOCH = ("on_train_batch_end", 5)
 
 def test_a_backbone_that_a_resume_freezes_again_is_named(tmp_path: Path) -> None:
     """Rank 0 warns of what Lightning's callback does, with one of the parameters."""
-    first, second = on_ranks("ours", resume_finetuning, tmp_path, BackboneFinetuning, *AFTER_EPOCH)
-    assert first.warned == [
+    by_rank = on_ranks("ours", resume_finetuning, tmp_path, BackboneFinetuning, *AFTER_EPOCH)
+    warned, warned_on_rank_1 = (warnings for _, _, warnings in by_rank)
+    assert warned == [
         "BackboneFinetuning has frozen 2 parameters that the optimisers of the resumed run have,"
         " such as layers.0.weight; call its make_trainable in on_train_start"
     ]
-    assert second.warned == []
+    assert warned_on_rank_1 == []
 
 
 @pytest.mark.parametrize("moment", [AFTER_EPOCH, WITHIN_EPOCH], ids=str)
@@ -132,9 +123,10 @@ def test_a_backbone_can_be_unfrozen_in_a_resumed_run(
     moment: tuple[str, int], tmp_path: Path
 ) -> None:
     """With the subclass of the guide, the weights are those of an uninterrupted run."""
-    for run in on_ranks("ours", resume_finetuning, tmp_path, ResumableFinetuning, *moment):
-        training.assert_same(run.resumed, run.whole)
-        assert run.warned == []
+    by_rank = on_ranks("ours", resume_finetuning, tmp_path, ResumableFinetuning, *moment)
+    for whole, resumed, warned in by_rank:
+        training.assert_same(resumed, whole)
+        assert warned == []
 
 
 class Toggled(Net):

@@ -1,7 +1,5 @@
 """Predictions of all ranks, once each and in the dataset's order, on rank 0."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections import UserDict
 from collections.abc import Callable
@@ -68,20 +66,16 @@ def predict(
 SAMPLES = {"fewer than ranks": 1, "several": 7, "the user's sampler": 7}
 
 
-class Gathered(NamedTuple):
-    """The gathered predictions, and the samples that this rank read."""
-
-    predictions: Any
-    read: list[float]
-
-
-def predict_numbers(rank: int, world_size: int, directory: Path, name: str) -> Gathered:
+def predict_numbers(
+    rank: int, world_size: int, directory: Path, name: str
+) -> tuple[Any, list[float]]:
+    """Return the gathered predictions, and the samples that this rank read."""
     samples = SAMPLES[name]
     own = {"sampler": ExactDistributedSampler(range(samples))} if "sampler" in name else {}
     trainer = training.make_trainer(training.make_strategy("ours", directory), devices=world_size)
     model = Predicts()
     trainer.predict(model, loader(samples, **own))
-    return Gathered(gather_predictions(trainer), model.read)
+    return gather_predictions(trainer), model.read
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -90,21 +84,12 @@ def test_every_prediction_is_gathered_once_and_in_order(name: str, tmp_path: Pat
 
     The ranks read each sample once.
     """
-    first, *others = ranks.run_ranks(predict_numbers, 3, tmp_path, name)
+    by_rank = ranks.run_ranks(predict_numbers, 3, tmp_path, name)
     numbers = list(range(SAMPLES[name]))
-    assert first.predictions.tolist() == numbers
-    assert [rank.predictions for rank in others] == [None, None]
-    assert sorted(sum((rank.read for rank in others), first.read)) == numbers
-
-
-class Predictions(NamedTuple):
-    """What ``gather_predictions`` returns on a rank, by the way to predict."""
-
-    structure: Any
-    several_loaders: Any
-    own_batches: Any
-    repeating: Any
-    limited: Any
+    gathered, *others = (predictions for predictions, _ in by_rank)
+    assert gathered.tolist() == numbers
+    assert others == [None, None]
+    assert sorted(sample for _, samples in by_rank for sample in samples) == numbers
 
 
 def gather_views(trainer: L.Trainer) -> None:
@@ -118,7 +103,9 @@ def gather_views(trainer: L.Trainer) -> None:
     assert most_bytes < large
 
 
-def predict_in_all_ways(kind: training.Kind, directory: Path) -> Predictions:
+def predict_in_all_ways(kind: training.Kind, directory: Path) -> dict[str, Any]:
+    """Return what ``gather_predictions`` returns on this rank, by the way to predict."""
+
     def make_trainer(**options: Any) -> L.Trainer:
         return training.make_trainer(training.make_strategy(kind, directory), **options)
 
@@ -126,13 +113,14 @@ def predict_in_all_ways(kind: training.Kind, directory: Path) -> Predictions:
     rank = trainer.global_rank
     gather_views(trainer)
     repeating = DistributedSampler(range(5), 2, rank, shuffle=False)
-    return Predictions(
-        structure=predict(trainer, loader(5), structured),
-        several_loaders=predict(trainer, [loader(5), loader(5, shuffle=True), loader(2)]),
-        own_batches=predict(trainer, loader(5, batch_sampler=BatchSampler(range(5), 2, True))),
-        repeating=predict(trainer, loader(5, sampler=repeating), lambda x: x * 10 + rank),
-        limited=predict(make_trainer(limit_predict_batches=1), loader(7)),
-    )
+    own_batches = BatchSampler(range(5), 2, True)
+    return {
+        "structure": predict(trainer, loader(5), structured),
+        "several loaders": predict(trainer, [loader(5), loader(5, shuffle=True), loader(2)]),
+        "own batches": predict(trainer, loader(5, batch_sampler=own_batches)),
+        "repeating": predict(trainer, loader(5, sampler=repeating), lambda x: x * 10 + rank),
+        "limited": predict(make_trainer(limit_predict_batches=1), loader(7)),
+    }
 
 
 @pytest.mark.lowest
@@ -143,17 +131,17 @@ def test_structures_loaders_and_limits(tmp_path: Path) -> None:
     that were read. Only their own numbers are sent.
     """
     for first, second in training.on_both(predict_in_all_ways, tmp_path):
-        training.assert_same(first.structure, structured(torch.arange(5.0)))
-        assert isinstance(first.structure["pair"], Pair)
-        assert isinstance(first.structure["array"], np.ndarray)
-        in_order, shuffled, short = (each.tolist() for each in first.several_loaders)
+        training.assert_same(first["structure"], structured(torch.arange(5.0)))
+        assert isinstance(first["structure"]["pair"], Pair)
+        assert isinstance(first["structure"]["array"], np.ndarray)
+        in_order, shuffled, short = (each.tolist() for each in first["several loaders"])
         assert in_order == [0, 1, 2, 3, 4]
         assert shuffled == sorted(set(shuffled))
         assert short == [0, 1]
-        assert first.own_batches.tolist() == [0, 1, 2, 3, 4]
-        assert first.repeating.tolist() == [0, 11, 20, 31, 40]  # rank 1 predicts sample 0 again
-        assert first.limited.tolist() == [0, 1, 2, 3]
-        assert list(second) == [None] * len(Predictions._fields)
+        assert first["own batches"].tolist() == [0, 1, 2, 3, 4]
+        assert first["repeating"].tolist() == [0, 11, 20, 31, 40]  # rank 1 predicts sample 0 again
+        assert first["limited"].tolist() == [0, 1, 2, 3]
+        assert set(second.values()) == {None}
 
 
 # The predictions of a step, by the beginning of the error.

@@ -2,8 +2,6 @@
 that rank.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 import threading
@@ -15,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext import DDPExtStrategy, HangWatchdog
 from lightning_ddp_ext.errors import RankHungError
 from tests.harness import ranks, training
 from tests.harness.outcomes import Outcome, output_of_all
-from tests.harness.training import Net
+from tests.harness.training import Linear, Rows
 from tests.supervision import model as supervision
 
 HERE = re.escape(__file__)
@@ -39,18 +37,11 @@ def pause() -> None:
     threading.Event().wait(PAUSE)
 
 
-class Quick(Net):
-    """A model without buffers, so that only gradients need all ranks in a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 1))
+class Quick(Linear):
+    """Trains on few samples."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(training.data(SAMPLES), batch_size=2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
 
 
 class StuckInStep(Quick):
@@ -59,8 +50,8 @@ class StuckInStep(Quick):
     def on_train_start(self) -> None:
         self.own_group = dist.new_group(list(range(self.trainer.world_size)))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_rank == 1 and batch_idx == STUCK_IN:
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if self.global_rank == 1 and index == STUCK_IN:
             self.wait_in_own_group()
         return self.loss(batch)
 
@@ -115,9 +106,9 @@ class Slow(Quick):
     validation.
     """
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, index: int) -> Tensor:
         pause()
-        return super().training_step(batch, batch_idx)
+        return super().training_step(batch, index)
 
     def validation_step(self, batch: Any, index: int) -> None:
         pause()
@@ -207,31 +198,17 @@ def test_ranks_that_move_are_left_alone(tmp_path: Path) -> None:
     output_of_all(outcomes, exit_code=0)
 
 
-class Streamed(Quick):
-    """Reads a stream, with a pause before each batch or without."""
-
-    def __init__(self, has_pauses: bool) -> None:
-        super().__init__()
-        self.has_pauses = has_pauses
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(StreamedBatches(self.has_pauses), batch_size=None)
-
-
-class StreamedBatches(IterableDataset[Any]):
-    def __init__(self, has_pauses: bool) -> None:
-        self.has_pauses = has_pauses
+class SlowRows(Rows):
+    """Makes a pause before each batch of two rows."""
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in DataLoader(training.data(SAMPLES), batch_size=2):
-            if self.has_pauses:
+        for number, row in enumerate(super().__iter__()):
+            if number % 2 == 0:
                 pause()
-            yield batch
+            yield row
 
 
-def train_on_stream(
-    directory: Path, max_steps: int, path: Path | None, *, has_pauses: bool
-) -> None:
+def train_on_stream(directory: Path, max_steps: int, path: Path | None, rows: Rows) -> None:
     watchdog = HangWatchdog(TIMEOUT, directory=directory / "reports")
     trainer = training.make_trainer(
         training.make_strategy("ours", directory),
@@ -239,14 +216,14 @@ def train_on_stream(
         max_steps=max_steps,
         limit_val_batches=0,
     )
-    trainer.fit(Streamed(has_pauses), ckpt_path=path)
+    trainer.fit(Quick(), DataLoader(rows, batch_size=2), ckpt_path=path)
     trainer.save_checkpoint(directory / f"{trainer.global_step}.ckpt")
 
 
 def resume_slowly(rank: int, world_size: int, directory: Path) -> None:
     """Resume after nine steps, whose batches are read again in 9 * 0.4 = 3.6 s."""
-    train_on_stream(directory, 9, None, has_pauses=False)
-    train_on_stream(directory, 10, directory / "9.ckpt", has_pauses=True)
+    train_on_stream(directory, 9, None, Rows(SAMPLES))
+    train_on_stream(directory, 10, directory / "9.ckpt", SlowRows(SAMPLES))
 
 
 def test_reading_a_stream_again_is_progress(tmp_path: Path) -> None:
@@ -301,8 +278,8 @@ def test_ranks_of_a_stock_strategy_report_on_themselves(tmp_path: Path) -> None:
 class BarrierBehindStuckRank(Quick):
     """In a step, rank 1 blocks, and the other ranks wait for it in a barrier."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == STUCK_IN:
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if index == STUCK_IN:
             if self.global_rank == 1:
                 supervision.wait_for_ever()
             self.trainer.strategy.barrier()

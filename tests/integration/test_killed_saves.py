@@ -1,12 +1,9 @@
 """Saves during which a rank dies or the process is killed leave a whole checkpoint."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +80,6 @@ FEWEST_HITS = KILLS / 10  # kills that interrupt a write, of those at random tim
 NAMES = "abcd"
 
 
-@dataclass(frozen=True)
-class Kill:
-    """What a killed writer left behind.
-
-    Attributes:
-        number: the number in the checkpoint, or ``None`` if no file is whole.
-        is_hit: whether the kill interrupted a write.
-    """
-
-    number: int | None
-    is_hit: bool
-
-
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_a_killed_save_leaves_a_whole_checkpoint(background: bool, tmp_path: Path) -> None:
     """Kills at random times leave a whole file and at most one leftover each.
@@ -112,15 +96,19 @@ def kill_writers(rank: int, world_size: int, path: Path, background: bool) -> in
     number = 0
     hits = 0
     for _ in range(KILLS):
-        kill = kill_one(path, background, number, times.uniform(0, 3))
-        hits += kill.is_hit
-        number = 0 if kill.number is None else kill.number + 1
+        saved, is_hit = kill_one(path, background, number, times.uniform(0, 3))
+        hits += is_hit
+        number = 0 if saved is None else saved + 1
     assert number > 0
     return hits
 
 
-def kill_one(path: Path, background: bool, first: int, saves: float) -> Kill:
-    """Kill a writer, which counts from ``first``, at about its ``saves``-th save."""
+def kill_one(path: Path, background: bool, first: int, saves: float) -> tuple[int | None, bool]:
+    """Kill a writer, which counts from ``first``, at about its ``saves``-th save.
+
+    Return the number in the checkpoint, or None if no file is whole, and whether the kill
+    interrupted a write.
+    """
     last = fork_and_kill(path, background, first, saves)
     leftovers = list(path.parent.glob(".ddpx-*.partial"))
     for leftover in leftovers:
@@ -130,11 +118,11 @@ def kill_one(path: Path, background: bool, first: int, saves: float) -> Kill:
     if not path.exists():  # in the background, the first save may not have ended
         assert background
         assert first == 0
-        return Kill(None, bool(leftovers))
+        return None, bool(leftovers)
     number = number_in_whole_file(path)
     unfinished_saves = 2 if background else 0
     assert number >= last - unfinished_saves, "a finished save is not lost"
-    return Kill(number, bool(leftovers))
+    return number, bool(leftovers)
 
 
 def fork_and_kill(path: Path, background: bool, first: int, saves: float) -> int:

@@ -1,7 +1,5 @@
 """``ckpt_path="last"`` means the newest usable file of this run that rank 0 finds."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -87,11 +85,9 @@ def run_command(
     io = RankZeroCheckpointIO()
     options = {"max_epochs": EPOCHS, "default_root_dir": directory}
     trainer = checkpointing.trainer_for(kind, directory, io, [begin, saver, *callbacks], **options)
-    with warnings.catch_warnings(record=True) as caught, suppress(SystemExit):
-        warnings.simplefilter("always")
+    with training.warnings_with("skips") as skipped, suppress(SystemExit):
         trainer.fit(Net(), ckpt_path="last")
-    texts = [str(each.message) for each in caught]
-    return Resumed(begun[0], trainer.global_step, [text for text in texts if "skips" in text])
+    return Resumed(begun[0], trainer.global_step, skipped)
 
 
 def run_until_stopped(kind: training.Kind, directory: Path, kept: Path) -> Resumed:
@@ -148,14 +144,9 @@ def resumed_from_a_store(kind: training.Kind, directory: Path) -> list[int]:
     for epochs in (1, 2):
         saving = ModelCheckpoint("memory://bucket/run", save_last=True)
         begin = training.At("on_train_start", lambda trainer: begun.append(trainer.global_step))
-        options: dict[str, Any] = {
-            "callbacks": [saving, begin],
-            "enable_checkpointing": True,
-            "max_epochs": epochs,
-        }
-        training.make_trainer(training.make_strategy(kind, directory), **options).fit(
-            training.Net(), ckpt_path="last"
-        )
+        options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": epochs}
+        model = training.Net()
+        training.fit(kind, directory, model, saving, begin, ckpt_path="last", **options)
     return begun
 
 

@@ -2,8 +2,6 @@
 that it gets.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Loaders and batch samplers of the user's own classes are divided among ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from lightning_ddp_ext.errors import ConfigurationError
 from tests.harness.training import Kind, on_both, on_ranks
-from tests.integration.continuing import Numbers
-from tests.integration.reading import Batches, read
+from tests.integration.continuing import Batches, Numbers, read
 
 
 def batched(batch_sampler: Any) -> DataLoader[Any]:
@@ -148,21 +145,11 @@ COPIED = {
 }
 
 
-class Read(NamedTuple):
-    """The batches of a plain loader, and of a user's loader from a hook or from before."""
-
-    plain: Batches
-    from_hook: Batches
-    from_before: Batches
-
-
-def read_copied(kind: Kind, directory: Path, name: str) -> Read:
+def read_copied(kind: Kind, directory: Path, name: str) -> list[Batches]:
+    """Return the batches of a plain loader, and of a user's from a hook and from before."""
     make = COPIED[name].make
-    return Read(
-        plain=read(kind, directory, CREATED_AGAIN["plain"]),
-        from_hook=read(kind, directory, make),
-        from_before=read(kind, directory, given(make())),
-    )
+    loaders = [CREATED_AGAIN["plain"], make, given(make())]
+    return [read(kind, directory, each) for each in loaders]
 
 
 @pytest.mark.parametrize("name", COPIED)
@@ -171,46 +158,41 @@ def test_a_loader_whose_class_cannot_be_created_again_keeps_its_arguments(
 ) -> None:
     """Each rank reads its part through the user's loader and batch sampler."""
     change = COPIED[name].change
-    for batches in on_ranks("ours", read_copied, tmp_path, name):
-        expected = {epoch: list(map(change, plain)) for epoch, plain in batches.plain.items()}
-        assert batches.from_hook == expected
-        assert batches.from_before == expected
+    for plain, from_hook, from_before in on_ranks("ours", read_copied, tmp_path, name):
+        expected = {epoch: list(map(change, batches)) for epoch, batches in plain.items()}
+        assert from_hook == expected
+        assert from_before == expected
 
 
-class Indivisible(NamedTuple):
-    """A batch sampler that Lightning cannot create again, and the start of the error."""
-
-    make: Callable[[], Any]
-    message: str
-
-
-INDIVISIBLE = {
-    "other arguments": Indivisible(
-        lambda: DrawnPairs(8), "DrawnPairs over SequentialSampler takes no distributed sampler"
-    ),
-    "an unknown argument": Indivisible(
-        lambda: Repeated(SequentialSampler(range(8)), 2, False, times=2),
-        "batch_sampler Repeated must have no arguments besides torch's (got times), or be created"
-        " in a hook such as train_dataloader",
-    ),
-    "a list": Indivisible(lambda: [[0, 1], [2, 3]], "list takes no distributed sampler"),
-}
-
-
-def refuse_batches(kind: Kind, directory: Path, name: str) -> str:
+def refuse_batches(kind: Kind, directory: Path, batch_sampler: Any) -> str:
     """Return the error of a run on batches that exist before it."""
-    loader = batched(INDIVISIBLE[name].make())
     with pytest.raises(ConfigurationError) as raised:
-        read(kind, directory, given(loader))
+        read(kind, directory, given(batched(batch_sampler)))
     return str(raised.value)
 
 
-@pytest.mark.parametrize("name", INDIVISIBLE)
+@pytest.mark.parametrize(
+    ("batch_sampler", "beginning"),
+    [
+        pytest.param(
+            DrawnPairs(8),
+            "DrawnPairs over SequentialSampler takes no distributed sampler",
+            id="other arguments",
+        ),
+        pytest.param(
+            Repeated(SequentialSampler(range(8)), 2, False, times=2),
+            "batch_sampler Repeated must have no arguments besides torch's (got times), or be"
+            " created in a hook such as train_dataloader",
+            id="an unknown argument",
+        ),
+        pytest.param([[0, 1], [2, 3]], "list takes no distributed sampler", id="a list"),
+    ],
+)
 def test_batches_that_cannot_be_divided_are_refused_with_a_remedy(
-    name: str, tmp_path: Path
+    batch_sampler: Any, beginning: str, tmp_path: Path
 ) -> None:
     """Every rank's error names the class and the remedies."""
-    for message in on_ranks("ours", refuse_batches, tmp_path, name):
-        assert message.startswith(INDIVISIBLE[name].message)
+    for message in on_ranks("ours", refuse_batches, tmp_path, batch_sampler):
+        assert message.startswith(beginning)
         assert "batch_sampler=DistributedBatchSamplerWrapper(...)" in message
         assert "Trainer(use_distributed_sampler=False)" in message

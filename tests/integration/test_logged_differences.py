@@ -1,7 +1,5 @@
 """Ranks that log different values with `sync_dist=True` raise, instead of waiting."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,20 +1,17 @@
 """`self.log(..., sync_dist=True)` gives stock's values at every read."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from tests.harness.training import Batch, Kind, Net, assert_same, data, fit, on_both
+from tests.harness.training import Batch, Kind, Net, Rows, assert_same, data, fit, on_both
 
 Read = dict[str, Any]  # all metrics that can be read at a point, by name
 ENOUGH_VALUES = 500  # of all reads; so many show that the model logs as it should
@@ -103,32 +100,28 @@ class Reader(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         module.read()
 
-    on_train_epoch_end = on_validation_end = on_test_end = on_train_end = on_train_batch_end
+    on_train_epoch_end = on_train_end = on_train_batch_end
+    on_validation_epoch_end = on_validation_end = on_test_end = on_train_batch_end
 
 
-class Metrics(NamedTuple):
-    """What a rank read, and what ``trainer.test`` returned."""
-
-    reads: list[Read]
-    tested: Any
-
-
-def train_all_kinds(kind: Kind, directory: Path) -> Metrics:
+def train_all_kinds(kind: Kind, directory: Path) -> list[Read]:
+    """Return what a rank read, and at the end what ``trainer.test`` returned."""
     L.seed_everything(7)
     model = AllKinds()
     trainer = fit(kind, directory, model, Reader(), log_every_n_steps=2)
-    return Metrics(model.reads, trainer.test(model, verbose=False))
+    tested = trainer.test(model, verbose=False)
+    return [*model.reads, {"tested": tested}]
 
 
 @pytest.mark.lowest
 def test_everything_that_reads_metrics_sees_what_it_sees_with_stock_ddp(tmp_path: Path) -> None:
     """Values, types and order are stock's before and after each step and epoch."""
     ours, stock = on_both(train_all_kinds, tmp_path)
-    for metrics, stock_metrics in zip(ours, stock, strict=True):
-        names = [name for read in metrics.reads for name in read]
+    for reads, reads_of_stock in zip(ours, stock, strict=True):
+        names = [name for read in reads for name in read]
         assert len(names) > ENOUGH_VALUES
-        assert names == [name for read in stock_metrics.reads for name in read]
-        assert_same(metrics, stock_metrics)
+        assert names == [name for read in reads_of_stock for name in read]
+        assert_same(reads, reads_of_stock)
 
 
 class Reads(Net):
@@ -195,13 +188,6 @@ def test_no_read_sees_a_value_that_is_not_reduced(is_automatic: bool, tmp_path: 
     assert {value for values in ours for value in values} == {mean_of_ranks}
 
 
-class OfRankZero(IterableDataset[Tensor]):
-    """A stream with two samples on rank 0 and none on others."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter([torch.ones(4)] * 2 * (dist.get_rank() == 0))
-
-
 class ValidatesOnRankZero(Net):
     """Logs values in training only, and has no buffers, which DDP sends in each step."""
 
@@ -209,11 +195,11 @@ class ValidatesOnRankZero(Net):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 1))
 
-    def validation_step(self, batch: Tensor, index: int) -> None:
-        self(batch)
+    def validation_step(self, batch: Batch, index: int) -> None:
+        self(batch[0])
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(OfRankZero())
+        return DataLoader(Rows(2 if self.global_rank == 0 else 0))
 
 
 def train_beside_uneven_validation(kind: Kind, directory: Path) -> dict[str, Any]:

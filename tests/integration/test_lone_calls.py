@@ -2,8 +2,6 @@
 them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -163,21 +161,6 @@ def test_a_rank_that_stops_training_alone_is_told_how_to_stop_all(tmp_path: Path
         )
 
 
-def stop_where_any_rank_stops(trainer: L.Trainer) -> None:
-    wants_to_stop = trainer.global_rank == 1
-    trainer.should_stop = trainer.strategy.reduce_boolean_decision(wants_to_stop, all=False)
-
-
-def test_all_ranks_stop_by_the_remedy(tmp_path: Path) -> None:
-    """Training ends after the first epoch, as if `max_epochs` were 1."""
-    model = Net()
-    decide = training.At("on_train_epoch_end", stop_where_any_rank_stops)
-    stopped = training.fit_on(2, tmp_path, model, decide)
-    whole = training.fit_on(2, tmp_path, model, max_epochs=1)
-    for outcome, expected in zip(stopped, whole, strict=True):
-        training.assert_same(outcome.result, expected.result)
-
-
 class LoggedOnRankZero(Unlogged):
     def training_step(self, batch: Any, index: int) -> Tensor:
         if self.global_rank == 0:
@@ -231,11 +214,6 @@ def test_ranks_in_different_barriers_raise_with_both_places(tmp_path: Path) -> N
         assert outcome.failure.type_name == "RankAbsentError"
         assert re.search(rf"rank 1 .*? began barrier 'model' {PLACE}", message)
         assert re.search(rf"rank [02] .*? began barrier 'data' {PLACE}", message)
-
-
-def test_ranks_in_the_same_barrier_continue(tmp_path: Path) -> None:
-    """A barrier's name is free."""
-    ranks.run_ranks(at_barriers, 3, tmp_path, ["data"] * 3)
 
 
 def exit_after_a_barrier(rank: int, world_size: int, directory: Path) -> None:

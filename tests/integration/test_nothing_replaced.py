@@ -1,7 +1,5 @@
 """Training leaves nothing behind in a Trainer or in its process."""
 
-from __future__ import annotations
-
 import copy
 import faulthandler
 import os
@@ -87,30 +85,27 @@ class TwoLoaders(Net):
         )
 
 
-class Replaced(NamedTuple):
-    """The replaced methods where a user's code runs, and before and after runs."""
-
-    within: list[set[str]]
-    around: list[set[str]]
+# The replaced methods where a user's code runs, and before and after runs.
+Replaced = tuple[list[set[str]], list[set[str]]]
 
 
 def fit_and_evaluate(
     kind: training.Kind, directory: Path, model: Net, *callbacks: L.Callback, **options: Any
 ) -> Replaced:
     warnings.simplefilter("ignore")
-    replaced = Replaced([], [])
+    within: list[set[str]] = []
     looks = [
-        training.At(hook, lambda trainer: replaced.within.append(replaced_methods(trainer)))
+        training.At(hook, lambda trainer: within.append(replaced_methods(trainer)))
         for hook in HOOKS
     ]
     strategy = training.make_strategy(kind, directory)
     options = {"val_check_interval": 2, "callbacks": [*looks, *callbacks], **options}
     trainer = training.make_trainer(strategy, **options)
-    replaced.around.append(replaced_methods(trainer))
+    around = [replaced_methods(trainer)]
     for run in (trainer.fit, trainer.validate, trainer.test):
         run(model)
-        replaced.around.append(replaced_methods(trainer))
-    return replaced
+        around.append(replaced_methods(trainer))
+    return within, around
 
 
 def use_several_loaders(kind: training.Kind, directory: Path) -> Replaced:
@@ -136,13 +131,13 @@ def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(
 
     This also holds with our callbacks in a stock strategy.
     """
-    for replaced in training.on_ranks(kind, use, tmp_path):
-        assert max(map(len, replaced.within)) <= 4
-        owners = {name.partition(".")[0].lower() for names in replaced.within for name in names}
+    for within, around in training.on_ranks(kind, use, tmp_path):
+        assert max(map(len, within)) <= 4
+        owners = {name.partition(".")[0].lower() for names in within for name in names}
         assert [owner for owner in owners if any(word in owner for word in DATA)] == []
-        assert replaced.around == [set()] * 4
+        assert around == [set()] * 4
         uses_ours = kind == "ours" or use is use_our_callbacks
-        assert any(replaced.within) is uses_ours, "nothing was looked at"
+        assert any(within) is uses_ours, "nothing was looked at"
 
 
 class Played(NamedTuple):

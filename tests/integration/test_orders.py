@@ -1,7 +1,5 @@
 """Each rank reads the right samples in the right order, as training sees them."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path
@@ -20,8 +18,7 @@ from torch.utils.data import (
 )
 
 from tests.harness import training
-from tests.integration.continuing import Numbers, Saver
-from tests.integration.reading import Backwards, Batches, loader, read
+from tests.integration.continuing import Backwards, Batches, Numbers, Saver, loader, read
 
 POINT = "train_epoch_end-3"
 LOADERS: dict[str, Any] = {
@@ -38,7 +35,10 @@ LOADERS: dict[str, Any] = {
 
 
 def orders(kind: training.Kind, directory: Path) -> dict[str, Batches]:
-    return {name: read(kind, directory, make) for name, make in LOADERS.items()}
+    """Return the batches of each loader, and of one with the option ``overfit_batches``."""
+    batches = {name: read(kind, directory, make) for name, make in LOADERS.items()}
+    overfit = read(kind, directory, loader(11, shuffle=True), overfit_batches=3)
+    return {**batches, "overfit": overfit}
 
 
 def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
@@ -47,16 +47,10 @@ def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
     assert ours == stock
 
 
-class Seeded(NamedTuple):
-    """The batches of a run, of one with another seed, and of that one resumed."""
-
-    first: Batches
-    other_seed: Batches
-    resumed: Batches
-
-
-def seeded_orders(kind: training.Kind, directory: Path) -> Seeded:
-    """Resume at the end of the first epoch, which has three steps."""
+def seeded_orders(kind: training.Kind, directory: Path) -> list[Batches]:
+    """Return the batches of a run, of one with another seed, and of that one resumed at
+    the end of the first epoch, which has three steps.
+    """
     make = loader(11, shuffle=True)
     saver = Saver(directory, [POINT])
     first = read(kind, directory, make, max_epochs=3)
@@ -67,7 +61,7 @@ def seeded_orders(kind: training.Kind, directory: Path) -> Seeded:
     loads_early = training.At("setup", lambda trainer: trainer.estimated_stepping_batches)
     options: dict[str, Any] = {"max_epochs": 3, "callbacks": [loads_early]}
     resumed = read(kind, directory, make, ckpt_path=saver.saved[POINT], **options)
-    return Seeded(first, other_seed, resumed)
+    return [first, other_seed, resumed]
 
 
 def test_the_order_of_a_seed_is_stock_lightnings(tmp_path: Path) -> None:
@@ -76,9 +70,9 @@ def test_the_order_of_a_seed_is_stock_lightnings(tmp_path: Path) -> None:
     """
     ours, stock = training.on_both(seeded_orders, tmp_path)
     assert ours == stock
-    for batches in ours:
-        assert batches.other_seed != batches.first
-        assert batches.resumed == {epoch: batches.other_seed[epoch] for epoch in (1, 2)}
+    for first, other_seed, resumed in ours:
+        assert other_seed != first
+        assert resumed == {epoch: other_seed[epoch] for epoch in (1, 2)}
 
 
 def read_generator(kind: training.Kind, directory: Path) -> Batches:
@@ -91,16 +85,6 @@ def test_a_generator_continues_in_the_next_epoch(tmp_path: Path) -> None:
     ours, stock = training.on_both(read_generator, tmp_path)
     assert ours == stock
     assert ours[0] == {0: [[0], [1], [2]], 1: [[3], [4], [5]]}
-
-
-def overfit(kind: training.Kind, directory: Path) -> Batches:
-    return read(kind, directory, loader(11, shuffle=True), overfit_batches=3)
-
-
-def test_overfitting_reads_the_batches_of_stock(tmp_path: Path) -> None:
-    """The Trainer's option ``overfit_batches`` chooses the same batches."""
-    ours, stock = training.on_both(overfit, tmp_path)
-    assert ours == stock
 
 
 # Samplers that draw, while the seed differs on each rank.

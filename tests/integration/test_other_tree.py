@@ -1,7 +1,5 @@
 """``pytorch_lightning`` has the same classes as ``lightning``, from other modules."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

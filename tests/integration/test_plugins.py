@@ -1,7 +1,5 @@
 """A user's checkpoint IO and cluster environment do what they do with stock ``ddp``."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 prompt.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import socket

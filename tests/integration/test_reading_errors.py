@@ -2,14 +2,11 @@
 and wherever it is found.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import os
 import shutil
 import signal
-import warnings
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -150,12 +147,10 @@ def test_every_rank_names_the_fault_of_a_file(
 
 def warned(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> list[str]:
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO()).test(
-            Net(), ckpt_path=path, verbose=False
-        )
-    return [str(each.message) for each in caught if "checksums" in str(each.message)]
+    trainer = checkpointing.trainer_for(kind, directory, RankZeroCheckpointIO())
+    with training.warnings_with("checksums") as told:
+        trainer.test(Net(), ckpt_path=path, verbose=False)
+    return told
 
 
 @checkpointing.MAPPED_AND_SENT

@@ -1,10 +1,8 @@
 """What ``strategy.reduce`` makes of integers and other values of two ranks."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -24,13 +22,10 @@ from tests.harness.training import (
 )
 
 
-class Reduced(NamedTuple):
-    integer_means: list[Tensor]
-    others: dict[str, Any]
-
-
-def reduce_values(kind: Kind, directory: Path) -> Reduced:
-    """Return what each rank gets; rank 0 has the smaller values."""
+def reduce_values(kind: Kind, directory: Path) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return the means of integers that a rank gets, and its other values; rank 0 has the
+    smaller ones.
+    """
     trainer = make_trainer(make_strategy(kind, directory))
     trainer.test(Net(), verbose=False)
     rank = trainer.global_rank
@@ -45,7 +40,7 @@ def reduce_values(kind: Kind, directory: Path) -> Reduced:
     others["in place"] = in_place
     others["number"] = reduce(3.0)
     others["half"] = reduce(torch.tensor(0.5 * rank, dtype=torch.half))
-    return Reduced([reduce(one_and_two, reduce_op=op) for op in ("mean", "avg")], others)
+    return [reduce(one_and_two, reduce_op=op) for op in ("mean", "avg")], others
 
 
 @pytest.mark.lowest
@@ -54,9 +49,10 @@ def test_a_mean_of_integers_is_not_rounded(tmp_path: Path) -> None:
 
     All else that ``reduce`` returns is stock's.
     """
-    for mine, stocks in zip(*on_both(reduce_values, tmp_path), strict=True):
-        assert_same(mine.integer_means, [torch.tensor([1.5, 4.0])] * 2)
-        assert_same(mine.others, stocks.others)
+    ours, stock = on_both(reduce_values, tmp_path)
+    for (integer_means, others), (_, others_of_stock) in zip(ours, stock, strict=True):
+        assert_same(integer_means, [torch.tensor([1.5, 4.0])] * 2)
+        assert_same(others, others_of_stock)
 
 
 VALUES = (torch.tensor([2.5, -1.0]), torch.tensor([2, -1]), torch.tensor([True, False]))

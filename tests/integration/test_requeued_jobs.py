@@ -1,7 +1,5 @@
 """On SLURM, the ranks save before the time limit, and only the requeued job resumes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -2,8 +2,6 @@
 the place where the same command looks for it.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -27,7 +25,7 @@ from tests.harness import ranks, training
 from tests.harness.outcomes import stories
 from tests.harness.scripts import run_script
 from tests.integration import rescuing
-from tests.integration.rescuing import Kill, Net, Plan
+from tests.integration.rescuing import Kill, Net, Plan, StruckIO
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = 6.0  # seconds; longer than ranks have after a failure that do not save
@@ -170,28 +168,6 @@ def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_p
 
 
 # Faults while a survivor saves.
-
-
-class StruckIO(RankZeroCheckpointIO):
-    """Calls a function in a survivor's save, before the first write."""
-
-    def __init__(self, strike: Callable[[], object]) -> None:
-        super().__init__()
-        self.strike = strike
-        self.has_struck = False
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        is_rescue = Path(path).name == rescuing.NAME
-        with patch.object(os, "write", self.write if is_rescue else os.write):
-            super().save_checkpoint(checkpoint, path, storage_options)
-
-    def write(self, descriptor: int, content: Any, write: Any = os.write) -> int:
-        if not self.has_struck:
-            self.has_struck = True
-            self.strike()
-        return write(descriptor, content)
 
 
 def fill_disk() -> None:

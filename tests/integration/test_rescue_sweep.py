@@ -4,8 +4,6 @@ the bits of an unbroken run.
 ``make soak`` draws chains of kills at random moments.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 it is mapped or sent.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where training continues after a checkpoint in the middle of an epoch: ``resume_data``."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -182,47 +180,27 @@ def test_an_epoch_of_changed_data_is_refused(name: str, tmp_path: Path) -> None:
         assert CHANGES[name].message in message
 
 
-class Samples(NamedTuple):
-    """The samples of a rank's epoch, and those that a resumed run reads in each batch."""
-
-    whole: list[int]
-    batches: list[list[int]]
-
-
-def resume_in_threes(rank: int, world_size: int, directory: Path) -> Samples:
-    """Resume after two batches of two samples, with batches of three."""
+def resume_in_threes(
+    rank: int, world_size: int, directory: Path
+) -> tuple[list[int], list[list[int]]]:
+    """Resume after two batches of two samples, with batches of three; return the samples
+    of the whole epoch, and those that the resumed run reads in each batch.
+    """
     training = training_on(directory, world_size, divided_by_strategy(SAMPLES), max_epochs=1)
     whole = training.run("train_batch_end-2")
     training.loaders = lambda: DataLoader(Numbers(SAMPLES), 3, shuffle=True)
     resumed = training.run(ckpt_path=whole.saved["train_batch_end-2"])
-    return Samples(
-        continuing.samples_of(whole.steps), [list(step.samples) for step in resumed.steps]
-    )
+    return continuing.samples_of(whole.steps), [list(step.samples) for step in resumed.steps]
 
 
 def test_the_rest_of_an_epoch_can_be_read_in_other_batches(tmp_path: Path) -> None:
     """The samples that the strategy divides are the remaining ones, in the same order."""
-    for samples in run_ranks(resume_in_threes, 2, tmp_path):
-        assert samples.batches == [samples.whole[4:7], samples.whole[7:]]
+    for whole, batches in run_ranks(resume_in_threes, 2, tmp_path):
+        assert batches == [whole[4:7], whole[7:]]
 
 
-class Resumed(NamedTuple):
-    """A resumed run, and its warnings that the epoch starts again."""
-
-    run: Run
-    warned: list[str]
-
-
-def watch(training: continuing.Training, path: str) -> Resumed:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = training.run(ckpt_path=path)
-    texts = [str(warning.message) for warning in caught]
-    return Resumed(run, [text for text in texts if "that epoch starts again" in text])
-
-
-def resume_exact(rank: int, world_size: int, directory: Path, path: str) -> Resumed:
-    return watch(training_on(directory, world_size, exact), path)
+def resume_exact(rank: int, world_size: int, directory: Path, path: str) -> continuing.Resumed:
+    return continuing.resume(training_on(directory, world_size, exact), path)
 
 
 def test_an_epoch_that_would_be_uneven_on_more_ranks_starts_again(tmp_path: Path) -> None:
@@ -265,18 +243,14 @@ def test_no_rank_reads_before_a_refusal(tmp_path: Path) -> None:
     assert read == [[], []]
 
 
-class Repeated(NamedTuple):
-    """A run from the beginning, and one that repeats the checkpoint's epoch."""
-
-    whole: Run
-    resumed: Run
-
-
-def repeat_epoch(rank: int, world_size: int, directory: Path, name: str, path: str) -> Repeated:
+def repeat_epoch(
+    rank: int, world_size: int, directory: Path, name: str, path: str
+) -> tuple[Run, Run]:
+    """Return a run from the beginning, and one that repeats the checkpoint's epoch."""
     training = training_on(directory, world_size, CHANGES[name].after)
     whole = training.run()
     training.strategy = {"resume_data": "epoch"}
-    return Repeated(whole, training.run(ckpt_path=path))
+    return whole, training.run(ckpt_path=path)
 
 
 @pytest.mark.parametrize("name", REPEATED)
@@ -328,8 +302,8 @@ def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
         assert_same([run.weights for run in own_runs], [run.weights for run in stock_runs])
 
 
-def resume_stream(kind: Kind, directory: Path, path: str) -> Resumed:
-    return watch(training_on(directory, 2, stateful_stream), path)
+def resume_stream(kind: Kind, directory: Path, path: str) -> continuing.Resumed:
+    return continuing.resume(training_on(directory, 2, stateful_stream), path)
 
 
 def test_a_checkpoint_of_stock_lightning_repeats_the_epoch(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ the ranks that saved it can continue it.
 (``SWEEP_SEED``, ``SWEEP_COUNT``).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -40,8 +38,7 @@ from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistribute
 from lightning_ddp_ext.errors import RankFailedError, ResumeError
 from tests.harness import sweeps
 from tests.integration import continuing
-from tests.integration.continuing import Run, Step
-from tests.integration.reading import Backwards
+from tests.integration.continuing import Backwards, Run, Step
 
 BATCH_SIZE = 2
 # The samples of the longer and of the shorter loader, which 1, 2 or 3 ranks split evenly.
@@ -125,7 +122,7 @@ class Case:
         return " ".join(chosen or [f"sampler={self.sampler}"])
 
     @staticmethod
-    def parse(text: str) -> Case:
+    def parse(text: str) -> "Case":
         return Case(**dict(word.split("=") for word in text.split()))
 
     @property
@@ -456,27 +453,14 @@ class After(L.Callback):
             self.do(trainer)
 
 
-def terminate(trainer: L.Trainer) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-class StoppedRun(NamedTuple):
-    """A run to a stop, or past one that only saves.
-
-    Attributes:
-        path: the checkpoint of the stop.
-        done: the number of steps of the run until the stop.
-    """
-
-    run: Run
-    path: str
-    done: int
-
-
 def run_to(
     stop: str, epoch: int, case: Case, training: continuing.Training, ckpt_path: str | None = None
-) -> StoppedRun:
-    """Train to a stop in an epoch, from the beginning or from a checkpoint."""
+) -> tuple[Run, str, int]:
+    """Train to a stop in an epoch, or past one that only saves, from the beginning or
+    from a checkpoint.
+
+    Return the run, the checkpoint of the stop, and the number of steps until the stop.
+    """
     ranks = training.devices
     place = training.directory / training.name / f"{stop}-{epoch}"
     batch = (epoch, case.index(stop, ranks))
@@ -485,7 +469,8 @@ def run_to(
         path = str(place / "last-preempted.ckpt")
         options["default_root_dir"] = place
         is_signalled = int(os.environ["RANK"]) == epoch % ranks
-        callbacks = [After(HOOKS[stop], batch, terminate)] if is_signalled else []
+        stopping = After(HOOKS[stop], batch, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        callbacks = [stopping] if is_signalled else []
     else:
         path = str(place / "save.ckpt")
         callbacks = [After(HOOKS[stop], batch, lambda trainer: trainer.save_checkpoint(path))]
@@ -494,17 +479,10 @@ def run_to(
     options["callbacks"] = [*callbacks, *training.options["callbacks"]]
     run = training.run(ckpt_path=ckpt_path, **options)
     until_batch = [step for step in run.steps if step.moment <= batch]
-    return StoppedRun(run, path, len(run.steps if stop in ENDING else until_batch))
+    return run, path, len(run.steps if stop in ENDING else until_batch)
 
 
 # Playing a case. A rank that finds a fault continues, like the others.
-
-
-class Resumption(NamedTuple):
-    """A case, and the checkpoint of other ranks from which these ranks resume."""
-
-    case: Case
-    path: str
 
 
 @dataclass
@@ -535,23 +513,23 @@ def play_to_stop(case: Case, rank: int, ranks: int, place: Path) -> Played:
     """Play a case until its first stop, and on the same ranks to its end."""
     training = training_of(case, rank, ranks, place)
     try:
-        stopped = run_to(case.stop, int(case.epoch), case, training)
-        whole = training.run() if case.stop in ENDING else stopped.run
-        fault = fault_before_stop(case, whole, stopped.run, case.length(ranks))
+        stopped, path, done = run_to(case.stop, int(case.epoch), case, training)
+        whole = training.run() if case.stop in ENDING else stopped
+        fault = fault_before_stop(case, whole, stopped, case.length(ranks))
         if case.keeps_ranks:
-            resumed, fault_again = resume(case, training, stopped.path)
-            difference = continuing.difference(training, whole, stopped.done, resumed)
+            resumed, fault_again = resume(case, training, path)
+            difference = continuing.difference(training, whole, done, resumed)
             fault = joined(fault, difference, fault_again)
     except (ResumeError, RankFailedError) as error:
         return Played(refused=str(error))
     # Steps that no optimiser step followed are repeated.
-    repeated = stopped.done % case.length(ranks) % case.accumulated
-    before = whole.steps[: stopped.done - repeated]
-    return Played(fault, path=stopped.path, whole=whole.steps, steps=before)
+    repeated = done % case.length(ranks) % case.accumulated
+    before = whole.steps[: done - repeated]
+    return Played(fault, path=path, whole=whole.steps, steps=before)
 
 
-def play_rest(resumption: Resumption, rank: int, ranks: int, place: Path) -> Played:
-    """Play a case from the checkpoint of its first stop."""
+def play_rest(resumption: tuple[Case, str], rank: int, ranks: int, place: Path) -> Played:
+    """Play a case from the checkpoint of its first stop, which other ranks have saved."""
     case, path = resumption
     training = training_of(case, rank, ranks, place)
     try:
@@ -762,12 +740,12 @@ def play(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
     """Run cases, many to a process; return the faults by case."""
     firsts = results_of(play_to_stop, cases, lambda case: case.ranks_before, directory)
     moved = [case for case in cases if not case.keeps_ranks and firsts[case][0].path]
-    resumptions = [Resumption(case, firsts[case][0].path) for case in moved]
+    resumptions = [(case, firsts[case][0].path) for case in moved]
     later = directory / "after"
     seconds = results_of(
-        play_rest, resumptions, lambda resumption: resumption.case.ranks_after, later
+        play_rest, resumptions, lambda resumption: resumption[0].ranks_after, later
     )
-    by_case = {resumption.case: results for resumption, results in seconds.items()}
+    by_case = {case: results for (case, _), results in seconds.items()}
     faults = {case: judge(case, firsts[case], by_case.get(case, [])) for case in cases}
     return {case: fault for case, fault in faults.items() if fault}
 

@@ -1,17 +1,17 @@
 """A resumed run continues as if it had not been stopped: cases that the sweep lacks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset
@@ -148,21 +148,18 @@ def two_loaders(mode: Any) -> CombinedLoader:
     return CombinedLoader([first, second], mode)
 
 
-class Steps(NamedTuple):
-    """The steps after a point without a stop, and those of a run that resumed there."""
-
-    expected: list[Step]
-    resumed: list[Step]
-
-
-def resume_two_loaders(rank: int, world_size: int, directory: Path, mode: str, done: int) -> Steps:
-    """Resume after the first of an optimiser step's two batches, which is repeated."""
+def resume_two_loaders(
+    rank: int, world_size: int, directory: Path, mode: str, done: int
+) -> tuple[list[Step], list[Step]]:
+    """Resume after the first of an optimiser step's two batches, which is repeated;
+    return the steps from there without a stop, and those of the resumed run.
+    """
     options = {"use_distributed_sampler": False, "accumulate_grad_batches": 2}
     training = Training(lambda: two_loaders(mode), directory, devices=world_size, options=options)
     point = f"train_batch_end-{done}"
     whole = training.run(point)
     resumed = training.run(ckpt_path=whole.saved[point])
-    return Steps(whole.steps[done - 1 :], resumed.steps)
+    return whole.steps[done - 1 :], resumed.steps
 
 
 # ``done`` exceeds the four batches of the first loader.
@@ -171,8 +168,8 @@ def test_a_loader_that_is_longer_than_the_first_one_continues(
     mode: str, done: int, tmp_path: Path
 ) -> None:
     """The run resumes at an optimiser step that begins after the first loader's end."""
-    [steps] = run_ranks(resume_two_loaders, 1, tmp_path, mode, done)
-    assert steps.resumed == steps.expected
+    [(expected, resumed)] = run_ranks(resume_two_loaders, 1, tmp_path, mode, done)
+    assert resumed == expected
 
 
 def augmented(number: float) -> Tensor:
@@ -270,16 +267,10 @@ class AugmentedTogether(Augmented):
         return [super(AugmentedTogether, self).__getitem__(index) for index in indices]
 
 
-class Differences(NamedTuple):
-    """The differences of resumed runs by checkpoints, and of a run with fewer workers."""
-
-    resumed: dict[str, str]
-    one_worker: str
-
-
 def resume_augmented(
     rank: int, world_size: int, directory: Path, dataset: type[Augmented]
-) -> Differences:
+) -> tuple[dict[str, str], str]:
+    """Return the differences of resumed runs, and of a run with one worker."""
     two_workers: Any = partial(DataLoader, dataset(24), 2, shuffle=True, **continuing.workers(2))
     seeding = SamplerEpochSeeding(seed=3, each_sample=True)
     training = Training(two_workers, directory, options={"callbacks": [seeding]})
@@ -287,7 +278,7 @@ def resume_augmented(
     resumed = continuing.generations(training, ["train_batch_end-3"], ["train_batch_end-7"])
     whole = training.run()
     training.loaders = partial(two_workers, num_workers=1)
-    return Differences(resumed, continuing.difference(training, whole, 0, training.run()))
+    return resumed, continuing.difference(training, whole, 0, training.run())
 
 
 @pytest.mark.parametrize("dataset", [Augmented, AugmentedTogether])
@@ -298,5 +289,118 @@ def test_augmentation_in_workers_is_that_of_an_uninterrupted_run(
 
     So does a run with another number of workers.
     """
-    for differences in run_ranks(resume_augmented, 2, tmp_path, dataset):
-        assert differences == Differences(resumed={}, one_worker="")
+    for resumed, with_one_worker in run_ranks(resume_augmented, 2, tmp_path, dataset):
+        assert (resumed, with_one_worker) == ({}, "")
+
+
+# Loaders that are read in parts, or record a state.
+
+
+class ByHand(DataLoader[Any]):
+    """Loads a stream, and has no more than the two methods that Lightning needs for its state.
+
+    Like torchdata's loader, it counts a batch when it is fetched, and a restored state
+    is for the next iterator only.
+    """
+
+    given = start = 0
+
+    def __iter__(self) -> Any:
+        self.given = self.start
+        self.start = 0
+        return self._batches(self.given)
+
+    def _batches(self, start: int) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number >= start:
+                self.given += 1
+                yield batch
+        self.given = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given, "first": self.dataset.numbers[0]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # As a reader of files continues at its place in the file.
+        self.dataset.numbers = range(state["first"], state["first"] + len(self.dataset.numbers))
+        self.start = state["given"]
+
+
+class LikeLitdata(DataLoader[Any]):
+    """Forgets a restored state only when an iterator is read to its end, as litdata's
+    loader does.
+    """
+
+    given = 0
+    is_restored = False
+
+    def __iter__(self) -> Any:
+        start = self.given if self.is_restored else 0
+        self.given = start
+        for batch in islice(DataLoader.__iter__(self), start, None):
+            self.given += 1
+            yield batch
+        self.is_restored = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+        self.is_restored = True
+
+
+# Each epoch has five batches of two samples, and a step two batches: steps end with
+# batches 1, 3 and 4 of an epoch.
+OPTIONS = {"model": continuing.WITHOUT_DROPOUT, "accumulate_grad_batches": 2}
+
+
+def continue_by_hand(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    """Return the differences of resumed runs."""
+    loaders = partial(ByHand, continuing.Stream(9, rank), batch_size=2)
+    training = Training(loaders, directory, options={"max_epochs": 2, **OPTIONS})
+    return continuing.generations(
+        training, ["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"]
+    )
+
+
+def test_each_rank_continues_with_the_state_of_its_own_loader(tmp_path: Path) -> None:
+    """No batch is lost or repeated, also where a run resumes within an optimiser step."""
+    assert run_ranks(continue_by_hand, 2, tmp_path) == [{}, {}]
+
+
+def continue_like_litdata(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    """Return the differences of resumed runs."""
+    options = {"max_epochs": 3, "use_distributed_sampler": False, **OPTIONS}
+    training = Training(partial(LikeLitdata, Numbers(10), 2), directory, options=options)
+    return continuing.generations(training, ["train_batch_end-2"], ["train_batch_end-8"])
+
+
+def test_a_state_that_a_loader_keeps_until_the_epochs_end_is_restored_once(tmp_path: Path) -> None:
+    """With a loader like litdata's no batch is lost or repeated."""
+    assert run_ranks(continue_like_litdata, 2, tmp_path) == [{}, {}]
+
+
+def continue_in_a_long_step(rank: int, world_size: int, directory: Path) -> bool:
+    """Return whether a run that resumes in the middle of a step repeats it."""
+
+    def loaders() -> CombinedLoader:
+        return CombinedLoader(
+            [continuing.shuffled(40)(), continuing.shuffled(6, batch_size=6)()], "max_size_cycle"
+        )
+
+    options = {
+        "model": continuing.WITHOUT_DROPOUT,
+        "max_epochs": 1,
+        "use_distributed_sampler": False,
+    }
+    training = Training(loaders, directory, options=options)
+    callbacks = [GradientAccumulationScheduler({0: 8})]
+    whole = training.run("train_batch_end-15", callbacks=callbacks)
+    resumed = training.run(ckpt_path=whole.saved["train_batch_end-15"], callbacks=callbacks)
+    return resumed.steps == whole.steps[8:]
+
+
+def test_a_loader_that_begins_again_in_each_batch_of_a_long_step(tmp_path: Path) -> None:
+    """A callback sets how many batches a step has, and none is lost or repeated."""
+    assert run_ranks(continue_in_a_long_step, 2, tmp_path) == [True, True]

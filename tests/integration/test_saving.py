@@ -1,7 +1,5 @@
 """Failed saves: every rank raises the same error, and the previous file stays whole."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,27 +20,19 @@ from tests.harness.training import Net
 from tests.integration import checkpointing
 
 
-class Ballast(L.Callback):
-    """Makes the checkpoints of some epochs too large for the disk."""
+class SaveEachEpoch(L.Callback):
+    """Saves at the end of each epoch; the checkpoint of the second one is too large."""
 
-    def __init__(self, epochs: tuple[int, ...]) -> None:
-        self.epochs = epochs
+    def __init__(self, path: Path, *, catch: bool) -> None:
+        self.path = path
+        self.catch = catch
+        self.errors: list[str] = []
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.current_epoch in self.epochs:
+        if trainer.current_epoch == 1:
             checkpoint["ballast"] = torch.zeros(16 << 20, dtype=torch.uint8)
-
-
-class SaveEachEpoch(Ballast):
-    """Saves at the end of each epoch; the checkpoint of the second one is too large."""
-
-    def __init__(self, path: Path, *, catch: bool) -> None:
-        super().__init__((1,))
-        self.path = path
-        self.catch = catch
-        self.errors: list[str] = []
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         try:
@@ -200,14 +190,8 @@ def test_an_exception_leaves_its_checkpoint(make: Any, background: bool, tmp_pat
     assert torch.load(tmp_path / "rest.ckpt")["global_step"] == 2
 
 
-class Errors(NamedTuple):
-    """The errors of ``fit``, and of a save after it."""
-
-    fitting: str
-    saving: str
-
-
-def fails_over_nccl(kind: training.Kind, directory: Path) -> Errors:
+def fails_over_nccl(kind: training.Kind, directory: Path) -> tuple[str, str]:
+    """Return the error of ``fit``, and that of a save after it."""
 
     def write_earlier(trainer: L.Trainer) -> None:
         for name in ("rest.ckpt", "last.ckpt"):
@@ -227,7 +211,7 @@ def fails_over_nccl(kind: training.Kind, directory: Path) -> Errors:
         trainer.fit(Net())
     with pytest.raises(CheckpointSaveError) as saving:
         trainer.save_checkpoint(directory / "rest.ckpt")
-    return Errors(f"{fitting.type.__name__}: {fitting.value}", str(saving.value))
+    return f"{fitting.type.__name__}: {fitting.value}", str(saving.value)
 
 
 def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
@@ -235,9 +219,10 @@ def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
 
     ``fit`` still raises the cause.
     """
-    of_rank_0, of_rank_1 = training.on_ranks("ours", fails_over_nccl, tmp_path)
-    assert of_rank_0.fitting.startswith("RankFailedError: ")
-    assert of_rank_1.fitting == "ValueError: on purpose"
-    for errors in (of_rank_0, of_rank_1):
-        assert "NCCL was aborted after rank 1 (host " in errors.saving
+    by_rank = training.on_ranks("ours", fails_over_nccl, tmp_path)
+    of_rank_0, of_rank_1 = (fitting for fitting, _ in by_rank)
+    assert of_rank_0.startswith("RankFailedError: ")
+    assert of_rank_1 == "ValueError: on purpose"
+    for _, saving in by_rank:
+        assert "NCCL was aborted after rank 1 (host " in saving
     assert {path.read_text() for path in (tmp_path / "ours").glob("*.ckpt")} == {"earlier"}

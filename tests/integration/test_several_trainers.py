@@ -2,8 +2,6 @@
 error with the reason.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -125,33 +123,25 @@ def refusal(trainer: L.Trainer) -> str:
     return str(refused.value)
 
 
-class Refused(NamedTuple):
-    """The errors of Trainers with another number of devices and another init method."""
-
-    devices: str
-    init_method: str
-
-
-def fit_then_fit(rank: int, world_size: int, directory: Path) -> Refused:
+def fit_then_fit(rank: int, world_size: int, directory: Path) -> tuple[str, str]:
+    """Return the errors of Trainers with other devices and with another init method."""
     training.fit("ours", directory, Net())
     strategy = training.make_strategy("ours", directory)
     elsewhere = training.make_strategy("ours", Path("/elsewhere"))
-    return Refused(
-        refusal(training.make_trainer(strategy, devices=3)),
-        refusal(training.make_trainer(elsewhere)),
-    )
+    more_devices = training.make_trainer(strategy, devices=3)
+    return refusal(more_devices), refusal(training.make_trainer(elsewhere))
 
 
 def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
     """A Trainer whose world differs from that of its process raises on every rank."""
     # Without RANK the contradiction only shows when the second Trainer starts.
     by_rank = ranks.run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
-    for rank, refused in enumerate(by_rank):
-        assert refused.devices.startswith(
+    for rank, (of_devices, of_init_method) in enumerate(by_rank):
+        assert of_devices.startswith(
             f"this process is already rank {rank} of 2, but this Trainer needs it to be rank {rank}"
             " of 3; use"
         )
-        assert refused.init_method == (
+        assert of_init_method == (
             f"this process's group was formed with init_method 'file://{tmp_path}/store', but"
             " this Trainer requests 'file:///elsewhere/store'; use the same init_method for"
             " every Trainer of a script"

@@ -4,8 +4,6 @@ process had before.
 ``test_stopping`` stops ranks in the middle of training, and resumes.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal
@@ -155,23 +153,16 @@ def test_workers_leave_the_signal_of_a_group_to_their_rank(
         assert 3 <= end.steps < 30
 
 
-class Handled(NamedTuple):
-    """A run in which rank 1 got a signal."""
-
-    end: End
-    passed_on: list[int]  # to the user's handler
-    is_handler_restored: bool
-
-
 def stop_beside_handler(
     rank: int, world_size: int, directory: Path, signum: int, has_users_handler: bool
-) -> Handled:
+) -> tuple[End, list[int], bool]:
+    """Return the end, what the user's handler got, and whether it was restored."""
     passed_on: list[int] = []
     if has_users_handler:
         signal.signal(signum, lambda number, frame: passed_on.append(number))
     before = signal.getsignal(signum)
     end = fit(directory, signal_rank_one(signum=signum))
-    return Handled(end, passed_on, signal.getsignal(signum) is before)
+    return end, passed_on, signal.getsignal(signum) is before
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -189,12 +180,12 @@ def test_each_signal_ends_with_its_status_and_is_passed_on(
     """
     by_rank = ranks.run_ranks(stop_beside_handler, 2, tmp_path, signum, has_users_handler)
     is_stopped = not (has_users_handler and signum in LEFT_TO_USERS_HANDLER)
-    for handled in by_rank:
-        assert handled.end.status == (128 + signum if is_stopped else None)
-        assert handled.end.checkpoints == ([STOP_CHECKPOINT] if is_stopped else [])
-        assert handled.is_handler_restored
-    passed_on = [signum] if has_users_handler else []
-    assert [handled.passed_on for handled in by_rank] == [[], passed_on]
+    signals_by_rank = [[], [signum] if has_users_handler else []]
+    for (end, passed_on, is_restored), signals in zip(by_rank, signals_by_rank, strict=True):
+        assert end.status == (128 + signum if is_stopped else None)
+        assert end.checkpoints == ([STOP_CHECKPOINT] if is_stopped else [])
+        assert passed_on == signals
+        assert is_restored
 
 
 def lose_wakeup(trainer: L.Trainer) -> None:

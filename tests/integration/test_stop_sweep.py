@@ -6,8 +6,6 @@ plays a cover, ``make nightly`` cases of a new seed (``SWEEP_SEED``,
 ``SWEEP_COUNT``).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os
@@ -16,7 +14,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import pytest
@@ -153,7 +151,7 @@ class Case:
         return " ".join(f"{name}={value}" for name, value in vars(self).items())
 
     @staticmethod
-    def parse(text: str) -> Case:
+    def parse(text: str) -> "Case":
         words = dict(word.split("=") for word in text.split())
         return Case(**{name: int(word) if word.isdigit() else word for name, word in words.items()})
 
@@ -248,13 +246,7 @@ def signals_of(case: Case, rank: int) -> tuple[Any, list[L.Callback]]:
     return Stopped, [At(case.method, lambda _: send_signal(case), earlier=case.earlier)]
 
 
-class Ended(NamedTuple):
-    """A run that ended, with the state of the case's callback, empty if not compared."""
-
-    run: continuing.Run
-    callback_state: str
-
-
+Ended = tuple[continuing.Run, str]  # a run, and its callback's state, empty if not compared
 wholes: dict[str, Ended] = {}  # by callback: the run of these ranks that gets no signal
 
 
@@ -300,7 +292,7 @@ def train(
     if case.ranks > 1:
         dist.barrier()  # one rank's run must not look for what the other one's removes
     is_compared = not isinstance(callback, (callbacks.Checkpoint, callbacks.Timer))
-    return Ended(run, repr(callback.state_dict()) if is_compared else "")
+    return run, repr(callback.state_dict()) if is_compared else ""
 
 
 def stop_and_resume(case: Case, rank: int, place: Path) -> str:

@@ -5,8 +5,6 @@ command continues there.
 not stopped.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -79,31 +77,27 @@ def begin_of(run: continuing.Run) -> str:
     return FROM_START if run.steps[0].moment == (0, 0) else RESUMED
 
 
-class Commands(NamedTuple):
-    """A command that was stopped, the same again, and one that was not stopped."""
-
-    stopped: continuing.Run
-    saved: list[Path]
-    resumed: continuing.Run
-    remaining: list[Path]  # stop checkpoints after the end of the resumed command
-    whole: continuing.Run
-
-
 def stop_rank_one() -> L.Callback:
     """Return a callback that sends SIGTERM to rank 1 in the second step."""
     return continuing.signalled("on_train_batch_end", 1, ranks=[1])
 
 
-def run_three_times(rank: int, world_size: int, directory: Path, name: str) -> Commands:
+def run_three_times(rank: int, world_size: int, directory: Path, name: str) -> dict[str, Any]:
+    """Run a command that is stopped, the same again, and one that is not stopped; return
+    the runs, and the stop checkpoints after the first and after the second one.
+    """
     place = PLACES[name]
     root = directory / name
     stopped = run_command(place, root, stop_rank_one())
     saved = list(root.glob(place.pattern))
     dist.barrier()
-    resumed = run_command(place, root)
-    remaining = list(root.rglob(Path(place.pattern).name))
-    whole = run_command(place, directory / "whole")
-    return Commands(stopped, saved, resumed, remaining, whole)
+    return {
+        "stopped": stopped,
+        "saved": saved,
+        "resumed": run_command(place, root),
+        "remaining": list(root.rglob(Path(place.pattern).name)),
+        "whole": run_command(place, directory / "whole"),
+    }
 
 
 # One of them is enough for `make fast`.
@@ -116,13 +110,13 @@ def test_the_same_command_continues_wherever_it_saves(name: str, tmp_path: Path)
 
     A finished run leaves no stop checkpoint.
     """
-    for commands in ranks.run_ranks(run_three_times, 2, tmp_path, name):
-        assert commands.stopped.status == SIGTERM_STATUS
-        assert len(commands.saved) == 1
-        assert commands.resumed.status is None
-        assert commands.stopped.steps + commands.resumed.steps == commands.whole.steps
-        assert len(commands.whole.steps) == STEPS
-        assert commands.remaining == []
+    for run in ranks.run_ranks(run_three_times, 2, tmp_path, name):
+        assert run["stopped"].status == SIGTERM_STATUS
+        assert len(run["saved"]) == 1
+        assert run["resumed"].status is None
+        assert run["stopped"].steps + run["resumed"].steps == run["whole"].steps
+        assert len(run["whole"].steps) == STEPS
+        assert run["remaining"] == []
 
 
 def run_alone(

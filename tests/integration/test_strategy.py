@@ -1,16 +1,12 @@
 """The strategy works by name and as an object, and its methods can be called by hand."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import re
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -99,23 +95,6 @@ def test_the_world_is_known_and_the_strategy_can_be_pickled(tmp_path: Path) -> N
             source="RANK, WORLD_SIZE and LOCAL_RANK",
         )
         assert seen == [(world, f"file://{tmp_path}/ours/store")] * 2
-
-
-def expect_rank_1(arrived: Path, trainer: L.Trainer) -> None:
-    if trainer.global_rank == 1:
-        arrived.touch()
-    trainer.strategy.barrier("a name")
-    assert arrived.exists()
-
-
-def wait_for_rank_1(kind: training.Kind, directory: Path) -> None:
-    wait = training.At("on_train_start", partial(expect_rank_1, directory / "rank 1 arrived"))
-    training.fit(kind, directory, Net(), wait)
-
-
-def test_a_barrier_waits_for_all_ranks(tmp_path: Path) -> None:
-    """A user's hook can call it, with a name."""
-    training.on_ranks("ours", wait_for_rank_1, tmp_path)
 
 
 def use_by_hand(kind: training.Kind, directory: Path) -> dict[str, Any]:

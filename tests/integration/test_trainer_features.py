@@ -2,8 +2,6 @@
 `DDPExtStrategy` as with `ddp`.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 in, and only for those.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

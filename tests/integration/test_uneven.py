@@ -3,14 +3,12 @@
 They do so with `uneven_inputs="stop_at_shortest"`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -125,18 +123,13 @@ CASES = {
 }
 
 
-class Runs(NamedTuple):
-    """A rank's runs on uneven data, and on data that are cut to equal lengths."""
-
-    uneven: Run
-    cut: Run
-
-
-def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, Runs]:
+def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, list[Run]]:
+    """Return the runs on uneven data, and on data that are cut to equal lengths."""
     return {
-        name: Runs(
-            case.training(rank, directory).run(), case.training_on_cut_data(rank, directory).run()
-        )
+        name: [
+            case.training(rank, directory).run(),
+            case.training_on_cut_data(rank, directory).run(),
+        ]
         for name, case in CASES.items()
     }
 
@@ -146,14 +139,14 @@ def test_an_epoch_ends_as_if_no_rank_had_more_data_than_the_shortest(tmp_path: P
 
     Steps, validations, ends of epochs, counts and weights are equal.
     """
-    by_rank = run_ranks(run_cases, 2, tmp_path)
-    for runs in by_rank:
-        for name, (uneven, cut) in runs.items():
+    first, second = run_ranks(run_cases, 2, tmp_path)
+    for name in CASES:
+        for uneven, cut in (first[name], second[name]):
             assert uneven.steps == cut.steps, name
             assert uneven.events == cut.events, name
             assert uneven.counts == cut.counts, name
             assert torch.equal(uneven.weights, cut.weights), name
-            assert torch.equal(uneven.weights, by_rank[0][name].uneven.weights), name
+        assert torch.equal(first[name][0].weights, second[name][0].weights), name
 
 
 def resume(rank: int, world_size: int, directory: Path, loaders: Loaders) -> dict[str, str]:

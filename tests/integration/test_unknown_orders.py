@@ -1,10 +1,7 @@
 """An epoch starts again if a resumed run cannot draw its order again."""
 
-from __future__ import annotations
-
 import itertools
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
@@ -20,23 +17,16 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_ddp_ext.errors import ResumeError
 from tests.harness.ranks import run_ranks
 from tests.harness.training import At
-from tests.integration.continuing import Net, Numbers, Run, Training, samples_of, shuffled
-
-
-class Resumed(NamedTuple):
-    """A resumed run, and its warnings that an epoch starts again."""
-
-    run: Run
-    warned: list[str]
-
-
-def resume(training: Training, path: str, **options: Any) -> Resumed:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = training.run(ckpt_path=path, **options)
-    texts = [str(warning.message) for warning in caught]
-    return Resumed(run, [text for text in texts if "that epoch starts again" in text])
-
+from tests.integration.continuing import (
+    Net,
+    Numbers,
+    Resumed,
+    Run,
+    Training,
+    resume,
+    samples_of,
+    shuffled,
+)
 
 # Orders that nothing but the run itself determines.
 
@@ -164,15 +154,12 @@ ORDERS = {
 }
 
 
-class Restarted(NamedTuple):
-    """A run resumed in its second epoch, and one that was told to repeat the epoch."""
-
-    resumed: Resumed
-    repeated: Run
-
-
-def resume_unknown_order(rank: int, world_size: int, directory: Path, name: str) -> Restarted:
-    """Resume after five batches of the second epoch; ``resume_data="strict"`` raises."""
+def resume_unknown_order(
+    rank: int, world_size: int, directory: Path, name: str
+) -> tuple[Resumed, Run]:
+    """Return a run that resumed after five batches of the second epoch, and one that was
+    told to repeat this epoch; ``resume_data="strict"`` raises.
+    """
     order = ORDERS[name]
     options = {
         "max_epochs": 2,
@@ -189,7 +176,7 @@ def resume_unknown_order(rank: int, world_size: int, directory: Path, name: str)
     training.strategy = {"resume_data": "strict"}
     with pytest.raises(ResumeError, match="does not yield"):
         training.run(ckpt_path=path)
-    return Restarted(resumed, repeated)
+    return resumed, repeated
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -204,10 +191,9 @@ def test_an_epoch_whose_order_cannot_be_drawn_again_starts_again(name: str, tmp_
         assert resumed.run.events == repeated.events
         if order.is_stream:
             assert sorted(samples_of(steps)) == [*Counting(rank).numbers]
-    first, second = by_rank
-    [warning] = first.resumed.warned
+    [warning], warned_on_rank_1 = (resumed.warned for resumed, _ in by_rank)
     assert "does not yield" in warning
-    assert second.resumed.warned == []
+    assert warned_on_rank_1 == []
 
 
 # Orders that a run has changed, and those that are drawn from numbers that are not saved.

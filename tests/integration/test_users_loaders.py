@@ -1,14 +1,12 @@
 """A user's loader, samplers and dataset keep their classes and attributes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import lightning as L
 import pytest
@@ -78,34 +76,23 @@ LOADERS = {
 }
 
 
-class Snapshot(NamedTuple):
-    """The identity of an object, its class, and the identities of its attributes."""
-
-    identity: int
-    type: type
-    attributes: dict[str, int]
-
-
-def snapshot(part: Any) -> Snapshot:
-    """Return a snapshot without what each epoch changes: epochs and torch's workers."""
+def snapshot(part: Any) -> tuple[int, type, dict[str, int]]:
+    """Return the identities of an object and of its attributes, and its class, without
+    what each epoch changes: epochs and torch's workers.
+    """
     names = vars(part).keys() - {"epoch", "_iterator"}
-    return Snapshot(id(part), type(part), {name: id(vars(part)[name]) for name in names})
+    return id(part), type(part), {name: id(vars(part)[name]) for name in names}
 
 
-def snapshots(loader: Any) -> list[Snapshot]:
+def snapshots(loader: Any) -> list[Any]:
     parts = (loader, loader.dataset, loader.sampler, loader.batch_sampler)
     return [snapshot(part) for part in parts]
 
 
-class Snapshots(NamedTuple):
-    """The loader's parts before a run, after it, and after one that resumed and failed."""
-
-    before: list[Snapshot]
-    trained: list[Snapshot]
-    failed: list[Snapshot]
-
-
-def train_and_fail(rank: int, world_size: int, directory: Path, name: str) -> Snapshots:
+def train_and_fail(rank: int, world_size: int, directory: Path, name: str) -> list[Any]:
+    """Return the loader's parts before a run, after it, and after one that resumed and
+    failed.
+    """
     case = LOADERS[name]
     loader = case.make(rank, world_size)
     options = {
@@ -118,33 +105,30 @@ def train_and_fail(rank: int, world_size: int, directory: Path, name: str) -> Sn
     path = runs.run(POINT).saved[POINT]
     trained = snapshots(loader)
     runs.run(ckpt_path=path, fail_at=FAILS_AT)
-    return Snapshots(before, trained, snapshots(loader))
+    return [before, trained, snapshots(loader)]
 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_users_objects_are_as_they_were(name: str, tmp_path: Path) -> None:
     """Loader, sampler, batch sampler and dataset keep their classes and attributes."""
-    for parts in run_ranks(train_and_fail, 2, tmp_path, name):
-        assert parts.trained == parts.before
-        assert parts.failed == parts.before
+    for before, trained, failed in run_ranks(train_and_fail, 2, tmp_path, name):
+        assert trained == before
+        assert failed == before
 
 
-class Seen(NamedTuple):
-    """What user code sees of a loader."""
-
-    type_name: str
-    is_users: bool
-    length: int
-    attributes: set[str]
-
-
-def seen(loader: Any) -> Seen:
-    return Seen(type(loader).__name__, isinstance(loader, OwnLoader), len(loader), {*vars(loader)})
+def seen(loader: Any) -> dict[str, Any]:
+    """Return what user code sees of a loader."""
+    return {
+        "type": type(loader).__name__,
+        "is the user's": isinstance(loader, OwnLoader),
+        "length": len(loader),
+        "attributes": {*vars(loader)},
+    }
 
 
-def copy_loaders(kind: training.Kind, directory: Path, is_injected: bool) -> dict[str, Seen]:
+def copy_loaders(kind: training.Kind, directory: Path, is_injected: bool) -> dict[str, Any]:
     """Return the loader and copies of it, as a callback sees them."""
-    copies: dict[str, Seen] = {}
+    copies: dict[str, Any] = {}
 
     def copy_loader(trainer: L.Trainer) -> None:
         loader: Any = trainer.train_dataloader
@@ -213,7 +197,7 @@ class OwnIterator:
     def __len__(self) -> int:
         return 4
 
-    def __iter__(self) -> OwnIterator:
+    def __iter__(self) -> Self:
         self.generator.shuffle(self.samples)
         self.given = 0
         return self
@@ -234,7 +218,7 @@ class Orders(Sampler[int]):
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __iter__(self) -> Orders:
+    def __iter__(self) -> Self:
         iter(self.loader)
         return self
 

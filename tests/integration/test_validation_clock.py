@@ -1,18 +1,15 @@
 """With a validation interval in time, rank 0's clock decides when all ranks validate."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from tests.harness import training
 from tests.harness.ranks import run_ranks
@@ -40,27 +37,7 @@ class FastClock:
         return self._real() + (self.seconds_ahead if is_main else 0.0)
 
 
-class Stream(IterableDataset[Any]):
-    """The samples of an epoch of one rank, without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        samples = training.data(BATCHES * BATCH_SIZE)
-        return (samples[index] for index in range(len(samples)))
-
-
-class Case(NamedTuple):
-    """How fast rank 1's clock runs, and on what the ranks train."""
-
-    time_of_a_batch: timedelta  # by rank 1's clock
-    dataset: Dataset[Any]
-    check_val_every_n_epoch: int | None
-
-
 SHARED = training.data(2 * BATCHES * BATCH_SIZE)  # by two ranks
-CASES = {
-    "faster": Case(10 * TIME_OF_A_BATCH, Stream(), check_val_every_n_epoch=1),
-    "slower": Case(TIME_OF_A_BATCH / 100, SHARED, check_val_every_n_epoch=None),
-}
 
 
 class Timed(training.Net):
@@ -86,25 +63,44 @@ class Timed(training.Net):
         self.validated_after.append(self.batches)
 
 
-def train(rank: int, world_size: int, directory: Path, case: Case) -> list[int]:
+def train(
+    rank: int,
+    world_size: int,
+    directory: Path,
+    time_of_a_batch: timedelta,
+    dataset: Dataset[Any],
+    check_val_every_n_epoch: int | None,
+) -> list[int]:
     """Return the numbers of batches after which this rank validated."""
     clock = FastClock()
-    model = Timed(clock, TIME_OF_A_BATCH if rank == 0 else case.time_of_a_batch, case.dataset)
+    model = Timed(clock, TIME_OF_A_BATCH if rank == 0 else time_of_a_batch, dataset)
     options = {
         "max_epochs": EPOCHS,
         "num_sanity_val_steps": 0,
         "val_check_interval": INTERVAL,
-        "check_val_every_n_epoch": case.check_val_every_n_epoch,
+        "check_val_every_n_epoch": check_val_every_n_epoch,
     }
     with mock.patch.object(time, "monotonic", clock):
         training.fit("ours", directory, model, **options)
     return model.validated_after
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_all_ranks_validate_by_rank_zeros_clock(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("time_on_rank_1", "dataset", "check_val_every_n_epoch"),
+    [
+        pytest.param(10 * TIME_OF_A_BATCH, training.Rows(BATCHES * BATCH_SIZE), 1, id="faster"),
+        pytest.param(TIME_OF_A_BATCH / 100, SHARED, None, id="slower"),
+    ],
+)
+def test_all_ranks_validate_by_rank_zeros_clock(
+    time_on_rank_1: timedelta,
+    dataset: Dataset[Any],
+    check_val_every_n_epoch: int | None,
+    tmp_path: Path,
+) -> None:
     """A rank whose clock is faster or slower validates after the same batches as rank 0,
     also in the middle of epochs.
     """
     expected = [*range(PERIOD, EPOCHS * BATCHES + 1, PERIOD)]
-    assert run_ranks(train, 2, tmp_path, case) == [expected] * 2
+    case = (time_on_rank_1, dataset, check_val_every_n_epoch)
+    assert run_ranks(train, 2, tmp_path, *case) == [expected] * 2

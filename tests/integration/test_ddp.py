@@ -1,14 +1,15 @@
-"""A comm hook averages the gradients of CPU ranks, as exactly as its number format allows."""
-
-from __future__ import annotations
+"""DDP averages gradients by a comm hook, also on CPU ranks, and its error about unused
+parameters names them.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.utils import parameters_to_vector
 
@@ -58,3 +59,56 @@ def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
     for rounded in (fp16, wrapped_by_fp16):
         torch.testing.assert_close(rounded, without, **IN_FP16)
         assert not torch.allclose(rounded, without, **IN_FLOAT64), "the hook was not called"
+
+
+# Unused parameters.
+
+SPARE_LAYERS = 6
+
+
+class Forgetful(training.Net):
+    """Leaves its spare layers out of the loss on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.ModuleList(nn.Linear(1, 1) for _ in range(SPARE_LAYERS))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.global_rank == 0:
+            loss = loss + sum(layer(batch[1]).mean() for layer in self.spare)
+        return loss
+
+
+def freeze_first_layer(trainer: L.Trainer) -> None:
+    model: Any = trainer.lightning_module
+    model.layers[0].requires_grad_(False)
+
+
+FREEZE = training.At("on_train_start", freeze_first_layer)
+FIRST_LAYER = ["layers.0.weight", "layers.0.bias"]
+SPARE = [f"spare.{layer}.{name}" for layer in range(SPARE_LAYERS) for name in ("weight", "bias")]
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "unused"),
+    [
+        pytest.param([], SPARE, id="unused"),
+        # DDP waits for parameters that were frozen after it was built.
+        pytest.param([FREEZE], FIRST_LAYER + SPARE, id="unused and frozen"),
+    ],
+)
+def test_unused_parameters_are_named(
+    callbacks: list[L.Callback], unused: list[str], tmp_path: Path
+) -> None:
+    """The error names the first ten, the number of others, and the option that allows it;
+    the other rank also exits.
+    """
+    first, second = training.fit_on(2, tmp_path, Forgetful(), *callbacks)
+    assert (first.exit_code, second.exit_code) == (1, 1)
+    assert second.failure.message.startswith(
+        "rank 1 did not use these parameters to compute the loss that training_step returned:"
+        f" {', '.join(unused[:10])} and {len(unused) - 10} more; DDP waits for their gradients. If"
+        " this is intended, choose strategy='ddp_ext_find_unused_parameters_true', or"
+        " DDPExtStrategy(find_unused_parameters=True)\n"
+    ), second.failure.message
