@@ -245,9 +245,12 @@ def exit_after_a_barrier(rank: int, world_size: int, directory: Path) -> None:
     assert context is not None
     channel = context.peers.channel
     if rank == 1:
-        call = context.barriers.start_call("barrier 'end'")
+        entering = threading.Thread(target=context.barriers.enter, args=["barrier 'end'"])
+        entering.start()
+        while context.barriers.awaited is None:  # until the call has been sent
+            time.sleep(0.001)
         channel.send("work", {})
-        context.barriers.wait(call)
+        entering.join()
         return
     is_working = threading.Event()
 
