@@ -245,12 +245,16 @@ def exit_after_a_barrier(rank: int, world_size: int, directory: Path) -> None:
     assert context is not None
     channel = context.peers.channel
     if rank == 1:
-        entering = threading.Thread(target=context.barriers.enter, args=["barrier 'end'"])
-        entering.start()
-        while context.barriers.awaited is None:  # until the call has been sent
-            time.sleep(0.001)
-        channel.send("work", {})
-        entering.join()
+
+        def send_work() -> None:
+            while context.barriers.awaited is None:  # until the call has been sent
+                time.sleep(0.001)
+            channel.send("work", {})
+
+        sending = threading.Thread(target=send_work)
+        sending.start()
+        context.barriers.enter("barrier 'end'")
+        sending.join()
         return
     is_working = threading.Event()
 
