@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from lightning_ddp_ext.arguments import integer
 from lightning_ddp_ext.errors import ConfigurationError
 
 Environ = Mapping[str, str]
@@ -45,22 +46,14 @@ class World:
     source: str
 
     def __post_init__(self) -> None:
-        for field in ("world_size", "rank", "local_world_size", "local_rank", "node_rank"):
-            _check_integer(field, getattr(self, field))
+        self._check("world_size", 1, None, "count all processes of the run")
         size = self.world_size
+        self._check("rank", 0, size - 1, "count the ranks from 0")
+        self._check("local_world_size", 1, size, "count the processes of this node")
         local_size = self.local_world_size
-        if size < 1:
-            raise ConfigurationError(
-                f"world_size must be at least 1 (got {size}); count all processes of the run"
-                f" (source: {self.source})"
-            )
-        self._check_range("rank", 0, size - 1, "count the ranks from 0")
-        self._check_range("local_world_size", 1, size, "count the processes of this node")
-        self._check_range(
-            "local_rank", 0, local_size - 1, "count the processes of this node from 0"
-        )
+        self._check("local_rank", 0, local_size - 1, "count the processes of this node from 0")
         # Every other node holds at least one rank.
-        self._check_range("node_rank", 0, size - local_size, "count the nodes from 0")
+        self._check("node_rank", 0, size - local_size, "count the nodes from 0")
 
     @property
     def num_nodes(self) -> int:
@@ -75,17 +68,12 @@ class World:
         """Whether this is the first of all ranks."""
         return self.rank == 0
 
-    def _check_range(self, field: str, low: int, high: int, remedy: str) -> None:
-        value = getattr(self, field)
-        if low <= value <= high:
-            return
-        given = f"world_size {self.world_size}"
-        if field in ("local_rank", "node_rank"):
-            given += f" and local_world_size {self.local_world_size}"
-        raise ConfigurationError(
-            f"{field} must be in {low}..{high} for {given} (got {value}); {remedy} (source:"
-            f" {self.source})"
-        )
+    def _check(self, field: str, low: int, high: int | None, remedy: str) -> None:
+        """Convert a field to an ``int``, or raise if it is out of range."""
+        sizes = f"world_size {self.world_size}, local_world_size {self.local_world_size}"
+        remedy = f"{remedy} (from {self.source}: {sizes})"
+        number = integer(getattr(self, field), field, at_least=low, at_most=high, remedy=remedy)
+        object.__setattr__(self, field, number)  # the dataclass is frozen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,15 +281,6 @@ def _slurm_tasks_on_node(environ: Environ) -> int | None:
     else:
         tasks = _first_integer(environ, "SLURM_NTASKS_PER_NODE")
     return None if tasks is None else max(tasks, _integer(environ, "SLURM_LOCALID") + 1)
-
-
-def _check_integer(field: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        kind = type(value).__name__
-        raise ConfigurationError(
-            f"{field} must be an integer (got {value!r}, of type {kind}); for example, write"
-            f" {field}=1"
-        )
 
 
 def _integer(environ: Environ, name: str) -> int:

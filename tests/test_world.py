@@ -198,14 +198,14 @@ def test_the_trainers_devices_complete_a_slurm_job() -> None:
         ),
         pytest.param(
             PLAIN | {"WORLD_SIZE": "0"},
-            "world_size must be at least 1 (got 0); count all processes of the run (source:"
-            " RANK, WORLD_SIZE and LOCAL_RANK)",
+            "world_size must be an integer of at least 1 (got 0); count all processes of the run"
+            " (from RANK, WORLD_SIZE and LOCAL_RANK: world_size 0, local_world_size 0)",
             id="no ranks",
         ),
         pytest.param(
             TORCHRUN | {"LOCAL_RANK": "2"},
-            "local_rank must be in 0..1 for world_size 4 and local_world_size 2 (got 2); count"
-            " the processes of this node from 0 (source: torchrun)",
+            "local_rank must be an integer from 0 to 1 (got 2); count the processes of this node"
+            " from 0 (from torchrun: world_size 4, local_world_size 2)",
             id="a local rank beyond the node",
         ),
     ],

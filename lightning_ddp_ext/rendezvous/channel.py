@@ -83,7 +83,7 @@ class Channel:
         self._accepting = asyncio.run_coroutine_threadsafe(self._accept(listener), self._loop)
 
     def stop_accepting(self) -> None:
-        """Close the listener; the connections stay open."""
+        """Close the listener at which late ranks get a refusal; the connections stay open."""
         if self._accepting is not None:
             self._accepting.cancel()
 
@@ -223,25 +223,23 @@ class Channel:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, listener: socket.socket) -> None:
-        with listener:
-            await self._accept_until_cancelled(listener)
-
-    async def _accept_until_cancelled(self, listener: socket.socket) -> None:
+        """Accept connections until this is cancelled, and close the listener."""
         # Without descriptors, asyncio's server tries a thousand times in each attempt.
         has_warned = False
-        while True:
-            try:
-                connected, _ = await self._loop.sock_accept(listener)
-                await self._open(connected)
-            except OSError as error:
-                has_no_descriptors = error.errno in (errno.EMFILE, errno.ENFILE)
-                if has_no_descriptors and not has_warned:
-                    _logger.warning(
-                        "rank 0 has no file descriptors left for more ranks; raise the limit"
-                        " (ulimit -n)"
-                    )
-                    has_warned = True
-                await asyncio.sleep(_PAUSE_AFTER_ERROR)
+        with listener:
+            while True:
+                try:
+                    connected, _ = await self._loop.sock_accept(listener)
+                    await self._open(connected)
+                except OSError as error:
+                    has_no_descriptors = error.errno in (errno.EMFILE, errno.ENFILE)
+                    if has_no_descriptors and not has_warned:
+                        _logger.warning(
+                            "rank 0 has no file descriptors left for more ranks; raise the limit"
+                            " (ulimit -n)"
+                        )
+                        has_warned = True
+                    await asyncio.sleep(_PAUSE_AFTER_ERROR)
 
     async def _open(self, connected: socket.socket, rank: int | None = None) -> None:
         connection = Connection(connected, self._heartbeat, self._handle_message, self._handle_lost)

@@ -42,12 +42,9 @@ class Coordinator:
         self._hello = hello
         self._channel = channel
         self._deadline = deadline
-        self._endpoint = request.endpoint
-        self._timeouts = request.timeouts
-        self._launch_failure = request.launch_failure
         self._where = hello.init_method
-        if self._where == "env://" and isinstance(self._endpoint, TcpEndpoint):
-            self._where = f"{self._endpoint.where} ({self._where})"
+        if self._where == "env://" and isinstance(self._request.endpoint, TcpEndpoint):
+            self._where = f"{self._request.endpoint.where} ({self._where})"
         self._present = {0: hello.info}
         self._table: tuple[RankInfo, ...] = ()
         self._error: RendezvousError | None = None
@@ -58,7 +55,7 @@ class Coordinator:
             self._store = _host_store(listener.getsockname()[0])
         channel.listen("handshake", self._handle_message)
         channel.accept(listener, self._admit)
-        self._endpoint.publish(self._address)
+        self._request.endpoint.publish(self._address)
 
     def connect(self) -> Connections:
         """Wait until every rank has connected.
@@ -68,7 +65,7 @@ class Coordinator:
             RendezvousError: two processes claim one rank, settings or versions differ,
                 or a rank exited or gave up.
         """
-        withdraw = partial(self._endpoint.withdraw, self._address)
+        withdraw = partial(self._request.endpoint.withdraw, self._address)
         try:
             self._wait_until_decided()
         except BaseException as error:
@@ -77,7 +74,7 @@ class Coordinator:
                 self._refuse_late_ranks()
             withdraw()
             raise
-        if self._endpoint.is_local:  # so that a later kill cannot leave the address behind
+        if self._request.endpoint.is_local:  # so that a later kill cannot leave the address behind
             withdraw()
         return Connections(
             self._channel, self._table, self._store, self._store_sockets, self._route, withdraw
@@ -99,15 +96,15 @@ class Coordinator:
 
     def _check_conditions(self) -> None:
         """Check the conditions that end the wait without a message."""
-        sentence = self._exit_of_a_rank() or self._launch_failure()
+        sentence = self._exit_of_a_rank() or self._request.launch_failure()
         if sentence is not None:
             self._refuse(RendezvousError(sentence))
         if self._deadline.expired:
             self._refuse_missing(self._deadline.seconds)
-        published = self._endpoint.look_up(self._deadline)
+        published = self._request.endpoint.look_up(self._deadline)
         if published is not None and published != self._address:
             self._check_rank_zero_at(published)
-            self._endpoint.publish(self._address)
+            self._request.endpoint.publish(self._address)
 
     def _exit_of_a_rank(self) -> str | None:
         """Describe the exit of a rank that had connected, if any."""
@@ -123,11 +120,11 @@ class Coordinator:
     # Detection of another rank 0.
 
     def _listen(self) -> tuple[socket.socket, Address]:
-        earlier_address = self._endpoint.look_up(self._deadline)
+        earlier_address = self._request.endpoint.look_up(self._deadline)
         if earlier_address is not None and earlier_address.nonce:
             self._check_rank_zero_at(earlier_address)
         try:
-            return self._endpoint.listen()
+            return self._request.endpoint.listen()
         except RendezvousError:
             if earlier_address is not None:
                 self._check_rank_zero_at(earlier_address)
@@ -136,8 +133,8 @@ class Coordinator:
     def _check_rank_zero_at(self, address: Address) -> None:
         """Raise the refusal of another rank 0 if one is answering at this address."""
         for host in address.candidates(self._hello.info.network):
-            deadline = Deadline(min(self._timeouts.connect, self._deadline.remaining))
-            channel = Channel(self._timeouts.heartbeat)
+            deadline = Deadline(min(self._request.timeouts.connect, self._deadline.remaining))
+            channel = Channel(self._request.timeouts.heartbeat)
             with suppress(OSError), closing(channel):
                 handshake = Handshake(self._request, self._hello, channel, deadline)
                 handshake.send_hello(host, address)
@@ -227,7 +224,7 @@ class Coordinator:
     def _refuse_late_ranks(self) -> None:
         """Listen for some more seconds, so that late ranks also receive the refusal."""
         late = set(range(1, self._hello.world_size)) - self._present.keys()
-        self._channel.wait_for(lambda: late <= self._refused, self._timeouts.after_refusal)
+        self._channel.wait_for(lambda: late <= self._refused, self._request.timeouts.after_refusal)
 
     def _refuse_missing(self, seconds: float) -> None:
         """Refuse the start because some ranks did not connect within a rank's limit."""

@@ -68,12 +68,10 @@ class Handshake:
     def __init__(
         self, request: Request, hello: Hello, channel: Channel, deadline: Deadline
     ) -> None:
+        self._request = request
         self._hello = hello
         self._channel = channel
         self._deadline = deadline
-        self._endpoint = request.endpoint
-        self._timeouts = request.timeouts
-        self._launch_failure = request.launch_failure
         self._replies: Message = {}  # rank 0's latest ones, which the channel's thread adds
         self._last_error = OSError("not tried")
         self._published: Address | None = None
@@ -116,16 +114,16 @@ class Handshake:
     def _withdraw(self) -> None:
         """Remove the address of a rank 0 that died."""
         if self._published is not None:
-            self._endpoint.withdraw(self._published)
+            self._request.endpoint.withdraw(self._published)
 
     # Finding rank 0.
 
     def _find_rank_zero(self) -> None:
         for _ in self._deadline.ticks():
-            sentence = self._launch_failure()
+            sentence = self._request.launch_failure()
             if sentence is not None:
                 raise RendezvousError(sentence)
-            self._published = self._endpoint.look_up(self._deadline)
+            self._published = self._request.endpoint.look_up(self._deadline)
             if self._published is None:
                 self._last_error = OSError("rank 0 has not published its address there")
                 continue
@@ -161,8 +159,10 @@ class Handshake:
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         # Rank 0 may be busy, so only a closed connection, the deadline or a changed
         # address ends this wait.
-        while not self._wait_for("accepted", min(self._timeouts.connect, self._deadline.remaining)):
-            if self._deadline.expired or self._endpoint.look_up(self._deadline) != address:
+        while not self._wait_for(
+            "accepted", min(self._request.timeouts.connect, self._deadline.remaining)
+        ):
+            if self._deadline.expired or self._request.endpoint.look_up(self._deadline) != address:
                 break
         if "refused" in self._replies:
             raise error_in(self._replies["refused"])
@@ -170,7 +170,7 @@ class Handshake:
             raise OSError(self._reason_without_reply())
 
     def _connect(self, host: str, port: int) -> socket.socket:
-        seconds = max(0.1, min(self._timeouts.connect, self._deadline.remaining))
+        seconds = max(0.1, min(self._request.timeouts.connect, self._deadline.remaining))
         connected = socket.create_connection((host, port), timeout=seconds)
         if connected.getsockname() == connected.getpeername():
             # No process listens, and the kernel chose the same port for this side. A
@@ -192,15 +192,15 @@ class Handshake:
 
     def _raise_if_port_is_taken(self) -> None:
         is_other_program = self._channel.ended.get(0) == MALFORMED
-        if is_other_program and isinstance(self._endpoint, TcpEndpoint):
+        if is_other_program and isinstance(self._request.endpoint, TcpEndpoint):
             raise RendezvousError(
                 f"a program other than rank 0 is listening at {self._where}; choose a port that no"
                 " other program uses, or correct the address of rank 0's host"
             )
 
     def _not_found(self) -> RendezvousError:
-        if isinstance(self._endpoint, TcpEndpoint):
-            where = f"{self._endpoint.where.host}:{self._endpoint.where.port}"
+        if isinstance(self._request.endpoint, TcpEndpoint):
+            where = f"{self._request.endpoint.where.host}:{self._request.endpoint.where.port}"
             remedy = "that its host has this address"
         else:
             where = self._hello.init_method
@@ -240,7 +240,7 @@ class Handshake:
     def _await_welcome(self) -> tuple[RankInfo, ...]:
         if not self._wait_for("welcome", self._deadline.remaining):
             self._channel.send("handshake", {"overdue": self._deadline.seconds})
-            self._wait_for("welcome", self._timeouts.answer)
+            self._wait_for("welcome", self._request.timeouts.answer)
         if "welcome" not in self._replies:
             self._raise_if_over()
             raise self._lost("did not reply")

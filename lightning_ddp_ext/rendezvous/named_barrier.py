@@ -117,25 +117,6 @@ class NamedBarriers:
         earliest = min(waiting, key=lambda call: call.steps, default=None)
         return earliest if earliest is not None and self._steps > earliest.steps else None
 
-    def start_call(self, what: str, where: str = "", *, name: str = "", remedy: str = "") -> Call:
-        """Report the start of a call that every rank must make, without waiting.
-
-        A call that does not itself wait for the other ranks also needs :meth:`wait`.
-
-        Args:
-            what: the call, as messages show it.
-            where: file and line in the user's code, if known.
-            name: the name that must be the same on every rank; by default ``what``.
-            remedy: advice for a rank that skips it, if the user does not make the call.
-        """
-        texts = [text[:_LONGEST_TEXT] for text in (name or what, what, where, remedy)]
-        with self._peers.arrived:
-            self.made += 1
-            call = Call(self._peers.rank, self.made, self._steps, *texts)
-        receivers = self._peers.everyone if self._peers.rank == 0 else [0]
-        self._remote.call(receivers, "record", asdict(call))
-        return call
-
     def enter(
         self,
         what: str,
@@ -145,14 +126,15 @@ class NamedBarriers:
         remedy: str = "",
         if_late: Callable[[], None] | None = None,
     ) -> None:
-        """Report a call with :meth:`start_call` and :meth:`wait` for it. Collective."""
-        self.wait(self.start_call(what, where, name=name, remedy=remedy), if_late=if_late)
+        """Report the start of a call, and wait until every rank has started it.
 
-    def wait(self, call: Call, *, if_late: Callable[[], None] | None = None) -> None:
-        """Wait until every rank has started this call. Collective.
+        Collective: every rank must call it.
 
         Args:
-            call: the result of :meth:`start_call`.
+            what: the call, as messages show it.
+            where: file and line in the user's code, if known.
+            name: the name that must be the same on every rank; by default ``what``.
+            remedy: advice for a rank that skips it, if the user does not make the call.
             if_late: called after each collective timeout to continue the wait, unless
                 it raises; by default, ranks that have not started the call by then are
                 absent.
@@ -162,6 +144,12 @@ class NamedBarriers:
                 start it in time.
             RankFailedError: a rank failed, died or left; it may be a subclass.
         """
+        texts = [text[:_LONGEST_TEXT] for text in (name or what, what, where, remedy)]
+        with self._peers.arrived:
+            self.made += 1
+            call = Call(self._peers.rank, self.made, self._steps, *texts)
+        receivers = self._peers.everyone if self._peers.rank == 0 else [0]
+        self._remote.call(receivers, "record", asdict(call))
         self.awaited = call
         try:
             while not self._is_open(call, self._timeout().total_seconds()):

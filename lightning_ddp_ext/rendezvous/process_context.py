@@ -153,10 +153,6 @@ class ProcessContext:
             and self.groups.owns_default
         )
 
-    def stop_accepting(self) -> None:
-        """Stop listening at rank 0's address; until then, late ranks get a refusal."""
-        self._connections.channel.stop_accepting()
-
     # Failure and close.
 
     @property
@@ -191,10 +187,6 @@ class ProcessContext:
         self.groups.abort()
         self.groups.close(is_broken=True)
         self.peers.record_raised()
-
-    def drop_in_child(self) -> None:
-        """Close a forked child's copies of the sockets to other ranks."""
-        self._connections.channel.close_inherited_sockets()
 
     def close(self) -> None:
         """Close groups, channel and store."""
@@ -369,7 +361,7 @@ def _exit_if_stuck() -> None:
 def _drop_in_child() -> None:
     """Drop the parent's context in a forked child, such as a loader worker."""
     for context in _contexts:
-        context.drop_in_child()
+        context.peers.channel.close_inherited_sockets()
     # Keep references: destroying a store joins threads, which only the parent has.
     _parents_contexts.extend(_contexts)
     _contexts.clear()

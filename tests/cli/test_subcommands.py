@@ -176,7 +176,7 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("RANK", "4")
     ended = run("env")
     assert ended.returncode == 1
-    assert "rank must be in 0..3 for world_size 4 (got 4)" in ended.stdout
+    assert "rank must be an integer from 0 to 3 (got 4)" in ended.stdout
 
 
 @pytest.fixture

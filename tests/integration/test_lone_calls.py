@@ -223,9 +223,16 @@ def exit_after_a_barrier(rank: int, world_size: int, directory: Path) -> None:
     assert context is not None
     channel = context.peers.channel
     if rank == 1:
-        call = context.barriers.start_call("barrier 'end'")
-        channel.send("work", {})
-        context.barriers.wait(call)
+
+        def send_work() -> None:
+            while context.barriers.awaited is None:  # until the call has been sent
+                time.sleep(0.001)
+            channel.send("work", {})
+
+        sending = threading.Thread(target=send_work)
+        sending.start()
+        context.barriers.enter("barrier 'end'")
+        sending.join()
         return
     is_working = threading.Event()
 

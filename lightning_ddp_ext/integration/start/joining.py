@@ -135,7 +135,7 @@ class ConnectionSettings:
         """Stop listening at rank 0's address, where the script may open its own group."""
         context = current()
         if context is not None:
-            context.stop_accepting()
+            context.peers.channel.stop_accepting()
 
     def _request(self, strategy: pl.strategies.DDPStrategy) -> Request:
         started = started_ranks()
