@@ -15,7 +15,7 @@ from lightning_ddp_ext.data.random_state import WorkerSeeding, seed_generators
 from lightning_ddp_ext.errors import ConfigurationError
 
 from ..data.loaders import TrainerLoaders
-from ..data.loop_state import epoch_of
+from ..data.positions import epoch_of
 from ..private.compat import active_loop_of, iterators_of
 from ..private.lightning_tree import RunningStage, pl
 from ..private.replaced_methods import Prepare, ReplacedMethods

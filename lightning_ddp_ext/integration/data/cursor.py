@@ -38,9 +38,8 @@ from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.recorder import Recorder
 from ..stopping.stops import StopController
-from .loop_state import epoch_of
 from .position_saver import PositionSaver
-from .positions import positions_of
+from .positions import epoch_of, positions_of
 from .resumed_epoch import ResumedEpoch
 from .saved_epoch import read_saved
 from .uneven import UnevenInputs

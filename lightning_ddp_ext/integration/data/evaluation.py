@@ -53,6 +53,7 @@ class Evaluation:
     step, and reductions leave the rank out.
 
     Attributes:
+        is_exact: the argument ``exact_evaluation`` of ``DDPExtStrategy``.
         is_idle: whether this rank's batch does not count in the current step, or did
             not in the last one.
         idle_ranks: the ranks whose batches do not count in the current step.
@@ -60,7 +61,7 @@ class Evaluation:
 
     def __init__(self, strategy: RankDevicesStrategy, *, is_exact: bool) -> None:
         self._strategy = strategy
-        self._is_exact = is_exact
+        self.is_exact = is_exact
         self.end()
 
     def end(self) -> None:
@@ -75,7 +76,7 @@ class Evaluation:
     @property
     def _counts_once(self) -> bool:
         """Whether several ranks evaluate together and count each sample once."""
-        return self._is_exact and dist.is_initialized() and self._strategy.world_size > 1
+        return self.is_exact and dist.is_initialized() and self._strategy.world_size > 1
 
     def prepare(self, loader: DistributedLoader, stage: RunningStage) -> None:
         """Prepare a loader for an evaluation. Collective.

@@ -87,7 +87,6 @@ class TrainerLoaders:
         self._strategy = strategy
         self._parts = parts
         self._order = order
-        self._exact_evaluation = exact_evaluation
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
         self.saver = PositionSaver(strategy, checkpoints, parts.stops)
@@ -209,7 +208,7 @@ class TrainerLoaders:
         self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage
     ) -> GlobalOrderSampler | None:
         """Return our sampler that replaces Lightning's, or ``None`` to keep that."""
-        if stage in EVALUATED and not self._exact_evaluation:
+        if stage in EVALUATED and not self.evaluation.is_exact:
             return None
         options = {
             **self._strategy.distributed_sampler_kwargs,

@@ -25,14 +25,6 @@ from typing import Any, Literal
 Stopped = Literal["batch", "validation"]
 
 
-def epoch_of(trainer: Any) -> int:
-    """Return the current or next epoch.
-
-    With ``max_steps``, ``trainer.current_epoch`` lags behind.
-    """
-    return int(trainer.fit_loop.epoch_progress.current.processed)
-
-
 @dataclass(frozen=True)
 class Restart:
     """The point where training continues.

@@ -1,4 +1,4 @@
-"""Find the positions in the Trainer's training loaders, and this rank's generators."""
+"""Find the Trainer's epoch, its positions in training loaders, and this rank's generators."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from lightning_ddp_ext.data.proxy import iterable_of
 
 from ..private.compat import combined_loader_of
 from ..start.devices import RankDevicesStrategy
+
+
+def epoch_of(trainer: Any) -> int:
+    """Return the current or next epoch.
+
+    With ``max_steps``, ``trainer.current_epoch`` lags behind.
+    """
+    return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
 def training_loaders_of(trainer: Any) -> list[DistributedLoader]:

@@ -43,8 +43,7 @@ from ..private.compat import combined_iterator_of, end_epoch_after, end_restart,
 from ..private.lightning_tree import pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
-from .loop_state import epoch_of
-from .positions import positions_of, training_generators, training_loaders_of
+from .positions import epoch_of, positions_of, training_generators, training_loaders_of
 from .saved_epoch import SavedEpoch
 
 T = TypeVar("T")
