@@ -1,9 +1,13 @@
-"""Record a module's small buffers as bytes, and restore them."""
+"""Record a module's small buffers, and detect changes of values that are not recorded.
+
+Parameters are recorded elsewhere; persistent metrics, for example, are not.
+"""
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checksum import version_of
+from lightning_ddp_ext.checksum import checksum, version_of
 
 _MAX_TOTAL_BYTES = 1 << 20  # recording masks and queues in every step would take too long
 
@@ -59,6 +63,48 @@ class RecordedBuffers:
         return True
 
 
+class FixedValues:
+    """The values in a module's ``state_dict`` that must not change.
+
+    These are all values except parameters and recorded buffers.
+
+    Args:
+        module: the module.
+        buffers: the recorded buffers.
+    """
+
+    def __init__(self, module: nn.Module, buffers: RecordedBuffers) -> None:
+        self._module = module
+        self._recorded = buffers
+        self._at_first = self._contents()
+
+    def find_changed(self) -> str | None:
+        """Return the name of a value that has changed since the start, if any."""
+        first = self._at_first
+        now = self._contents()
+        return next((name for name in {**first, **now} if first.get(name) != now.get(name)), None)
+
+    def _contents(self) -> dict[str, Any]:
+        # A state_dict has other tensor objects, which share the memory of the originals.
+        tensors = (*self._module.parameters(), *self._recorded.tensors())
+        recorded = [each for each in tensors if _is_dense(each)]
+        # By address: the bytes of the largest tensor there, since views share an address.
+        largest_at: dict[int, int] = {}
+        for each in recorded:
+            largest_at[each.data_ptr()] = max(each.nbytes, largest_at.get(each.data_ptr(), 0))
+        empty = [each for each in recorded if not each.numel()]  # they have no address
+
+        def is_recorded(value: Any) -> bool:
+            if not _is_dense(value):
+                return False
+            if value.numel():
+                return bool(value.nbytes <= largest_at.get(value.data_ptr(), 0))
+            return any(each.device == value.device and each.is_set_to(value) for each in empty)
+
+        state = self._module.state_dict()
+        return {name: _content_of(value) for name, value in state.items() if not is_recorded(value)}
+
+
 def saved_buffers(module: nn.Module) -> Iterator[tuple[int, nn.Module, str]]:
     """Yield the size, owner and name of each dense buffer that checkpoints contain."""
     for owner in module.modules():
@@ -95,3 +141,18 @@ def _identity(buffer: Tensor) -> Any:
     Inference tensors have no version, and always count as unchanged.
     """
     return buffer.is_inference() or (buffer.data_ptr(), version_of(buffer))
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _content_of(value: Any) -> Any:
+    """Return what represents a value in a later comparison."""
+    if isinstance(value, Tensor):
+        return value.shape, int(checksum(value)) if _is_dense(value) else version_of(value)
+    if isinstance(value, (list, tuple)):  # such as a metric's values of each batch
+        return [_content_of(each) for each in value]
+    if isinstance(value, Mapping):
+        return {name: _content_of(each) for name, each in value.items()}
+    return pickle.dumps(value)

@@ -19,9 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.fixed_values import FixedValues
 from lightning_ddp_ext.checkpoint.rank_records import Kind, RankRecords
-from lightning_ddp_ext.checkpoint.recorded_buffers import RecordedBuffers
+from lightning_ddp_ext.checkpoint.recorded_buffers import FixedValues, RecordedBuffers
 from lightning_ddp_ext.checkpoint.saved_parameters import SavedParameters
 from lightning_ddp_ext.data.random_state import random_state_bytes
 from lightning_ddp_ext.ranks import reason_of
@@ -69,7 +68,7 @@ class Recorder:
         module = trainer.lightning_module
         self.buffers = RecordedBuffers(module)
         self.parameters = SavedParameters(module)
-        self.fixed = FixedValues(module, lambda: (*module.parameters(), *self.buffers.tensors()))
+        self.fixed = FixedValues(module, self.buffers)
         self._loop = trainer.fit_loop.epoch_loop
         self._own = records[self._strategy.global_rank]
 
