@@ -62,8 +62,8 @@ class DistributedLoader:
         on_iterator: called when an iterator is created.
         seeds: the generator from which the next iterator that starts draws its workers'
             seed.
-        had_workers: whether the run that is resumed had started an evaluation loader's
-            workers, which may persist.
+        had_workers: whether an evaluation loader's workers, if they persist, were seeded
+            before its latest iterator, possibly in the run that is resumed.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
     >>> len(loader), list(loader), list(loader)
@@ -128,6 +128,7 @@ class DistributedLoader:
         Args:
             is_new_loader: whether workers that persist have not been seeded.
         """
+        self.had_workers = self.had_workers or self._keeps_seed
         is_drawn_here = iterates_as_torch(self.loader) and _draws_on_cpu(self._users_generator)
         if not is_drawn_here or (self._keeps_seed and not is_new_loader):
             return
@@ -141,7 +142,12 @@ class DistributedLoader:
         """Whether the run that is resumed had already drawn the seed of an iterator."""
         if self.position is not None:
             return bool(self.position.continues())
-        return self.had_workers and bool(self.loader.persistent_workers)
+        return self.has_seeded_workers(before_latest=True)
+
+    def has_seeded_workers(self, *, before_latest: bool) -> bool:
+        """Whether workers that persist have been seeded, perhaps ``before_latest`` iterator."""
+        is_seeded = self.had_workers or (self._keeps_seed and not before_latest)
+        return is_seeded and bool(getattr(self.loader, "persistent_workers", False))
 
     def __iter__(self) -> Iterator[Any]:
         self.on_iterator()

@@ -107,6 +107,30 @@ def test_a_finished_run_continues_where_training_was(ends: dict[str, int], tmp_p
     assert run_ranks(validate_and_resume, 2, tmp_path, ends) == ["", ""]
 
 
+def resume_with_validation_workers(
+    rank: int, world_size: int, directory: Path, validated_every: int
+) -> dict[str, str]:
+    """Resume in the middle of each epoch; describe how the runs differ."""
+    options = {
+        "model": partial(continuing.Net, validation=continuing.KEPT),
+        "max_epochs": 4,
+        "limit_val_batches": 1.0,
+        "check_val_every_n_epoch": validated_every,
+    }
+    training = Training(continuing.shuffled(16), directory, options=options)
+    points = [f"train_batch_end-{BATCHES * epoch + 2}" for epoch in range(4)]
+    return continuing.generations(training, points)
+
+
+@pytest.mark.parametrize("validated_every", [1, 2])
+def test_workers_that_persist_for_validation_are_seeded_once(
+    validated_every: int, tmp_path: Path
+) -> None:
+    """A resumed run draws their seed only if the run that saved had not."""
+    differences = run_ranks(resume_with_validation_workers, 2, tmp_path, validated_every)
+    assert differences == [{}, {}]
+
+
 class ValidatedTogether(continuing.LongValidated):
     """Validates on two shuffled loaders at once."""
 

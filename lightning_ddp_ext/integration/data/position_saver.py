@@ -20,7 +20,7 @@ from ..private.compat import combined_loader_of, fetcher_of
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
 from .loop_state import Restart, find_restart
-from .positions import positions_of, training_generators
+from .positions import has_seeded_validation, positions_of, training_generators
 from .saved_epoch import KEY, make_section, without_random_state
 
 Moment = Literal["epoch", "step", "validation"]
@@ -33,10 +33,12 @@ class RecordedState:
     Attributes:
         random: the random states.
         batches_given: the number of batches that each loader had given in the epoch.
+        has_seeded_validation: see the function.
     """
 
     random: list[Any]
     batches_given: list[int]
+    has_seeded_validation: bool
 
 
 class RankPosition(NamedTuple):
@@ -86,7 +88,8 @@ class PositionSaver:
     def _current_state(self) -> RecordedState:
         positions = positions_of(self._trainer)
         random = record_random_state(training_generators(self._strategy, positions))
-        return RecordedState(random, [position.batches_given for position in positions])
+        batches_given = [position.batches_given for position in positions]
+        return RecordedState(random, batches_given, has_seeded_validation(self._trainer))
 
     def on_train_end(self) -> None:
         """Record where training ended.
@@ -165,6 +168,7 @@ class PositionSaver:
             "random": recorded.random,
             "loaders": loaders,
             "has_drawn_seeds": restart.has_started,
+            "has_seeded_validation": recorded.has_seeded_validation,
         }
         return RankPosition(_batches_in(loops), restart, state)
 

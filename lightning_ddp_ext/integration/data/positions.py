@@ -34,6 +34,16 @@ def positions_of(trainer: Any) -> list[LoaderPosition]:
     return [loader.position for loader in training_loaders_of(trainer)]
 
 
+def has_seeded_validation(trainer: Any, *, before_latest: bool = False) -> bool:
+    """Whether workers for validation persist and have been seeded.
+
+    With ``before_latest``, the latest validation does not count.
+    """
+    combined = combined_loader_of(trainer.fit_loop.epoch_loop.val_loop)
+    loaders = [] if combined is None else map(iterable_of, combined.flattened)
+    return any(loader.has_seeded_workers(before_latest=before_latest) for loader in loaders)
+
+
 def training_generators(
     strategy: RankDevicesStrategy, positions: Iterable[LoaderPosition]
 ) -> list[Any]:

@@ -237,20 +237,8 @@ class ResumedEpoch:
 
     @property
     def had_validation_workers(self) -> bool:
-        """Whether the run that saved had started workers for validation in this epoch.
-
-        If they persist and loaders are not reloaded, an earlier epoch counts.
-        """
-        restart = self._saved.restart
-        progress = self._saved.loops["epoch_loop.val_loop.batch_progress"]
-        done = progress["total"]["ready"]
-        if restart.at == "validation":
-            done -= progress["current"]["ready"]  # this one starts again
-        if done > 0 and restart.at != "epoch_start":
-            return True
-        if restart.epoch == 0:
-            return bool(self._trainer.num_sanity_val_steps > 0)
-        return bool(self._trainer.reload_dataloaders_every_n_epochs == 0)
+        """Whether workers for validation, if they persist, had been seeded."""
+        return self._saved.had_validation_workers(self._strategy.global_rank)
 
     def before_iterators(self) -> None:
         """Restore the random state of the epoch's start, before its iterators start."""

@@ -65,6 +65,10 @@ class SavedEpoch:
         """
         return bool(self.ranks) and not self._state_of(rank)["has_drawn_seeds"]
 
+    def had_validation_workers(self, rank: int) -> bool:
+        """Whether workers for validation persisted and had been seeded."""
+        return bool(self.ranks) and self._state_of(rank)["has_seeded_validation"]
+
 
 def make_section(
     restart: Restart, *, seed: int | None, stopped: Stopped | None, ranks: Any
@@ -144,7 +148,7 @@ def without_random_state(own: Mapping[str, Any]) -> dict[str, Any]:
     Only an uninterrupted save of all ranks can restore these.
     """
     loaders = [{**loader, "random": None, "own": None} for loader in own["loaders"]]
-    return {"random": None, "loaders": loaders, "has_drawn_seeds": False}
+    return {**own, "random": None, "loaders": loaders, "has_drawn_seeds": False}
 
 
 def shared_state(own: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from lightning_ddp_ext.data.random_state import (
 )
 
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
-from ..data.positions import positions_of
+from ..data.positions import has_seeded_validation, positions_of
 from ..data.saved_epoch import shared_state, without_random_state
 from ..private.compat import dump_checkpoint, fetcher_of, is_read_in_step, validates_next
 from ..private.lightning_tree import pl
@@ -150,7 +150,11 @@ def states_of_ranks(
     # The random states were recorded before the batches after this step were given.
     later = trainer.fit_loop.epoch_loop.batch_progress.current.ready - restart.done
     loaders = [each.state_dict(restart.done, each.batches_given - later) for each in positions]
-    own = {"loaders": loaders}
+    is_in_validation = restart.at == "validation"  # which starts again
+    own = {
+        "loaders": loaders,
+        "has_seeded_validation": has_seeded_validation(trainer, before_latest=is_in_validation),
+    }
     states = []
     derived = []
     for rank in range(trainer.world_size):
