@@ -205,8 +205,7 @@ def _is_broken_collective(exception: BaseException) -> bool:
 def _is_raised_for_user(exception: BaseException) -> bool:
     """Whether a backend may have raised it in user code that waits for a collective."""
     trace = _innermost(exception)
-    is_in_users_code = trace is not None and is_users(trace.tb_frame.f_code.co_filename)
-    return is_in_users_code and _may_be_of_backend(exception)
+    return trace is not None and is_users(trace.tb_frame) and _may_be_of_backend(exception)
 
 
 def _may_be_of_backend(exception: BaseException) -> bool:

@@ -15,8 +15,7 @@ from lightning_ddp_ext.ranks import shortened
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
-# Packages between the call and the user's code, whose lines do not help users. Those of
-# Python's standard library do not, either.
+# Packages between the call and the user's code, whose lines do not help users.
 _LIBRARIES = {
     "lightning",
     "lightning_ddp_ext",
@@ -26,6 +25,7 @@ _LIBRARIES = {
     "torch",
     "torchmetrics",
 }
+_BETWEEN = sys.stdlib_module_names | _LIBRARIES
 # A report must fit into one message, and into the socket buffer of a rank that has
 # stopped reading.
 _LONGEST = 1 << 15
@@ -72,24 +72,29 @@ def call_site_of(frame: FrameType | None) -> str:
 
     Empty if not found.
     """
-    stack = [] if frame is None else traceback.walk_stack(frame)
-    return call_site_in((caller.f_code.co_filename, line) for caller, line in stack)
+    while frame is not None and not is_users(frame):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a frame belongs to the user's code."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN
 
 
 def call_site_in(lines: Iterable[tuple[str, int]]) -> str:
-    """Return a stack's first line in the user's code; empty if not found."""
-    users = (f"{file}:{line}" for file, line in lines if is_users(file))
+    """Return a recorded stack's first line in the user's code; empty if not found."""
+    users = (f"{file}:{line}" for file, line in lines if not _is_library(file))
     return next(users, "")
 
 
 @cache
-def is_users(file: str) -> bool:
-    """Whether a file contains the user's code."""
+def _is_library(file: str) -> bool:
     libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     folders = [os.path.dirname(module.__file__ or "") for module in libraries]
     is_of_library = any(file.startswith(folder + os.sep) for folder in folders)
     is_of_python = file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
-    return not (is_of_library or is_of_python or file.startswith("<frozen"))
+    return is_of_library or is_of_python or file.startswith("<frozen")
 
 
 # The main thread, as seen from another one.
