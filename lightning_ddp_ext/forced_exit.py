@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 _SECONDS_TO_PRINT = 5.0  # the machine may be busy
@@ -106,8 +107,15 @@ class ForcedExit:
                 return
             self._cancelled = threading.Event()
             self._thread = threading.Thread(
-                target=_count_down,
-                args=[self._cancelled, seconds, status, message, is_needed, seconds_after_saves],
+                target=partial(
+                    count_down,
+                    seconds,
+                    status,
+                    message,
+                    cancelled=self._cancelled,
+                    is_needed=is_needed,
+                    seconds_after_saves=seconds_after_saves,
+                ),
                 name=self._name,
                 daemon=True,
             )
@@ -123,14 +131,16 @@ class ForcedExit:
             thread.join(timeout=1.0)
 
 
-def _count_down(
-    cancelled: threading.Event,
+def count_down(
     seconds: float,
     status: int,
     message: Callable[[], str],
-    is_needed: Callable[[], bool],
-    seconds_after_saves: float | None,
+    *,
+    cancelled: threading.Event,
+    is_needed: Callable[[], bool] = lambda: True,
+    seconds_after_saves: float | None = None,
 ) -> None:
+    """Exit after some time, unless it is cancelled; see :meth:`ForcedExit.start`."""
     if cancelled.wait(seconds) or not is_needed():
         return
     delays = _needed_delays()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import threading
 import time
 from contextlib import suppress
 from functools import partial
 
-from lightning_ddp_ext.forced_exit import ForcedExit
+from lightning_ddp_ext.forced_exit import count_down
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.threads import start_thread
 
@@ -110,7 +111,8 @@ def _exit_after(pid: int) -> None:
     with suppress(KeyError, OSError):  # a killed rank 0 leaves the file behind
         os.unlink(os.environ[PRIVATE_FILE])
     reason = partial(_reason_to_exit, pid)
-    ForcedExit("ddpx-orphan").start(GRACE, 1, reason, seconds_after_saves=GRACE)
+    # In this thread, since no other may start at interpreter shutdown.
+    count_down(GRACE, 1, reason, cancelled=threading.Event(), seconds_after_saves=GRACE)
 
 
 def _reason_to_exit(pid: int) -> str:

@@ -108,27 +108,32 @@ def test_a_finished_run_continues_where_training_was(ends: dict[str, int], tmp_p
 
 
 def resume_with_validation_workers(
-    rank: int, world_size: int, directory: Path, validated_every: int
+    rank: int, world_size: int, directory: Path, options: dict[str, Any]
 ) -> dict[str, str]:
-    """Resume in the middle of each epoch; describe how the runs differ."""
-    options = {
-        "model": partial(continuing.Net, validation=continuing.KEPT),
-        "max_epochs": 4,
-        "limit_val_batches": 1.0,
-        "check_val_every_n_epoch": validated_every,
-    }
-    training = Training(continuing.shuffled(16), directory, options=options)
-    points = [f"train_batch_end-{BATCHES * epoch + 2}" for epoch in range(4)]
-    return continuing.generations(training, points)
+    """Resume in each epoch and after it, and in the next epoch again; describe how the
+    runs differ.
+    """
+    model = partial(continuing.Net, validation=continuing.KEPT)
+    validated = {"model": model, "max_epochs": 6, "limit_val_batches": 1.0}
+    training = Training(continuing.shuffled(16), directory, options={**validated, **options})
+    ends = [BATCHES * (epoch + 1) for epoch in range(4)]
+    first = [f"train_batch_end-{end - 2}" for end in ends] + [f"train_epoch_end-{ends[1]}"]
+    return continuing.generations(training, first, [f"train_batch_end-{ends[3] + 2}"])
 
 
-@pytest.mark.parametrize("validated_every", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="each epoch"),
+        pytest.param({"check_val_every_n_epoch": 2}, id="every second epoch"),
+        pytest.param({"reload_dataloaders_every_n_epochs": 1}, id="on new loaders"),
+    ],
+)
 def test_workers_that_persist_for_validation_are_seeded_once(
-    validated_every: int, tmp_path: Path
+    options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A resumed run draws their seed only if the run that saved had not."""
-    differences = run_ranks(resume_with_validation_workers, 2, tmp_path, validated_every)
-    assert differences == [{}, {}]
+    """A resumed run draws their seed only where an uninterrupted one does."""
+    assert run_ranks(resume_with_validation_workers, 2, tmp_path, options) == [{}, {}]
 
 
 class ValidatedTogether(continuing.LongValidated):

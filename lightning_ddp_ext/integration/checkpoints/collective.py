@@ -105,7 +105,8 @@ class Checkpoints:
                 self.on_rank_zero(write, f"saving {os.fspath(path)}")
             elif self._strategy.is_global_zero:
                 write()
-            return not is_alone
+            # A rank may have died meanwhile.
+            return not (is_alone or self._is_alone)
 
         try:
             return save()

@@ -38,6 +38,7 @@ from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
 from ..stopping.recorder import Recorder
 from ..stopping.stops import StopController
+from .loop_state import Restart
 from .position_saver import PositionSaver
 from .positions import epoch_of, positions_of
 from .resumed_epoch import ResumedEpoch
@@ -125,6 +126,8 @@ class EpochCursor:
         checkpoint["loops"]["fit_loop"] = saved.loops_at(saved.restart)
         if saved.seed is not None:
             self.known_seed = saved.seed
+        rank = self._strategy.global_rank
+        self._saver.had_validation_workers = saved.had_validation_workers(rank)
         is_strict = self.resume_data == "strict"
         self._resumed = ResumedEpoch(
             self._strategy, self._parts.replaced, saved, is_strict=is_strict
@@ -150,10 +153,10 @@ class EpochCursor:
         epoch = epoch_of(self._trainer)
         return epoch if self._resumed is None else max(epoch, self._resumed.restart.epoch)
 
-    @property
-    def had_validation_workers(self) -> bool:
-        """Whether a run that is resumed had started workers for validation."""
-        return self._resumed is not None and self._resumed.had_validation_workers
+    def has_seeded_validation(self, restart: Restart) -> bool:
+        """Whether workers for validation persist and had been seeded before a restart."""
+        is_in_validation = restart.at == "validation" and self._trainer.validating
+        return self._saver.has_seeded_validation(restart.epoch, before_latest=is_in_validation)
 
     # Iterators.
 

@@ -134,7 +134,7 @@ class TrainerLoaders:
         if stage in EVALUATED:
             self.evaluation.prepare(loader, stage)
             loader.on_iterator = partial(self._before_validation, loader)
-            loader.had_workers = self.cursor.had_validation_workers
+            loader.had_workers = self.saver.had_validation_workers
         else:
             self.uneven.agree_on_length(loader)
             self._follow_position(loader)
@@ -164,6 +164,7 @@ class TrainerLoaders:
         trainer = self._strategy.current_trainer
         self._parts.stops.weights.before_validation(trainer)
         self._parts.recorder.before_validation()
+        self.saver.had_validation_workers = False  # the loaders know it
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         combined = combined_loader_of(val_loop)
         is_first_loader = combined is not None and iterable_of(combined.flattened[0]) is loader

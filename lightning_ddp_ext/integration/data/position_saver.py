@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 from lightning_ddp_ext.data.random_state import record_random_state
 
 from ..checkpoints.collective import Checkpoints
-from ..private.compat import combined_loader_of, fetcher_of
+from ..private.compat import combined_loader_of, fetcher_of, is_due_to_reload
 from ..start.devices import RankDevicesStrategy
 from ..stopping.stops import StopController
 from .loop_state import Restart, find_restart
-from .positions import has_seeded_validation, positions_of, training_generators
+from .positions import epoch_of, positions_of, training_generators, validation_loaders_of
 from .saved_epoch import KEY, make_section, without_random_state
 
 Moment = Literal["epoch", "step", "validation"]
@@ -33,7 +33,7 @@ class RecordedState:
     Attributes:
         random: the random states.
         batches_given: the number of batches that each loader had given in the epoch.
-        has_seeded_validation: see the function.
+        has_seeded_validation: see :meth:`PositionSaver.has_seeded_validation`.
     """
 
     random: list[Any]
@@ -62,6 +62,10 @@ class PositionSaver:
         strategy: our strategy.
         checkpoints: gathers the ranks' states.
         stops: knows whether all ranks stop.
+
+    Attributes:
+        had_validation_workers: whether the run that is resumed had seeded workers for
+            validation, until the first validation of this run.
     """
 
     def __init__(
@@ -73,23 +77,36 @@ class PositionSaver:
         self._trainer: Any = None  # of the last run in this process
         self._recorded: dict[Moment, RecordedState] = {}
         self._end: RankPosition | None = None
+        self.had_validation_workers = False
 
     def attach(self, trainer: Any) -> None:
         """Drop what an earlier run recorded; a new fit also drops where training ended."""
         self._trainer = trainer
         self._recorded = {}
+        self.had_validation_workers = False
         if trainer.state.fn == "fit":
             self._end = None
 
     def record(self, moment: Moment) -> None:
         """Record this rank's state at the start of what ``moment`` names."""
-        self._recorded[moment] = self._current_state()
+        self._recorded[moment] = self._current_state(epoch_of(self._trainer))
 
-    def _current_state(self) -> RecordedState:
+    def has_seeded_validation(self, epoch: int, *, before_latest: bool = False) -> bool:
+        """Whether workers persist that the next validation in an epoch need not seed.
+
+        With ``before_latest``, the validation that has begun does not count.
+        """
+        loaders = validation_loaders_of(self._trainer)
+        if not loaders:
+            return self.had_validation_workers
+        is_seeded = any(each.has_seeded_workers(before_latest=before_latest) for each in loaders)
+        return is_seeded and not is_due_to_reload(self._trainer, epoch)
+
+    def _current_state(self, epoch: int) -> RecordedState:
         positions = positions_of(self._trainer)
         random = record_random_state(training_generators(self._strategy, positions))
         batches_given = [position.batches_given for position in positions]
-        return RecordedState(random, batches_given, has_seeded_validation(self._trainer))
+        return RecordedState(random, batches_given, self.has_seeded_validation(epoch))
 
     def on_train_end(self) -> None:
         """Record where training ended.
@@ -185,7 +202,7 @@ class PositionSaver:
             recorded = self._recorded.get("validation")
         elif restart.dropped_of(processed):
             recorded = self._recorded.get("step")
-        return recorded or self._current_state()
+        return recorded or self._current_state(restart.epoch)
 
 
 def _batches_in(loops: Mapping[str, Any]) -> int:

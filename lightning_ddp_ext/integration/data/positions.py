@@ -34,14 +34,10 @@ def positions_of(trainer: Any) -> list[LoaderPosition]:
     return [loader.position for loader in training_loaders_of(trainer)]
 
 
-def has_seeded_validation(trainer: Any, *, before_latest: bool = False) -> bool:
-    """Whether workers for validation persist and have been seeded.
-
-    With ``before_latest``, the latest validation does not count.
-    """
+def validation_loaders_of(trainer: Any) -> list[DistributedLoader]:
+    """Return the loaders of the fit's validation."""
     combined = combined_loader_of(trainer.fit_loop.epoch_loop.val_loop)
-    loaders = [] if combined is None else map(iterable_of, combined.flattened)
-    return any(loader.has_seeded_workers(before_latest=before_latest) for loader in loaders)
+    return [] if combined is None else [iterable_of(loader) for loader in combined.flattened]
 
 
 def training_generators(

@@ -235,11 +235,6 @@ class ResumedEpoch:
 
     # Random states.
 
-    @property
-    def had_validation_workers(self) -> bool:
-        """Whether workers for validation, if they persist, had been seeded."""
-        return self._saved.had_validation_workers(self._strategy.global_rank)
-
     def before_iterators(self) -> None:
         """Restore the random state of the epoch's start, before its iterators start."""
         is_due = not (self._precedes_seeds and self._has_restored_random_state)

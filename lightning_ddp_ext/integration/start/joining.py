@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.arguments import to_timedelta
-from lightning_ddp_ext.errors import ConfigurationError, DDPExtError, RendezvousError
+from lightning_ddp_ext.errors import ConfigurationError, RendezvousError
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, choose
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
@@ -99,9 +99,10 @@ class ConnectionSettings:
 
         Lightning sets them on every rank, and users' code may read them.
         """
-        if "MASTER_ADDR" in os.environ:
+        if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return {}
-        with suppress(DDPExtError):  # :meth:`join` raises it, if the ranks are not yet connected
+        # :meth:`join` raises any error, if the ranks need an address and are not connected.
+        with suppress(Exception):
             return self._address_variables(environment)
         return {}
 

@@ -21,7 +21,7 @@ from lightning_ddp_ext.data.random_state import (
 )
 
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
-from ..data.positions import has_seeded_validation, positions_of
+from ..data.positions import positions_of
 from ..data.saved_epoch import shared_state, without_random_state
 from ..private.compat import dump_checkpoint, fetcher_of, is_read_in_step, validates_next
 from ..private.lightning_tree import pl
@@ -134,7 +134,12 @@ def _restore_buffers(batches: int, recorder: Recorder) -> None:
 
 
 def states_of_ranks(
-    step: LastStep, trainer: Any, recorder: Recorder, *, seed: int | None
+    step: LastStep,
+    trainer: Any,
+    recorder: Recorder,
+    *,
+    seed: int | None,
+    has_seeded_validation: bool,
 ) -> RankStates:
     """Return the data positions and random states of all ranks after the step.
 
@@ -150,11 +155,7 @@ def states_of_ranks(
     # The random states were recorded before the batches after this step were given.
     later = trainer.fit_loop.epoch_loop.batch_progress.current.ready - restart.done
     loaders = [each.state_dict(restart.done, each.batches_given - later) for each in positions]
-    is_in_validation = restart.at == "validation"  # which starts again
-    own = {
-        "loaders": loaders,
-        "has_seeded_validation": has_seeded_validation(trainer, before_latest=is_in_validation),
-    }
+    own = {"loaders": loaders, "has_seeded_validation": has_seeded_validation}
     states = []
     derived = []
     for rank in range(trainer.world_size):

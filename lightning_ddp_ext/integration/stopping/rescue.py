@@ -202,7 +202,13 @@ class Rescue:
             raise Refused(refusal)
         trainer = self._trainer
         step = find_last_step(trainer, self._strategy.global_rank, self._recorder)
-        ranks = states_of_ranks(step, trainer, self._recorder, seed=self._cursor.known_seed)
+        ranks = states_of_ranks(
+            step,
+            trainer,
+            self._recorder,
+            seed=self._cursor.known_seed,
+            has_seeded_validation=self._cursor.has_seeded_validation(step.restart),
+        )
         Path(self._path).parent.mkdir(parents=True, exist_ok=True)
         write = partial(self._write, step, ranks, seconds)
         if not save_if_furthest(self._path, self._run_token, step.batches, write, seconds):
