@@ -67,7 +67,7 @@ def merge(parts: Vector) -> Statistics:
     means = parts[:, 1 : 1 + channels]
     variances = parts[:, 1 + channels :]
     count = float(counts.sum())
-    weights = counts / max(count, 1.0)
+    weights = counts / max(count, 1.0)  # all batches may be empty
     # The ranks must agree, but a matrix product's last bits depend on the processor.
     mean = (weights * means).sum(0)
     var = (weights * (variances + (means - mean) ** 2)).sum(0)
@@ -86,7 +86,10 @@ class RunningStatistics:
     momentum: float
 
     def update(self, joint: Statistics) -> None:
-        """Add a batch, with its unbiased variance, as torch does."""
+        """Add a batch, with its unbiased variance, as torch does.
+
+        A count of 1 is refused before.
+        """
         if joint.count == 0:
             return
         unbiased_var = joint.var * (joint.count / (joint.count - 1))

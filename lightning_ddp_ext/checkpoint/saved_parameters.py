@@ -68,6 +68,7 @@ class SavedParameters:
         is_early = self._steps_started <= _STEPS_COMPARED_AT_FIRST
         self._is_comparing = is_early or time.monotonic() >= self._next_comparison
         if self._is_comparing:
+            # Since the last comparison, the optimiser has changed the others.
             self._find_changing(self._frozen)
         for name in self._changing:
             self._copy(name)
@@ -78,13 +79,14 @@ class SavedParameters:
         if self._is_comparing:
             self._is_comparing = False
             began = time.monotonic()
+            # No step of an optimiser lies between this comparison and the last one.
             self._find_changing(self._parameters)
             ended = time.monotonic()
             seconds = 2 * (ended - began)  # with the comparison at the start of the step
             self._next_comparison = ended + seconds / _COMPARISON_SHARE
 
     @property
-    def changes_early(self) -> bool:
+    def changes_outside_optimiser(self) -> bool:
         """Whether a parameter is known to change outside of the optimiser."""
         return bool(self._changing)
 
@@ -104,7 +106,7 @@ class SavedParameters:
     def undo(self, *, step: bool) -> str | None:
         """Restore the parameters as recorded, unless one of them cannot be restored.
 
-        Return the name of that parameter, if any.
+        Return the name or a description of that parameter, if any.
 
         Args:
             step: whether to undo the changes of an unfinished step, rather than to

@@ -17,13 +17,13 @@ class Proxy:
     """
 
     __slots__ = ("_ddpx_iterable", "_ddpx_own")
-    _ddpx_iterable: Any
-    _ddpx_own: Any
+    _ddpx_own: Any  # the user's object
+    _ddpx_iterable: Any  # what is iterated in its place
+    _ddpx_class: type  # that of the user's object
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create an object of the shown class for Lightning's ``type(loader)(...)``."""
-        shown_class = cls.__bases__[-1]
-        return shown_class(*args, **kwargs)
+        return cls._ddpx_class(*args, **kwargs)
 
     def __init_subclass__(cls) -> None:
         """Skip the hook of the object's class, which is for subclasses of users."""
@@ -97,7 +97,11 @@ def copy_attributes(original: T) -> T:
 @cache
 def _proxy_class(own: type) -> type:
     """Return a subclass of ``Proxy`` and ``own``; of ``Proxy`` only if ``own`` allows none."""
-    namespace = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    namespace = {
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "_ddpx_class": own,
+    }
     try:
         return type(own.__name__, (Proxy, own) if own.__dictoffset__ else (Proxy,), namespace)
     except TypeError:  # instances also have slots, or are implemented in C

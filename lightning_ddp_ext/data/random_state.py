@@ -96,7 +96,8 @@ def seed_each_sample(dataset: Any, *words: int) -> None:
 
     The seed is a hash of ``words`` and the sample's index. A dataset with
     ``__getitems__``, which reads the samples of a batch together, seeds them once for
-    each batch. The class of the object is replaced by a subclass.
+    each batch. The class of the object is replaced by a subclass, so this is only for
+    the copy of a dataset in a worker process.
 
     >>> class Draws(torch.utils.data.Dataset):
     ...     def __getitem__(self, index):
@@ -131,7 +132,7 @@ def _seeding_before(read: Callable[[Any, Any], Any], words: Sequence[int]) -> An
 
 @contextmanager
 def seeded(seed: int, *owners: object) -> Iterator[None]:
-    """Seed all generators differently within the block, and restore them afterwards.
+    """Give each generator its own seed within the block, and restore all afterwards.
 
     These are the global generators of Python, NumPy and torch (CPU), and those among
     the owners' attributes.
@@ -156,7 +157,7 @@ def _seed_on_cpu(seed: int) -> None:
     It takes a tenth of the time of ``torch.manual_seed``.
     """
     random.seed(mix(seed, _FOR_PYTHON))
-    np.random.seed(mix(seed, _FOR_NUMPY) % 2**32)
+    np.random.seed(mix(seed, _FOR_NUMPY) % 2**32)  # a list of integers would take longer
     torch.default_generator.manual_seed(mix(seed, _FOR_TORCH))
 
 

@@ -54,19 +54,19 @@ class Reduction:
         """Reduce a tensor and return it, or another object unchanged. Collective."""
         return self._values.reduce(tensor, group, reduce_op, self)
 
-    # Lightning compares the arguments with which a name is logged.
+    # Lightning compares the arguments with which a name is logged, and refuses another
+    # object for the same name.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Reduction) and self._values is other._values
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class LoggedValues:
     """Reduces the values that a strategy's ranks log with ``sync_dist=True``.
 
-    If ranks log different values, all ranks raise. After a training step with values,
-    all ranks also exchange after the next one. In all other cases they first wait for
-    each other, so that a rank without values can be named.
+    If ranks log different values, all ranks raise. If a training step logged values, the
+    next one is expected to, so all ranks exchange at its end, even if they have none. In
+    all other cases they first wait for each other, so that a rank without values can be
+    named.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class LoggedValues:
         """Reset the state, because an earlier run may have stopped anywhere."""
         self._step_values = StepValues(self._reduce)
         self._epoch_values = EpochValues(self._strategy, self._reduce, self._can_batch)
-        # Whether the last training step logged; a rank may have run no validation since.
+        # Whether the last training step logged. A validation would overwrite
+        # ``StepValues.has_logged``, and only on the ranks that run it.
         self._has_logged_in_training = False
 
     @contextmanager

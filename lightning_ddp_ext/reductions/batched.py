@@ -31,7 +31,7 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 PER_MESSAGE = 127
-"""The number of values in a message."""
+"""The number of values in a message, which has 128 columns with its header."""
 
 # Its name before torch 2.13 was all_gather_into_tensor.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -116,7 +116,7 @@ def reduce_common(
 def _message(values: Sequence[Value], *, is_last: bool, device: torch.device) -> Tensor:
     """Return a row that begins with ``is_last`` and has digests, and a row of values.
 
-    A digest of 0 stands for no value.
+    A digest of 0 stands for no value. Digests and integers up to 2**53 are exact.
     """
     message = torch.zeros(2, 1 + PER_MESSAGE, dtype=torch.float64, device=device)
     message[0, 0] = float(is_last)
@@ -155,7 +155,8 @@ def _mismatch(values: Sequence[Value], group: dist.ProcessGroup | None) -> Diver
     described_by_rank: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(described_by_rank, described, group=group)
     with suppress(RuntimeError):
-        # This rank raises the error even if another one has closed its group.
+        # Keep the group open until all ranks have received. This rank raises the error
+        # even if another one has closed its group.
         dist.barrier(group)
     by_rank = [tuple(name for name, _ in rank) for rank in described_by_rank]
     is_same_without_dtypes = len(set(by_rank)) == 1

@@ -25,21 +25,24 @@ class CommonException:
         self._remote = RemoteCalls(
             self._peers,
             "exception",
-            record=self._record,
-            decide=self._accept_decision,
+            raised=self._on_raised,
+            decided=self._on_decided,
         )
 
     def is_common(self) -> bool:
-        """Whether every rank is raising; called on the main thread."""
+        """Whether every rank raises within a second; called on the main thread.
+
+        It is ``False`` if rank 0 does not answer.
+        """
         self._is_common = None
-        self._remote.call([0], "record", self._peers.rank)
-        seconds = 2 * self._peers.timeouts.first_cause  # rank 0 may not reply
+        self._remote.call([0], "raised", self._peers.rank)
+        seconds = _SECONDS_TO_RAISE + self._peers.timeouts.first_cause
         self._peers.wait_for(lambda: self._is_common is not None, seconds)
         return bool(self._is_common)
 
     # On rank 0.
 
-    def _record(self, rank: int) -> None:
+    def _on_raised(self, rank: int) -> None:
         self._raised.add(rank)
         if len(self._raised) == 1:
             start_thread("ddpx-exception", self._decide)
@@ -50,14 +53,14 @@ class CommonException:
         with self._peers.arrived:
             is_common = self._have_all_raised()
             self._raised.clear()
-            self._remote.call(self._peers.everyone, "decide", is_common)
+            self._remote.call(self._peers.everyone, "decided", is_common)
 
     def _have_all_raised(self) -> bool:
         return len(self._raised) == len(self._peers.everyone)
 
     # On every rank.
 
-    def _accept_decision(self, is_common: bool) -> None:
+    def _on_decided(self, is_common: bool) -> None:
         self._is_common = is_common
         if is_common:
             self._context.barriers.reset_counts()  # the ranks may have raised after different calls

@@ -52,10 +52,10 @@ def check_file_name(field: str, name: Any) -> None:
 def path_of_run_file(name: PathOrUrl | None, command: str, trainer: Any) -> str | None:
     """Return the path of a checkpoint that no callback saves.
 
-    The same command finds the file there again. A path is kept; a file name is placed
-    next to the other checkpoints. If a logger chooses the directory of these, possibly
-    a new one in each run, the file is placed in a directory of this command under the
-    default root directory.
+    The command that ``command`` names finds the file there again. A path is kept; a
+    file name is placed next to the other checkpoints. If a logger chooses the directory
+    of these, possibly a new one in each run, the file is placed in a directory of this
+    command under the default root directory.
     """
     if name is None:
         return None
@@ -70,9 +70,9 @@ def path_of_run_file(name: PathOrUrl | None, command: str, trainer: Any) -> str 
 
 
 def canonical(path: str) -> str:
-    """Return the only name of a local file.
+    """Return one name for a local file, whose directory is resolved.
 
-    A link is not resolved, because it may get another target.
+    A file that is a link is not resolved, because it may get another target.
     """
     local = locate(path).local
     if local is None:
@@ -99,6 +99,7 @@ def versions_of(path: str | None) -> set[str]:
         return set()
     directory, name = os.path.split(path)
     stem, suffix = os.path.splitext(name)
+    # A job's number may come before the version.
     version = re.compile(rf"{re.escape(stem)}(-v\d+)*{re.escape(suffix)}")
     return _matching_files(directory, version, if_refused=path)
 
@@ -191,7 +192,7 @@ def _last_files(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str
     directory = chosen_directory_of(callback, trainer)
     stem = callback.CHECKPOINT_NAME_LAST
     suffix = callback.FILE_EXTENSION
-    name = re.compile(rf"{stem}(-(\d+))?.*{re.escape(suffix)}")
+    name = re.compile(rf"{stem}.*{re.escape(suffix)}")
     return _matching_files(directory, name, if_refused=os.path.join(directory, f"{stem}{suffix}"))
 
 

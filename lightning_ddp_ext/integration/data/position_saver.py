@@ -42,10 +42,10 @@ class RecordedState:
 
 
 class RankPosition(NamedTuple):
-    """A rank's position in a checkpoint after a number of batches of all epochs.
+    """Where a checkpoint continues, for one rank.
 
     Attributes:
-        batches: the number of batches.
+        batches: the number of batches that were processed in all epochs.
         restart: where training continues.
         state: this rank's random states and positions there.
     """
@@ -92,7 +92,7 @@ class PositionSaver:
         self._recorded[moment] = self._current_state(epoch_of(self._trainer))
 
     def has_seeded_validation(self, epoch: int, *, before_latest: bool = False) -> bool:
-        """Whether workers persist that the next validation in an epoch need not seed.
+        """Whether the next validation, in this epoch, reuses workers that are seeded.
 
         With ``before_latest``, the validation that has begun does not count.
         """
@@ -184,6 +184,7 @@ class PositionSaver:
         state = {
             "random": recorded.random,
             "loaders": loaders,
+            # Used at the start of an epoch only, whose record is made after the draws.
             "has_drawn_seeds": restart.has_started,
             "has_seeded_validation": recorded.has_seeded_validation,
         }

@@ -79,6 +79,7 @@ def _cpu_group() -> Iterator[dist.ProcessGroup | None]:
         return
     context = current()
     if context is not None:
+        # It is kept for later predictions, and closes with the default group.
         yield context.new_group(backend="gloo", purpose="predictions")
         return
     group = dist.new_group(backend="gloo")
@@ -161,7 +162,10 @@ def _join_ranks(ranks: Iterable[Predicted]) -> Any:
 
 
 def _join_in_turn(by_rank: tuple[list[PredictedBatch], ...]) -> Any:
-    """Join the batches of a loader, taken from the ranks in turn."""
+    """Join the batches of a loader, taken from the ranks in turn.
+
+    Of a repeated sample, the prediction of the earliest step is used.
+    """
     steps = zip_longest(*by_rank)
     batches = [batch for step in steps for batch in step if batch is not None]
     try:

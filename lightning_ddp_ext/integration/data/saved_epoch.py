@@ -61,7 +61,8 @@ class SavedEpoch:
     def precedes_seeds(self, rank: int) -> bool:
         """Whether a rank's random states are from before its epoch's iterators drew seeds.
 
-        Lightning creates iterators after the start hooks of an epoch.
+        Lightning creates iterators after the start hooks of an epoch. Only for a restart
+        at the start of an epoch.
         """
         return bool(self.ranks) and not self._state_of(rank)["has_drawn_seeds"]
 

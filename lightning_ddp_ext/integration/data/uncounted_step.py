@@ -5,11 +5,11 @@ collectives. Afterwards, metrics and logged values are as if there had been no s
 except that they have the same names, types and shapes as on the other ranks:
 
 ================================  ===================================================
-metric                            its states of before
+metric                            its earlier states
 state without a value before      an empty tensor, or the neutral value in the shape
                                   that the step gave it
 metric created in the step        reset
-logged value                      its value of before, or the neutral one if it was
+logged value                      its earlier value, or the neutral one if it was
                                   logged for the first time
 value not reduced across ranks    unchanged, so this rank's own value counts the step
 ================================  ===================================================
@@ -44,11 +44,11 @@ def uncounted(results: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
     """
     metrics = _restorable_metrics(results, module)
     earlier_metrics = {number: _EarlierMetric(metric) for number, metric in metrics.items()}
-    # A logged value never changes in place.
+    # A logged value never changes in place. If it ``has_reset``, it has none in this epoch.
     earlier_values = {
         key: dict(vars(result)) for key, result in results.items() if not result.has_reset
     }
-    yield
+    yield  # after an exception, the run ends and nothing is restored
     for number, metric in _restorable_metrics(results, module).items():
         if number in earlier_metrics:
             earlier_metrics[number].restore()
@@ -87,7 +87,7 @@ def _is_restorable(module: nn.Module) -> bool:
 
 
 class _EarlierMetric:
-    """The attributes of a metric before the step, which changes copies of them."""
+    """Keeps the attributes of a metric before the step, and gives it copies to change."""
 
     def __init__(self, metric: nn.Module) -> None:
         self._metric = metric
@@ -121,7 +121,7 @@ def _copied(value: Any) -> Any:
     copied: Any = copy.copy(value)  # of the same class
     if isinstance(value, dict):  # such as the groups of a collection
         for name, item in value.items():
-            copied[name] = _copied(item)  # Counter.update would add
+            copied[name] = _copied(item)  # `Counter.update` would add to the counts
     elif isinstance(value, list):
         copied[:] = [item if isinstance(item, Tensor) else _copied(item) for item in value]
     return copied
@@ -142,9 +142,9 @@ def _with_form_of(state: Any, earlier: Any) -> Any:
 
 
 def _restore_result(result: Any, earlier: dict[str, Any] | None) -> None:
-    """Restore a logged value to its attributes of before the step.
+    """Restore the attributes that a logged value had before the step.
 
-    They are ``None`` if the epoch had no value yet.
+    ``earlier`` is ``None`` if the epoch had no value yet.
     """
     is_metric = not result.is_tensor
     is_reduced = result.meta.sync.should and not result.meta.sync.rank_zero_only
@@ -155,6 +155,6 @@ def _restore_result(result: Any, earlier: dict[str, Any] | None) -> None:
     else:
         of_step = dict(vars(result))
         vars(result).update(earlier or result._defaults)
-        for name in result._defaults:
+        for name in result._defaults:  # copied, so that none of them is changed in place
             setattr(result, name, getattr(result, name).to(of_step[name], copy=True))
         result._forward_cache = of_step["_forward_cache"]  # reduced over the ranks that count

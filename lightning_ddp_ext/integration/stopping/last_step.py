@@ -109,7 +109,7 @@ def checkpoint_of(step: LastStep, trainer: Any, recorder: Recorder) -> dict[str,
 def _restore_parameters(trainer: Any, recorder: Recorder) -> None:
     parameters = recorder.parameters
     is_step_lost = parameters.is_in_step and trainer.lightning_module.automatic_optimization
-    if is_step_lost and parameters.changes_early and is_read_in_step(trainer.fit_loop):
+    if is_step_lost and parameters.changes_outside_optimiser and is_read_in_step(trainer.fit_loop):
         raise Refused(
             "parameters may have changed before the step fetched its batch (dataloader_iter)"
         )
