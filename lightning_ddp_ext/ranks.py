@@ -35,8 +35,10 @@ class Ranks:
         world_size: the number of ranks; a single rank needs no process group.
         device: this rank's device.
         group: the ranks' process group; ``None`` for the default group.
-        check: called before received values are used. It raises if another rank has
-            failed, since collectives that NCCL aborts return arbitrary values.
+        check: called before each collective and before received values are used. It
+            raises if another rank has failed: a collective that starts during an abort
+            may wait until its timeout, and those that NCCL aborts return arbitrary
+            values.
     """
 
     rank: int = 0
@@ -56,6 +58,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        self.check()
         dist.gather_object(value, values, dst=0, group=self.group)
         self.check()
         return values
@@ -96,6 +99,7 @@ class Ranks:
         self, data: bytes, size: int, collective: Callable[[Tensor], list[Tensor]]
     ) -> list[bytes]:
         """Run a collective on bytes, filled up to ``size``."""
+        self.check()
         filled = bytearray(data.ljust(size, b"\0"))
         own = torch.frombuffer(filled, dtype=torch.uint8).to(self._wire)
         rows = [row.cpu().numpy().tobytes() for row in collective(own)]
@@ -108,6 +112,7 @@ class Ranks:
         A piece is prepared while the previous one is sent.
         """
         finish: Callable[[], None] = lambda: None  # noqa: E731
+        self.check()
         for piece in (piece for buffer in buffers for piece in buffer.split(_PIECE)):
             sent = piece.to(self._wire)
             work = dist.broadcast(sent, src=0, group=self.group, async_op=True)

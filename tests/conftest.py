@@ -18,6 +18,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import hypothesis
@@ -100,7 +101,10 @@ def _starts_processes(module: str) -> bool:
     if module in _STARTERS:
         return True
     values = vars(sys.modules[module]).values()
-    origins = {str(getattr(value, "__module__", None)) for value in values} - {module}
+    origins = {
+        value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None))
+        for value in values
+    } - {module}
     helpers = [origin for origin in origins if origin.startswith("tests.")]
     return any(map(_starts_processes, helpers))
 

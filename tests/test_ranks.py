@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from lightning_ddp_ext.errors import RankFailedError
+from lightning_ddp_ext.ranks import Ranks
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.training import Net, fit
 from tests.supervision.model import boom
@@ -83,3 +86,25 @@ def test_every_rank_raises_the_error(
     assert on_rank_1.error == f"{error_on_others}\n{note}\n"
     assert "Traceback (most recent call last):" in on_rank_1.cause
     assert error_on_rank_0 in on_rank_1.cause
+
+
+def fail() -> None:
+    raise RankFailedError("rank 1 failed")
+
+
+EXCHANGES: dict[str, Callable[[Ranks], Any]] = {
+    "gather": lambda ranks: ranks.gather(1),
+    "to_rank_zero": lambda ranks: ranks.to_rank_zero(1),
+    "from_rank_zero": lambda ranks: ranks.from_rank_zero(1),
+    "broadcast": lambda ranks: ranks.broadcast([torch.zeros(1, dtype=torch.uint8)]),
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+def test_no_collective_starts_after_a_rank_failed(exchange: Callable[[Ranks], Any]) -> None:
+    """It could wait until its timeout, if it started while the group is being aborted.
+
+    Without a process group, starting one would raise another error.
+    """
+    with pytest.raises(RankFailedError, match="rank 1 failed"):
+        exchange(Ranks(0, 2, check=fail))

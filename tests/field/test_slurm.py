@@ -50,8 +50,9 @@ def expect_resumed(job: Job, undisturbed: set[str]) -> None:
     and learned the same.
     """
     assert job.wait() == [("COMPLETED", 1)], job.output
-    stops = set(map(int, re.findall(r"all ranks stop after step (\d+); saved to", job.output)))
-    assert starts_of(job) == {0, *stops}, job.output
+    stops = re.findall(r"all ranks stop after step (\d+); saved to", job.output)
+    assert stops, job.output
+    assert starts_of(job) == {0, *map(int, stops)}, job.output
     assert weights_of(job) == undisturbed, job.output
     # Lightning's own handler, which ours replaces, logs "Bypassing SIGTERM" and does no more.
     assert "Bypassing" not in job.output

@@ -19,28 +19,31 @@ def save_early(side: training.Kind, directory: Path, model: type[Net]) -> str:
     return runs.run("train_batch_end-1").saved["train_batch_end-1"]
 
 
-def load_a_teacher(side: training.Kind, directory: Path, teacher: Path, plain: Path) -> list[Any]:
-    """Return the runs in which each hook reads a checkpoint on all ranks, and a file of
-    weights on rank 0 only.
+def load_a_teacher(
+    side: training.Kind, directory: Path, teacher: Path, plain: Path
+) -> dict[str, Any]:
+    """Return what each hook reads, a checkpoint on all ranks and a file of weights on rank
+    0 only, and the run.
     """
-    found: list[Any] = []
+    found: dict[str, Any] = {}
 
     def load(trainer: L.Trainer) -> None:
-        found.append(len(trainer.strategy.load_checkpoint(teacher)))
+        read["teacher"] = trainer.strategy.load_checkpoint(teacher)["state_dict"]
         if trainer.is_global_zero:
-            found.append(len(trainer.strategy.load_checkpoint(plain)))
+            read["plain"] = trainer.strategy.load_checkpoint(plain)
 
     runs = Training(shuffled(12), directory, side=side, options={"max_epochs": 1})
     for hook in HOOKS:
+        read: dict[str, Any] = {}
         run = runs.run(callbacks=[training.At(hook, load)])
-        found.append([run.steps, run.counts, run.weights])
+        found[hook] = [read, run.steps, run.counts, run.weights]
+        assert "teacher" in read, f"{hook} was not called"
     return found
 
 
-def test_a_file_that_a_hook_reads_moves_no_run(tmp_path: Path) -> None:
-    """Training starts at the first batch, as with stock.
-
-    A rank gets the file's content even if it reads alone.
+def test_a_file_read_in_a_hook_does_not_change_where_training_starts(tmp_path: Path) -> None:
+    """Training starts at the first batch, and each rank gets the content of the file that it
+    reads, as with stock.
     """
     teacher, _ = training.on_ranks("ours", save_early, tmp_path, Net)
     torch.save({"layers.0.weight": torch.ones(4, 1)}, tmp_path / "plain.pt")
@@ -55,19 +58,19 @@ class Tuned(Net):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def find_a_rate(side: training.Kind, directory: Path, path: str) -> list[int]:
-    """Return the steps of a run that resumes and then looks for a learning rate, which
+def find_a_rate(side: training.Kind, directory: Path, path: str) -> list[Any]:
+    """Return the samples and counts of a run that resumes and then looks for a learning rate, which
     needs four more steps.
     """
     finder = LearningRateFinder(num_training_steps=4, update_attr=False)
     options = {"max_epochs": 2, "default_root_dir": directory}
     runs = Training(shuffled(12), directory, side=side, options=options)
     run = runs.run(model=Tuned, callbacks=[finder], ckpt_path=path)
-    return [len(run.steps), *run.counts]
+    return [[len(step.samples) for step in run.steps], *run.counts]
 
 
 def test_a_finder_of_learning_rates_restores_its_own_file(tmp_path: Path) -> None:
-    """As with stock, Lightning's loops then start from there, and so does the data."""
+    """After the search, training continues with the batch after the file's, as with stock."""
     path, _ = training.on_ranks("ours", save_early, tmp_path, Tuned)
     ours, stock = training.on_both(find_a_rate, tmp_path, path)
     assert ours == stock
