@@ -113,6 +113,7 @@ class At(L.Callback):
         earlier: int = 0,
         ranks: Collection[int] = (),
     ) -> None:
+        assert hasattr(L.Callback, hook), f"{hook} is no hook"  # it would never be called
         self._do = do
         self._calls_left = earlier
         self._called_on = ranks

@@ -86,13 +86,13 @@ def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
         strategy.model_to_device()
 
 
-def test_random_states_of_all_devices_of_a_rank_are_recorded() -> None:
+def test_generators_of_all_devices_of_a_rank_belong_to_its_training() -> None:
     """A part of the model on a rank's second GPU draws from that GPU's generator."""
     generators = tuple(torch.Generator() for _ in range(4))
     second_rank = with_gpus(4, local_rank=1)
     with patch.object(torch.cuda, "default_generators", generators):
-        recorded = training_generators(second_rank, [])
-    assert [generators.index(generator) for generator in recorded] == [2, 3]
+        found = training_generators(second_rank, positions=[])
+    assert [generators.index(generator) for generator in found] == [2, 3]
 
 
 @pytest.mark.lowest

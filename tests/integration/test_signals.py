@@ -123,7 +123,7 @@ def test_nothing_is_saved_without_a_stop_checkpoint(tmp_path: Path) -> None:
 def stop_process_group(
     rank: int, world_size: int, directory: Path, context: str, signum: int
 ) -> End:
-    """Send a signal to rank 1 and its loader's worker, in the third of 30 steps."""
+    """Send a signal to rank 1 and its loader's worker, in the third of an epoch's 30 steps."""
     os.setpgid(0, 0)
     loaders = continuing.shuffled(120, num_workers=1, multiprocessing_context=context)
     send = training.At(STEP, lambda _: os.killpg(0, signum), earlier=2, ranks=[1])

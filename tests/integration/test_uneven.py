@@ -1,6 +1,5 @@
-"""Ranks with different numbers of batches end epochs together.
-
-They do so with `uneven_inputs="stop_at_shortest"`.
+"""With `uneven_inputs="stop_at_shortest"`, all ranks end an epoch when the first one has no
+more batches.
 """
 
 import math
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ddp_ext.errors import RankFailedError
 from tests.harness.ranks import run_ranks
 from tests.integration.continuing import WITHOUT_DROPOUT, Run, Training, generations
 
@@ -165,7 +163,8 @@ def test_an_epoch_that_will_end_early_can_be_resumed_in_its_middle(
 
     Its epochs end at the same step.
     """
-    assert run_ranks(resume, 2, tmp_path, loaders) == [{}, {}]
+    for differences in run_ranks(resume, 2, tmp_path, loaders):
+        assert differences == {}
 
 
 class Broken(Stream):
@@ -174,15 +173,15 @@ class Broken(Stream):
         raise OSError("the disk of this rank failed")
 
 
-def break_on_one(rank: int, world_size: int, directory: Path) -> int | None:
-    """Return the failed rank that the error names."""
+def break_on_one(rank: int, world_size: int, directory: Path) -> tuple[str, int | None]:
+    """Return the kind of the error, and the failed rank that it names."""
     data = Broken(rank, [4]) if rank == 1 else Stream(rank, [40])
-    error = OSError if rank == 1 else RankFailedError
-    with pytest.raises(error, match="the disk of this rank failed") as caught:
+    with pytest.raises(Exception, match="the disk of this rank failed") as caught:
         Training(lambda: DataLoader(data, batch_size=1), directory, strategy=STOP).run()
-    return getattr(caught.value, "rank", None)
+    return type(caught.value).__name__, getattr(caught.value, "rank", None)
 
 
 def test_data_that_raise_on_one_rank_end_all(tmp_path: Path) -> None:
     """The other rank, which waits for the next exchange, raises the cause."""
-    assert run_ranks(break_on_one, 2, tmp_path) == [1, None]
+    errors = run_ranks(break_on_one, 2, tmp_path)
+    assert errors == [("RankFailedError", 1), ("OSError", None)]
