@@ -115,10 +115,10 @@ test-next: $(NEXT)/$(INSTALLED) ## The same subset on Lightning's main branch (L
 	$(NEXT)/bin/python -m pytest -m lowest $(PARALLEL)
 
 bench: venv ## Measure all figures of benchmarks/README.md, and renew its tables (40 minutes, on an otherwise idle machine)
-	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; \
-	    $(BIN)/python benchmarks/$$script.py --json benchmarks/results/$$script.json; done
-	$(BIN)/python benchmarks/tables.py
-	$(BIN)/python docs/charts.py
+	@failed=; for script in $(BENCHMARKS); do echo "== $$script"; \
+	    $(BIN)/python benchmarks/$$script.py --json benchmarks/results/$$script.json || failed="$$failed $$script"; done; \
+	    $(BIN)/python benchmarks/tables.py && $(BIN)/python docs/charts.py || exit 1; \
+	    if [ "$$failed" ]; then echo "failed, and their figures are those of an earlier run:$$failed"; exit 1; fi
 
 bench-quick: venv ## Run each benchmark once, as short as possible: shows that it works, measures nothing
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python benchmarks/$$script.py --quick; done

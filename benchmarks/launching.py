@@ -75,7 +75,7 @@ def started(
     strategy: str, by_torchrun: bool, world_size: int, *arguments: str
 ) -> Iterator[tuple[psutil.Popen, Path]]:
     """Start the worker; each rank writes a file into the directory when its first step
-    begins.
+    begins, and its output into ``output``.
     """
     torchrun = (
         ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)] if by_torchrun else []
@@ -83,8 +83,9 @@ def started(
     command = [sys.executable, *torchrun, str(WORKER), strategy, str(world_size), *arguments]
     with scratch_directory() as directory:
         environment = {**os.environ, "FIRST_STEP_DIRECTORY": str(directory)}
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        yield psutil.Popen(command, env=environment, **quiet), directory
+        with (directory / "output").open("w") as output:
+            run = psutil.Popen(command, env=environment, stdout=output, stderr=output)
+        yield run, directory
 
 
 def first_steps(directory: Path) -> list[list[str]]:
@@ -99,7 +100,9 @@ def seconds_to_first_step(
 ) -> Figures:
     begin = time.monotonic()
     with started(strategy, by_torchrun, world_size, *arguments) as (run, directory):
-        assert run.wait(timeout=180) == 0, f"{strategy} ended with {run.returncode}"
+        if run.wait(timeout=180) != 0:
+            output = (directory / "output").read_text()
+            raise SystemExit(f"{strategy} ended with {run.returncode}:\n{output[-4000:]}")
         moments = [float(moment) for moment, _ in first_steps(directory)]
     assert len(moments) == world_size, moments
     return {"seconds": max(moments) - begin}

@@ -57,9 +57,9 @@ class DistributedLoader:
         is_dealt: whether the strategy has put its own sampler into the loader.
         position: the training position in the loader; ``None`` for an evaluation
             loader.
-        start_evaluation: starts an iterator over an evaluation loader; ``None`` if
-            nothing depends on its steps.
-        on_iterator: called when an iterator is created.
+        start_evaluation: given the loader inside, starts an evaluation's iterator over it;
+            ``None`` if nothing depends on its steps.
+        on_iterator: called with this loader when an iterator is created.
         seeds: the generator from which the next iterator that starts draws its workers'
             seed.
         had_workers: whether an evaluation loader's workers, if they persist, were seeded
@@ -78,8 +78,8 @@ class DistributedLoader:
         self.length: int | None = None
         self.is_dealt = False
         self.position: Any = None
-        self.start_evaluation: Callable[[], Iterator[Any]] | None = None
-        self.on_iterator: Callable[[], object] = lambda: None
+        self.start_evaluation: Callable[[Any], Iterator[Any]] | None = None
+        self.on_iterator: Callable[[DistributedLoader], object] = lambda loader: None
         self.seeds = Seeds()
         self.had_workers = False
         self._epoch = -1  # of the objects inside
@@ -120,17 +120,25 @@ class DistributedLoader:
         is_seeded = iterates_as_torch(self.loader)
         return workers_seeded_by(self.loader, self.seeds) if is_seeded else nullcontext()
 
-    def draw_seed(self, *, is_new_loader: bool = False) -> None:
+    def draw_seed(self) -> None:
         """Draw the seed of an iterator's workers where torch would, for its later start.
 
         Persistent workers get one seed.
-
-        Args:
-            is_new_loader: whether workers that persist have not been seeded.
         """
         self.had_workers = self.had_workers or self._keeps_seed
-        is_drawn_here = iterates_as_torch(self.loader) and _draws_on_cpu(self._users_generator)
-        if not is_drawn_here or (self._keeps_seed and not is_new_loader):
+        if not self._keeps_seed:
+            self._draw_seed()
+
+    def repeat_global_draw(self) -> None:
+        """Draw the latest iterator's seed again, if it came from torch's global generator.
+
+        Call this where that generator's state has been restored since.
+        """
+        if self._users_generator is None:
+            self._draw_seed()
+
+    def _draw_seed(self) -> None:
+        if not (iterates_as_torch(self.loader) and _draws_on_cpu(self._users_generator)):
             return
         self._keeps_seed = self.loader.persistent_workers
         source = self._users_generator or torch.default_generator
@@ -150,7 +158,7 @@ class DistributedLoader:
         return is_seeded and bool(getattr(self.loader, "persistent_workers", False))
 
     def __iter__(self) -> Iterator[Any]:
-        self.on_iterator()
+        self.on_iterator(self)
         self._users_generator = getattr(self.loader, "generator", None)
         self.draw_seed()
         return LazyIterator(self)

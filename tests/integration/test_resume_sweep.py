@@ -674,6 +674,7 @@ FOUND = (
         "sampler=sized loaders=list beside=shuffled ranks=1 workers=fresh optimizing=third"
         " generator=own injected=no"
     ),
+    "sampler=batches stop=end epoch=1 made=each generator=own injected=no",
 )
 REPEAT = "SWEEP='{}' .venv/bin/python -m pytest tests/integration/test_resume_sweep.py -k equals"
 DRAWS = 10_000

@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,7 +100,9 @@ class EpochCursor:
         self.seeding: WorkerSeeding | None = None
         self._resumed: ResumedEpoch | None = None
         self._is_started = False
-        self._combined_iterator: Any = None  # of the epoch that was entered last
+        # The epoch's combined iterator. A reference would keep loaders that are made again
+        # in the next epoch, and their workers, beside the new ones.
+        self._entered: Callable[[], Any] = lambda: None
         self._validated_at = math.inf
 
     @property
@@ -182,10 +185,10 @@ class EpochCursor:
             if not is_read_by_loop:
                 return iter(own_copy(loader.loader))
             start = loader.start_evaluation
-            return iter(loader.loader) if start is None else start()
+            return iter(loader.loader) if start is None else start(loader.loader)
 
     def _start_training(self, iterator: LazyIterator) -> Iterator[Any]:
-        if combined_iterator_of(self._trainer.fit_loop) is not self._combined_iterator:
+        if combined_iterator_of(self._trainer.fit_loop) is not self._entered():
             self._enter_epoch()
             return self._start_together(iterator)
         # A loader shorter than the epoch begins again. Its ended iterator has already called
@@ -195,7 +198,7 @@ class EpochCursor:
 
     def _enter_epoch(self) -> None:
         """Find the position at which the epoch begins or continues."""
-        self._combined_iterator = combined_iterator_of(self._trainer.fit_loop)
+        self._entered = weakref.ref(combined_iterator_of(self._trainer.fit_loop))
         epoch = self.epoch
         if self._resumed is not None and epoch > self._resumed.restart.epoch:
             self._resumed = None

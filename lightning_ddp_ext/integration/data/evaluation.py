@@ -90,7 +90,7 @@ class Evaluation:
                 # Lightning refuses a length of 0; the iterator still yields nothing
                 loader.length = 1
         elif self._counts_once:
-            loader.start_evaluation = partial(self._start, loader)
+            loader.start_evaluation = self._start
             # A step that takes an iterator may fetch several batches, of which some count.
             if not takes_iterator(self._strategy.lightning_module, stage):
                 self._prepare_even_batches(loader)
@@ -103,7 +103,7 @@ class Evaluation:
         if even is not None and len(set(samples_by_rank)) == 1:
             loader.loader = own_copy(loader.loader)  # a stateful loader has not been copied yet
             permanent = make_permanent(loader.loader, even)
-            loader.start_evaluation = partial(self._start_even, loader, even, permanent)
+            loader.start_evaluation = partial(self._start_even, even, permanent)
 
     def _even_batches(self, loader: DistributedLoader) -> EvenBatches | None:
         """Return even batches for a loader, or ``None`` to keep its own batches."""
@@ -122,17 +122,17 @@ class Evaluation:
 
     # Iterators over a loader.
 
-    def _start(self, loader: DistributedLoader) -> Iterator[Any]:
-        return self._recorded((batch, ()) for batch in each_of(iter(loader.loader)))
+    def _start(self, loader: Any) -> Iterator[Any]:
+        return self._recorded((batch, ()) for batch in each_of(iter(loader)))
 
     def _start_even(
-        self, loader: DistributedLoader, even: EvenBatches, permanent: PermanentBatchSampler
+        self, even: EvenBatches, permanent: PermanentBatchSampler, loader: Any
     ) -> Iterator[Any]:
         """Start an iterator; a batch does not count on ranks that repeat a sample in it."""
         idle_ranks_by_batch = deque[IdleRanks]()
         # Workers that are spawned get a copy of the sampler, so this can be pickled.
         permanent.draw_next_by(partial(_draw_indices, even, idle_ranks_by_batch))
-        batches = iter(loader.loader)
+        batches = iter(loader)
         return self._recorded((batch, idle_ranks_by_batch.popleft()) for batch in batches)
 
     def _recorded(self, batches: Iterator[tuple[Any, IdleRanks]]) -> Iterator[Any]:

@@ -7,7 +7,6 @@ loader. The result is a proxy of a ``DistributedLoader``, whose iterators
 
 from __future__ import annotations
 
-from functools import partial
 from inspect import signature
 from math import inf
 from typing import Any, Literal, get_args
@@ -133,7 +132,7 @@ class TrainerLoaders:
         loader.is_dealt = divided is not source
         if stage in EVALUATED:
             self.evaluation.prepare(loader, stage)
-            loader.on_iterator = partial(self._before_validation, loader)
+            loader.on_iterator = self._before_validation
             loader.had_workers = self.saver.had_validation_workers
         else:
             self.uneven.agree_on_length(loader)

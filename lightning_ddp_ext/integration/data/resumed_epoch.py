@@ -242,7 +242,8 @@ class ResumedEpoch:
             self._restore_random_state()
         iterator = combined_iterator_of(self._trainer.fit_loop)
         if self._draws_again and iterator is self._iterator_before:
-            self._draw_seeds()
+            for loader in training_loaders_of(self._trainer):
+                loader.draw_seed()
 
     def after_iterators(self) -> None:
         """Restore the random state between two batches, after the iterators started."""
@@ -264,7 +265,8 @@ class ResumedEpoch:
         restore_random_state(random, generators)
         if has_new_loaders and self._draws_again:
             # Lightning would have created iterators when it reloaded them.
-            self._draw_seeds(is_new_loader=True)
+            for loader in training_loaders_of(self._trainer):
+                loader.repeat_global_draw()
 
     @property
     def _precedes_seeds(self) -> bool:
@@ -279,10 +281,6 @@ class ResumedEpoch:
         Lightning creates them before it in the first epoch and in a resumed run.
         """
         return self._precedes_seeds and self.restart.epoch > 0
-
-    def _draw_seeds(self, *, is_new_loader: bool = False) -> None:
-        for loader in training_loaders_of(self._trainer):
-            loader.draw_seed(is_new_loader=is_new_loader)
 
     # Hooks of the fit loop.
 
