@@ -20,7 +20,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -102,7 +102,7 @@ class EpochCursor:
         self._is_started = False
         # The epoch's combined iterator. A reference would keep loaders that are made again
         # in the next epoch, and their workers, beside the new ones.
-        self._entered: Callable[[], Any] = lambda: None
+        self._entered: weakref.ref[Any] | None = None
         self._validated_at = math.inf
 
     @property
@@ -188,7 +188,8 @@ class EpochCursor:
             return iter(loader.loader) if start is None else start(loader.loader)
 
     def _start_training(self, iterator: LazyIterator) -> Iterator[Any]:
-        if combined_iterator_of(self._trainer.fit_loop) is not self._entered():
+        entered = None if self._entered is None else self._entered()
+        if combined_iterator_of(self._trainer.fit_loop) is not entered:
             self._enter_epoch()
             return self._start_together(iterator)
         # A loader shorter than the epoch begins again. Its ended iterator has already called
