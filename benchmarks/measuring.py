@@ -143,16 +143,20 @@ def record(tables: list[dict[str, Any]], *, quick: bool) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit that is measured, with ``+`` where tracked files differ from
-    it.
-    """
-    asked = ["git", "describe", "--always", "--dirty=+"]
+    """Return the commit that is measured, with ``+`` if the package or a script differs."""
+
+    def answer(*arguments: str) -> str:
+        directory = Path(__file__).parent.parent
+        asked = ["git", *arguments]
+        found = subprocess.run(asked, cwd=directory, capture_output=True, text=True, check=True)
+        return found.stdout.strip()
+
     try:
-        return subprocess.run(
-            asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        commit = answer("describe", "--always")
+        changed = answer("status", "--porcelain", "lightning_ddp_ext", "benchmarks/*.py")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{commit}+" if changed else commit
 
 
 # Turns, and ranks that are forked from a process that has imported everything.
