@@ -98,7 +98,7 @@ class Origin(Enum):
 
 def explain(
     exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False
-) -> Any:
+) -> BaseException:
     """Announce an exception to the other ranks, or find the rank that caused it.
 
     Return the exception, or the error of that rank. If the caller may catch it and

@@ -127,7 +127,7 @@ class Survey:
             self._peers.wait_for(lambda: kind in self._finished, longest)
         is_answered = kind in self._finished or self._peers.cause_or_departure is not None
         is_rank_zero_silent = not is_answered and self._peers.rank != 0
-        if is_rank_zero_silent and kind != "deadlock":
+        if is_rank_zero_silent and kind != "deadlock":  # a deadlock needs a report of rank 0
             silence = Silence(self._peers.table[0], self._seconds)
             self._conclude(kind, wait, Findings([self.reporter.report_all()], [silence]))
         return self._peers.cause_or_departure
