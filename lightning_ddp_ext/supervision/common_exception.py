@@ -15,13 +15,13 @@ _SECONDS_TO_RAISE = 1.0
 
 
 class CommonException:
-    """Determines whether every rank is raising."""
+    """This rank's part in determining whether every rank raises, for each exception."""
 
     def __init__(self, context: ProcessContext) -> None:
         self._context = context
         self._peers = context.peers
-        self._is_common: bool | None = None
-        self._raised: set[int] = set()
+        self._is_common: bool | None = None  # until rank 0 decides
+        self._raised: set[int] = set()  # on rank 0: the ranks that have raised so far
         self._remote = RemoteCalls(
             self._peers,
             "exception",

@@ -167,7 +167,7 @@ def _is_waiting_for(report: Report, other: Report) -> bool:
     if not report.is_blocked or not (other.is_blocked or has_left_run):
         return False
     if report.awaited is not None:
-        return other.calls < report.awaited.number
+        return other.calls_made < report.awaited.number
     return any(
         progress.is_missing(other.who.rank, other.progress_in(progress.group))
         for progress in report.unfinished

@@ -66,8 +66,8 @@ class Findings:
         moving = [report for report in self.reports if not report.makes_no_progress]
         if not stalled:
             return None
-        # Ranks start to wait at different times, so one that moved before half of the longest
-        # wait may be waiting, too.
+        # Ranks start to wait at different times, so a rank that last moved in the first half
+        # of the longest wait may also be waiting.
         half_wait = max(report.idle for report in stalled) / 2
         if self.silences and all(report.idle > half_wait for report in moving):
             return event_of("hung", self.silences[0].who, self._silent)
@@ -94,9 +94,9 @@ class Findings:
 def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:
     """Return the event of a rank that did not enter an unfinished collective, if any.
 
-    The first unfinished collective of each group is checked, that of the default group
-    before the others. Nothing is known if the recorders of the ranks that seem to be absent
-    have not answered in time.
+    Only the first collective that some ranks have not entered counts, with the default
+    group before the others. A rank whose recorder did not answer in time may have
+    entered it, and is not reported.
     """
     pending = [progress for report in reports for progress in report.unfinished]
     for progress in sorted(pending, key=lambda each: (each.label, each.group, each.pending)):
@@ -105,8 +105,8 @@ def _absent_from_collective(reports: Sequence[Report]) -> PeerEvent | None:
             for report in reports
             if progress.is_missing(report.who.rank, report.progress_in(progress.group))
         ]
-        absent = [report for report in not_seen if report.groups]
         if not_seen:
+            absent = [report for report in not_seen if report.groups]
             return _absent(progress, absent, reports) if absent else None
     return None
 

@@ -58,7 +58,7 @@ def _excepthook(
     peers = session.context.peers
     if not peers.has_raised:
         # Other ranks may be waiting for this one outside of Trainer calls as well.
-        explanation: BaseException = explain(exception)
+        explanation = explain(exception)
         if explanation is not exception:
             explanation.__cause__ = exception
             exception = explanation

@@ -98,7 +98,7 @@ class Origin(Enum):
 
 def explain(
     exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False
-) -> Any:
+) -> BaseException:
     """Announce an exception to the other ranks, or find the rank that caused it.
 
     Return the exception, or the error of that rank. If the caller may catch it and
@@ -131,7 +131,8 @@ def _cause_of(
     if isinstance(exception, RankFailedError):
         return Origin.NAMED, None
     peers = session.context.peers
-    # If another rank caused it:
+    # The origin if another rank caused it, decided before the waits below, in which the
+    # cause may arrive and this rank may abort its collectives.
     is_aborted = peers.cause is not None and any(map(_is_in_collective, chain_of(exception)))
     origin_elsewhere = Origin.ABORTED if is_aborted else Origin.BROKEN
     # Any exception may follow from arbitrary values.

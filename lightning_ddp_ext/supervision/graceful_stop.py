@@ -241,7 +241,11 @@ class GracefulStop:
         return self.at_point()
 
     def _is_due(self) -> bool:
-        """Whether the ranks stop here; waits until they have agreed where."""
+        """Whether the ranks stop here; waits until they have agreed where.
+
+        Raises:
+            RankFailedError: a rank died or failed meanwhile; it may be a subclass.
+        """
         with self._peers.arrived:
             self._peers.wait_for(lambda: self._state is not _State.PAUSING)
             self._peers.check()

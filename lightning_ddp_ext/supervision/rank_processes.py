@@ -36,7 +36,7 @@ from lightning_ddp_ext.supervision.signals import (
 # are not saving are stopped.
 _END_WITHIN = 5.0
 _END_WITHIN_AFTER_INTERRUPT = 2.5
-_LOOK_EVERY = 0.02
+_LOOK_EVERY = 0.02  # seconds
 # After sys.exit(1), this process seems to have succeeded, so a stuck child must not
 # block its exit for longer.
 EXIT_WITHIN = 600.0
@@ -88,7 +88,7 @@ class ChildScripts:
         has_raised = _has_raised()
         with suppress(KeyboardInterrupt):
             if has_raised:
-                _end(self.children, _END_WITHIN, self.save_within)
+                _stop(self.children, _END_WITHIN, self.save_within)
             else:
                 _wait_for_exits(self.children, self.exit_within)
         for child in self.children:
@@ -200,11 +200,11 @@ class RankProcesses:
             self._wait_for_first_failure()
             if self._failed():
                 seconds = self._stop_within if self._stopped_by() else _END_WITHIN
-                stopped = _end(self.processes, seconds, self._stop_within)
+                stopped = _stop(self.processes, seconds, self._stop_within)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 self._pass_on(signal.SIGTERM)  # in a notebook, it reaches this process only
-            _end(self.processes, _END_WITHIN_AFTER_INTERRUPT, self._stop_within)
+            _stop(self.processes, _END_WITHIN_AFTER_INTERRUPT, self._stop_within)
             raise
         finally:
             signals.restore()
@@ -251,6 +251,8 @@ class RankProcesses:
         if path is None:
             is_killed = self.processes[index].exitcode < 0
             return (Blame.KILLED if is_killed else Blame.EXITED), 0.0
+        # HACK: the file has only the text of a traceback. The rank knows that it raised
+        # because of another one, but cannot add it to the file.
         with open(path, "rb") as file:
             text = str(pickle.load(file))
         is_bystander = re.search(r"^lightning_ddp_ext\.errors\.Rank", text, re.MULTILINE)
@@ -274,6 +276,7 @@ class RankProcesses:
         if process.exitcode < 0 and self._error_file(index) is None:
             what = f"died: it {_in_words(process.exitcode)}; the other ranks were stopped"
             raise self._error(RankDiedError, index, what)
+        # Have torch raise the exception of this process, not of the first in its list.
         self._context.sentinels.clear()
         self._context.sentinels[process.sentinel] = index
         self._context.join()
@@ -289,11 +292,11 @@ class RankProcesses:
         )
 
 
-def _end(processes: Sequence[Any], seconds: float, save_within: float) -> list[int]:
-    """Wait, then stop processes that are still running, and return their numbers.
+def _stop(processes: Sequence[Any], seconds: float, save_within: float) -> list[int]:
+    """Stop processes that are still running after some seconds, and return their numbers.
 
-    They get SIGTERM, and those that are not saving then exit. After another wait, the
-    remaining ones are killed.
+    They get SIGTERM, and those that are not saving then exit. Those that still run
+    after ``save_within`` are killed.
     """
     try:
         running = _wait_for_exits(processes, seconds)

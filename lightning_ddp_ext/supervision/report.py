@@ -60,8 +60,9 @@ class Report:
     is_outside: bool = False
     """Whether it has left the watched code, so it may no longer need the other ranks.
     """
-    is_waiting: bool = False
-    """Whether its main thread is waiting for other ranks, in a collective or elsewhere.
+    may_be_waiting: bool = False
+    """Whether its main thread is in a call that waits for other ranks, although it may
+    be running Python code there, such as a hook of a backward pass.
     """
     is_blocked: bool = False
     """Whether its main thread cannot continue before other ranks make the calls that it
@@ -78,7 +79,7 @@ class Report:
     """Its collectives in each group, as far as torch records them."""
     has_timed_out: bool = False
     """Whether it has waited in a collective for the timeout."""
-    calls: int = 0
+    calls_made: int = 0
     """The number of calls of named barriers that it has started."""
     awaited: Call | None = None
     """The call of a named barrier that it waits in."""
@@ -98,7 +99,7 @@ class Report:
     @property
     def waits(self) -> bool:
         """Whether another rank may be the reason why it is making no progress."""
-        return self.is_waiting or bool(self.unfinished)
+        return self.may_be_waiting or bool(self.unfinished)
 
     @property
     def unfinished(self) -> list[GroupProgress]:
@@ -132,8 +133,6 @@ class Silence:
 class Reporter:
     """Describes this rank from the channel's thread.
 
-    It does so by its ``calls``, or by a ``report`` of all.
-
     Attributes:
         describe: returns this rank's activity and progress, as a report.
         has_broken_collective: whether another rank probably broke a collective of this
@@ -150,15 +149,18 @@ class Reporter:
         self._barriers = context.barriers
 
     def may_be_in_deadlock(self) -> bool:
-        """Return whether this rank waits or has left the run; this does not disturb it."""
+        """Whether this rank waits in a call or has left the run.
+
+        Finding out does not disturb the main thread or the device.
+        """
         return bool(self.open_calls()) or current_run() is None
 
-    def calls(self) -> Report:
-        """Return a report with the calls in which this rank waits."""
+    def report_calls(self) -> Report:
+        """Return a report with the calls in which this rank waits, and no more."""
         return self._with_calls(report_of(self._who))
 
-    def report(self) -> Report:
-        """Return a report with the calls, this rank's activity and its progress."""
+    def report_all(self) -> Report:
+        """Return a report with these calls, this rank's activity and its progress."""
         return self._with_calls(self.describe())
 
     def open_calls(self) -> list[str]:
@@ -175,12 +177,12 @@ class Reporter:
     def _with_calls(self, report: Report) -> Report:
         return replace(
             report,
-            is_waiting=report.is_waiting or self.has_broken_collective,
+            may_be_waiting=report.may_be_waiting or self.has_broken_collective,
             is_blocked=self._is_blocked(),
             # CUDA may poll while it waits.
             cpu_seconds=0.0 if self._groups.uses_nccl else _cpu_seconds(),
             has_timed_out=has_timed_out(report.groups, self._groups.timeout),
-            calls=self._barriers.made,
+            calls_made=self._barriers.made,
             awaited=self._barriers.awaited,
             run=joint_runs(),
             is_in_run=current_run() is not None,
@@ -188,11 +190,15 @@ class Reporter:
 
 
 def report_of(who: RankInfo, **activity: Any) -> Report:
-    """Return the report of this rank; not for the main thread."""
+    """Return this rank's report; not for the main thread, whose stack it reads."""
     frame = main_frame()
-    is_waiting = may_be_waiting_for_ranks(frame)
-    place = call_site_of(frame)
-    return Report(who, place=place, is_waiting=is_waiting, groups=read_progress(), **activity)
+    return Report(
+        who,
+        place=call_site_of(frame),
+        may_be_waiting=may_be_waiting_for_ranks(frame),
+        groups=read_progress(),
+        **activity,
+    )
 
 
 def _cpu_seconds() -> float:

@@ -8,7 +8,8 @@ from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.supervision.common_exception import CommonException
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
-from lightning_ddp_ext.supervision.survey import Survey, watch_long_waits
+from lightning_ddp_ext.supervision.long_waits import watch_long_waits
+from lightning_ddp_ext.supervision.survey import Survey
 
 
 class Session:

@@ -101,27 +101,29 @@ class StopSignals:
         listener = self._listener
         if writer is None or listener is None:
             return
-        self._reinstate(writer, defers_sigterm=defers_sigterm)
+        # Before our handler is removed, so that SIGTERM never ends this process early.
+        if defers_sigterm and self._earlier_handlers.get(signal.SIGTERM) is signal.SIG_DFL:
+            self._earlier_handlers[signal.SIGTERM] = DeferredSigterm()
+        self._reinstate(writer)
         writer.shutdown(socket.SHUT_RDWR)  # also works if a forked child has a copy
         writer.close()
         listener.join()
 
-    def _reinstate(self, writer: socket.socket, *, defers_sigterm: bool = False) -> None:
+    def _reinstate(self, writer: socket.socket) -> None:
         _installed.discard(self)
-        self._reinstate_handlers(defers_sigterm=defers_sigterm)
+        self._reinstate_handlers()
         self._reinstate_wakeup_fd(writer)
         self._writer = None
         self._listener = None
 
-    def _reinstate_handlers(self, *, defers_sigterm: bool) -> None:
+    def _reinstate_handlers(self) -> None:
         while self._earlier_handlers:
             signum, earlier = self._earlier_handlers.popitem()
-            handler = _handler_to_reinstate(signum, earlier, defers_sigterm=defers_sigterm)
             # After a KeyboardInterrupt, Lightning ignores SIGINT; early in a run, it
             # may not undo this.
             is_unchanged = signal.getsignal(signum) in (self._handle, signal.SIG_IGN)
-            if is_unchanged and handler is not None:
-                signal.signal(signum, handler)
+            if is_unchanged and earlier is not None:
+                signal.signal(signum, earlier)
 
     def _reinstate_wakeup_fd(self, writer: socket.socket) -> None:
         current = signal.set_wakeup_fd(self._earlier_wakeup_fd)
@@ -153,12 +155,6 @@ class StopSignals:
         if callable(earlier) and earlier is not signal.default_int_handler:
             self.has_passed_on = True
             earlier(signum, frame)
-
-
-def _handler_to_reinstate(signum: int, earlier: Any, *, defers_sigterm: bool) -> Any:
-    """Return the earlier handler, or one that defers SIGTERM without a gap before it."""
-    is_deferred = defers_sigterm and signum == signal.SIGTERM and earlier is signal.SIG_DFL
-    return DeferredSigterm() if is_deferred else earlier
 
 
 class DeferredSigterm:

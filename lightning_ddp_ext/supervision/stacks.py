@@ -15,7 +15,7 @@ from lightning_ddp_ext.ranks import shortened
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
-# Packages between the call and the user's code, whose lines do not help users.
+# Packages whose lines do not help users; they call the user's code, or it calls them.
 _LIBRARIES = {
     "lightning",
     "lightning_ddp_ext",
@@ -91,7 +91,7 @@ def call_site_in(lines: Iterable[tuple[str, int]]) -> str:
 @cache
 def _is_library(file: str) -> bool:
     libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
-    folders = [os.path.dirname(module.__file__ or "") for module in libraries]
+    folders = [folder for library in libraries for folder in library.__path__]
     is_of_library = any(file.startswith(folder + os.sep) for folder in folders)
     is_of_python = file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
     return is_of_library or is_of_python or file.startswith("<frozen")

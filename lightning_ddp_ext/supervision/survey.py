@@ -1,9 +1,9 @@
-"""Notice long waits, and collect a report from every rank after one.
+"""Collect a report from every rank, and find the rank that the others wait for.
 
 A hang becomes an error in four steps:
 
-1. A rank notices that it waits, and requests a survey from rank 0: here in
-   :func:`watch_long_waits`, or in ``watchdog``, ``failure`` or ``graceful_stop``.
+1. A rank notices that it waits, and requests a survey from rank 0: in ``long_waits``,
+   ``watchdog``, ``failure`` or ``graceful_stop``.
 2. Rank 0 collects the replies in a thread. Each rank replies from the channel's thread,
    even if its main thread is blocked. Its ``report`` has its ``stacks`` and the
    collectives in torch's ``flight_recorder``.
@@ -31,21 +31,16 @@ Kind            Requested                             Rank 0 reports
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any, Literal
 
-from lightning_ddp_ext.rendezvous.peers import PeerEvent, event_of
+from lightning_ddp_ext.rendezvous.peers import PeerEvent
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 from lightning_ddp_ext.supervision.deadlock import Deadlock, deadlock_in
 from lightning_ddp_ext.supervision.diagnosis import Findings
-from lightning_ddp_ext.supervision.flight_recorder import (
-    groups_in_collectives,
-    has_timed_out,
-    read_progress,
-)
+from lightning_ddp_ext.supervision.flight_recorder import has_timed_out, read_progress
 from lightning_ddp_ext.supervision.report import Report, Reporter, Silence
 from lightning_ddp_ext.threads import start_thread
 
@@ -57,7 +52,6 @@ _SECOND_REQUEST_AFTER = 1.0
 _SECONDS_TO_CHOOSE = 1.0
 # A survey waits for replies at most twice, and may first wait for another survey.
 _WAITS_FOR_REPLIES = 4
-_LOOKS = 8  # at this rank's calls, within the shortest time limit
 
 
 class Survey:
@@ -86,8 +80,8 @@ class Survey:
             start=self._start,
             finish=self._finished.add,
             may_be_in_deadlock=self.reporter.may_be_in_deadlock,
-            calls=lambda: asdict(self.reporter.calls()),
-            report=lambda: asdict(self.reporter.report()),
+            report_calls=lambda: asdict(self.reporter.report_calls()),
+            report_all=lambda: asdict(self.reporter.report_all()),
         )
 
     # For any thread except the channel's; most of these calls take several seconds.
@@ -133,9 +127,9 @@ class Survey:
             self._peers.wait_for(lambda: kind in self._finished, longest)
         is_answered = kind in self._finished or self._peers.cause_or_departure is not None
         is_rank_zero_silent = not is_answered and self._peers.rank != 0
-        if is_rank_zero_silent and kind != "deadlock":
+        if is_rank_zero_silent and kind != "deadlock":  # a deadlock needs a report of rank 0
             silence = Silence(self._peers.table[0], self._seconds)
-            self._conclude(kind, wait, Findings([self.reporter.report()], [silence]))
+            self._conclude(kind, wait, Findings([self.reporter.report_all()], [silence]))
         return self._peers.cause_or_departure
 
     @property
@@ -187,27 +181,29 @@ class Survey:
         ranks = [rank for rank, may_be_in_deadlock in replies.items() if may_be_in_deadlock]
         if len(ranks) < 2:
             return
-        deadlock = deadlock_in(self._findings("calls", ranks).reports)
+        deadlock = deadlock_in(self._findings("report_calls", ranks).reports)
         if deadlock is not None:
             self._confirm(deadlock, ranks)
 
     def _confirm(self, deadlock: Deadlock, ranks: Collection[int]) -> None:
         """Report a deadlock if a second request finds it unchanged."""
         self._peers.wait(min(_SECOND_REQUEST_AFTER, self._peers.timeouts.deadlock / 2))
-        later = deadlock_in(self._findings("calls", ranks).reports)
+        later = deadlock_in(self._findings("report_calls", ranks).reports)
         if self._peers.cause is None and deadlock.persists_in(later):
             self._peers.report(deadlock.event)
 
     def _report_findings(self, kind: Kind, wait: str) -> None:
-        findings = self._findings("report", self._peers.everyone)
+        findings = self._findings("report_all", self._peers.everyone)
         if kind == "collective" and not findings.silences and findings.elsewhere:
             self._peers.wait(_SECOND_REQUEST_AFTER)
-            findings = self._findings("report", self._peers.everyone)
+            findings = self._findings("report_all", self._peers.everyone)
         if self._peers.cause_or_departure is None:
             self._conclude(kind, wait, findings)
 
-    def _findings(self, function: Literal["calls", "report"], ranks: Collection[int]) -> Findings:
-        """Request a report from each of the ranks."""
+    def _findings(
+        self, function: Literal["report_calls", "report_all"], ranks: Collection[int]
+    ) -> Findings:
+        """Request a report from each of the ranks, by a method of their ``Reporter``."""
         replies = self._collect(function, ranks, self._seconds)
         silent = [self._peers.table[rank] for rank in ranks if rank not in replies]
         return Findings(
@@ -221,57 +217,3 @@ class Survey:
         self._peers.wait_for(lambda: len(replies) == len(ranks), seconds)
         with self._peers.arrived:
             return dict(replies)
-
-
-# The waits of this rank.
-
-
-def watch_long_waits(context: ProcessContext, survey: Survey) -> None:
-    """Start a thread that requests a survey when this rank has waited for some seconds.
-
-    It looks at the calls in which this rank waits for other ranks, until the ranks
-    disconnect. After a survey, it waits as long until the next one. NCCL does not raise
-    when a collective exceeds its timeout, unlike gloo, so this thread then ends the
-    wait. A single rank needs no such thread.
-    """
-    if len(context.table) > 1:
-        start_thread("ddpx-waits", _watch, context, survey)
-
-
-def _watch(context: ProcessContext, survey: Survey) -> None:
-    entered_at: dict[str, float] = {}  # for each call in which this rank waits
-    surveyed_at = 0.0
-    limit = context.peers.timeouts.deadlock
-    while context.peers.cause is None:
-        now = time.monotonic()
-        entered_at = {call: entered_at.get(call, now) for call in survey.reporter.open_calls()}
-        waiting_since = min(entered_at.values(), default=now)
-        if _is_overdue(context, now - waiting_since):
-            _end_overdue_collective(context, survey)
-            entered_at.clear()
-        elif now - max(waiting_since, surveyed_at) >= limit:
-            survey.request("deadlock")
-            surveyed_at = time.monotonic()
-        shortest_limit = min(limit, context.groups.timeout.total_seconds())
-        if context.has_closed.wait(shortest_limit / _LOOKS):
-            return
-
-
-def _is_overdue(context: ProcessContext, seconds: float) -> bool:
-    """Whether NCCL has waited for its timeout, or too long for a rank that left."""
-    has_departure = context.peers.cause_or_departure is not None
-    timeout = context.groups.timeout.total_seconds()
-    limit = context.peers.timeouts.answer if has_departure else timeout
-    if not context.groups.uses_nccl or seconds < limit or not groups_in_collectives():
-        return False
-    return any(progress.pending for progress in read_progress())
-
-
-def _end_overdue_collective(context: ProcessContext, survey: Survey) -> None:
-    """Report the rank that the collective waits for, which aborts the collective."""
-    peers = context.peers
-    departure = peers.cause_or_departure
-    event = survey.request("collective", survey.wait_in_words)
-    if departure is not None and event is departure:
-        # NCCL has no connection that closes with that rank.
-        peers.report(event_of("absent", peers.table[departure.rank], str(departure.to_error())))

@@ -228,13 +228,13 @@ def lose_next_report(trainer: L.Trainer) -> None:
     session = current_session()
     assert session is not None
     reporter = session.survey.reporter
-    calls = reporter.calls
+    report_calls = reporter.report_calls
 
-    def calls_without_collectives() -> Report:
-        reporter.calls = calls
-        return replace(calls(), groups=[])
+    def report_without_collectives() -> Report:
+        reporter.report_calls = report_calls
+        return replace(report_calls(), groups=[])
 
-    reporter.calls = calls_without_collectives
+    reporter.report_calls = report_without_collectives
 
 
 def read_log_dir_and_lose_a_report(rank: int) -> Run:
@@ -327,7 +327,7 @@ def announce_surveys() -> None:
     [
         pytest.param(
             partial(call_on_one_rank, hook="on_train_batch_end", call=stay, earlier=1),
-            id="its own validation",
+            id="a callback",
         ),
         pytest.param(save_slowly, id="a long save"),
         pytest.param(

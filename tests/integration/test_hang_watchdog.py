@@ -261,14 +261,14 @@ STUCK_IN_LOADER = (
 
 
 def test_a_single_rank_reports_on_itself(tmp_path: Path) -> None:
-    """It has no channel to other ranks."""
+    """A rank without others, and so without a channel, prints and writes a report."""
     outcomes = ranks.launch_ranks(fit, 1, tmp_path, StuckInLoader(rank=0))
     assert_reported(outcomes, 0, STUCK_IN_LOADER)
     assert "MainThread:" in read_report(tmp_path)
 
 
 def test_ranks_of_a_stock_strategy_report_on_themselves(tmp_path: Path) -> None:
-    """They have no channel, so each rank writes its own file."""
+    """Without a channel, each rank of stock ``ddp`` writes its own file."""
     outcomes = ranks.launch_ranks(fit_with_stock, 2, tmp_path, StuckInLoader())
     output_of_all(outcomes, exit_code=1)
     assert re.search(f"rank 1 .*{STUCK_IN_LOADER}", outcomes[1].output)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -217,22 +217,16 @@ def test_ranks_in_different_barriers_raise_with_both_places(tmp_path: Path) -> N
 
 
 def exit_after_a_barrier(rank: int, world_size: int, directory: Path) -> None:
-    """Rank 0 enters the barrier last, while its channel's thread works for a moment."""
+    """Enter a barrier; rank 0 does so last, while its channel's thread is working."""
     trainer = training.fit("ours", directory, Net(), max_epochs=1)
     context = current()
     assert context is not None
     channel = context.peers.channel
     if rank == 1:
-
-        def send_work() -> None:
-            while context.barriers.awaited is None:  # until the call has been sent
-                time.sleep(0.001)
-            channel.send("work", {})
-
-        sending = threading.Thread(target=send_work)
-        sending.start()
-        context.barriers.enter("barrier 'end'")
-        sending.join()
+        # Called once rank 0 is late, so the work arrives there after the call of this rank.
+        send_work_once = cache(partial(channel.send, "work", {}))
+        training.limit_collectives(0.1)
+        context.barriers.enter("barrier 'end'", if_late=send_work_once)
         return
     is_working = threading.Event()
 
@@ -335,8 +329,8 @@ ELSEWHERE = (
 
 
 def test_a_stopped_process_is_named() -> None:
-    """This holds for rank 0, which relays messages, and for a store that has stopped
-    with it.
+    """The other ranks name rank 0 if it was stopped, although it relays messages and
+    serves the store.
     """
     url = f"tcp://127.0.0.1:{ranks.free_port()}"
     with ranks.RankProcesses(fit_late, 3, url, Late(None), "gloo") as processes:

@@ -29,7 +29,7 @@ def in_barrier(rank: int, call: int, *, after_collective: int) -> Report:
     """Return the report of a rank that waits in a named barrier."""
     awaited = Call(rank, call, 0, "saving", "saving", "train.py:7")
     progress = GroupProgress(DEFAULT, DEFAULT, after_collective)
-    return report(rank, progress, is_blocked=True, calls=call, awaited=awaited)
+    return report(rank, progress, is_blocked=True, calls_made=call, awaited=awaited)
 
 
 def computing(rank: int, *, after_collective: int) -> Report:

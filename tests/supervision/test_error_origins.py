@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from tests.harness.ranks import RankProcesses, announce, hold
+from tests.harness.ranks import Outcome, RankProcesses, announce, hold
 from tests.harness.training import At, Batch, Net, fit
 from tests.supervision import model
 
@@ -107,45 +107,48 @@ def fail_after_fit(rank: int, world_size: int, directory: Path, work: Callable[[
         work()
 
 
-def need_another_rank() -> None:
-    dist.all_reduce(torch.ones(1))
-
-
-REPLACED = (
-    r"this exception probably follows .*in need_another_rank.*RuntimeError: .*RankFailedError:"
-    r" rank 1"
-)
-CLOSED = "ValueError: Default process group has not been initialized"
-
-
-@pytest.mark.parametrize(
-    ("work", "error", "output"),
-    [
-        (
-            use_socket,
-            "RuntimeError: gloo: no socket is left",
-            "RuntimeError: gloo: no socket is left",
-        ),
-        (use_closed_group, CLOSED, CLOSED),
-        (need_another_rank, "RuntimeError: ", REPLACED),
-    ],
-)
-def test_an_error_after_fit_is_the_ranks_own(
-    work: Callable[[], object], error: str, output: str, tmp_path: Path
-) -> None:
-    """Whatever its text, it is raised and printed, although another rank has finished
-    and exited.
-
-    After a collective that needed that rank, an error that names it is also printed.
-    """
-    with RankProcesses(fail_after_fit, 2, tmp_path, work) as ranks:
+def failure_after_fit(work: Callable[[], object], directory: Path) -> Outcome:
+    """Do some work on rank 0 after rank 1 has finished and exited; return rank 0's end."""
+    with RankProcesses(fail_after_fit, 2, directory, work) as ranks:
         ranks.wait_for("after fit", 0)
         ranks.wait(1)
         ranks.release(0)
         (failed,) = ranks.wait(0)
-    raised = f"{failed.failure.type_name}: {failed.failure.message}"
-    assert raised.startswith(error), failed.story()
-    assert re.search(output, failed.output, re.DOTALL), failed.story()
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("work", "error"),
+    [
+        (use_socket, "RuntimeError: gloo: no socket is left"),
+        (use_closed_group, "ValueError: Default process group has not been initialized"),
+    ],
+)
+def test_an_error_after_fit_is_the_ranks_own(
+    work: Callable[[], object], error: str, tmp_path: Path
+) -> None:
+    """Whatever its text, it is raised and printed, although another rank has exited."""
+    failed = failure_after_fit(work, tmp_path)
+    assert f"{failed.failure.type_name}: {failed.failure.message}".startswith(error)
+    assert error in failed.output, failed.story()
+
+
+def need_another_rank() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_collective_after_fit_names_the_rank_that_exited(tmp_path: Path) -> None:
+    """The script gets the collective's own error; the rank prints it, and then one that
+    names the rank that has exited.
+    """
+    failed = failure_after_fit(need_another_rank, tmp_path)
+    assert failed.failure.type_name == "RuntimeError", failed.story()
+    assert re.search(
+        r"this exception probably follows .*in need_another_rank.*RuntimeError: "
+        r".*RankFailedError: rank 1",
+        failed.output,
+        re.DOTALL,
+    ), failed.story()
 
 
 def wait_for_work(trainer: Any) -> None:

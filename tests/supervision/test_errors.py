@@ -170,10 +170,8 @@ def raise_megabytes(*_: object) -> None:
 def test_unusual_exceptions_reach_the_other_ranks(
     action: Callable[..., None], reason: str, tmp_path: Path
 ) -> None:
-    """An exception of any kind is reported like any other.
-
-    ``sys.exit`` and Ctrl-C are such kinds, and exceptions without a text or with one of
-    megabytes.
+    """``sys.exit``, Ctrl-C, and exceptions without a text or with megabytes of it are
+    reported like any other.
     """
     survivor, culprit = launch_ranks(model.fit, 2, tmp_path, model.in_step(action, 1))
     assert survivor.failure.type_name == "RankFailedError", survivor.story()

@@ -1,6 +1,10 @@
 """A trace of torch's Flight Recorder gives the progress of a rank in each group."""
 
+import importlib.util
+import sys
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +65,18 @@ def test_sends_and_coalesced_collectives_hide_no_collective() -> None:
     trace = {"entries": [entry(1, 1, UNFINISHED), *coalesced, *sends]}
     (progress,) = progress_in(trace, {})
     assert (progress.entered, progress.pending, sorted(progress.recent)) == (2, 1, ["1", "2"])
+
+
+def test_a_library_without_files_hides_no_users_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective keeps its place if the folder of a removed library is still imported."""
+    spec = ModuleSpec("lightning_utilities", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path / "lightning_utilities")]
+    monkeypatch.setitem(sys.modules, spec.name, importlib.util.module_from_spec(spec))
+    frames = [{"filename": str(tmp_path / "train.py"), "line": 5}]
+    (progress,) = progress_in({"entries": [entry(1, 1, frames=frames)]}, {})
+    assert progress.collective(1).place == f"{tmp_path}/train.py:5"
 
 
 @pytest.mark.parametrize(
