@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.random_state import WorkerSeeding
+from lightning_ddp_ext.data.seeding import WorkerSeeding
 
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)

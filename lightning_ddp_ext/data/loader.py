@@ -17,7 +17,7 @@ from lightning_ddp_ext.data.epochs import (
 )
 from lightning_ddp_ext.data.loader_properties import is_stateful, iterates_as_torch
 from lightning_ddp_ext.data.proxy import copy_attributes, iterable_of, show
-from lightning_ddp_ext.data.random_state import WorkerSeeding
+from lightning_ddp_ext.data.seeding import WorkerSeeding
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 

@@ -30,8 +30,8 @@ from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.loader import workers_seeded_by
 from lightning_ddp_ext.data.loader_properties import index_sampler_of, is_stateful, length_or_inf
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition, LoaderState
-from lightning_ddp_ext.data.random_state import mix
 from lightning_ddp_ext.data.resampled import make_permanent
+from lightning_ddp_ext.data.seeding import mix
 from lightning_ddp_ext.data.shortest import AHEAD
 
 # Not a fingerprint: after batches of different sizes, the position is unknown.

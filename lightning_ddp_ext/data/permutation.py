@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_ddp_ext.data.random_state import mix
+from lightning_ddp_ext.data.seeding import mix
 
 ROUNDS = 10
 _TABLE = 1 << 16

@@ -20,7 +20,7 @@ from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.loader_properties import identity_of
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.permutation import Permutation
-from lightning_ddp_ext.data.random_state import mix, seeded
+from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from lightning_ddp_ext.data.random_state import seed_each_sample
+from lightning_ddp_ext.data.seeding import seed_each_sample
 
 
 class Draws(Dataset[float]):

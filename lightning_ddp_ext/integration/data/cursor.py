@@ -27,7 +27,7 @@ from typing import Any, Literal
 from lightning_ddp_ext.checkpoint.rank_records import Kind
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
 from lightning_ddp_ext.data.loader_kinds import rewind
-from lightning_ddp_ext.data.random_state import WorkerSeeding
+from lightning_ddp_ext.data.seeding import WorkerSeeding
 
 from ..private.compat import (
     active_loop_of,

@@ -33,7 +33,8 @@ from typing import Any, TypeVar
 
 from lightning_ddp_ext.data.loader_properties import length_or_inf
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
-from lightning_ddp_ext.data.random_state import WorkerSeeding, restore_random_state
+from lightning_ddp_ext.data.random_state import restore_random_state
+from lightning_ddp_ext.data.seeding import WorkerSeeding
 from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.rank_lists import ranks_in_words
 

@@ -13,12 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.rank_records import Kind, RankRecords
-from lightning_ddp_ext.data.random_state import (
-    mix,
-    random_state_in,
-    record_random_state,
-    seeded,
-)
+from lightning_ddp_ext.data.random_state import random_state_in, record_random_state
+from lightning_ddp_ext.data.seeding import mix, seeded
 
 from ..data.loop_state import Restart, Stopped, complete_batch, find_restart
 from ..data.positions import positions_of
