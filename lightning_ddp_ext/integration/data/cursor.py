@@ -205,7 +205,7 @@ class EpochCursor:
             self._resumed = None
         if self._resumed is not None:
             self._resumed.place(self.seeding)
-            self._resumed.before_iterators()
+            self._resumed.random_state.before_iterators()
         continues = self._resumed is not None and self._resumed.restart.is_within
         if not continues:
             for position in positions_of(self._trainer):
@@ -220,7 +220,7 @@ class EpochCursor:
             if other is not iterator:
                 other.start()
         if self._resumed is not None:
-            self._resumed.after_iterators()
+            self._resumed.random_state.after_iterators()
         return batches
 
     def _start_at_position(self, iterator: LazyIterator) -> Iterator[Any]:

@@ -14,13 +14,6 @@ an iterator enters the epoch          placed
 ``on_validation_end``                 the same, if the resume began with a validation
 an iterator enters the next epoch     it ends, and the cursor drops it
 ====================================  ===============================================
-
-``on_train_start`` restores the random state that was saved. Iterators that start
-afterwards draw numbers too, so it is restored again at the moment at which it was
-recorded: before they start if the epoch is repeated, and after they have started if it
-continues after a batch. Without a length, Lightning reads the first batch before
-``on_train_start``. Where an epoch begins, the state is then restored before that batch,
-and is not restored again after it.
 """
 
 from __future__ import annotations
@@ -33,18 +26,18 @@ from typing import Any, TypeVar
 
 from lightning_ddp_ext.data.loader_properties import length_or_inf
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
-from lightning_ddp_ext.data.random_state import restore_random_state
 from lightning_ddp_ext.data.seeding import WorkerSeeding
 from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.rank_lists import ranks_in_words
 
 from ..callbacks.hang_watchdog import report_progress
 from ..named_calls import ranks_of, refuse
-from ..private.compat import combined_iterator_of, end_epoch_after, end_restart, mode_of
+from ..private.compat import end_epoch_after, end_restart, mode_of
 from ..private.lightning_tree import pl, rank_zero_warn
 from ..private.replaced_methods import ReplacedMethods
 from ..start.devices import RankDevicesStrategy
-from .positions import epoch_of, positions_of, training_generators, training_loaders_of
+from .positions import epoch_of, positions_of, training_loaders_of
+from .resumed_random_state import ResumedRandomState
 from .saved_epoch import SavedEpoch
 
 T = TypeVar("T")
@@ -66,6 +59,7 @@ class ResumedEpoch:
         seed: the seed for the order of samples; ``None`` if the checkpoint has none.
         restart: where training continues, with the batches of this number of ranks. It
             is the start of the epoch if that is repeated.
+        random_state: restores this rank's random state.
     """
 
     def __init__(
@@ -83,8 +77,7 @@ class ResumedEpoch:
         self.restart = saved.restart
         self._batches = math.inf  # of the epoch, if known from the checkpoint
         self._placed: Sequence[LoaderPosition] = ()
-        self._has_restored_random_state = False
-        self._iterator_before: Any = None  # when the random state was restored
+        self.random_state = ResumedRandomState(strategy, saved)
 
     @property
     def _trainer(self) -> Any:
@@ -232,56 +225,7 @@ class ResumedEpoch:
         for loader in training_loaders_of(self._trainer):
             loader.set_epoch(self.restart.epoch, again=True)
         self.restart = self.restart.from_epoch_start()
-        self._saved = replace(self._saved, ranks=())
-
-    # Random states.
-
-    def before_iterators(self) -> None:
-        """Restore the random state of the epoch's start, before its iterators start."""
-        is_due = not (self._precedes_seeds and self._has_restored_random_state)
-        if self.restart.at == "epoch_start" and is_due:
-            self._restore_random_state()
-        iterator = combined_iterator_of(self._trainer.fit_loop)
-        if self._draws_again and iterator is self._iterator_before:
-            for loader in training_loaders_of(self._trainer):
-                loader.draw_seed()
-
-    def after_iterators(self) -> None:
-        """Restore the random state between two batches, after the iterators started."""
-        if self.restart.at == "batch_end":
-            self._restore_random_state()
-
-    def _restore_random_state(self) -> None:
-        """Restore this rank's random state, if one was saved."""
-        self._has_restored_random_state = True
-        random = self._saved.random_state_of(self._strategy.global_rank)
-        if random is None:
-            return
-        self._iterator_before = combined_iterator_of(self._trainer.fit_loop)
-        interval = self._trainer.reload_dataloaders_every_n_epochs
-        is_reloaded = interval > 0 and self.restart.epoch % interval == 0
-        has_new_loaders = self._precedes_seeds and is_reloaded
-        positions = [] if has_new_loaders else positions_of(self._trainer)
-        generators = training_generators(self._strategy, positions)
-        restore_random_state(random, generators)
-        if has_new_loaders and self._draws_again:
-            # Lightning would have created iterators when it reloaded them.
-            for loader in training_loaders_of(self._trainer):
-                loader.repeat_global_draw()
-
-    @property
-    def _precedes_seeds(self) -> bool:
-        """Whether the saved random state is from before the epoch's iterators."""
-        rank = self._strategy.global_rank
-        return self.restart.at == "epoch_start" and self._saved.precedes_seeds(rank)
-
-    @property
-    def _draws_again(self) -> bool:
-        """Whether iterators of the epoch were created after its random state was saved.
-
-        Lightning creates them before it in the first epoch and in a resumed run.
-        """
-        return self._precedes_seeds and self.restart.epoch > 0
+        self.random_state.forget()
 
     # Hooks of the fit loop.
 
@@ -289,9 +233,7 @@ class ResumedEpoch:
         """Set the counters and the random state with which training continues."""
         self.place(seeding)
         self._correct_loops()
-        has_read_batch = self.restart.at == "epoch_start" and self._has_restored_random_state
-        if not has_read_batch:
-            self._restore_random_state()
+        self.random_state.on_train_start()
         self._warn_of_frozen_parameters()
 
     def _warn_of_frozen_parameters(self) -> None:
