@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -100,9 +99,7 @@ class EpochCursor:
         self.seeding: WorkerSeeding | None = None
         self._resumed: ResumedEpoch | None = None
         self._is_started = False
-        # The epoch's combined iterator. A reference would keep loaders that are made again
-        # in the next epoch, and their workers, beside the new ones.
-        self._entered: weakref.ref[Any] | None = None
+        self._combined_iterator: Any = None  # of the epoch that was entered last
         self._validated_at = math.inf
 
     @property
@@ -163,6 +160,13 @@ class EpochCursor:
 
     # Iterators.
 
+    def free_loaders(self) -> None:
+        """Refer to no loader of an earlier epoch, since new ones are prepared.
+
+        Otherwise the earlier data and workers would be in memory beside the new ones.
+        """
+        self._combined_iterator = None
+
     def start(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a loader, because its first batch was requested.
 
@@ -188,8 +192,7 @@ class EpochCursor:
             return iter(loader.loader) if start is None else start(loader.loader)
 
     def _start_training(self, iterator: LazyIterator) -> Iterator[Any]:
-        entered = None if self._entered is None else self._entered()
-        if combined_iterator_of(self._trainer.fit_loop) is not entered:
+        if combined_iterator_of(self._trainer.fit_loop) is not self._combined_iterator:
             self._enter_epoch()
             return self._start_together(iterator)
         # A loader shorter than the epoch begins again. Its ended iterator has already called
@@ -199,7 +202,7 @@ class EpochCursor:
 
     def _enter_epoch(self) -> None:
         """Find the position at which the epoch begins or continues."""
-        self._entered = weakref.ref(combined_iterator_of(self._trainer.fit_loop))
+        self._combined_iterator = combined_iterator_of(self._trainer.fit_loop)
         epoch = self.epoch
         if self._resumed is not None and epoch > self._resumed.restart.epoch:
             self._resumed = None

@@ -135,6 +135,7 @@ class TrainerLoaders:
             loader.on_iterator = self._before_validation
             loader.had_workers = self.saver.had_validation_workers
         else:
+            self.cursor.free_loaders()
             self.uneven.agree_on_length(loader)
             self._follow_position(loader)
         return loader.shown()
