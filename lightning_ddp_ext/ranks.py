@@ -19,9 +19,9 @@ _LONGEST_REASON = 2000
 # Bytes in one broadcast: close to the fastest size, and small enough to limit the
 # device memory that is needed.
 _PIECE = 64 << 20
-# Bytes of a pickle in the first collective, and of its length; a second has the rest.
-_ROOM = 1 << 10
+# The first collective carries a pickle's length and beginning, in this many bytes each.
 _LENGTH = 8
+_FIRST_PART = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class Ranks:
         one the rest.
         """
         pickled = pickle.dumps(value)
-        head = len(pickled).to_bytes(_LENGTH, "little") + pickled[:_ROOM]
-        heads = self._exchange_bytes(head, _LENGTH + _ROOM, collective)
+        head = len(pickled).to_bytes(_LENGTH, "little") + pickled[:_FIRST_PART]
+        heads = self._exchange_bytes(head, _LENGTH + _FIRST_PART, collective)
         longest = max(int.from_bytes(head[:_LENGTH], "little") for head in heads)
         tails = [b""] * len(heads)
-        if longest > _ROOM:
-            tails = self._exchange_bytes(pickled[_ROOM:], longest - _ROOM, collective)
+        if longest > _FIRST_PART:
+            tails = self._exchange_bytes(pickled[_FIRST_PART:], longest - _FIRST_PART, collective)
         return [
             pickle.loads(head[_LENGTH:] + tail) for head, tail in zip(heads, tails, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""Work of rank 0 for all ranks has the same result, or the same error, on every rank."""
+"""Work that rank 0 does for all ranks has the same result or error on every rank."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ LOCK_ERROR = "TypeError: cannot pickle '_thread.lock' object"
 
 
 class LayerError(Exception):
-    """Pickle calls it with its text in place of the layer, which changes the text."""
+    """An error whose text changes in pickle, which passes the text as the layer."""
 
     def __init__(self, layer: str) -> None:
         super().__init__(f"no layer {layer}")
@@ -52,7 +52,7 @@ def catch_error(rank: int, world_size: int, directory: Path, work: Callable[[], 
 
 
 def test_every_rank_has_the_result(tmp_path: Path) -> None:
-    """Only rank 0 works, and every rank has its result."""
+    """Only rank 0 calls the function."""
     outcomes = launch_ranks(work_on_rank_zero, 2, tmp_path, os.getpid)
     assert [outcome.result for outcome in outcomes] == [outcomes[0].pid] * 2
 
@@ -79,7 +79,7 @@ def test_every_rank_has_the_result(tmp_path: Path) -> None:
 def test_every_rank_raises_the_error(
     work: Callable[[], Any], error_on_rank_0: str, error_on_others: str, tmp_path: Path
 ) -> None:
-    """On other ranks, a note names the origin, and the cause is rank 0's traceback."""
+    """On other ranks, a note names rank 0, and the cause is rank 0's traceback."""
     on_rank_0, on_rank_1 = run_ranks(catch_error, 2, tmp_path, work)
     assert on_rank_0.error == f"{error_on_rank_0}\n"
     note = f"raised on rank 0 (operation: {OPERATION})"
@@ -102,9 +102,9 @@ EXCHANGES: dict[str, Callable[[Ranks], Any]] = {
 
 @pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
 def test_no_collective_starts_after_a_rank_failed(exchange: Callable[[Ranks], Any]) -> None:
-    """It could wait until its timeout, if it started while the group is being aborted.
+    """A collective that starts during an abort might wait until its timeout.
 
-    Without a process group, starting one would raise another error.
+    This test has no process group, so a collective that starts raises another error.
     """
     with pytest.raises(RankFailedError, match="rank 1 failed"):
         exchange(Ranks(0, 2, check=fail))

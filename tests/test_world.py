@@ -1,4 +1,4 @@
-"""The world is read from the launcher's variables, and contradictions are named."""
+"""The place of a process among all ranks is read from its launcher's variables."""
 
 from typing import Any
 
@@ -32,14 +32,12 @@ OPEN_MPI = {
 }
 # MPICH and Intel MPI.
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-# A batch script itself, of which SLURM makes no task.
+# A batch script, which runs outside of the tasks that SLURM starts.
 BATCH_SHELL = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
 def world(**changes: Any) -> World:
-    """Return rank 3 of 4, the second on the second of two nodes, as torchrun tells it,
-    with changes.
-    """
+    """Return the place that each launcher above describes, with changes."""
     fields = {
         "rank": 3,
         "world_size": 4,
@@ -52,10 +50,10 @@ def world(**changes: Any) -> World:
 
 
 def read(environ: dict[str, str], **arguments: Any) -> World:
-    """Return the world; fail if there is none."""
-    read = read_world(environ, **arguments)
-    assert read is not None
-    return read
+    """Return the world, or fail if no launcher is found."""
+    found = read_world(environ, **arguments)
+    assert found is not None
+    return found
 
 
 def without(environ: dict[str, str], name: str) -> dict[str, str]:
@@ -84,28 +82,29 @@ def without(environ: dict[str, str], name: str) -> dict[str, str]:
     ],
 )
 def test_the_innermost_launcher_takes_precedence(environ: dict[str, str], source: str) -> None:
-    """All launchers describe the same world; an outer one's variables do not override
-    those of the inner one.
-    """
+    """The result names this launcher, and has the place that its variables describe."""
     assert read(environ) == world(source=source)
 
 
 @pytest.mark.parametrize(
     ("further", "devices", "local_world_size", "node_rank"),
     [
-        ({}, None, 4, 0),
-        ({}, 2, 2, 1),
-        ({}, 8, 4, 0),
-        ({}, 1, 2, 1),  # the local rank shows that there are two; check_devices raises
-        ({"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "2"}, 4, 2, 2),
-        ({"NODE_RANK": "1"}, None, 2, 1),
+        pytest.param({}, None, 4, 0, id="all on one node"),
+        pytest.param({}, 2, 2, 1, id="by devices"),
+        pytest.param({}, 8, 4, 0, id="more devices than ranks"),
+        # check_devices raises later.
+        pytest.param({}, 1, 2, 1, id="fewer devices than the local rank needs"),
+        pytest.param({"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "2"}, 4, 2, 2, id="by variables"),
+        pytest.param({"NODE_RANK": "1"}, None, 2, 1, id="by the node's number"),
     ],
 )
 def test_variables_by_hand_are_completed(
     further: dict[str, str], devices: int | None, local_world_size: int, node_rank: int
 ) -> None:
     """The processes on a node and the node's number follow from the Trainer's devices,
-    unless variables give them. Without devices, the first may follow from the latter.
+    unless variables give them.
+
+    Without devices, the number of processes follows from the node's number.
     """
     by_hand = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **further}
     assert read(by_hand, devices=devices) == world(
@@ -170,7 +169,10 @@ JOB_OF_7 = without(SLURM, "SLURM_NNODES") | {"SLURM_NTASKS": "7"}
 def test_slurm_has_the_number_of_processes_on_a_node(
     variables: dict[str, str], local_world_size: int
 ) -> None:
-    """It is taken from the step, else the job, else the request, else all tasks."""
+    """The number comes from the step, the job, the request, or the number of tasks.
+
+    The first of these that is known takes precedence.
+    """
     assert read(JOB_OF_7 | variables).local_world_size == local_world_size
 
 
@@ -210,8 +212,8 @@ def test_the_trainers_devices_complete_a_slurm_job() -> None:
         ),
     ],
 )
-def test_a_world_that_cannot_be_is_refused(environ: dict[str, str], expected: str) -> None:
-    """The error has field, rule, value, source and remedy."""
+def test_contradictory_variables_are_refused(environ: dict[str, str], expected: str) -> None:
+    """The error names the field, the rule, the value and the remedy."""
     with pytest.raises(ConfigurationError) as refused:
         read_world(environ)
     assert str(refused.value) == expected

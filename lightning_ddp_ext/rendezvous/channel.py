@@ -50,14 +50,15 @@ class Channel:
         self.ended: dict[int, str] = {}
         self.arrived = threading.Condition(threading.RLock())
         self._heartbeat = heartbeat
-        self._peers: dict[int, Connection] = {}
-        self._connections: set[Connection] = set()
+        self._peers: dict[int, Connection] = {}  # by rank
+        self._connections: set[Connection] = set()  # also those without a rank
         self._listener: socket.socket | None = None
         self._accepting: Future[None] | None = None
         self._admit: Admit = lambda connection, topic, body: None
         self._on_closed: OnClosed = lambda rank, reason: None
         self._listeners: dict[str, Listener] = {}
-        self._unclaimed: dict[str, list[Message]] = {}
+        self._unclaimed: dict[str, list[Message]] = {}  # of topics without a listener
+        # Encoded messages with their receivers; None: all other ranks.
         self._outgoing: deque[tuple[bytes, Collection[int] | None]] = deque()
         self._loop = asyncio.SelectorEventLoop()
         self._thread: threading.Thread | None = None
@@ -83,7 +84,7 @@ class Channel:
         self._accepting = asyncio.run_coroutine_threadsafe(self._accept(listener), self._loop)
 
     def stop_accepting(self) -> None:
-        """Close the listener at which late ranks get a refusal; the connections stay open."""
+        """Close the listener, where late ranks get a refusal, but no connection."""
         if self._accepting is not None:
             self._accepting.cancel()
 

@@ -21,8 +21,9 @@ from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import STORE_OPERATION, Address, TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake, gave_up_error, refusal_of
+from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request, difference_between
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of, listen
+from lightning_ddp_ext.rendezvous.sockets import host_of, listen
 from lightning_ddp_ext.rendezvous.wire import Connection, Message, encode
 
 _POLL = 0.25  # seconds between checks for conditions that end the wait without a message
@@ -45,11 +46,11 @@ class Coordinator:
         self._where = hello.init_method
         if self._where == "env://" and isinstance(self._request.endpoint, TcpEndpoint):
             self._where = f"{self._request.endpoint.where} ({self._where})"
-        self._present = {0: hello.info}
+        self._present = {0: hello.info}  # the accepted ranks
         self._table: tuple[RankInfo, ...] = ()
         self._error: RendezvousError | None = None
-        self._refused: set[int] = set()
-        self._route = ""
+        self._refused: set[int] = set()  # the ranks that received the error
+        self._route = ""  # this host's address for ranks on other networks
         listener, self._address = self._listen()
         with OpenedSockets() as self._store_sockets:
             self._store = _host_store(listener.getsockname()[0])
@@ -84,15 +85,12 @@ class Coordinator:
         while not self._is_decided():
             self._check_conditions()
             seconds = min(_POLL, self._deadline.remaining)
-            self._channel.wait_for(self._has_news, seconds)
+            self._channel.wait_for(lambda: self._is_decided() or bool(self._channel.ended), seconds)
         if self._error is not None:
             raise self._error
 
     def _is_decided(self) -> bool:
         return bool(self._table) or self._error is not None
-
-    def _has_news(self) -> bool:
-        return self._is_decided() or bool(self._channel.ended)
 
     def _check_conditions(self) -> None:
         """Check the conditions that end the wait without a message."""
@@ -101,6 +99,7 @@ class Coordinator:
             self._refuse(RendezvousError(sentence))
         if self._deadline.expired:
             self._refuse_missing(self._deadline.seconds)
+        # Another rank 0 may have replaced the address.
         published = self._request.endpoint.look_up(self._deadline)
         if published is not None and published != self._address:
             self._check_rank_zero_at(published)

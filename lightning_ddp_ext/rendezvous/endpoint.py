@@ -144,7 +144,7 @@ class FileEndpoint(Endpoint):
             raise RendezvousError(
                 f"init_method 'file://{self.path}': {error.strerror}; use another file"
             ) from None
-        address = _address_in(content)
+        address = _parse_address(content)
         if content and address is None:
             raise RendezvousError(
                 f"init_method 'file://{self.path}': the file does not contain the address of a rank"
@@ -169,7 +169,7 @@ class FileEndpoint(Endpoint):
         temporary = f"{self.path}.{secrets.token_hex(4)}"
         try:
             with open(temporary, "x", opener=partial(os.open, mode=0o600)) as file:
-                file.write(_text_of(address))
+                file.write(_format_address(address))
             os.replace(temporary, self.path)
         except OSError as error:
             raise RendezvousError(
@@ -196,11 +196,11 @@ class StoreEndpoint(Endpoint):
     @override
     def look_up(self, deadline: Deadline) -> Address | None:
         store = self._open(deadline)
-        return _address_in(store.get(self.key)) if store.check([self.key]) else None
+        return _parse_address(store.get(self.key)) if store.check([self.key]) else None
 
     @override
     def publish(self, address: Address) -> None:
-        self._open(Deadline(10.0)).set(self.key, _text_of(address))
+        self._open(Deadline(10.0)).set(self.key, _format_address(address))
 
     def _open(self, deadline: Deadline) -> TCPStore:
         if self._store is None:
@@ -208,11 +208,11 @@ class StoreEndpoint(Endpoint):
         return self._store
 
 
-def _text_of(address: Address) -> str:
+def _format_address(address: Address) -> str:
     return json.dumps({"lightning_ddp_ext": asdict(address)})
 
 
-def _address_in(content: bytes) -> Address | None:
+def _parse_address(content: bytes) -> Address | None:
     """Parse a published address; ``None`` if it is malformed."""
     try:
         values = json.loads(content)["lightning_ddp_ext"]

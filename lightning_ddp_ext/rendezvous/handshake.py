@@ -34,9 +34,10 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint, connect_store
+from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.peers import event_of
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, host_of
+from lightning_ddp_ext.rendezvous.sockets import host_of
 from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
 
@@ -75,7 +76,10 @@ class Handshake:
         self._replies: Message = {}  # rank 0's latest ones, which the channel's thread adds
         self._last_error = OSError("not tried")
         self._published: Address | None = None
-        self._host = self._where = self._own_address = ""
+        # Of the latest connection: its address as tried, and the hosts of both ends.
+        self._where = ""
+        self._host = ""
+        self._own_address = ""
         channel.listen("handshake", self._replies.update)
 
     def connect(self) -> Connections:

@@ -55,7 +55,7 @@ class Tcp:
     port: int
 
     def __post_init__(self) -> None:
-        if _address_in(str(self)) != (self.host, self.port):
+        if _host_and_port(str(self)) != (self.host, self.port):
             raise _malformed("init_method", self)
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
     url = str(value)
     if url.lower() == "env://":
         return Env()
-    address = _address_in(url)
+    address = _host_and_port(url)
     if address is not None:
         return Tcp(*address)
     file = _FILE.fullmatch(url)
@@ -133,7 +133,7 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
     raise _malformed(field, value)
 
 
-def _address_in(url: str) -> tuple[str, int] | None:
+def _host_and_port(url: str) -> tuple[str, int] | None:
     """Return the host and the port of a ``tcp://`` URL; ``None`` if it is malformed."""
     match = _TCP.fullmatch(url)
     if match is None or not 1 <= int(match[3]) <= 65535:

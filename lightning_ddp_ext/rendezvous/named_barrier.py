@@ -83,7 +83,7 @@ class NamedBarriers:
         self._remote = RemoteCalls(
             peers,
             "barrier",
-            record=self._record,
+            record=self._record_call,
             open=self._open_barrier,
             overdue=self._report_overdue,
         )
@@ -93,7 +93,9 @@ class NamedBarriers:
 
         All ranks must do this together, while none of them is in a call.
         """
-        self._steps = self.made = self._open = 0
+        self.made = 0
+        self._steps = 0  # that this rank has started
+        self._open = 0  # the number of the last call that all ranks have started
         self._waiting.clear()
 
     def advance(self) -> None:
@@ -183,20 +185,19 @@ class NamedBarriers:
 
     # Called by other ranks.
 
-    def _record(self, values: dict[str, Any]) -> None:
+    def _record_call(self, values: dict[str, Any]) -> None:
         """Record a call, and report it if this rank skipped it.
 
-        Rank 0 opens the barrier, or names a differing rank.
+        Rank 0, which alone has the calls of several ranks, opens the barrier, or names a
+        differing rank.
         """
         call = Call(**values)
         calls = self._waiting.setdefault(call.number, [])
         calls.append(call)
         missed = self._skipped_call()
-        has_other_name = call.name != calls[0].name
-        is_complete = len(calls) == len(self._peers.everyone)
-        if self._peers.rank == 0 and has_other_name:
+        if len({each.name for each in calls}) > 1:
             self._report_mismatch(calls)
-        elif is_complete and _have_one_name(calls):
+        elif len(calls) == len(self._peers.everyone):
             self._remote.call(self._peers.everyone, "open", call.number)
         elif missed is not None:
             self._report_absence(missed, [self._peers.rank])
@@ -239,7 +240,3 @@ class NamedBarriers:
 def remedies_of(calls: Iterable[Call]) -> list[str]:
     """Return what the calls advise, without the usual advice."""
     return list(dict.fromkeys(call.remedy for call in calls if call.remedy))
-
-
-def _have_one_name(calls: list[Call]) -> bool:
-    return len({call.name for call in calls}) == 1

@@ -142,11 +142,8 @@ class Peers:
     """The other ranks, and their failures and departures.
 
     Args:
-        rank: this process's rank.
-        table: all ranks, in order.
-        channel: the channel to rank 0, or on rank 0 to all other ranks.
-        timeouts: the timeouts of the control channel.
-        abort: called after the first failure, to unblock the main thread.
+        abort: called after the first failure, to unblock the main thread. For the other
+            arguments, see the attributes.
 
     Attributes:
         rank: this process's rank.
@@ -181,7 +178,7 @@ class Peers:
         self.arrived = self.channel.arrived
         self.timeouts = timeouts
         self._abort = abort
-        self._departed: PeerEvent | None = None
+        self._departed: PeerEvent | None = None  # the first orderly departure
         self._forced_exit = ForcedExit("ddpx-exit")
 
     def start(self) -> None:

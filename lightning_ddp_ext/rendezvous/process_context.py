@@ -52,6 +52,7 @@ class ProcessContext:
         barriers: the named barriers.
         groups: the process groups.
         session: what other subpackages keep with these connections.
+        world: this process's place among all ranks.
         has_closed: set when this process leaves the other ranks.
     """
 
@@ -73,11 +74,11 @@ class ProcessContext:
 
     # Groups.
 
-    def form_group(self, request: Request, deadline: Deadline) -> None:
+    def form_group(self, deadline: Deadline) -> None:
         """Form the default group. Collective."""
-        self.groups.set_variables(request)
+        self.groups.set_variables()
         with self._forming():
-            self.groups.form_default(request, deadline)
+            self.groups.form_default(deadline)
 
     def new_group(
         self, ranks: Sequence[int] | None = None, *, backend: str | None = None, purpose: str = ""
@@ -92,7 +93,7 @@ class ProcessContext:
             backend: as in ``torch.distributed.new_group``.
             purpose: calls with the same arguments return the same group.
         """
-        members = list(range(self.world.world_size) if ranks is None else ranks)
+        members = list(self.peers.everyone if ranks is None else ranks)
         key = (*members, backend, purpose)
         if key not in self.groups.others:
             # Without the barrier, a rank would wait in the store for one that failed or
@@ -265,7 +266,7 @@ def _open(request: Request) -> ProcessContext:
     context = ProcessContext(request, connect(request, deadline))
     try:
         context.peers.start()
-        context.form_group(request, deadline)
+        context.form_group(deadline)
     except BaseException as error:
         cause = _close_without_group(context, error)
         raise cause from cause.__cause__

@@ -18,8 +18,9 @@ from lightning_ddp_ext.errors import ConfigurationError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.nccl_options import INTERFACE_VARIABLES
+from lightning_ddp_ext.rendezvous.opened_sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, interface_of
+from lightning_ddp_ext.rendezvous.sockets import interface_of
 from lightning_ddp_ext.threads import start_thread
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -84,8 +85,7 @@ class ProcessGroups:
         self._aborting = threading.Lock()
         self._connections = connections
         self._is_forming = False
-        self._formed = 0
-        self._variables: dict[str, str] = {}
+        self._variables: dict[str, str] = {}  # those that this object has set
         # Dropping the last reference to a group waits for gloo's threads, which may
         # wait for the GIL. A reference from Python releases the GIL meanwhile, but
         # DDP's does not, so those in this list must outlive the model's:
@@ -94,6 +94,7 @@ class ProcessGroups:
         # earlier groups, unless `is_broken`: gloo's threads may then still be busy, so
         # only `release` does.
         self._references: list[object] = []
+        # Of each group that was formed; the first entry is that of the default group.
         self._sockets: list[OpenedSockets] = []
 
     @property
@@ -111,21 +112,19 @@ class ProcessGroups:
         """The timeout of collectives."""
         return self.request.timeout or (_NCCL_TIMEOUT if self.uses_nccl else _OTHER_TIMEOUT)
 
-    def set_variables(self, request: Request) -> None:
-        """Set a request's environment variables until the groups are closed.
+    def set_variables(self) -> None:
+        """Set the request's environment variables until the groups are closed.
 
-        Raises:
-            ConfigurationError: as for :func:`check_variables`.
+        An exported variable stays: :func:`check_variables` has compared the values.
         """
-        check_variables(request.variables)
-        self.request = request
-        variables = {**_NCCL_DEFAULTS, **request.variables} if self.uses_nccl else request.variables
+        defaults = _NCCL_DEFAULTS if self.uses_nccl else {}
+        variables = {**defaults, **self.request.variables}
         self._variables = {
             name: value for name, value in variables.items() if name not in os.environ
         }
         os.environ.update(self._variables)
 
-    def form_default(self, request: Request, deadline: Deadline) -> None:
+    def form_default(self, deadline: Deadline) -> None:
         """Form the default group, and check that it works.
 
         Collective; within :meth:`forming`.
@@ -137,10 +136,11 @@ class ProcessGroups:
                 returned a wrong value.
         """
         if not self.uses_nccl:
-            self._form_default(request, deadline.as_timedelta())
+            self._form_and_check(deadline.as_timedelta())
             return
-        limit = Deadline(request.init_timeout.total_seconds())
-        form = partial(self._form_default, request, self._with_slack(request.init_timeout))
+        init_timeout = self.request.init_timeout
+        limit = Deadline(init_timeout.total_seconds())
+        form = partial(self._form_and_check, self._with_slack(init_timeout))
         try:
             limit.bound(form)
         except TimeoutError:
@@ -148,15 +148,15 @@ class ProcessGroups:
                 f"did not connect its devices within {limit.seconds:g} s (init_timeout)"
             ) from None
 
-    def _form_default(self, request: Request, timeout: timedelta) -> None:
-        self._formed += 1
+    def _form_and_check(self, timeout: timedelta) -> None:
+        request = self.request
         dist.init_process_group(
             request.backend,
-            store=PrefixStore(f"group/{self._formed}", self._connections.store),
+            store=PrefixStore("group", self._connections.store),
             rank=request.world.rank,
             world_size=request.world.world_size,
             timeout=timeout,
-            device_id=request.device if self._is_bound(request) else None,
+            device_id=request.device if self._is_bound else None,
         )
         self._references.append(dist.group.WORLD)
         total = torch.ones(1, device=request.device)
@@ -165,14 +165,15 @@ class ProcessGroups:
             raise self._error_about(f"adds ones up to {total.item():g}")
         self._set_timeout()
 
-    def _is_bound(self, request: Request) -> bool:
+    @property
+    def _is_bound(self) -> bool:
         """Whether torch may bind the group to this rank's device.
 
         It then splits this group to form one of some ranks, which gloo cannot, and
         refuses tensors on other devices.
         """
-        is_gpu = request.device.type == "cuda"
-        return self.uses_nccl and is_gpu and request.has_one_device
+        is_gpu = self.request.device.type == "cuda"
+        return self.uses_nccl and is_gpu and self.request.has_one_device
 
     def _error_about(self, finding: str) -> RendezvousError:
         backend = self.request.backend
@@ -251,7 +252,6 @@ class ProcessGroups:
         aborted there.
         """
         default_is_nccl = self.request.backend in _ONLY_NCCL and not self._is_forming
-        # The first ones are those of the default group.
         return self._sockets[1:] if default_is_nccl else self._sockets
 
     def abort_nccl(self) -> bool:

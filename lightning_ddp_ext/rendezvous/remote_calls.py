@@ -18,7 +18,8 @@ from lightning_ddp_ext.rendezvous.wire import Message
 class Replies(dict[int, Any]):
     """The results of a call that have arrived so far, by rank.
 
-    A result of ``None`` is not sent.
+    A result of ``None`` is not sent. This is a class because a plain ``dict`` cannot be
+    referenced weakly.
     """
 
 
@@ -55,14 +56,14 @@ class RemoteCalls:
         message = {"call": function, "arguments": arguments, "number": number}
         self._peers.channel.send(self._topic, message, ranks)
         if self._peers.rank in ranks:
-            self._record(replies, self._peers.rank, self._call(function, arguments))
+            self._add_reply(replies, self._peers.rank, self._call(function, arguments))
         return replies
 
     def _handle_message(self, message: Message) -> None:
         sender = message["from"]
         number = message["number"]
         if "call" not in message:
-            self._record(self._awaited.get(number), sender, message["result"])
+            self._add_reply(self._awaited.get(number), sender, message["result"])
             return
         result = self._call(message["call"], message["arguments"])
         if result is not None:
@@ -74,7 +75,7 @@ class RemoteCalls:
             self._peers.arrived.notify_all()
         return result
 
-    def _record(self, replies: Replies | None, rank: int, result: Any) -> None:
+    def _add_reply(self, replies: Replies | None, rank: int, result: Any) -> None:
         with self._peers.arrived:
             if replies is not None and result is not None:
                 replies[rank] = result

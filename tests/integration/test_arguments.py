@@ -1,5 +1,5 @@
-"""The arguments of `DDPExtStrategy`, all of `ddp`'s and ours, and those of callbacks:
-wrong ones raise immediately.
+"""Arguments of the strategy and of callbacks have the expected names, types and
+defaults, and wrong values raise immediately.
 """
 
 import inspect
@@ -30,7 +30,7 @@ OURS = inspect.signature(DDPExtStrategy).parameters
 
 
 def test_arguments_of_stock_have_stocks_defaults() -> None:
-    """Every named argument of ``ddp`` is one of ours; what DDP takes is passed on to it."""
+    """``DDPExtStrategy`` has every named argument of ``ddp``."""
     stock = inspect.signature(DDPStrategy).parameters
     named = stock.keys() - {"kwargs"}
     assert {name: OURS[name].default for name in named} == {
@@ -52,13 +52,13 @@ def test_every_argument_is_explained_in_the_docstring() -> None:
 
 
 NOT_POSITIVE = "{0} must be a positive number of seconds, at least 0.001 (got {1!r}); write {0}=60"
-NO_DURATION = "{0} must be a number of seconds or a timedelta (got {1!r}, of type "
+NOT_A_DURATION = "{0} must be a number of seconds or a timedelta (got {1!r}, of type "
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"init_method": "tcp://host"}, "init_method 'tcp://host' needs a port (got none)"),
     ({"init_timeout": 0}, NOT_POSITIVE.format("init_timeout", 0)),
     ({"timeout": timedelta(0)}, NOT_POSITIVE.format("timeout", timedelta(0))),
-    ({"timeout": True}, NO_DURATION.format("timeout", True)),
-    ({"timeout": "60"}, NO_DURATION.format("timeout", "60")),
+    ({"timeout": True}, NOT_A_DURATION.format("timeout", True)),
+    ({"timeout": "60"}, NOT_A_DURATION.format("timeout", "60")),
     ({"sampler": "fast"}, "sampler must be 'torch' or 'scalable' (got 'fast')"),
     ({"exact_evaluation": 1}, "exact_evaluation must be True or False (got 1)"),
     ({"uneven_inputs": "join"}, "uneven_inputs must be None or 'stop_at_shortest' (got 'join')"),
@@ -88,38 +88,36 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_a_value_that_is_not_allowed_is_refused(arguments: dict[str, Any], message: str) -> None:
-    """The message names the field, the rule, the value and the remedy, or the nearest
-    allowed value.
-    """
+    """The message names the field, the rule and the value, or a similar name."""
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         DDPExtStrategy(**arguments)
 
 
-def test_a_wrong_variable_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The constructor raises, before anything is started."""
+def test_a_wrong_value_in_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The constructor raises, and the error names the variable."""
     monkeypatch.setenv("DDPX_INIT_METHOD", "tcp://host")
     with pytest.raises(ConfigurationError, match="DDPX_INIT_METHOD"):
         DDPExtStrategy()
 
 
-def start_on_an_interface(rank: int, world_size: int) -> None:
+def fit_on_an_interface(rank: int, world_size: int) -> None:
     make_trainer(DDPExtStrategy(interface="eth99")).fit(Net())
 
 
 def test_an_interface_that_the_host_does_not_have_is_refused() -> None:
-    """The error of gloo names it."""
-    outcome, *_ = launch_ranks(start_on_an_interface, 2, env=by_hand_env(2, free_port()))
+    """The error is gloo's, and names the interface."""
+    outcome, *_ = launch_ranks(fit_on_an_interface, 2, env=by_hand_env(2, free_port()))
     assert "Unable to find address for: eth99" in outcome.failure.message, outcome.story()
 
 
-def start_with_another_version(rank: int, world_size: int) -> None:
-    torch.__version__ = f"{torch.__version__}.{rank}"
+def fit_with_another_version(rank: int, world_size: int) -> None:
+    torch.__version__ = f"{torch.__version__}.{rank}"  # another one on each rank
     make_trainer(DDPExtStrategy(), max_epochs=1).fit(Net())
 
 
-def test_another_installation_is_refused() -> None:
-    """Every rank names the package that differs, and the versions by rank."""
-    for outcome in launch_ranks(start_with_another_version, 2, env=by_hand_env(2, free_port())):
+def test_ranks_with_different_versions_of_torch_are_refused() -> None:
+    """Every rank names the package that differs."""
+    for outcome in launch_ranks(fit_with_another_version, 2, env=by_hand_env(2, free_port())):
         assert outcome.failure.message.startswith(
             "the version of torch must be the same on all ranks: rank 0 ("
         )
@@ -142,7 +140,7 @@ def test_a_subclass_may_take_further_arguments(find_unused: dict[str, bool]) -> 
 
 
 def test_a_name_that_no_class_takes_is_refused() -> None:
-    """This holds for a subclass as well; the error suggests only names that exist."""
+    """This also holds for a subclass; the error only suggests names that exist."""
     with pytest.raises(ConfigurationError, match="did you mean find_unused_parameters"):
         Coloured("red", find_unused=True)
     with pytest.raises(ConfigurationError, match="no argument 'ddp_kwargs'; remove it"):
@@ -163,7 +161,7 @@ def test_devices_that_disagree_with_variables_are_refused(
         make_trainer(DDPExtStrategy("tcp://127.0.0.1:29500"), devices=devices)
 
 
-NO_STEPS = "every_n_steps must be an integer of at least 1"
+NOT_STEPS = "every_n_steps must be an integer of at least 1"
 OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (HangWatchdog, {"timeout": 0}, "timeout must be a positive number of seconds"),
     (
@@ -179,8 +177,8 @@ OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (HangWatchdog, {"timeout": None}, "timeout must be a duration (got None)"),
     (RankDebugger, {"rank": "1"}, "rank must be an integer of at least 0 (got '1')"),
     (RankDebugger, {"rank": 1, "port": 99999}, "port must be an integer from 1 to 65535 (got 99"),
-    (RankConsistency, {"every_n_steps": 0}, NO_STEPS),
-    (RankConsistency, {"every_n_steps": 2.5}, NO_STEPS),
+    (RankConsistency, {"every_n_steps": 0}, NOT_STEPS),
+    (RankConsistency, {"every_n_steps": 2.5}, NOT_STEPS),
     (SamplerEpochSeeding, {"seed": -1}, "seed must be"),
     (SamplerEpochSeeding, {"seed": "7"}, "seed must be"),
     (SamplerEpochSeeding, {"each_sample": True}, "each_sample=True needs a seed"),
@@ -199,7 +197,7 @@ def test_a_value_that_a_callback_does_not_allow_is_refused(
 
 
 def test_a_second_hang_watchdog_is_refused() -> None:
-    """Each rank makes one report."""
+    """With two, each rank would write two reports of a hang."""
     callbacks = [HangWatchdog(9), HangWatchdog(99, "continue")]
     trainer = make_trainer("auto", devices=1, callbacks=callbacks)
     with pytest.raises(ConfigurationError, match="can have one HangWatchdog"):
@@ -207,7 +205,7 @@ def test_a_second_hang_watchdog_is_refused() -> None:
 
 
 def test_a_hang_watchdog_does_not_report_to_an_object_store() -> None:
-    """A root directory that is a URL would become a directory with an odd name here."""
+    """The error names the Trainer's ``default_root_dir``, and the argument to use."""
     options = {"devices": 1, "default_root_dir": "memory://run"}
     watchdog = HangWatchdog(9)
     with pytest.raises(ConfigurationError, match=r"local .*='memory://run'\); .*directory="):

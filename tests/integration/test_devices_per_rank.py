@@ -1,7 +1,7 @@
 """A rank with several of the Trainer's devices, for a model that spans them."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import lightning as L
@@ -26,8 +26,16 @@ class Spanning(training.Net):
             layer.to(devices[index % len(devices)])
 
 
-def train_and_resume(kind: training.Kind, directory: Path, per_rank: int) -> dict[str, Any]:
-    """Return what two ranks learn, each with a number of devices, and how they connect."""
+class Run(NamedTuple):
+    """A rank's devices, and the results that must not depend on their number."""
+
+    devices: list[str]
+    has_one_device: bool  # NCCL may connect by it
+    results: dict[str, Any]
+
+
+def train_and_resume(kind: training.Kind, directory: Path, per_rank: int) -> Run:
+    """Train, resume and test on two ranks with this number of devices each."""
     L.seed_everything(1)
     files = directory / f"{per_rank} per rank"
     model = Spanning()
@@ -43,26 +51,31 @@ def train_and_resume(kind: training.Kind, directory: Path, per_rank: int) -> dic
     trainer = training.fit(kind, directory, model, checkpoint, **resumed)
     context = current()
     assert context is not None
-    return {
-        "world size": trainer.world_size,
-        "devices": [str(device) for device in trainer.strategy.rank_devices],
-        "has one device": context.groups.request.has_one_device,  # NCCL may connect by it
-        "learned": [training.weights(model), trainer.global_step],
-        "tested": trainer.test(model, verbose=False),
-    }
+    return Run(
+        devices=[str(device) for device in trainer.strategy.rank_devices],
+        has_one_device=context.groups.request.has_one_device,
+        results={
+            "world size": trainer.world_size,
+            "weights": training.weights(model),
+            "steps": trainer.global_step,
+            "tested": trainer.test(model, verbose=False),
+        },
+    )
 
 
 def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
-    """Four devices are two ranks: sampling, SyncBatchNorm, checkpoints and metrics are
-    those of two ranks.
+    """With four devices, two ranks train: sampling, SyncBatchNorm, checkpoints and
+    metrics equal those of two ranks with one device each.
     """
     ones = training.on_ranks("ours", train_and_resume, tmp_path, 1)
     twos = training.on_ranks("ours", train_and_resume, tmp_path, 2)
     for one, two in zip(ones, twos, strict=True):
-        assert (one.pop("devices"), one.pop("has one device")) == (["cpu"], True)
-        assert (two.pop("devices"), two.pop("has one device")) == (["cpu", "cpu"], False)
-        training.assert_same(one, two)
-        assert one["world size"] == 2
+        assert one.devices == ["cpu"]
+        assert two.devices == ["cpu", "cpu"]
+        assert one.has_one_device
+        assert not two.has_one_device
+        training.assert_same(one.results, two.results)
+        assert one.results["world size"] == 2
 
 
 def with_gpus(count: int, *, local_rank: int = 0) -> DDPExtStrategy:
@@ -74,8 +87,8 @@ def with_gpus(count: int, *, local_rank: int = 0) -> DDPExtStrategy:
     return strategy
 
 
-def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
-    """The error has the parameter, its device, and the devices to choose from."""
+def test_a_parameter_on_another_device_than_its_ranks_is_named() -> None:
+    """The error names the parameter, its device, and the devices to choose from."""
     strategy = with_gpus(2)
     strategy.connect(training.Net())
     message = (

@@ -1,10 +1,8 @@
-"""A script that starts its own ranks: its Trainers, its environment, and the results
-that it gets.
-"""
+"""The process that starts the ranks: its Trainers, its variables, and its results."""
 
 import json
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,8 +16,8 @@ pytestmark = pytest.mark.lowest
 
 SEED = "5"
 TRAINERS = ("first", "second", "stock", "stock with callbacks")
-# Each process reports on its start, on a step of each Trainer ("in first"), and on the
-# end of each training ("first").
+# Each process reports its state at its start ("start"), in a step of each Trainer ("in
+# first"), and after each training ("first").
 SCRIPT = """
     import copy
     import gc
@@ -125,84 +123,100 @@ def url() -> str:
 
 @pytest.fixture(scope="module")
 def script(url: str) -> Outcome:
-    """Run the script in a shell with an exported ``RANK`` and ``DDPX_INIT_METHOD``."""
+    """Run the script, with ``RANK`` and ``DDPX_INIT_METHOD`` exported by the user."""
     env = {"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
     done = run_script(SCRIPT, SEED, env=env)
     assert done.exit_code == 0, done.output
     return done
 
 
-def reports(script: Outcome, what: str) -> list[dict[str, Any]]:
-    """Return the processes' reports on ``what``, by rank."""
+class Reports(NamedTuple):
+    """What each process reported at one point."""
+
+    on_rank_0: dict[str, Any]  # the launching process
+    on_rank_1: dict[str, Any]
+
+
+def reports(script: Outcome, what: str) -> Reports:
+    """Return the reports of both processes at a point."""
     lines = [json.loads(line) for line in script.output.splitlines() if line.startswith("{")]
-    return sorted(
-        (report for report in lines if report["what"] == what),
-        key=lambda report: int(report["rank"]),
-    )
+    at_point = [report for report in lines if report["what"] == what]
+    return Reports(*sorted(at_point, key=lambda report: int(report["rank"])))
 
 
 @pytest.mark.parametrize("what", TRAINERS)
 def test_all_trainers_of_a_script_use_the_same_ranks(script: Outcome, what: str) -> None:
     """The ranks start once, and stock Trainers train on them as well."""
-    first, second = reports(script, what)
-    assert (first["rank"], second["rank"]) == (0, 1)
-    assert first["metrics"] == second["metrics"]
-    assert first["weights"] == second["weights"]
+    on_rank_0, on_rank_1 = reports(script, what)
+    assert (on_rank_0["rank"], on_rank_1["rank"]) == (0, 1)
+    assert on_rank_0["metrics"] == on_rank_1["metrics"]
+    assert on_rank_0["weights"] == on_rank_1["weights"]
     # The script itself has no LOCAL_RANK.
-    assert [report["rank"] for report in reports(script, "start")] == [0, "1"]
+    start = reports(script, "start")
+    assert (start.on_rank_0["rank"], start.on_rank_1["rank"]) == (0, "1")
 
 
 def test_a_trainer_learns_what_a_stock_one_learns(script: Outcome) -> None:
     """In one script, with the same seed, the weights are equal to the last bit."""
-    assert reports(script, "first")[0]["weights"] == reports(script, "stock")[0]["weights"]
+    ours = reports(script, "first").on_rank_0
+    stock = reports(script, "stock").on_rank_0
+    assert ours["weights"] == stock["weights"]
 
 
 def test_a_variable_sets_the_init_method_of_a_script(script: Outcome, url: str) -> None:
-    """The ranks connect there once, for all Trainers."""
+    """The ranks connect at this URL once, for all Trainers."""
     assert script.output.count(f"process group: gloo, 2 ranks, {url}\n") == 1
 
 
 def test_a_started_rank_has_the_seed_from_its_first_line_on(script: Outcome) -> None:
     """The seed of the launching process is set before the script runs again."""
-    assert [report["seed"] for report in reports(script, "start")] == [None, SEED]
+    start = reports(script, "start")
+    assert start.on_rank_0["seed"] is None
+    assert start.on_rank_1["seed"] == SEED
 
 
 def test_a_started_rank_leaves_its_imports_out_of_garbage_collection(script: Outcome) -> None:
     """Collection itself is on in both processes."""
-    assert [report["collects"] for report in reports(script, "start")] == [True, True]
-    assert [report["is_frozen"] for report in reports(script, "start")] == [False, True]
+    start = reports(script, "start")
+    assert start.on_rank_0["collects"]
+    assert start.on_rank_1["collects"]
+    assert not start.on_rank_0["is_frozen"]
+    assert start.on_rank_1["is_frozen"]
 
 
 def test_the_launching_process_keeps_its_environment(script: Outcome) -> None:
-    """The first run sets three variables, and the second none.
+    """After the first run, three variables are new or changed; after the second, none.
 
-    This is as with stock, whose launcher also leaves MASTER_ADDR, MASTER_PORT and
-    NODE_RANK behind.
+    Stock's launcher leaves these, and also MASTER_ADDR, MASTER_PORT and NODE_RANK.
     """
-    first, second = (reports(script, what)[0]["changed"] for what in ("first", "second"))
-    assert first == ["DDPX_RANK_PID", "LOCAL_RANK", "OMP_NUM_THREADS"]
-    assert second == []
+    first = reports(script, "first").on_rank_0
+    second = reports(script, "second").on_rank_0
+    assert first["changed"] == ["DDPX_RANK_PID", "LOCAL_RANK", "OMP_NUM_THREADS"]
+    assert second["changed"] == []
 
 
 @pytest.mark.parametrize("what", ["first", "second"])
 def test_the_launching_process_has_the_variables_of_a_rank(script: Outcome, what: str) -> None:
-    """In each run they are those of stock's first; user code divides data by them."""
-    first, second = reports(script, f"in {what}")
-    assert [first["LOCAL_RANK"], second["LOCAL_RANK"]] == ["0", "1"]
-    assert [first["NODE_RANK"], first["WORLD_SIZE"]] == ["0", "2"]
+    """In each run, both processes have the variables by which user code divides data."""
+    on_rank_0, on_rank_1 = reports(script, f"in {what}")
+    assert (on_rank_0["LOCAL_RANK"], on_rank_1["LOCAL_RANK"]) == ("0", "1")
+    assert (on_rank_0["NODE_RANK"], on_rank_0["WORLD_SIZE"]) == ("0", "2")
     for name in ("NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        assert first[name] == second[name] is not None
+        assert on_rank_0[name] == on_rank_1[name] is not None
 
 
-def test_an_exported_rank_is_neither_followed_nor_removed(script: Outcome) -> None:
+def test_an_exported_rank_has_no_effect_and_is_not_removed(script: Outcome) -> None:
     """The launching process keeps the variable, and a started rank does not inherit it."""
-    assert [report["RANK"] for report in reports(script, "in first")] == ["0", None]
+    in_first = reports(script, "in first")
+    assert in_first.on_rank_0["RANK"] == "0"
+    assert in_first.on_rank_1["RANK"] is None
 
 
 @pytest.mark.parametrize("what", ["start", *TRAINERS, *(f"in {trainer}" for trainer in TRAINERS)])
 def test_no_definition_of_lightning_or_torch_changes(script: Outcome, what: str) -> None:
-    """Classes and modules are the same after the import, during each run and after it."""
-    assert [report["other definitions"] for report in reports(script, what)] == [[], []]
+    """This holds after the import, during each run and after it."""
+    for report in reports(script, what):
+        assert report["other definitions"] == []
 
 
 METRIC = "accuracy_of_class_number_"
@@ -224,16 +238,17 @@ def fit_by_fork(rank: int, world_size: int) -> dict[str, float]:
 
 
 def test_results_of_any_size_are_returned() -> None:
-    """Results may exceed a pipe: Lightning would read it after the ranks exit, and the
-    ranks exit after it is read.
+    """Results may be larger than a pipe.
+
+    Lightning would read the pipe after the ranks exit, and they would exit after that.
     """
     [metrics] = run_ranks(fit_by_fork, 1)
     logged = {name: value for name, value in metrics.items() if name.startswith(METRIC)}
     assert logged == {f"{METRIC}{number}": float(number) for number in range(METRICS)}
 
 
-def variables_set_by_fork(rank: int, world_size: int) -> set[bytes]:
-    """Fit and test; return the variables that are set or removed meanwhile."""
+def changed_variables_with_fork(rank: int, world_size: int) -> set[bytes]:
+    """Fit and test, and return the variables that are set or removed meanwhile."""
     names = set()
 
     def record(event: str, args: Any) -> None:
@@ -247,8 +262,8 @@ def variables_set_by_fork(rank: int, world_size: int) -> set[bytes]:
     return names
 
 
-def test_other_threads_find_a_variable_at_any_time() -> None:
-    """Starting ranks does not set a variable such as PATH again, even to its value."""
-    [names] = run_ranks(variables_set_by_fork, 1)
+def test_starting_ranks_does_not_touch_other_variables() -> None:
+    """Other threads can read a variable such as PATH at any time."""
+    [names] = run_ranks(changed_variables_with_fork, 1)
     assert names
     assert b"PATH" not in names

@@ -1,11 +1,11 @@
-"""The strategy works by name and as an object, and its methods can be called by hand."""
+"""The strategy can be chosen by its name, pickled, and used without a running Trainer."""
 
 import importlib
 import pickle
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -33,7 +33,7 @@ SUFFIXES = {
 
 @pytest.mark.lowest
 def test_a_name_stands_for_its_start_method_and_option() -> None:
-    """Fifteen names are added, once for all imports."""
+    """Importing the package again does not add names or raise."""
     expected = {
         name + suffix: {"start_method": start_method, **options}
         for name, start_method in START_METHODS.items()
@@ -72,14 +72,18 @@ def test_a_notebook_may_only_fork_ranks(name: str, is_compatible: bool) -> None:
 
 
 def look_before_and_after_fit(kind: training.Kind, directory: Path) -> list[tuple[World, str]]:
-    """Return the strategy's world and the init method of a copy of it."""
+    """Return the strategy's world, and the init method of a pickled copy, both times."""
     strategy: Any = training.make_strategy(kind, directory, find_unused_parameters=True)
     trainer = make_trainer(strategy)
-    before = pickle.loads(pickle.dumps(strategy))
-    seen = [(strategy.world, str(before.rendezvous.init_method))]
+    before = (strategy.world, init_method_of_copy(strategy))
     trainer.fit(Net())
-    after = pickle.loads(pickle.dumps(strategy))
-    return [*seen, (strategy.world, str(after.rendezvous.init_method))]
+    after = (strategy.world, init_method_of_copy(strategy))
+    return [before, after]
+
+
+def init_method_of_copy(strategy: Any) -> str:
+    copy = pickle.loads(pickle.dumps(strategy))
+    return str(copy.rendezvous.init_method)
 
 
 def test_the_world_is_known_and_the_strategy_can_be_pickled(tmp_path: Path) -> None:
@@ -94,11 +98,19 @@ def test_the_world_is_known_and_the_strategy_can_be_pickled(tmp_path: Path) -> N
             node_rank=0,
             source="RANK, WORLD_SIZE and LOCAL_RANK",
         )
-        assert seen == [(world, f"file://{tmp_path}/ours/store")] * 2
+        init_method = f"file://{tmp_path}/ours/store"
+        assert seen == [(world, init_method), (world, init_method)]
 
 
-def use_by_hand(kind: training.Kind, directory: Path) -> dict[str, Any]:
-    """Form a group before a run, and call methods of the strategy."""
+class Used(NamedTuple):
+    """The backend of the group, and the results of the strategy's methods."""
+
+    backend: str
+    results: dict[str, Any]
+
+
+def use_by_hand(kind: training.Kind, directory: Path) -> Used:
+    """Form a group and call methods of the strategy, and then train."""
     strategy = training.make_strategy(kind, directory, process_group_backend="later")
     dist.Backend.register_backend(
         "later", lambda *options: dist.ProcessGroupGloo(*options), devices=["cpu"]
@@ -111,25 +123,26 @@ def use_by_hand(kind: training.Kind, directory: Path) -> dict[str, Any]:
         "Expected to have finished reduction in the prior iteration before starting a new one."
     )
     strategy.on_exception(error)
-    returned = {
-        "backend": dist.get_backend(),
+    results = {
         "broadcast": strategy.broadcast(trainer.global_rank),
         "all": strategy.reduce_boolean_decision(trainer.is_global_zero, all=True),
         "any": strategy.reduce_boolean_decision(trainer.is_global_zero, all=False),
         "hint": str(error),
     }
+    backend = dist.get_backend()
     trainer.fit(Net())
-    return {**returned, "steps": trainer.global_step}
+    return Used(backend, {**results, "steps": trainer.global_step})
 
 
 def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
-    """Its methods work before a run and without a module, and its backend may be
-    registered after it is made.
+    """Methods work before a run and without a module.
+
+    A script may register the backend after it makes the strategy.
     """
     ours, stock = training.on_both(use_by_hand, tmp_path)
-    assert [used.pop("backend") for used in ours] == ["later", "later"]
-    assert [used.pop("backend") for used in stock] == ["gloo", "gloo"]  # of the test's group
-    assert ours == stock
+    assert [used.backend for used in ours] == ["later", "later"]
+    assert [used.backend for used in stock] == ["gloo", "gloo"]  # of the test's group
+    assert [used.results for used in ours] == [used.results for used in stock]
 
 
 def train_with_all_warnings(rank: int, world_size: int, directory: Path) -> None:

@@ -1,5 +1,4 @@
-"""Each launcher, on one node and on two, and each init method: weights are those of
-stock.
+"""Training with each launcher and init method, on one node and on two, equals stock.
 
 Processes of the harness are the script, or the launcher that starts it: they have
 imported torch and Lightning already.
@@ -37,13 +36,14 @@ ROOT = str(Path(__file__).parents[2])
 
 
 class Runs:
-    """Runs one after another in one script, a method each, on ``nodes`` nodes with two
-    ranks each.
+    """The training runs of one script: one for each init method.
 
     Args:
-        directory: for files of init methods; a fresh one.
-        methods: "env", "tcp", "file", or "none" for no choice, which is as "env".
-        urls: others than those of the methods.
+        directory: an empty directory for the init method ``file``.
+        methods: the names of the init methods: ``env``, ``tcp``, ``file``, ``none`` (no
+            choice, which means ``env``), or another one in ``urls``.
+        nodes: the number of nodes, which have two ranks each.
+        urls: URLs that replace the usual ones of the methods.
     """
 
     def __init__(self, directory: Path, *methods: str, nodes: int = 1, **urls: str) -> None:
@@ -62,14 +62,13 @@ class Runs:
     def expect_trained(
         self, output: str, *, returns: int | None = None, launches: Sequence[int] | None = None
     ) -> None:
-        """Fail unless in each run every rank took part, connected to the others, and
-        learned what it learns with stock.
+        """Fail unless every rank took part in each run and learned the same as with stock.
 
         Args:
-            output: what all processes have printed.
-            returns: how often a process has returned from training, in all runs; None:
-                once on each rank.
-            launches: how often ranks connected in each run; None: once.
+            output: the output of all processes.
+            returns: how many calls of the Trainer returned, in all runs together; by
+                default one on each rank in each run.
+            launches: how often the ranks connected, by run; by default once.
         """
         runs = len(self._urls)
         reports = [json.loads(line) for line in re.findall(r"^{.*}$", output, re.MULTILINE)]
@@ -90,8 +89,10 @@ class Runs:
         assert not list(self._directory.iterdir()), "the last rank to leave removes the file"
 
     def _expect_all_ranks(self, trained: list[dict[str, Any]], method: str) -> None:
-        """Fail unless each report of a run is that of another process, each rank has one
-        and sees the host of rank 0, and only the method "file" makes a file.
+        """Fail unless each rank of a run reported from another process.
+
+        Only the init method ``file`` makes a file, and with any other one the ranks have
+        the address of rank 0.
         """
         assert len({report["pid"] for report in trained}) == len(trained), trained
         places = {tuple(report["place"]) for report in trained}
@@ -103,27 +104,21 @@ class Runs:
 
 @functools.cache
 def learned_with_stock(world_size: int) -> tuple[str, list[Any]]:
-    """Return stock ``ddp``'s result on that many ranks: a fingerprint of the weights,
-    and the results of a test.
-    """
+    """Return the fingerprint of the weights and the test results with stock ``ddp``."""
     with tempfile.TemporaryDirectory() as directory:
-        learned: tuple[str, list[Any]] = on_ranks(
-            "stock", learn_as, Path(directory), world_size=world_size
-        )[0]
-        return learned
+        on_rank_zero: tuple[str, list[Any]]
+        on_rank_zero, *_ = on_ranks("stock", learn_as, Path(directory), world_size=world_size)
+        return on_rank_zero
 
 
 def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
-    weights, returned = train.learn(
-        make_strategy(kind, directory), ("fit", "test"), devices=dist.get_world_size()
-    )
-    return weights, returned[1:]
+    strategy = make_strategy(kind, directory)
+    weights, results = train.learn(strategy, ("fit", "test"), devices=dist.get_world_size())
+    return weights, results
 
 
 def run_train(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
-    """Run the script in that many processes without a launcher; all must succeed;
-    return their output.
-    """
+    """Run the script in several processes, which must succeed; return their output."""
     return output_of_all(
         launch_ranks(be_train, processes, argument, env=env | {"PYTHONPATH": ROOT}, **options)
     )
@@ -144,7 +139,7 @@ def be_torchrun(rank: int, world_size: int, words: Sequence[str]) -> None:
 
 @pytest.mark.lowest
 def test_by_hand_with_three_variables(tmp_path: Path) -> None:
-    """RANK, WORLD_SIZE and LOCAL_RANK make any process a rank."""
+    """With RANK, WORLD_SIZE and LOCAL_RANK, any process is a rank."""
     runs = Runs(tmp_path, "none", *METHODS)
     # A month is longer than the kernel's timers can count.
     limits = dict.fromkeys(
@@ -180,10 +175,10 @@ def test_mpirun(tmp_path: Path) -> None:
 def test_start_methods(
     start_method: str, methods: tuple[str, ...], calls: list[str], tmp_path: Path
 ) -> None:
-    """Ranks can be started from any process, also from one that runs no script, and the
-    init method is theirs.
+    """The launching process gets the ranks' weights and results; a second call
+    continues with these weights.
 
-    What they have learned comes home, and a second call starts ranks with it.
+    The ranks use the init method, also if no script started the process.
     """
     runs = Runs(tmp_path, *methods)
     argument = runs.argument(strategy={"start_method": start_method}, calls=calls)
@@ -194,8 +189,9 @@ def test_start_methods(
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    """Ranks connect by the init method, again after rank 0 was killed, which the other
-    rank reports first.
+    """The ranks connect by the init method, and again when torchrun restarts them.
+
+    The restart follows the death of rank 0, which the other rank reports.
     """
     runs = Runs(tmp_path, "env", "tcp", "file")
     death = (0, 0, 1)  # of rank 0, before a restart, in the second run
@@ -215,8 +211,9 @@ PORT = 29500  # free on every host, as each has its own network
 
 @pytest.fixture
 def nodes(two_hosts: Network) -> Network:
-    """Two hosts without ``::1`` that take their own name for 127.0.1.1, as Debian does:
-    gloo would stay there.
+    """Return two hosts without ``::1`` whose own name resolves to 127.0.1.1, as on Debian.
+
+    By default, gloo would use that address, which the other host cannot reach.
     """
     for host in two_hosts:
         text = host.hosts_file.read_text()
@@ -253,9 +250,7 @@ def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.netns
 def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
-    """A plain script, started by hand on each node with its NODE_RANK, starts the other
-    ranks of its node.
-    """
+    """A script started by hand with NODE_RANK starts the other ranks of its node."""
     runs = Runs(shared_dir, "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
     env: Environment = {"NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
     output = run_train(runs.argument(), env, namespaces=list(nodes))

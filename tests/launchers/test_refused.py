@@ -1,5 +1,5 @@
-"""Pairs of launcher and init method that cannot work raise an error with the reason
-before any rank connects.
+"""Launchers and options that cannot work together raise an error before any rank
+connects.
 """
 
 import os
@@ -28,57 +28,58 @@ def by_torchrun() -> Environment:
 
 
 def refusals(rank: int, world_size: int, choices: list[Options]) -> list[str]:
-    """Return the errors with which a lone rank 0 of 2 ends."""
-    found = []
+    """Return the error of each choice of the strategy's options, on rank 0 of 2."""
+    errors = []
     for options in choices:
         with pytest.raises(DDPExtError) as refused:
             make_trainer(DDPExtStrategy(**options)).fit(Net())
-        found.append(f"{type(refused.value).__name__}: {refused.value}")
-    return found
+        errors.append(f"{type(refused.value).__name__}: {refused.value}")
+    return errors
 
 
 @pytest.mark.parametrize(
-    ("env", "name", "has_address"),
+    ("env", "launcher"),
     [
-        (by_torchrun(), "torchrun", True),
-        (by_srun(), "SLURM", True),
-        (by_mpirun(), "Open MPI", False),
-        (by_hand_env(2), "RANK, WORLD_SIZE and LOCAL_RANK", False),
+        (by_torchrun(), "torchrun"),
+        (by_srun(), "SLURM"),
+        (by_mpirun(), "Open MPI"),
+        (by_hand_env(2), "RANK, WORLD_SIZE and LOCAL_RANK"),
     ],
 )
-def test_lone_ranks_are_refused(env: Environment, name: str, has_address: bool) -> None:
-    """Spawn, fork and forkserver are refused in a process that is a rank, by the name
-    of what has made it one.
+def test_a_rank_does_not_start_ranks(env: Environment, launcher: str) -> None:
+    """The error of spawn, fork and forkserver names the launcher of this rank."""
+    start_methods = ("spawn", "fork", "forkserver")
+    expected = [
+        f"ConfigurationError: start_method={method!r} starts the ranks itself, but this process is"
+        f" already rank 0 of 2 according to {launcher}; use strategy='ddp_ext' here, or start the"
+        " script without a launcher"
+        for method in start_methods
+    ]
+    choices: list[Options] = [{"start_method": method} for method in start_methods]
+    assert run_ranks(refusals, 1, choices, env=env) == [expected]
 
-    Without an address from a launcher, each rank would choose its own.
-    """
-    address = (
+
+@pytest.mark.parametrize("env", [by_mpirun(), by_hand_env(2)], ids=["Open MPI", "by hand"])
+def test_ranks_without_an_address_are_refused(env: Environment) -> None:
+    """Each rank would choose another port."""
+    expected = (
         "RendezvousError: init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment"
         " if you start each process yourself (got MASTER_ADDR=None, MASTER_PORT=None); export both"
         " with the same values on every rank, or choose init_method='tcp://HOST:PORT' or"
         " 'file:///PATH'"
     )
-    start_methods = ("spawn", "fork", "forkserver")
-    choices: list[Options] = [{"start_method": method} for method in start_methods]
-    expected = [
-        f"ConfigurationError: start_method={method!r} starts the ranks itself, but this process is"
-        f" already rank 0 of 2 according to {name}; use strategy='ddp_ext' here, or start the"
-        " script without a launcher"
-        for method in start_methods
-    ]
-    if not has_address:
-        choices += [{}, {"init_method": "env://"}]
-        expected += [address, address]
-    assert run_ranks(refusals, 1, choices, env=env) == [expected]
+    choices: list[Options] = [{}, {"init_method": "env://"}]
+    assert run_ranks(refusals, 1, choices, env=env) == [[expected, expected]]
 
 
 def refused_addresses(rank: int, world_size: int, addresses: list[Environment]) -> list[str]:
-    """Return the first lines of the errors with which a lone rank 0 of 2 ends."""
-    found = []
+    """Return the error of each address, on rank 0 of 2, without the remedy."""
+    errors = []
     for address in addresses:
         os.environ.update(address)
-        found += [error.partition("; ")[0] for error in refusals(rank, world_size, [{}])]
-    return found
+        (error,) = refusals(rank, world_size, [{}])
+        errors.append(error.partition("; ")[0])
+    return errors
 
 
 def test_an_address_that_no_rank_can_use_is_refused() -> None:
@@ -105,27 +106,28 @@ BATCH_SCRIPT = {**JOB_OF_TWO, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
-        (
+        pytest.param(
             BATCH_SCRIPT,
-            (
-                r"this script runs without srun, so SLURM has not started the 2 tasks of the job"
-                r" \(.+\); write srun .+"
-            ),
+            r"this script runs without srun, so SLURM has not started the 2 tasks of the job"
+            r" \(.+\); write srun .+",
+            id="without srun",
         ),
-        (
+        pytest.param(
             BATCH_SCRIPT | {"SLURM_NTASKS": "1"},
             r"devices \* num_nodes must equal world_size \(.+, from SLURM\); .+",
+            id="with one task for two devices",
         ),
-        (
+        pytest.param(
             {**by_srun(), "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NAME": "bash"},
-            (
-                "srun started 2 tasks, but Lightning ignores SLURM in a job named 'bash', .+; use"
-                " srun --job-name=.+"
-            ),
+            "srun started 2 tasks, but Lightning ignores SLURM in a job named 'bash', .+; use"
+            " srun --job-name=.+",
+            id="in a job that Lightning ignores",
         ),
     ],
 )
-def test_tasks_of_slurm_that_do_not_become_ranks(env: Environment, expected: str) -> None:
-    """They would wait for each other, or each would train alone."""
+def test_a_script_that_slurm_does_not_make_a_rank_of_two_is_refused(
+    env: Environment, expected: str
+) -> None:
+    """The ranks would wait for each other, or each task would train alone."""
     [[error]] = run_ranks(refusals, 1, [{}], env=env)
     assert re.fullmatch(f"ConfigurationError: {expected}", error)

@@ -1,6 +1,4 @@
-"""Ranks that a script starts: their arguments and directory, the programs that they
-start, and a training on one rank before it.
-"""
+"""A script that starts its own ranks: how they start, and which programs they start."""
 
 import json
 import re
@@ -11,7 +9,7 @@ import pytest
 
 from tests.harness.scripts import run_script
 
-# ``RANK_THAT_STARTS_IT`` makes this rank run the script again, as a program.
+# The rank in ``RANK_THAT_STARTS_IT`` runs the script again, with the argument "again".
 SCRIPT = """
 import json
 import os
@@ -52,7 +50,7 @@ def start_of_each_rank(output: str) -> list[dict[str, Any]]:
 
 
 def test_ranks_of_a_module_start_as_it_did(tmp_path: Path) -> None:
-    """With ``python -m``, they get its arguments and the directory."""
+    """With ``python -m``, the ranks have the same arguments and directory."""
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "train.py").write_text(SCRIPT)
@@ -65,8 +63,8 @@ def test_ranks_of_a_module_start_as_it_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_program_that_a_rank_starts_has_ranks_of_both_numbers(rank: int, tmp_path: Path) -> None:
-    """It inherits the rank's variables, and still trains on two ranks."""
+def test_a_program_that_a_rank_starts_can_train_on_two_ranks(rank: int, tmp_path: Path) -> None:
+    """The program does not take itself for the rank that started it."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = run_script(script, env={"RANK_THAT_STARTS_IT": str(rank)})
@@ -113,7 +111,7 @@ def test_a_process_that_trained_alone_starts_ranks_and_joins_them() -> None:
 
 
 def test_a_started_rank_refuses_a_trainer_with_fewer_devices() -> None:
-    """It would train alone what the launching process has trained; the error says so."""
+    """Otherwise, the rank would train alone, as the launching process already did."""
     done = run_script(ALONE_FIRST, "on all ranks", time_limit=90)
     assert done.exit_code == 1, done.output
     message = (

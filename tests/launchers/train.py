@@ -1,10 +1,8 @@
-"""The training script that every launcher of these tests starts: a few steps of a small
-model for each init method.
+"""Train a small model for a few steps with each init method, in any launcher's ranks.
 
-Its only argument has the options of ``main`` as JSON. Each rank prints a line at the
-end of training: who it was, its weights, the files of the init methods, and whether its
-environment names the host of rank 0. Each process that returns from the Trainer prints
-the weights that it has then, and what the Trainer has returned.
+The only argument of this script has the options of ``main`` as JSON. It prints reports
+as lines of JSON: "trained" on each rank at the end of training, and "returned" in each
+process after the calls of the Trainer.
 """
 
 import hashlib
@@ -33,15 +31,15 @@ def main(
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Train once for each URL; before each training the ranks leave each other.
+    """Train once for each URL; the ranks disconnect before each training.
 
     Args:
-        urls: init methods; None for none.
-        calls: methods of each Trainer.
-        death: a rank, and the restart and training in which its process is killed in
-            the second step.
+        urls: the init methods; ``None`` for no choice.
+        calls: the methods of each Trainer that are called; the first one is ``fit``.
+        death: the rank that is killed in the second step, the number of torchrun's
+            restart, and the index of the training.
         strategy: further options of the strategy.
-        options: of the Trainer.
+        options: the Trainer's options.
     """
     for run, url in enumerate(urls):
         leave()
@@ -49,28 +47,31 @@ def main(
         tell = At("on_train_end", partial(report_rank, run, url))
         chosen = {**(strategy or {}), **({} if url is None else {"init_method": url})}
         ours = DDPExtStrategy(**chosen) if chosen else "ddp_ext"
-        weights, returned = learn(ours, calls, callbacks=[kill, tell], **options)
-        report("returned", run=run, weights=weights, results=returned[1:])
+        weights, results = learn(ours, calls, callbacks=[kill, tell], **options)
+        report("returned", run=run, weights=weights, results=results)
 
 
 def learn(strategy: Any, calls: Sequence[str], **options: Any) -> tuple[str, list[Any]]:
-    """Call a Trainer's methods one after another; fingerprint of the weights, and what
-    the methods returned.
+    """Call a Trainer's methods, of which the first is ``fit``.
+
+    Return the fingerprint of the weights, and the results of the methods after ``fit``.
     """
     L.seed_everything(5)
     model = Net()
     trainer = make_trainer(strategy, **options)
-    returned = [getattr(trainer, name)(model) for name in calls]
-    return fingerprint(model), returned
+    _, *results = [getattr(trainer, name)(model) for name in calls]
+    return fingerprint(model), results
 
 
 def die(death: Sequence[int], run: int, trainer: L.Trainer) -> None:
+    """Kill this process if ``death`` names its rank, restart and training."""
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if [trainer.global_rank, restart, run] == list(death):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def report_rank(run: int, url: str | None, trainer: L.Trainer) -> None:
+    """Report this rank's place and weights, and how it found the others."""
     place = [trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.node_rank]
     scheme, _, path = (url or "").partition("://")
     files = os.listdir(os.path.dirname(path)) if scheme == "file" else []
@@ -86,7 +87,7 @@ def report_rank(run: int, url: str | None, trainer: L.Trainer) -> None:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a text that is equal for weights that are equal to the last bit."""
+    """Return a hash of the weights."""
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 

@@ -1,6 +1,4 @@
-"""Test the rendezvous without Lightning: ranks that connect, and servers in place of
-rank 0.
-"""
+"""Start ranks that connect without Lightning, and servers of other programs."""
 
 import contextlib
 import os
@@ -17,33 +15,31 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Handshake
-from lightning_ddp_ext.rendezvous.init_method import Tcp
+from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.world import World
 from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold
 
+# Where ranks on one host find each other.
+Place = Tcp | File
 Answer = Callable[[socket.socket], None]
 HOST = os.uname().nodename
 LONG = 60.0  # an init_timeout that cannot be what ends a test
-# The arguments of ``request`` for one process, and as ``stop`` the function of
-# ``torch.distributed`` before which it waits.
+# What one process passes to ``request``. An entry ``stop`` is instead the name of a
+# function of ``torch.distributed``: the process holds before it calls this function.
 Settings = Mapping[str, Any]
 
 
-def place(kind: str, directory: Path) -> Tcp | str:
-    """Return an init method for ranks on this host: ``tcp`` or ``file``."""
-    return Tcp("127.0.0.1", free_port()) if kind == "tcp" else str(directory / "store")
-
-
-def url(where: Tcp | str) -> str:
-    return f"file://{where}" if isinstance(where, str) else str(where)
+def place(kind: str, directory: Path) -> Place:
+    """Return an unused place of a kind, ``tcp`` or ``file``."""
+    return Tcp("127.0.0.1", free_port()) if kind == "tcp" else File(str(directory / "store"))
 
 
 def request(
     rank: int,
     world_size: int,
-    where: Tcp | str,
+    where: Place,
     *,
     init_timeout: float = 20.0,
     init_method: str | None = None,
@@ -60,8 +56,8 @@ def request(
     )
     return Request(
         world=world,
-        endpoint=FileEndpoint(where) if isinstance(where, str) else TcpEndpoint(where),
-        init_method=init_method or url(where),
+        endpoint=TcpEndpoint(where) if isinstance(where, Tcp) else FileEndpoint(where.path),
+        init_method=init_method or str(where),
         timeout=None,
         init_timeout=timedelta(seconds=init_timeout),
         **{"backend": "gloo", "device": torch.device("cpu"), **fields},
@@ -69,9 +65,9 @@ def request(
 
 
 @contextlib.contextmanager
-def server(answer: Answer, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[Tcp]:
-    """Run a foreign server at a TCP address; ``answer`` is called with each connection."""
-    listener = socket.create_server((host, port))
+def server(answer: Answer) -> Iterator[Tcp]:
+    """Run another program's server; ``answer`` is called with each connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
     connections: list[socket.socket] = []
 
     def accept() -> None:
@@ -84,7 +80,7 @@ def server(answer: Answer, *, host: str = "127.0.0.1", port: int = 0) -> Iterato
     thread = threading.Thread(target=accept, daemon=True)
     thread.start()
     try:
-        yield Tcp(host, listener.getsockname()[1])
+        yield Tcp(*listener.getsockname())
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
@@ -125,9 +121,10 @@ def add_ones() -> float:
     return float(ones)
 
 
-def connect(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings]) -> float:
-    """Once the test lets it go, join as this seat wants to, and add ones with the
-    others.
+def connect(seat: int, seats: int, where: Place, settings: Sequence[Settings]) -> float:
+    """Hold at "ready", join, and return the number of ranks in the group.
+
+    By default, a seat is the rank of this number; its settings may name another rank.
     """
     fields = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
     announce_handshake()
@@ -139,8 +136,9 @@ def connect(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings
 
 
 def announce_handshake() -> None:
-    """Announce on rank 0 that it listens, and on another rank that rank 0 has accepted
-    it, or why it has to try again.
+    """Announce "listens" on rank 0, and "connected" on a rank that rank 0 has accepted.
+
+    Another rank announces why it tries again.
     """
     send_hello = Handshake.send_hello
 
@@ -157,7 +155,7 @@ def announce_handshake() -> None:
 
 
 def hold_before(name: str) -> None:
-    """Hold before a function of ``torch.distributed`` runs."""
+    """Hold at "in front" before each call of a function of ``torch.distributed``."""
     function = getattr(dist, name)
 
     def hold_and_call(*args: Any, **kwargs: Any) -> Any:
@@ -168,10 +166,8 @@ def hold_before(name: str) -> None:
 
 
 @contextlib.contextmanager
-def started(
-    where: Tcp | str, settings: Sequence[Settings], **options: Any
-) -> Iterator[RankProcesses]:
-    """Start a process for each entry of ``settings``; all of them join immediately."""
+def started(where: Place, settings: Sequence[Settings], **options: Any) -> Iterator[RankProcesses]:
+    """Start a process for each entry of ``settings``; they join at the same time."""
     with RankProcesses(connect, len(settings), where, settings, **options) as ranks:
         for seat in ranks.pids:
             ranks.wait_for("ready", seat)
@@ -179,23 +175,23 @@ def started(
         yield ranks
 
 
-def endings(
-    where: Tcp | str, settings: Sequence[Settings], *, init_timeout: float = 4.0
+def outcomes_at(
+    where: Place, settings: Sequence[Settings], *, init_timeout: float = 4.0
 ) -> list[Outcome]:
     """Return the outcomes of processes that join at the same time."""
     with started(where, [{"init_timeout": init_timeout, **fields} for fields in settings]) as ranks:
         return ranks.wait()
 
 
-def sentence(outcome: Outcome, kind: type[BaseException]) -> str:
+def message_of(outcome: Outcome, kind: type[BaseException]) -> str:
     """Return the message of a rank that exited with this error and status 1."""
     assert (outcome.failure.type_name, outcome.exit_code) == (kind.__name__, 1), outcome.story()
     return outcome.failure.message
 
 
-def same_sentence(outcomes: Sequence[Outcome], kind: type[BaseException]) -> str:
-    """Return the message that all these ranks raise."""
-    (message,) = {sentence(outcome, kind) for outcome in outcomes}
+def common_message(outcomes: Sequence[Outcome], kind: type[BaseException]) -> str:
+    """Return the message of all these ranks, which must be the same."""
+    (message,) = {message_of(outcome, kind) for outcome in outcomes}
     return message
 
 

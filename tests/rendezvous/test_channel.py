@@ -36,7 +36,7 @@ def ends() -> Iterator[Ends]:
 
 
 def test_sending_never_waits(ends: Ends) -> None:
-    """Data that the kernel does not accept are sent later, in order."""
+    """Messages that the kernel does not accept are sent later, in order."""
     for number in range(MESSAGES):
         ends.rank_zero.send("a", {"text": LONG_TEXT, "number": number})
     with ends.rank_one.makefile("rb") as lines:
@@ -45,7 +45,7 @@ def test_sending_never_waits(ends: Ends) -> None:
 
 
 def test_a_rank_that_does_not_read_is_dropped(ends: Ends) -> None:
-    """Unsent data have a limit, so that rank 0 does not run out of memory."""
+    """Unsent messages have a limit, so that rank 0 does not run out of memory."""
     closed = queue.SimpleQueue[tuple[int, str]]()
     ends.rank_zero.on_closed(lambda rank, reason: closed.put((rank, reason)))
     while closed.empty():

@@ -16,36 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.process_context import join, leave
 from lightning_ddp_ext.threads import start_thread
 from tests.harness.environment import wait_until
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.training import backend
-from tests.rendezvous.servers import request
+from tests.rendezvous.servers import Place, message_of, place, request
 
 GPU = torch.device("cuda", 0)
 
 
 def on_cpu(*size: int, device: torch.device, ones: Any = torch.ones) -> torch.Tensor:
     return ones(*size)
-
-
-def form_groups_of_one(rank: int, world_size: int, where: str) -> list[int]:
-    with pretended_gpus():
-        context = join(request(rank, world_size, where, device=GPU))
-    assert context is not None
-    groups = [context.new_group([member]) for member in range(world_size)]
-    sizes = [dist.get_world_size(group) for group in groups]
-    leave()
-    return sizes
-
-
-def test_ranks_on_a_gpu_form_groups_of_some_ranks_over_gloo(tmp_path: Path) -> None:
-    """``SyncBatchNormConversion(process_group=1)`` and ``"node"`` need them.
-
-    For ranks outside of a group, torch returns the size -1.
-    """
-    assert run_ranks(form_groups_of_one, 2, str(tmp_path / "store")) == [[1, -1], [-1, 1]]
 
 
 @contextmanager
@@ -59,7 +42,23 @@ def pretended_gpus() -> Iterator[list[torch.device]]:
         yield chosen
 
 
-def add_ones(rank: int, world_size: int, where: str, **fields: Any) -> int:
+def form_groups_of_one(rank: int, world_size: int, where: Place) -> list[int]:
+    with pretended_gpus():
+        context = join(request(rank, world_size, where, device=GPU))
+    assert context is not None
+    groups = [context.new_group([member]) for member in range(world_size)]
+    sizes = [dist.get_world_size(group) for group in groups]
+    leave()
+    return sizes
+
+
+def test_ranks_on_a_gpu_form_groups_of_some_ranks_over_gloo(tmp_path: Path) -> None:
+    """``SyncBatchNormConversion(process_group=1)`` and ``"node"`` need such groups."""
+    sizes = run_ranks(form_groups_of_one, 2, place("file", tmp_path))
+    assert sizes == [[1, -1], [-1, 1]]  # torch returns -1 to ranks outside of a group
+
+
+def join_and_add_ones(rank: int, world_size: int, where: Place, **fields: Any) -> int:
     mine = request(rank, world_size, where, backend=backend("nccl_stand_in"), device=GPU, **fields)
     with pretended_gpus():
         join(mine)
@@ -70,13 +69,15 @@ def add_ones(rank: int, world_size: int, where: str, **fields: Any) -> int:
 
 def test_ranks_with_several_gpus_form_a_group_that_is_bound_to_none(tmp_path: Path) -> None:
     """NCCL refuses tensors on other devices than the one to which a group is bound."""
-    given = partial(add_ones, has_one_device=False)
-    assert run_ranks(given, 2, str(tmp_path / "several")) == [2, 2]
-    with pytest.raises(AssertionError, match=r"ValueError: device_id cuda:0 "):
-        run_ranks(add_ones, 1, str(tmp_path / "one"))
+    where = place("file", tmp_path)
+    assert run_ranks(partial(join_and_add_ones, has_one_device=False), 2, where) == [2, 2]
+    (with_one_device,) = launch_ranks(join_and_add_ones, 1, where)
+    # The group is bound to that device, which this machine does not have.
+    assert with_one_device.failure.type_name == "ValueError", with_one_device.story()
+    assert "device_id cuda:0 " in with_one_device.failure.message
 
 
-def change_gpu(rank: int, world_size: int, where: str) -> None:
+def change_gpu(rank: int, world_size: int, where: Place) -> None:
     options = {"backend": backend("nccl_stand_in"), "has_one_device": False}
     first, second = (
         request(rank, world_size, where, device=torch.device("cuda", number), **options)
@@ -95,8 +96,8 @@ def change_gpu(rank: int, world_size: int, where: str) -> None:
 
 
 def test_a_trainer_on_another_gpu_gets_a_group_on_it(tmp_path: Path) -> None:
-    """With one rank; NCCL would refuse its tensors in the group of the first Trainer."""
-    run_ranks(change_gpu, 1, str(tmp_path / "store"))
+    """NCCL would refuse a single rank's tensors in the group of the first Trainer."""
+    run_ranks(change_gpu, 1, place("file", tmp_path))
 
 
 def aborted(tensor: torch.Tensor) -> None:
@@ -109,7 +110,7 @@ def stuck(*args: Any, **kwargs: Any) -> None:
     threading.Event().wait()
 
 
-def form_broken_group(rank: int, world_size: int, where: str, functions: dict[str, Any]) -> None:
+def form_broken_group(rank: int, world_size: int, where: Place, functions: dict[str, Any]) -> None:
     for name, function in functions.items():
         setattr(dist.distributed_c10d if name.startswith("_") else dist, name, function)
     join(request(rank, world_size, where, init_timeout=2.0, backend=backend("nccl_stand_in")))
@@ -132,16 +133,15 @@ def test_a_group_that_does_not_work_is_refused(
     functions: dict[str, Any], finding: str, tmp_path: Path
 ) -> None:
     """The error is raised in time and names a remedy, and the process exits."""
-    (outcome,) = launch_ranks(form_broken_group, 1, str(tmp_path / "store"), functions)
-    assert outcome.error is not None, outcome.story()
-    assert outcome.error.type_name == "RendezvousError", outcome.story()
-    assert f"the nccl_stand_in group of 1 ranks {finding}" in outcome.error.message
-    assert outcome.exit_code == 1, outcome.story()
+    (outcome,) = launch_ranks(form_broken_group, 1, place("file", tmp_path), functions)
+    message = message_of(outcome, RendezvousError)
+    assert f"the nccl_stand_in group of 1 ranks {finding}" in message
 
 
-def form_without_the_last_rank(rank: int, world_size: int, where: str, raised: Path) -> str:
-    """Return the name of the error on rank 0; the other rank waits for it in its own
-    code.
+def form_without_the_last_rank(rank: int, world_size: int, where: Place, raised: Path) -> str:
+    """Form a group on rank 0, which rank 1 does not enter; return rank 0's error name.
+
+    Rank 1 passes the barrier before it, and then waits until rank 0 has raised.
     """
     asked = request(rank, world_size, where, init_timeout=120.0)
     context = join(replace(asked, timeout=timedelta(seconds=1)))
@@ -158,7 +158,9 @@ def form_without_the_last_rank(rank: int, world_size: int, where: str, raised: P
 
 
 def test_a_later_group_forms_within_the_timeout_of_collectives(tmp_path: Path) -> None:
-    """``init_timeout`` is for ranks that have yet to start."""
-    where = str(tmp_path / "store")
-    found = run_ranks(form_without_the_last_rank, 2, where, tmp_path / "raised", time_limit=60)
-    assert found == ["DistStoreError", ""]
+    """``init_timeout`` only applies while ranks start."""
+    where = place("file", tmp_path)
+    on_rank_0, _ = run_ranks(
+        form_without_the_last_rank, 2, where, tmp_path / "raised", time_limit=60
+    )
+    assert on_rank_0 == "DistStoreError"

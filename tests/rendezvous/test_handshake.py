@@ -14,7 +14,7 @@ import pytest
 
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.endpoint import Address, FileEndpoint
-from lightning_ddp_ext.rendezvous.init_method import Tcp
+from lightning_ddp_ext.rendezvous.init_method import File, Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Timeouts
 from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, encode
@@ -35,28 +35,30 @@ SOON = Timeouts(after_refusal=1.0, answer=3.0, connect=2.0)
 @pytest.mark.parametrize(
     ("kind", "third", "expected"),
     [
-        ("tcp", {"rank": 1}, CLAIMED.format(1)),
-        ("tcp", {"rank": 0}, CLAIMED.format(0)),
-        ("file", {"rank": 0}, CLAIMED.format(0)),
-        ("file", {"world_size": 4}, DIFFERENT.format("world_size")),
-        ("tcp", {"init_method": "env://"}, DIFFERENT.format("init_method")),
+        pytest.param("tcp", {"rank": 1}, CLAIMED.format(1), id="two ranks 1"),
+        pytest.param("tcp", {"rank": 0}, CLAIMED.format(0), id="two ranks 0 at a port"),
+        pytest.param("file", {"rank": 0}, CLAIMED.format(0), id="two ranks 0 at a file"),
+        pytest.param("file", {"world_size": 4}, DIFFERENT.format("world_size"), id="world size"),
+        pytest.param(
+            "tcp", {"init_method": "env://"}, DIFFERENT.format("init_method"), id="init method"
+        ),
     ],
 )
 def test_ranks_or_settings_that_conflict_are_named(
     kind: str, third: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    """All ranks name those that claim the same rank, or that differ in a setting, and
-    the remedy.
-    """
+    """The error of every rank names both processes or the setting, and the remedy."""
     settings = [{"timeouts": SOON, **fields} for fields in ({}, {}, third)]
     where = servers.place(kind, tmp_path)
-    outcomes = servers.endings(where, settings, init_timeout=servers.LONG)
-    assert re.fullmatch(expected, servers.same_sentence(outcomes, RendezvousError))
+    outcomes = servers.outcomes_at(where, settings, init_timeout=servers.LONG)
+    assert re.fullmatch(expected, servers.common_message(outcomes, RendezvousError))
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> None:
-    """The active run is not affected."""
+def test_ranks_of_a_second_run_are_refused_and_the_first_continues(
+    kind: str, tmp_path: Path
+) -> None:
+    """The error names the active run's rank 0, the refused rank and the remedies."""
     where = servers.place(kind, tmp_path)
     late = ((0, 2), (1, 2), (4, 5))
     settings: list[dict[str, Any]] = [{"world_size": 2, "stop": "all_reduce"}] * 2
@@ -68,7 +70,6 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
         ranks.release(0, 1)
         for seat in range(2):
             ranks.wait_for("in front", seat)
-        # The latecomers start, and are refused meanwhile.
         ranks.release(2, 3, 4)
         refused = ranks.wait(2, 3, 4)
         # The first run ends: each rank is released twice, before the collective that checks the
@@ -77,8 +78,8 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
         running = ranks.wait(0, 1)
     for (rank, world_size), outcome in zip(late, refused, strict=True):
         assert (
-            servers.sentence(outcome, RendezvousError)
-            == f"another run of 2 ranks is active at {servers.url(where)} with"
+            servers.message_of(outcome, RendezvousError)
+            == f"another run of 2 ranks is active at {where} with"
             f" {servers.process(0, running[0].pid)}, and {servers.process(rank, outcome.pid)}"
             f" of {world_size} cannot join it; stop that run, or choose another init_method for"
             " this one"
@@ -87,9 +88,9 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_ranks_of_another_run_are_refused(kind: str, tmp_path: Path) -> None:
-    """Two steps of a SLURM job get the same port; the run whose rank 0 listens first
-    starts with its own ranks.
+def test_two_named_runs_at_one_address_do_not_mix(kind: str, tmp_path: Path) -> None:
+    """Two steps of a SLURM job get the same port: the run whose rank 0 listens first
+    starts, and refuses the ranks of the other one.
     """
     where = servers.place(kind, tmp_path)
     common = {"world_size": 2, "init_timeout": servers.LONG}
@@ -102,8 +103,8 @@ def test_ranks_of_another_run_are_refused(kind: str, tmp_path: Path) -> None:
             ranks.release(seat)
             (refused,) = ranks.wait(seat)
             assert (
-                servers.sentence(refused, RendezvousError)
-                == f"rank 0 at {servers.url(where)} belongs to another run (STEP=0) than"
+                servers.message_of(refused, RendezvousError)
+                == f"rank 0 at {where} belongs to another run (STEP=0) than"
                 f" {servers.process(seat - 2, refused.pid)} (STEP=1); give each run its own"
                 " MASTER_PORT or init_method"
             )
@@ -111,9 +112,10 @@ def test_ranks_of_another_run_are_refused(kind: str, tmp_path: Path) -> None:
         assert [outcome.result for outcome in ranks.wait(0, 1)] == [2.0, 2.0]
 
 
-def run_in_turn(seat: int, seats: int, where: Tcp | str) -> float:
-    """Join as one of two ranks of the first or second run; rank 0 of the first one
-    exits when the test lets it.
+def run_in_turn(seat: int, seats: int, where: servers.Place) -> float:
+    """Join as a rank of the first run (seats 0 and 1) or of the second (2 and 3).
+
+    Rank 0 of the first run holds before it exits.
     """
     servers.announce_handshake()
     hold("ready")
@@ -128,8 +130,8 @@ def run_in_turn(seat: int, seats: int, where: Tcp | str) -> float:
 def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
     kind: str, tmp_path: Path
 ) -> None:
-    """``srun bash -c "python fit.py; python test.py"`` starts them when their
-    predecessors exit.
+    """``srun bash -c "python fit.py; python test.py"`` starts the second script on a
+    rank while the first one may still be running on rank 0.
     """
     first_rank_0, first_rank_1, next_rank_0, next_rank_1 = range(4)
     with RankProcesses(run_in_turn, 4, servers.place(kind, tmp_path)) as ranks:
@@ -144,12 +146,12 @@ def test_ranks_of_the_next_script_wait_while_rank_0_ends_the_first_one(
         assert [outcome.result for outcome in ranks.wait()] == [2.0] * 4
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    """Rank 0 names the rank, the reason and a remedy."""
+def test_rank_zero_raises_if_it_cannot_write_the_file(tmp_path: Path) -> None:
+    """The error names the process, the reason and a remedy."""
     path = tmp_path / "removed" / "run"
-    (outcome,) = servers.endings(str(path), [{"world_size": 2, "timeouts": SOON}])
+    (outcome,) = servers.outcomes_at(File(str(path)), [{"world_size": 2, "timeouts": SOON}])
     assert (
-        servers.sentence(outcome, RendezvousError)
+        servers.message_of(outcome, RendezvousError)
         == f"init_method 'file://{path}': rank 0 on {servers.HOST} (pid {outcome.pid}) cannot"
         " write its address there: No such file or directory; create the directory, free disk"
         " space, or choose another file"
@@ -184,8 +186,8 @@ SENT_BY_STRANGERS = [
 
 
 def test_other_connections_do_not_disturb_a_start() -> None:
-    """Port scanners, ranks beyond their own world, and many silent connections do not
-    matter.
+    """Two ranks connect despite port scanners, malformed hellos and many silent
+    connections.
     """
     where = Tcp("127.0.0.1", free_port())
     with (
@@ -201,17 +203,18 @@ def test_other_connections_do_not_disturb_a_start() -> None:
         assert [outcome.result for outcome in ranks.wait()] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("answer", [servers.silent, servers.web, servers.drip])
-def test_a_stale_address_is_replaced(answer: servers.Answer, tmp_path: Path) -> None:
-    """A rank that read the address of a killed run reads it again, even if another
-    program now listens there.
-    """
+@pytest.mark.parametrize("answer", [servers.silent, servers.web])
+def test_a_killed_runs_address_does_not_disturb_the_next_run(
+    answer: servers.Answer, tmp_path: Path
+) -> None:
+    """This holds even if another program now listens at the address in the file."""
     path = tmp_path / "run"
     path.touch()  # as ``tempfile.mkstemp`` makes it
     with servers.server(answer) as where:
         FileEndpoint(str(path)).publish(
             Address((where.host,), where.port, "of a killed run", "network")
         )
-        outcomes = servers.endings(str(path), [{"timeouts": SOON}] * 2, init_timeout=servers.LONG)
+        settings = [{"timeouts": SOON}] * 2
+        outcomes = servers.outcomes_at(File(str(path)), settings, init_timeout=servers.LONG)
     assert [outcome.result for outcome in outcomes] == [2.0, 2.0]
     assert list(tmp_path.iterdir()) == []

@@ -39,35 +39,36 @@ NOT_EXPORTED = dict.fromkeys(NAMES)  # as they may be on a developer's machine
     ],
 )
 def test_wrong_values_are_refused(wrong: dict[str, Any], words: str) -> None:
-    """The message names the field, what it takes, and the value."""
+    """The message names the field, the allowed values or the type, and the value."""
     with pytest.raises(ConfigurationError, match=words):
         NCCLOptions(**wrong)
 
 
 def variables() -> dict[str, str]:
+    """Return those of NAMES that are set."""
     return {name: os.environ[name] for name in NAMES if name in os.environ}
 
 
-class Reads(L.Callback):
-    """Reads the variables, and the process group, while a Trainer works."""
+class Recorder(L.Callback):
+    """Records the variables and the process group at the start of training."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.variables = variables()
         self.group = dist.group.WORLD
 
 
-def several_trainers(rank: int, world_size: int, directory: Path) -> None:
-    def read(options: NCCLOptions | None) -> Reads:
-        reads = Reads()
+def check_several_trainers(rank: int, world_size: int, directory: Path) -> None:
+    def run(options: NCCLOptions | None) -> Recorder:
+        recorder = Recorder()
         strategy = {"nccl": options, "interface": "lo"}
-        fit("ours", directory, Net(), reads, strategy=strategy, max_epochs=1)
-        return reads
+        fit("ours", directory, Net(), recorder, strategy=strategy, max_epochs=1)
+        return recorder
 
-    first = read(NCCLOptions(debug="WARN"))
+    first = run(NCCLOptions(debug="WARN"))
     assert first.variables == {"NCCL_DEBUG": "WARN", **ON_LO}
-    assert read(OF_EACH_TYPE).variables == VARIABLES_OF_EACH_TYPE | ON_LO
-    without_options = read(None)
-    without_options_again = read(None)
+    assert run(OF_EACH_TYPE).variables == VARIABLES_OF_EACH_TYPE | ON_LO
+    without_options = run(None)
+    without_options_again = run(None)
     assert without_options.variables == ON_LO
     assert without_options_again.variables == ON_LO
     assert without_options.group is not first.group, "other settings need a new group"
@@ -79,10 +80,10 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
         ConfigurationError,
         match=r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; remove",
     ):
-        read(NCCLOptions(debug="WARN"))
+        run(NCCLOptions(debug="WARN"))
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     exported = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"}
-    assert read(NCCLOptions(debug="INFO")).variables == exported | {"GLOO_SOCKET_IFNAME": "lo"}
+    assert run(NCCLOptions(debug="INFO")).variables == exported | {"GLOO_SOCKET_IFNAME": "lo"}
     leave()
     assert variables() == exported
 
@@ -90,9 +91,9 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
 def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
     """A later Trainer with other settings gets a new group.
 
-    What the user has exported stays, and must agree.
+    Variables that the user has exported stay, and must have the same values.
     """
-    run_ranks(several_trainers, 2, tmp_path, env={**by_hand_env(2), **NOT_EXPORTED})
+    run_ranks(check_several_trainers, 2, tmp_path, env={**by_hand_env(2), **NOT_EXPORTED})
 
 
 def fit_with_options(rank: int, world_size: int, directory: Path) -> None:
@@ -103,9 +104,7 @@ def fit_with_options(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_settings_that_nccl_may_not_read_again_are_reported(tmp_path: Path) -> None:
-    """NCCL reads most of its variables once in a process, so a warning names a later
-    Trainer that changes them, and no other.
-    """
+    """One warning appears, for the only Trainer of three that changes a setting."""
     env = {**by_hand_env(1), **NOT_EXPORTED}
     (outcome,) = launch_ranks(fit_with_options, 1, tmp_path, env=env)
     assert outcome.exit_code == 0, outcome.story()
@@ -116,40 +115,52 @@ def test_settings_that_nccl_may_not_read_again_are_reported(tmp_path: Path) -> N
 RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 
 
-def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> list[str | None]:
-    found: list[str | None] = []
-    for backend_name in ("gloo", backend("nccl_stand_in")):
-        look = At("on_train_start", lambda trainer: found.append(os.environ.get(RETHROW)))
-        strategy = {"process_group_backend": backend_name}
-        fit("ours", directory, Net(), look, strategy=strategy, devices=1, fast_dev_run=1)
+def value_while_training(directory: Path, backend_name: str) -> str | None:
+    """Train with a backend, and return the variable's value meanwhile."""
+    values: list[str | None] = []
+    record = At("on_train_start", lambda trainer: values.append(os.environ.get(RETHROW)))
+    strategy = {"process_group_backend": backend_name}
+    fit("ours", directory, Net(), record, strategy=strategy, devices=1, fast_dev_run=1)
+    (value,) = values
+    return value
+
+
+def fit_over_gloo_and_nccl(rank: int, world_size: int, directory: Path) -> dict[str, str | None]:
+    """Return the variable's value during each run, and after leaving the group."""
+    values = {
+        "gloo": value_while_training(directory, "gloo"),
+        "nccl": value_while_training(directory, backend("nccl_stand_in")),
+    }
     leave()
-    return [*found, os.environ.get(RETHROW)]
+    return {**values, "after": os.environ.get(RETHROW)}
 
 
 @pytest.mark.parametrize(
-    # with gloo, with NCCL, and after leaving
     ("exported", "expected"),
-    [(None, [None, "0", None]), ("1", ["1", "1", "1"])],
+    [
+        (None, {"gloo": None, "nccl": "0", "after": None}),
+        ("1", {"gloo": "1", "nccl": "1", "after": "1"}),
+    ],
 )
 def test_torch_leaves_errors_of_cuda_to_python(
     exported: str | None, expected: Any, tmp_path: Path
 ) -> None:
-    """With NCCL's default, its watchdog would end the process before Python reports the
-    exception.
+    """With torch's default, its watchdog would end the process before Python reports
+    the exception.
     """
     env = {**by_hand_env(1), RETHROW: exported}
     assert run_ranks(fit_over_gloo_and_nccl, 1, tmp_path, env=env) == [expected]
 
 
 def fit_without_docker(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    reads = Reads()
+    recorder = Recorder()
     strategy = {"interface": "^docker0"}
-    fit("ours", directory, Net(), reads, strategy=strategy, devices=1, fast_dev_run=1)
-    return reads.variables
+    fit("ours", directory, Net(), recorder, strategy=strategy, devices=1, fast_dev_run=1)
+    return recorder.variables
 
 
 def test_an_interface_is_excluded_for_nccl_only(tmp_path: Path) -> None:
-    """Gloo would look for an interface of that name."""
+    """Gloo would take ``^docker0`` for the name of an interface."""
     env = {**by_hand_env(1), **NOT_EXPORTED}
     expected = {"NCCL_SOCKET_IFNAME": "^docker0"}
     assert run_ranks(fit_without_docker, 1, tmp_path, env=env) == [expected]

@@ -108,7 +108,7 @@ class ConnectionSettings:
 
     def _address_variables(self, environment: ClusterEnvironment) -> dict[str, str]:
         method = self.init_method
-        where = method if isinstance(method, Tcp) else _address_in(environment)
+        where = method if isinstance(method, Tcp) else _env_address(environment)
         return {"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)}
 
     def join(self, strategy: pl.strategies.DDPStrategy, *, is_debugged: bool) -> None:
@@ -180,7 +180,7 @@ class ConnectionSettings:
         if PRIVATE_FILE in os.environ and strategy.num_nodes == 1:
             return FileEndpoint(os.environ[PRIVATE_FILE], is_local=True)
         assert environment is not None
-        where = _address_in(environment)
+        where = _env_address(environment)
         if (
             isinstance(environment, TorchElasticEnvironment)
             and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -214,7 +214,7 @@ def temporary_path() -> str:
     return str(path)
 
 
-def _address_in(environment: ClusterEnvironment) -> Tcp:
+def _env_address(environment: ClusterEnvironment) -> Tcp:
     """Return the address for ``env://``.
 
     Raise if the port is missing, since each process would choose a different one, or if
