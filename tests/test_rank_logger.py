@@ -1,7 +1,8 @@
 """Loggers for some ranks only."""
 
 import logging
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,19 +24,24 @@ SECOND_NODE = {"LOCAL_RANK": "0", "NODE_RANK": "1", "WORLD_SIZE": "4"}
 BROKEN = {"TORCHELASTIC_RUN_ID": "7"}
 
 
-class Unprintable:
-    def __str__(self) -> str:
-        raise AssertionError("this is not to be formatted")
+# Each is the name of a line, and the ranks that log it.
+LINES: dict[str, Any] = {
+    "of all ranks": "all",
+    "of rank 0": 0,
+    "of ranks 0 and 3": [0, 3],
+    "of an array of ranks 0 and 3": np.array([0, 3]),
+}
+OF_RANK_3 = {"of all ranks", "of ranks 0 and 3", "of an array of ranks 0 and 3"}
 
 
 @pytest.mark.parametrize(
     ("variables", "shown"),
     [
-        pytest.param({}, {"all", "0", "[0, 3]", "[0 3]"}, id="no variables"),
-        pytest.param(TORCHRUN, {"all", "[0, 3]", "[0 3]"}, id="rank 3 of torchrun"),
-        pytest.param(SCRIPT, {"all"}, id="rank 1 of a script"),
-        pytest.param(SECOND_NODE, {"all"}, id="first rank of a script's second node"),
-        pytest.param(BROKEN, {"all"}, id="torchrun without ranks"),
+        pytest.param({}, {*LINES}, id="no variables"),
+        pytest.param(TORCHRUN, OF_RANK_3, id="rank 3 of torchrun"),
+        pytest.param(SCRIPT, {"of all ranks"}, id="rank 1 of a script"),
+        pytest.param(SECOND_NODE, {"of all ranks"}, id="first rank of a script's second node"),
+        pytest.param(BROKEN, {"of all ranks"}, id="torchrun without ranks"),
     ],
 )
 def test_lines_appear_on_their_ranks(
@@ -49,12 +55,19 @@ def test_lines_appear_on_their_ranks(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    choices: list[Any] = ["all", 0, [0, 3], np.array([0, 3])]
-    for ranks in choices:
-        rank_logger("tests.some", ranks=ranks).warning(
-            "%s", ranks if str(ranks) in shown else Unprintable()
-        )
+    for line, ranks in LINES.items():
+        rank_logger("tests.some", ranks=ranks).warning(line)
     assert set(caplog.messages) == shown
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise AssertionError("this is not to be formatted")
+
+
+def test_a_line_of_another_rank_is_not_formatted() -> None:
+    """Its arguments may be expensive to print."""
+    rank_logger("tests.some", ranks=1).warning("%s", Unprintable())
 
 
 def test_a_line_is_as_if_the_logger_had_been_called(caplog: pytest.LogCaptureFixture) -> None:
@@ -92,7 +105,16 @@ def test_other_ranks_are_refused(ranks: Any, refused_rank: Any) -> None:
     )
 
 
-def in_a_group(rank: int, world_size: int, store: str) -> list[bool]:
+class Enabled(NamedTuple):
+    """Whether a logger logs before, within and after a process group."""
+
+    before: bool
+    within: bool
+    after: bool
+
+
+def in_a_group(rank: int, world_size: int, store: str) -> Enabled:
+    """Use a logger of rank 1; the group counts the ranks in the opposite order."""
     logger = rank_logger("tests.some", ranks=1)
     before = logger.isEnabledFor(logging.WARNING)
     dist.init_process_group(
@@ -101,17 +123,16 @@ def in_a_group(rank: int, world_size: int, store: str) -> list[bool]:
     within = logger.isEnabledFor(logging.WARNING)
     dist.barrier()  # the other rank may still be connecting to this one
     dist.destroy_process_group()
-    return [before, within, logger.isEnabledFor(logging.WARNING)]
+    return Enabled(before, within, after=logger.isEnabledFor(logging.WARNING))
 
 
-def test_a_process_group_overrides_variables(tmp_path: Any) -> None:
+def test_a_process_group_overrides_variables(tmp_path: Path) -> None:
     """A logger takes its rank from a process group while there is one.
 
     Before and afterwards it takes it from the variables, also if it was made before the
     group.
     """
     env = {"RANK": str, "LOCAL_RANK": str, "WORLD_SIZE": lambda _: "2"}
-    assert run_ranks(in_a_group, 2, f"{tmp_path}/store", env=env) == [
-        [False, True, False],
-        [True, False, True],
-    ]
+    first, second = run_ranks(in_a_group, 2, f"{tmp_path}/store", env=env)
+    assert first == Enabled(before=False, within=True, after=False)
+    assert second == Enabled(before=True, within=False, after=True)

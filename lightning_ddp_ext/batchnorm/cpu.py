@@ -73,7 +73,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
     @np.errstate(all="ignore")
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients. Collective if the input needs a gradient."""
-        x, weight, mean, var = ctx.saved_tensors
+        x, weight, mean, var = ctx.saved_tensors  # activation checkpointing allows one read
         needs_input, needs_weight, needs_bias, *others = ctx.needs_input_grad
         dy = grad_outputs[0].to(x.dtype)
         grad_weight, grad_bias = _parameter_gradients(dy, x, mean, var, ctx.eps)

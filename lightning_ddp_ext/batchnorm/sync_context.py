@@ -54,7 +54,8 @@ class SyncContext:
 
     Args:
         process_group: the ranks whose batches are joined; ``None`` for all.
-        names: the model's synchronised layers, in the same order on every rank.
+        names: the names of the model's synchronised layers, in the same order on every
+            rank; a layer that was not converted is alone and has no name.
         index: the layer's position in ``names``.
         max_features: the number of channels of the widest of these layers.
     """

@@ -42,8 +42,8 @@ class GradientAveraging:
         self._hook = hook
         self._wrapper = wrapper
         self._state = state
-        # The parameters of the module when DDP was built, without those that it ignores.
-        self._trainable_names: list[str] = []  # in DDP's order
+        # The module's parameters when DDP was built, without those that DDP ignores.
+        self._trainable_names: list[str] = []  # in DDP's order, as its error numbers them
         self._frozen: list[Parameter] = []
 
     def on_ddp_formed(self) -> None:

@@ -1,7 +1,4 @@
-"""Synchronise BatchNorm layers in training.
-
-``Trainer(sync_batchnorm=True)`` and our callback use this.
-"""
+"""Synchronise BatchNorm layers in training, for our callback and the Trainer's flag."""
 
 from __future__ import annotations
 
@@ -20,9 +17,10 @@ from .private.lightning_tree import pl, rank_zero_info, rank_zero_warn
 
 
 class RanksLayerSync(pl.plugins.LayerSync):
-    """Synchronises layers for our callback and for ``Trainer(sync_batchnorm=True)``.
+    """Synchronises a model's layers from ``apply`` to ``revert``.
 
-    With that option, it replaces torch's SyncBatchNorm.
+    The strategy uses it for ``Trainer(sync_batchnorm=True)``, where Lightning would use
+    torch's SyncBatchNorm.
 
     Args:
         process_group: as in ``convert_sync_batchnorm``.
@@ -51,17 +49,19 @@ class RanksLayerSync(pl.plugins.LayerSync):
 
         Does nothing with one rank. Collective: every rank must call it.
         """
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            group = batchnorm_group() if self._ranks is None else group_of(self._ranks)
-            self.revert(model)  # an exception may have prevented it
-            modules = model.modules()
-            self._converted_before = {each for each in modules if isinstance(each, SyncBatchNorm)}
-            conversion = convert(model, self._choice, group)
-            self._converted = model
-            rank_zero_info(conversion.summary())
-            warning = conversion.warning()
-            if warning is not None:
-                rank_zero_warn(warning)
+        is_connected = dist.is_available() and dist.is_initialized()
+        if not is_connected or dist.get_world_size() == 1:
+            return model
+        group = batchnorm_group() if self._ranks is None else group_of(self._ranks)
+        self.revert(model)  # an exception may have prevented it
+        modules = model.modules()
+        self._converted_before = {each for each in modules if isinstance(each, SyncBatchNorm)}
+        conversion = convert(model, self._choice, group)
+        self._converted = model
+        rank_zero_info(conversion.summary())
+        warning = conversion.warning()
+        if warning is not None:
+            rank_zero_warn(warning)
         return model
 
     @override

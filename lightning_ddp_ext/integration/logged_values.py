@@ -1,15 +1,20 @@
 """Reduce values of ``self.log(..., sync_dist=True)`` across ranks.
 
 Lightning calls ``Strategy.reduce`` for each value. The place of the call determines
-when the ranks communicate:
+when the ranks communicate, and what the call returns:
 
-======================  ==============================================================
-a step                  at its end or at the first read, for all of its values
-                        together (``step_values``)
-the end of an epoch     at the first call, for all of its values together
-                        (``epoch_values``)
-anywhere else           immediately
-======================  ==============================================================
+===================  =================================================================
+in a step            At the end of the step, or at the first read of a value, for all
+                     values of the step together (``step_values``). The call returns a
+                     tensor that is reduced before its first use (``pending``), so
+                     no reader sees a value of one rank alone.
+when an epoch ends   At the first call, for all values of the epoch together
+                     (``epoch_values``). The call returns the result.
+anywhere else        In the call, which returns the result.
+===================  =================================================================
+
+Tensors that are not logged, and logged values that cannot be batched, such as those of
+a group of ranks, are also reduced in the call.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from torch import Tensor
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
-from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Reduced, Value, reduce_common
+from lightning_ddp_ext.reductions.batched import Exchange, Value, can_batch, reduce_common
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.stacks import call_site
 
@@ -80,7 +85,7 @@ class LoggedValues:
     def start_run(self) -> None:
         """Reset the state, because an earlier run may have stopped anywhere."""
         self._step_values = StepValues(self._reduce)
-        self._epoch_values = EpochValues(self._strategy, self._reduce, self._can_batch)
+        self._epoch_values = EpochValues(self._strategy, self._reduce)
         # Whether the last training step logged. A validation would overwrite
         # ``StepValues.has_logged``, and only on the ranks that run it.
         self._has_logged_in_training = False
@@ -110,7 +115,8 @@ class LoggedValues:
         if not is_connected or not isinstance(tensor, Tensor):
             return tensor
         result = self._result_of(reduction)
-        if result is None or not self._can_batch(tensor, group, reduce_op):
+        is_of_all_ranks = group is None and self._strategy.world_size > 1
+        if result is None or not is_of_all_ranks or not can_batch(tensor, reduce_op):
             self.flush()
             return all_reduce(tensor, group, reduce_op, idle_ranks=self._evaluation.idle_ranks)
         if is_computing_epoch(self._strategy.current_trainer):
@@ -130,12 +136,7 @@ class LoggedValues:
             reduction.result = result_reduced_by(trainer, reduction)
         return reduction.result
 
-    def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:
-        """Whether a tensor can be reduced together with others."""
-        is_scalar = tensor.ndim == 0 and tensor.dtype in DTYPES
-        return is_scalar and op in OPS and group is None and self._strategy.world_size > 1
-
-    def _reduce(self, values: list[Value], *, is_last: bool, is_expected: bool = False) -> Reduced:
+    def _reduce(self, values: list[Value], *, is_last: bool, is_expected: bool = False) -> Exchange:
         """Reduce logged values, after waiting until all ranks do.
 
         The wait is skipped if the reduction is expected. Collective.
@@ -152,9 +153,9 @@ class LoggedValues:
             if uses_gloo:  # other code's collectives must not mix with these
                 group = context.new_group(backend="gloo", purpose="logged values")
         idle_ranks = self._evaluation.idle_ranks
-        reduced = reduce_common(
+        exchange = reduce_common(
             values, is_last=is_last, device=message_device, group=group, idle_ranks=idle_ranks
         )
         if context is not None:
             context.peers.check()  # an aborted collective of NCCL returns arbitrary numbers
-        return reduced
+        return exchange

@@ -1,7 +1,6 @@
-"""What the connections of the ranks offer to Lightning's hooks.
+"""Report the calls that every rank must make, so that errors name a rank that skips one.
 
-Calls that every rank must make are reported, so that errors can name a rank that skips
-one.
+Also contains what else Lightning's hooks need of the ranks' connections.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from .private.lightning_tree import pl
 
 
 def enter_call(what: str, *, remedy: str = "") -> bool:
-    """Wait until every rank makes this call, as far as our group is open.
+    """Wait until every rank makes this call, and return true.
 
-    Return whether it is. Otherwise the ranks need not make the same calls.
+    Return false without a wait if this package has not connected the ranks, since they
+    need not make the same calls then.
     """
     context = current()
     if context is None or not context.groups.owns_default:

@@ -1,44 +1,56 @@
 """Queue the values that a step logs, and reduce them in one collective.
 
-The ranks exchange their queues when the step ends. A rank exchanges earlier when it
-reads a queued value, or before the strategy communicates for another reason. An
-exchange reduces the values that all ranks have queued by then, and each rank keeps the
-others:
+A rank sends its queue to the others in an **exchange**, a collective call:
 
-- If all ranks have sent equally many values, no rank waits for another one.
-- Otherwise, a rank waits for values that others have not logged yet. These ranks
-  exchange again at the latest when their step ends.
-- When its step ends, a rank sends its last values, and exchanges until all ranks have
-  done so.
+- when its step ends;
+- earlier, when it reads a queued value, or before the strategy communicates for another
+  reason.
 
-================  ====================================================================
-``is_last``       this rank sends no further values in this step
-``is_over``       no rank does, so this was the last exchange
-``is_even``       all ranks have sent equally many values, and more may follow
-``_is_expected``  all ranks exchange at the step's end, so no barrier is needed
-``_is_awaited``   another rank waits for this rank's further values
-================  ====================================================================
+An exchange reduces the values that all ranks have sent. If a rank has sent more than
+another one, it keeps the rest, and waits for the other rank in its next exchange. The
+other rank makes it at the latest when its step ends. At the end of its step, a rank
+marks what it sends as its last values (``is_last``), and exchanges until every rank has
+done so.
+
+An exchange leaves the ranks in one of these states (see ``batched.Exchange``):
+
+===========================  ========================================================
+``is_over``                  every rank has sent its last values: the step's last
+                             exchange
+``is_even``                  every rank has sent equally many; no rank waits
+neither                      a rank waits, so this rank must exchange again
+                             (``_is_awaited``)
+===========================  ========================================================
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_ext.reductions.batched import PER_MESSAGE, Reduced, Value
+from lightning_ddp_ext.reductions.batched import PER_MESSAGE, Exchange, Value
 from lightning_ddp_ext.reductions.pending import PendingTensor
 
-# Reduces the first of some values, as many as all ranks have; see ``reduce_common``.
-Reduce = Callable[..., Reduced]
+
+class Reduce(Protocol):
+    """Makes an exchange; see ``reduce_common``."""
+
+    def __call__(
+        self, values: list[Value], *, is_last: bool, is_expected: bool = False
+    ) -> Exchange:
+        """Reduce the first values, as many as all ranks have; collective.
+
+        Waits for the other ranks first, unless ``is_expected``.
+        """
 
 
 class _Queued(NamedTuple):
-    """A value that this rank has logged, and the tensor that its readers have."""
+    """A value that this rank has logged, and the view of its tensor that readers have."""
 
     value: Value
     pending: PendingTensor
@@ -48,7 +60,7 @@ class StepValues:
     """The values that this rank has logged in the running step.
 
     Args:
-        reduce: reduces values of all ranks; waits for them unless ``is_expected``.
+        reduce: makes an exchange.
 
     Attributes:
         is_running: whether a step is running.
@@ -60,8 +72,8 @@ class StepValues:
         self._queue: list[_Queued] = []
         self.is_running = False
         self.has_logged = False
-        self._is_expected = False
-        self._is_awaited = False
+        self._is_expected = False  # every rank will exchange, so no barrier is needed
+        self._is_awaited = False  # another rank waits for this rank's next exchange
 
     @contextmanager
     def step(self, *, is_expected: bool) -> Iterator[None]:
@@ -97,34 +109,36 @@ class StepValues:
         while not is_over:
             is_over = self._exchange(is_last=len(self._queue) <= PER_MESSAGE).is_over
 
-    def _exchange(self, *, is_last: bool) -> Reduced:
+    def _exchange(self, *, is_last: bool) -> Exchange:
         """Reduce the first queued values, as many as all ranks have. Collective."""
         sent = self._queue[:PER_MESSAGE]
         values = [queued.value for queued in sent]
-        reduced = self._reduce(values, is_last=is_last, is_expected=self._is_expected)
+        exchange = self._reduce(values, is_last=is_last, is_expected=self._is_expected)
         # Another rank may have queued fewer values.
-        for (value, pending), result in zip(sent, reduced.results, strict=False):
-            _fill(value.tensor, result)
-            pending.settle()
-        del self._queue[: len(reduced.results)]
-        self._is_awaited = not (reduced.is_over or reduced.is_even)
-        if reduced.is_even:
-            # All ranks have logged; none waits for the end of the step.
+        for queued, result in zip(sent, exchange.results, strict=False):
+            _settle(queued, result)
+        del self._queue[: len(exchange.results)]
+        self._is_awaited = not (exchange.is_over or exchange.is_even)
+        if exchange.is_even:
+            # Only a value or an awaiting rank makes the ranks exchange again.
             self._is_expected = False
-        return reduced
+        return exchange
 
     def _abandon(self) -> None:
         """Leave values without a result as NaN.
 
         Only an exception, in the step or in the reduction, leaves such values.
         """
-        for value, pending in self._queue:
-            if value.tensor.is_floating_point():
-                _fill(value.tensor, math.nan)
-            pending.settle()
+        for queued in self._queue:
+            is_integer = not queued.value.tensor.is_floating_point()  # NaN does not fit
+            _settle(queued, None if is_integer else math.nan)
         self._queue = []
 
 
-def _fill(tensor: Tensor, value: Tensor | float) -> None:
-    with torch.inference_mode(tensor.is_inference()):  # the mode in which it was logged
-        tensor.fill_(value)
+def _settle(queued: _Queued, result: Tensor | float | None) -> None:
+    """Show readers a result, or else what this rank logged."""
+    tensor = queued.value.tensor
+    if result is not None:
+        with torch.inference_mode(tensor.is_inference()):  # the mode in which it was logged
+            tensor.fill_(result)
+    queued.pending.settle()

@@ -1,4 +1,4 @@
-"""Reduce a tensor over the ranks that are not idle.
+"""Reduce a tensor over the ranks, without those that only take part in the collective.
 
 Lightning's own reduction runs a barrier first, which this one does not need.
 """

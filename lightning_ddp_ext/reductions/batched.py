@@ -1,8 +1,9 @@
 """Reduce many scalars over the ranks in one all-gather.
 
-Each rank computes the results itself. All messages have the same length, since a
-process would otherwise abort, and contain a digest of each value's name, op and dtype,
-so ranks can detect that they logged different values.
+Each rank receives the values of all ranks, and computes the results itself. A message
+also contains a digest of each value's name, op and dtype, so ranks detect that they
+logged different values. Messages have the same length on all ranks, whatever they
+logged, since gloo aborts a process that receives another length.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from torch import Tensor
 from lightning_ddp_ext.errors import DivergenceError
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
-DTYPES = (torch.float32, torch.float64, torch.int64)
-OPS: dict[str, Callable[[Tensor], Tensor]] = {
+_DTYPES = (torch.float32, torch.float64, torch.int64)
+_OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows.mean(0),
     "sum": lambda rows: rows.sum(0),
     # amin keeps a NaN of any rank; gloo's result would depend on the order.
@@ -39,7 +40,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class Value:
-    """A scalar to reduce: its op is one of ``OPS``, and its dtype one of ``DTYPES``."""
+    """A scalar to reduce, for which ``can_batch`` is true."""
 
     name: str
     op: str
@@ -54,8 +55,8 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Reduced:
-    """The outcome of an exchange.
+class Exchange:
+    """The outcome of an exchange, which is the same on every rank.
 
     Attributes:
         results: the results of the first values, as many as all ranks have sent.
@@ -68,6 +69,11 @@ class Reduced:
     is_even: bool
 
 
+def can_batch(tensor: Tensor, op: Any) -> bool:
+    """Whether a tensor can be reduced together with others."""
+    return tensor.ndim == 0 and tensor.dtype in _DTYPES and op in _OPS
+
+
 def reduce_common(
     values: Sequence[Value],
     *,
@@ -75,7 +81,7 @@ def reduce_common(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     idle_ranks: Collection[int] = (),
-) -> Reduced:
+) -> Exchange:
     """Reduce the first values, as many as all ranks have.
 
     The results are bit-identical on every rank.
@@ -103,10 +109,11 @@ def reduce_common(
     digests = headers[:, 1:]
     counts = (digests != 0).sum(1)
     common = int(counts.min())
-    is_short = bool((are_last & (counts < counts.max())).any())
-    if is_short or bool((digests[:, :common] != digests[0, :common]).any()):
+    is_incomplete = bool((are_last & (counts < counts.max())).any())
+    is_different = bool((digests[:, :common] != digests[0, :common]).any())
+    if is_incomplete or is_different:
         raise _mismatch(values, group)
-    return Reduced(
+    return Exchange(
         results=_results(values[:common], rows[:, 1:], idle_ranks),
         is_over=bool(are_last.all()),
         is_even=bool((counts == common).all()) and not are_last.any(),
@@ -131,7 +138,7 @@ def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int])
     """Return the results; ``rows`` has a row for each rank, a column for each value."""
     active_ranks = [rank for rank in range(len(rows)) if rank not in idle_ranks]
     rows = rows[active_ranks] if idle_ranks else rows
-    by_op = {op: OPS[op](rows) for op in {value.op for value in values}}
+    by_op = {op: _OPS[op](rows) for op in {value.op for value in values}}
     return [
         by_op[value.op][column].to(value.tensor.device, _dtype_of(value))
         for column, value in enumerate(values)
@@ -149,19 +156,26 @@ def _digest(value: Value) -> int:
     return 1 + zlib.crc32(f"{value} {value.tensor.dtype}".encode())
 
 
+class _Texts(NamedTuple):
+    """A value in an error, without its dtype and with it."""
+
+    short: str
+    with_dtype: str
+
+
 def _mismatch(values: Sequence[Value], group: dist.ProcessGroup | None) -> DivergenceError:
     """Return an error that describes how the ranks differ. Collective."""
-    described = [(str(value), value.with_dtype()) for value in values]
-    described_by_rank: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(described_by_rank, described, group=group)
+    texts = [_Texts(str(value), value.with_dtype()) for value in values]
+    texts_by_rank: list[list[_Texts]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(texts_by_rank, texts, group=group)
     with suppress(RuntimeError):
         # Keep the group open until all ranks have received. This rank raises the error
         # even if another one has closed its group.
         dist.barrier(group)
-    by_rank = [tuple(name for name, _ in rank) for rank in described_by_rank]
-    is_same_without_dtypes = len(set(by_rank)) == 1
-    if is_same_without_dtypes:
-        by_rank = [tuple(name for _, name in rank) for rank in described_by_rank]
+    by_rank = [tuple(text.short for text in texts) for texts in texts_by_rank]
+    differ_in_dtype_only = len(set(by_rank)) == 1
+    if differ_in_dtype_only:
+        by_rank = [tuple(text.with_dtype for text in texts) for texts in texts_by_rank]
     return DivergenceError(
         f"ranks logged different values with sync_dist=True: {_difference(by_rank)}; every rank"
         " must log the same names in the same order, so log them outside of code that only some"

@@ -14,16 +14,17 @@ from lightning_ddp_ext.nested import values_of
 class PendingTensor(Tensor):
     """A view of a tensor that is not reduced yet.
 
-    It is an ordinary tensor from its first use on.
+    Any operation on it first calls ``reduce_now``. From then on it is an ordinary
+    tensor.
     """
 
     reduce_now: Callable[[], object]
 
     @staticmethod
     def of(tensor: Tensor, reduce_now: Callable[[], object]) -> PendingTensor:
-        """Return a view of a tensor that ``reduce_now`` fills before its first use.
+        """Return a view of a tensor, for its readers.
 
-        ``reduce_now`` must also call :meth:`settle`.
+        ``reduce_now`` must fill the tensor, and call :meth:`settle`.
         """
         pending = tensor.as_subclass(PendingTensor)
         pending.reduce_now = reduce_now

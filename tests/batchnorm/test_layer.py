@@ -148,8 +148,13 @@ TOO_EARLY = "process_group={!r} needs a process group, which is not initialised 
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        *((ranks, NOT_A_GROUP) for ranks in (0, True, "nodes", 2.5, [0, 1])),
-        *((ranks, TOO_EARLY) for ranks in ("node", 2)),
+        (0, NOT_A_GROUP),
+        (True, NOT_A_GROUP),
+        ("nodes", NOT_A_GROUP),
+        (2.5, NOT_A_GROUP),
+        ([0, 1], NOT_A_GROUP),
+        ("node", TOO_EARLY),
+        (2, TOO_EARLY),
     ],
 )
 def test_what_cannot_be_a_group_is_refused(ranks: Any, message: str) -> None:

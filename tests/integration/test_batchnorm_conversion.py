@@ -84,10 +84,16 @@ class Records(Net):
 ERRORS = {"error": ZeroDivisionError(), "Ctrl-C": KeyboardInterrupt()}
 
 
-def fit_and_record(kind: Kind, directory: Path, by: By, end: str = "success") -> dict[str, Any]:
-    """Return a model's facts before, during and after a fit, and the messages on
-    BatchNorm.
-    """
+class Record(NamedTuple):
+    """A model's facts before, during and after a fit, and the messages on BatchNorm."""
+
+    before: Facts
+    seen: dict[str, Facts]  # by hook
+    after: Facts
+    messages: list[str]
+
+
+def fit_and_record(kind: Kind, directory: Path, by: By, end: str = "success") -> Record:
     handler = BufferingHandler(capacity=10_000)
     for name in ("lightning_ddp_ext", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.INFO)
@@ -109,7 +115,7 @@ def fit_and_record(kind: Kind, directory: Path, by: By, end: str = "success") ->
     messages = [each.getMessage() for each in handler.buffer]
     messages += [str(each.message) for each in caught]
     about_batchnorm = [message for message in messages if "BatchNorm" in message]
-    return {**model.seen, "before": before, "after": facts(model), "messages": about_batchnorm}
+    return Record(before, model.seen, facts(model), about_batchnorm)
 
 
 @WAYS
@@ -120,24 +126,24 @@ def test_layers_are_converted_during_training_only(kind: Kind, by: By, tmp_path:
     ``on_fit_end``.
     """
     for record in on_ranks(kind, fit_and_record, tmp_path, by):
-        assert record["training"].modules != record["before"].modules
-        assert record["training"].keys == record["before"].keys
-        assert record["on_fit_end"] == record["after"] == record["before"]
+        assert record.seen["training"].modules != record.before.modules
+        assert record.seen["training"].keys == record.before.keys
+        assert record.seen["on_fit_end"] == record.after == record.before
         if by == "callback":
-            assert record["on_train_end"] == record["before"]
+            assert record.seen["on_train_end"] == record.before
 
 
 @WAYS
 def test_converted_and_other_layers_are_named(kind: Kind, by: By, tmp_path: Path) -> None:
     """Rank 0 logs a line about converted layers, and names the others in a warning."""
     first, second = on_ranks(kind, fit_and_record, tmp_path, by)
-    summary, warning = first["messages"]
+    summary, warning = first.messages
     assert (
         summary == "SyncBatchNorm: 2 of 5 layers, statistics over 2 ranks; "
         "not converted: 1 overrides forward, 2 synchronises already"
     )
     assert "layers.4 (Scaled) overrides forward. A class that" in warning
-    assert second["messages"] == []
+    assert second.messages == []
 
 
 @WAYS
@@ -147,7 +153,7 @@ def test_whatever_ends_fit_the_model_is_what_it_was(
 ) -> None:
     """Types, modes, keys and sharing of layers are unchanged."""
     for record in on_ranks(kind, fit_and_record, tmp_path, by, end):
-        assert record["after"] == record["before"]
+        assert record.after == record.before
 
 
 class Teacher(Net):

@@ -85,27 +85,30 @@ class TwoLoaders(Net):
         )
 
 
-# The replaced methods where a user's code runs, and before and after runs.
-Replaced = tuple[list[set[str]], list[set[str]]]
+class Replaced(NamedTuple):
+    """The replaced methods at several times."""
+
+    in_hooks: list[set[str]]
+    between_runs: list[set[str]]  # also before the first and after the last
 
 
 def fit_and_evaluate(
     kind: training.Kind, directory: Path, model: Net, *callbacks: L.Callback, **options: Any
 ) -> Replaced:
     warnings.simplefilter("ignore")
-    within: list[set[str]] = []
+    in_hooks: list[set[str]] = []
     looks = [
-        training.At(hook, lambda trainer: within.append(replaced_methods(trainer)))
+        training.At(hook, lambda trainer: in_hooks.append(replaced_methods(trainer)))
         for hook in HOOKS
     ]
     strategy = training.make_strategy(kind, directory)
     options = {"val_check_interval": 2, "callbacks": [*looks, *callbacks], **options}
     trainer = training.make_trainer(strategy, **options)
-    around = [replaced_methods(trainer)]
+    between_runs = [replaced_methods(trainer)]
     for run in (trainer.fit, trainer.validate, trainer.test):
         run(model)
-        around.append(replaced_methods(trainer))
-    return within, around
+        between_runs.append(replaced_methods(trainer))
+    return Replaced(in_hooks, between_runs)
 
 
 def use_several_loaders(kind: training.Kind, directory: Path) -> Replaced:
@@ -131,13 +134,13 @@ def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(
 
     This also holds with our callbacks in a stock strategy.
     """
-    for within, around in training.on_ranks(kind, use, tmp_path):
-        assert max(map(len, within)) <= 4
-        owners = {name.partition(".")[0].lower() for names in within for name in names}
+    uses_ours = kind == "ours" or use is use_our_callbacks
+    for replaced in training.on_ranks(kind, use, tmp_path):
+        assert max(map(len, replaced.in_hooks)) <= 4
+        owners = {name.partition(".")[0].lower() for name in set().union(*replaced.in_hooks)}
         assert [owner for owner in owners if any(word in owner for word in DATA)] == []
-        assert around == [set()] * 4
-        uses_ours = kind == "ours" or use is use_our_callbacks
-        assert any(within) is uses_ours, "nothing was looked at"
+        assert replaced.between_runs == [set()] * 4
+        assert any(replaced.in_hooks) is uses_ours, "nothing was looked at"
 
 
 class Played(NamedTuple):

@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
 from lightning_ddp_ext import DDPExtStrategy
 from tests.harness import training
@@ -30,7 +31,12 @@ class CountingIO(TorchCheckpointIO):
         return super().load_checkpoint(*args, **kwargs)
 
 
-def save_and_resume(kind: training.Kind, directory: Path) -> dict[str, Any]:
+class Resumed(NamedTuple):
+    calls: list[str]  # of the user's IO, on this rank
+    weights: dict[str, Tensor]
+
+
+def save_and_resume(kind: training.Kind, directory: Path) -> Resumed:
     L.seed_everything(1)
     io = CountingIO()
     path = directory / "end.ckpt"
@@ -40,15 +46,17 @@ def save_and_resume(kind: training.Kind, directory: Path) -> dict[str, Any]:
     trainer.strategy.barrier()  # rank 0 has written its file
     model = Net()
     training.fit(kind, directory, model, ckpt_path=path, plugins=plugins, max_epochs=3)
-    return {"weights": training.weights(model), "calls": io.calls}
+    return Resumed(io.calls, training.weights(model))
 
 
 def test_a_users_checkpoint_io_writes_on_rank_zero_and_reads_on_every_rank(tmp_path: Path) -> None:
-    """This holds also in Lightning's AsyncCheckpointIO."""
+    """An IO inside Lightning's AsyncCheckpointIO gets the same calls as with stock, and the
+    resumed training ends with stock's weights.
+    """
     ours, stock = training.on_both(save_and_resume, tmp_path)
-    assert [result.pop("calls") for result in ours] == [["save", "load"], ["load"]]
-    assert [result.pop("calls") for result in stock] == [["save", "load"], ["load"]]
-    training.assert_same(ours, stock)
+    assert [rank.calls for rank in ours] == [["save", "load"], ["load"]]
+    assert [rank.calls for rank in stock] == [["save", "load"], ["load"]]
+    training.assert_same([rank.weights for rank in ours], [rank.weights for rank in stock])
 
 
 class HouseEnvironment(LightningEnvironment):
@@ -82,16 +90,19 @@ class HouseEnvironment(LightningEnvironment):
         self.validated.append((num_devices, num_nodes))
 
 
-def train_in_the_house(
-    rank: int, world_size: int, strategy: type[DDPStrategy]
-) -> tuple[int, list[tuple[int, int]], dict[str, Any]]:
-    """Return the rank, what the environment has validated, and the weights."""
+class Trained(NamedTuple):
+    rank: int
+    validated: list[tuple[int, int]]  # by the environment: devices and nodes
+    weights: dict[str, Tensor]
+
+
+def train_in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> Trained:
     L.seed_everything(1)
     model = Net()
     environment = HouseEnvironment()
     trainer = training.make_trainer(strategy(), plugins=[environment])
     trainer.fit(model)
-    return trainer.global_rank, environment.validated, training.weights(model)
+    return Trained(trainer.global_rank, environment.validated, training.weights(model))
 
 
 def test_a_users_cluster_environment_sets_ranks_and_address() -> None:
@@ -102,4 +113,5 @@ def test_a_users_cluster_environment_sets_ranks_and_address() -> None:
         by_strategy.append(run_ranks(train_in_the_house, 2, strategy, env=env))
     ours, stock = by_strategy
     training.assert_same(ours, stock)
-    assert [(rank, validated) for rank, validated, _ in ours] == [(0, [(2, 1)]), (1, [(2, 1)])]
+    assert [trained.rank for trained in ours] == [0, 1]
+    assert [trained.validated for trained in ours] == [[(2, 1)], [(2, 1)]]

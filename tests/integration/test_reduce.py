@@ -1,8 +1,8 @@
-"""What ``strategy.reduce`` makes of integers and other values of two ranks."""
+"""``strategy.reduce`` gives stock's values, except for means of integers and idle ranks."""
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,17 +22,23 @@ from tests.harness.training import (
 )
 
 
-def reduce_values(kind: Kind, directory: Path) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return the means of integers that a rank gets, and its other values; rank 0 has the
-    smaller ones.
-    """
+class Reduced(NamedTuple):
+    """What a rank gets."""
+
+    means_of_integers: dict[str, Tensor]  # by name of the op
+    others: dict[str, Any]  # by op or kind of value
+
+
+def reduce_values(kind: Kind, directory: Path) -> Reduced:
+    """Reduce values of two ranks, of which rank 0 has the smaller ones."""
     trainer = make_trainer(make_strategy(kind, directory))
     trainer.test(Net(), verbose=False)
     rank = trainer.global_rank
     reduce: Any = trainer.strategy.reduce
     in_place = torch.tensor(float(rank))
     reduce(in_place, reduce_op="mean")
-    one_and_two = torch.tensor([1 + rank, 4])
+    integers = torch.tensor([1 + rank, 4])
+    means_of_integers = {op: reduce(integers, reduce_op=op) for op in ("mean", "avg")}
     others = {
         f"{op}": reduce(torch.tensor(rank + 3), reduce_op=op)
         for op in ("sum", "min", "max", ReduceOp.SUM)
@@ -40,7 +46,7 @@ def reduce_values(kind: Kind, directory: Path) -> tuple[list[Tensor], dict[str, 
     others["in place"] = in_place
     others["number"] = reduce(3.0)
     others["half"] = reduce(torch.tensor(0.5 * rank, dtype=torch.half))
-    return [reduce(one_and_two, reduce_op=op) for op in ("mean", "avg")], others
+    return Reduced(means_of_integers, others)
 
 
 @pytest.mark.lowest
@@ -50,9 +56,10 @@ def test_a_mean_of_integers_is_not_rounded(tmp_path: Path) -> None:
     All else that ``reduce`` returns is stock's.
     """
     ours, stock = on_both(reduce_values, tmp_path)
-    for (integer_means, others), (_, others_of_stock) in zip(ours, stock, strict=True):
-        assert_same(integer_means, [torch.tensor([1.5, 4.0])] * 2)
-        assert_same(others, others_of_stock)
+    mean = torch.tensor([1.5, 4.0])
+    for reduced in ours:
+        assert_same(reduced.means_of_integers, {"mean": mean, "avg": mean})
+    assert_same([reduced.others for reduced in ours], [reduced.others for reduced in stock])
 
 
 VALUES = (torch.tensor([2.5, -1.0]), torch.tensor([2, -1]), torch.tensor([True, False]))
@@ -69,7 +76,7 @@ def reduce_without_rank_one(kind: Kind, directory: Path) -> list[Tensor]:
 
 
 def test_the_values_of_an_idle_rank_do_not_count(tmp_path: Path) -> None:
-    """They do not in any reduction, whatever the dtype."""
+    """Each op returns rank 0's values for each dtype, if rank 1 is idle."""
     expected = [
         value.float() if op == "mean" else value for value, op in itertools.product(VALUES, OPS)
     ]

@@ -94,7 +94,7 @@ class HangWatchdog(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._leave()
+        self._stop_watching()
         watchdogs = _watchdogs_of(trainer)
         if len(watchdogs) > 1:
             raise ConfigurationError(
@@ -124,16 +124,16 @@ class HangWatchdog(pl.Callback):
         )
         self._watchdog.start()
 
-    def _move(self, *args: Any, **kwargs: Any) -> None:
+    def _record_progress(self, *args: Any, **kwargs: Any) -> None:
         if self._watchdog is not None:
             self._watchdog.moved_at = time.monotonic()
 
-    def _leave(self, *args: Any, **kwargs: Any) -> None:
+    def _stop_watching(self, *args: Any, **kwargs: Any) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
 
-    teardown = on_exception = _leave
+    teardown = on_exception = _stop_watching
 
 
 def _watchdogs_of(trainer: Any) -> list[HangWatchdog]:
@@ -146,9 +146,10 @@ def report_progress(trainer: pl.Trainer) -> None:
     This is for progress outside Lightning's hooks.
     """
     for watchdog in _watchdogs_of(trainer):
-        watchdog._move()
+        watchdog._record_progress()
 
 
+# Each hook that begins or ends something, or that handles a checkpoint, is progress.
 for _name in dir(pl.Callback):
     if re.fullmatch(r"on_\w+_(start|end|checkpoint)", _name):
-        setattr(HangWatchdog, _name, HangWatchdog._move)
+        setattr(HangWatchdog, _name, HangWatchdog._record_progress)

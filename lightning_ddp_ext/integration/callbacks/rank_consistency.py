@@ -47,7 +47,7 @@ class RankConsistency(pl.Callback):
     def __init__(self, every_n_steps: int = 100) -> None:
         remedy = "pass every_n_steps=1 to check each step"
         self.every_n_steps = integer(every_n_steps, "every_n_steps", at_least=1, remedy=remedy)
-        self._last_step = 0
+        self._compared_step = 0  # the last one
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -56,16 +56,16 @@ class RankConsistency(pl.Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step = _steps(trainer)
-        if step % self.every_n_steps == 0 and step != self._last_step:
+        if step % self.every_n_steps == 0 and step != self._compared_step:
             self._compare(trainer, f"after step {step}")
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if _steps(trainer) != self._last_step:
+        if _steps(trainer) != self._compared_step:
             self._compare(trainer, "at the end of training")
 
     def _compare(self, trainer: pl.Trainer, when: str) -> None:
-        self._last_step = _steps(trainer)
+        self._compared_step = _steps(trainer)
         strategy = trainer.strategy
         if trainer.world_size == 1:
             return

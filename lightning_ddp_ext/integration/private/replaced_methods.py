@@ -58,14 +58,14 @@ class Unmeasured(nullcontext[str], ContextDecorator):
 class Replacement:
     """A method that replaces another one on one object.
 
-    Copies of the object, also pickled ones, have the original.
-
-    Worker processes get such a copy, for example with the ``collate_fn`` of a data
-    module, which refers to its Trainer.
+    A copy of the object, also a pickled one, has the original method. A loader worker
+    gets such a copy, for example with the ``collate_fn`` of a data module, which refers
+    to its Trainer.
     """
 
     def __init__(self, owner: object, name: str, method: Callable[..., Any]) -> None:
-        self._replaced = (owner, name)
+        self._owner = owner
+        self._name = name
         self._method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,15 +73,16 @@ class Replacement:
         return self._method(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _own_method, self._replaced
+        return _own_method, (self._owner, self._name)
 
 
 def _own_method(owner: object, name: str) -> Any:
+    """Return the method of an object's class, bound to it, even while it is replaced."""
     refuse_missing(type(owner), name)
     return partial(getattr(type(owner), name), owner)
 
 
-def _uncover(owner: object, name: str) -> None:
+def _show_method_again(owner: object, name: str) -> None:
     vars(owner).pop(name, None)
 
 
@@ -110,7 +111,7 @@ class ReplacedMethods:
         """
         refuse_missing(type(owner), name)
         setattr(owner, name, Replacement(owner, name, method))
-        self._undo.append(partial(_uncover, owner, name))
+        self._undo.append(partial(_show_method_again, owner, name))
 
     def undo_all(self) -> None:
         """Restore the methods of all objects, and show hidden warnings again."""
