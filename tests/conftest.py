@@ -30,13 +30,7 @@ from tests.harness.network import Network, network, why_unavailable
 from tests.harness.rank_process import measured_coverage, start_server
 
 _ROOT = Path(__file__).resolve().parent.parent
-# Modules that start processes; so do the tests that import from them.
-_STARTERS = (
-    "tests.harness.ranks",
-    "tests.harness.scripts",
-    "tests.field.slurm",
-    "tests.field.train",
-)
+_STARTER = "tests.harness.ranks"  # starts ranks, and scripts as a single rank
 _MARKED_FOLDERS = ("field", "gpu", "programs")
 _SECONDS_TO_EXIT = 60.0  # an interpreter with torch needs some to exit, on a busy core
 # Set by pytest for each test, and by libraries once when they are imported or first
@@ -69,23 +63,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _use_own_temporary_directory() -> None:
-    """Make temporary files in a directory of this process, in which what a test leaves
-    behind is seen.
+    """Make temporary files in a directory of this process, so that files of other
+    processes are not taken for leaks.
     """
-    # The base of ``tmp_path``, which stays.
+    # ``tmp_path`` stays where it is, and its files remain after the run.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     of_this_process = tempfile.mkdtemp(prefix="tests-")
     tempfile.tempdir = of_this_process
     os.environ["TMPDIR"] = of_this_process
-    # After multiprocessing has removed what it has there, which it does at -100.
+    # After multiprocessing has removed its own directory there, at priority -100.
     multiprocessing.util.Finalize(
         None, shutil.rmtree, (of_this_process,), {"ignore_errors": True}, exitpriority=-200
     )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test ``ranks`` if its module starts processes, itself or through a
-    helper, and else ``unit``; and by its folder if that needs what not each machine has.
+    """Mark each test ``ranks`` if its module starts processes, else ``unit``; tests in
+    some folders also get the folder's name, because not every machine can run them.
     """
     for item in items:
         if isinstance(item, pytest.Function):
@@ -97,8 +91,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def _starts_processes(module: str) -> bool:
-    """Whether the module is a starter, or uses one, itself or through a helper."""
-    if module in _STARTERS:
+    """Whether the module uses the one that starts processes, itself or by a helper."""
+    if module == _STARTER:
         return True
     values = vars(sys.modules[module]).values()
     origins = {
@@ -110,8 +104,8 @@ def _starts_processes(module: str) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server of rank processes before a test needs it; leave what was
-    imported out of collections.
+    """Start the server of rank processes before a test needs it; exclude imported
+    objects from garbage collection.
     """
     gc.freeze()
     gc.enable()
@@ -173,8 +167,8 @@ class Snapshot:
 
 
 def _threads() -> list[threading.Thread]:
-    """Return threads that must end before the test does: those that keep a process
-    alive, and the package's own.
+    """Return threads that must end before the test does: those that are not daemons, and
+    the package's.
     """
     return [
         thread
@@ -184,8 +178,8 @@ def _threads() -> list[threading.Thread]:
 
 
 def _files(directory: Path) -> set[Path]:
-    """Return the files in the directory, unless it is shared, and the package's in the
-    one for temporary files.
+    """Return the package's temporary files, and the files in the directory unless that is
+    the one for temporary files.
     """
     temporary = Path(tempfile.gettempdir())
     packages = set(temporary.glob("lightning_ddp_ext-*"))
@@ -196,8 +190,8 @@ def _files(directory: Path) -> set[Path]:
 
 
 def _processes() -> list[psutil.Process]:
-    """Return children and processes with the mark of this test run, except the two
-    servers of multiprocessing.
+    """Return the running children of this process, and processes with the mark of this
+    test run, except the two servers of multiprocessing.
     """
     pids = {process.pid for process in marked(os.environ[MARK])}
     # In a tenth of the time that psutil takes to look at the parents of all processes.
@@ -245,8 +239,8 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture
 def shared_dir() -> Iterator[Path]:
-    """Make a fresh directory that several hosts could share; skips if all writable ones
-    are temporary.
+    """Make a directory that several hosts could share; skip if only directories for
+    temporary files are writable.
     """
     parent = next(filter(_can_be_shared, (_ROOT, Path.home())), None)
     if parent is None:

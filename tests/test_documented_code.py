@@ -1,4 +1,4 @@
-"""The code and the commands of pages run, and so do the examples in docstrings."""
+"""Code and commands on pages run, as do examples in docstrings."""
 
 import doctest
 import importlib
@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 
 
 class Block(NamedTuple):
-    """A block of a page; its title is a comment in the first line, or empty."""
+    """A block of code on a page; the title is a comment in its first line, or empty."""
 
     page: str
     title: str
@@ -33,11 +33,12 @@ class Block(NamedTuple):
 
     @property
     def is_script(self) -> bool:
-        """Whether it is run as a file; the others are run one after another on each rank."""
+        """Whether the block runs as a file; the others run in turn on each rank."""
         return bool(self.title)
 
 
 def blocks_of(page: str, text: str, language: str = "python") -> list[Block]:
+    """Return the blocks of a page that are in this language."""
     pattern = rf"^```(?:{language})\n(?:# (\w+\.py|a cell of a notebook)\n)?(.*?)^```$"
     found = re.findall(pattern, text, re.DOTALL | re.MULTILINE)
     return [Block(page, title, code) for title, code in found]
@@ -50,7 +51,8 @@ FILES = [
 TEXTS = {os.path.relpath(path, DOCS): path.read_text() for path in sorted(FILES)}
 BLOCKS = [block for page, text in TEXTS.items() for block in blocks_of(page, text)]
 SCRIPTS = [block for block in BLOCKS if block.is_script]
-# Packages that only scripts of pages use; where one is missing, the script is not run.
+# Packages by a text in the scripts that need them; scripts whose package is missing are
+# skipped.
 OPTIONAL = {
     "WandbLogger": "wandb",
     "MLFlowLogger": "mlflow",
@@ -73,8 +75,8 @@ def test_first_example_runs(tmp_path: Path) -> None:
 
 
 def on_this_machine(code: str, directory: Path, port: int = 29500) -> str:
-    """Return the code with a directory of the test and a port of this machine in place
-    of the pages' own.
+    """Return the code with a directory of the test and a port of this machine in the
+    place of those on the pages.
     """
     return code.replace("file:///shared", f"file://{directory}").replace(
         "10.0.0.1:29500", f"127.0.0.1:{port}"
@@ -82,7 +84,7 @@ def on_this_machine(code: str, directory: Path, port: int = 29500) -> str:
 
 
 def run_blocks(rank: int, world_size: int, directory: Path) -> None:
-    """Run each block on a rank, one after another, each with nothing but itself."""
+    """Run all blocks on a rank in turn, each in a new namespace."""
     os.chdir(directory)
     for block in BLOCKS:
         if not block.is_script:
@@ -91,26 +93,27 @@ def run_blocks(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_blocks_of_pages_run(tmp_path: Path) -> None:
-    """Copied blocks work on two ranks; defaults of the Trainer keep the test short."""
+    """A copied block works on two ranks without the blocks around it."""
     defaults = {
         "accelerator": "cpu",
         "max_epochs": "1",
         "limit_train_batches": "2",
         "enable_progress_bar": "False",
     }
+    # The Trainer reads its defaults from these variables.
     short = {f"PL_TRAINER_{flag.upper()}": value for flag, value in defaults.items()}
     run_ranks(run_blocks, 2, tmp_path, env={**by_hand_env(2, port=free_port()), **short})
 
 
 def test_a_block_with_a_strategys_name_imports_the_package() -> None:
-    """A copied block does not depend on another one's import."""
+    """A copied block does not depend on the import in another block."""
     named = [block for block in BLOCKS if '"ddp_ext' in block.code and not block.is_script]
     assert [block for block in named if "lightning_ddp_ext" not in block.code] == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[script.page for script in SCRIPTS])
 def test_scripts_of_pages_run(script: Block, tmp_path: Path) -> None:
-    """A page's script ends with success."""
+    """Each script of a page succeeds."""
     used = [package for name, package in OPTIONAL.items() if re.search(rf"\b{name}\b", script.code)]
     for package in used:
         pytest.importorskip(package)
@@ -125,8 +128,8 @@ def test_scripts_of_pages_run(script: Block, tmp_path: Path) -> None:
 
 
 def test_scripts_have_a_main_guard() -> None:
-    """Each rank runs or imports a script; a block that trains outside of a notebook can
-    be copied as one.
+    """Ranks may import a script without training. This includes blocks, which a user may
+    copy as scripts, except those for a notebook.
     """
     scripts = [(block.page, block.code) for block in BLOCKS if "notebook" not in block.title]
     scripts += [(path.name, path.read_text()) for path in (ROOT / "examples").rglob("*.py")]
@@ -146,23 +149,28 @@ def has_saved(directory: Path, run: int) -> bool:
     return any(directory.glob(f"lightning_logs/version_{run}/checkpoints/*.ckpt"))
 
 
+def output_until_stopped(script: Path, run: int) -> str:
+    """Return the first output of rank 0 in a run of the script, which is stopped by
+    SIGTERM to rank 1 after an epoch.
+    """
+    directory = script.parent
+    env = by_hand_env(2, free_port())
+    with RankProcesses(be_the_script, 2, script, (), directory, env=env) as ranks:
+        output = ranks.wait_for_output("Trainer(log_every_n_steps=", rank=0)
+        wait_until(partial(has_saved, directory, run), lambda: "no epoch is saved", 120.0)
+        ranks.kill(1, signal.SIGTERM)
+        assert {outcome.exit_code for outcome in ranks.wait()} == {128 + signal.SIGTERM}
+    return output
+
+
 @pytest.mark.nightly
 def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -> None:
-    """After SIGTERM to any rank the same command continues, as the page claims."""
+    """SIGTERM to one rank stops both, and the same command resumes, as the page claims."""
     script = tmp_path / "train.py"
-    has_resumed: list[bool] = []
     script.write_text(first_block_of("guides/preemption.md"))
-    for run in range(2):
-        with RankProcesses(
-            be_the_script, 2, script, (), tmp_path, env=by_hand_env(2, free_port())
-        ) as ranks:
-            begun = ranks.wait_for_output("Trainer(log_every_n_steps=", rank=0)
-            resumed = re.search(r"ckpt_path='last' is \S+/last-preempted\.ckpt", begun)
-            has_resumed.append(resumed is not None)
-            wait_until(partial(has_saved, tmp_path, run), lambda: "no epoch is saved", 120.0)
-            ranks.kill(1, signal.SIGTERM)
-            assert {outcome.exit_code for outcome in ranks.wait()} == {143}
-    assert has_resumed == [False, True]
+    resumes = r"ckpt_path='last' is \S+/last-preempted\.ckpt"
+    assert not re.search(resumes, output_until_stopped(script, run=0))
+    assert re.search(resumes, output_until_stopped(script, run=1))
 
 
 # Commands that are not run, and why; all others of a page's shell are, with the page's
@@ -178,7 +186,7 @@ NOT_RUN = {
 
 
 class Session(NamedTuple):
-    """Commands in a page's shell, and the lines of output that it shows."""
+    """Commands on a page, and the lines of output that the page shows."""
 
     page: str
     commands: str
@@ -186,7 +194,10 @@ class Session(NamedTuple):
 
 
 def session_of(block: Block) -> Session | None:
-    """Return what is run of a block; a prompt marks the command of one that shows output."""
+    """Return the part of a block that is run, if any.
+
+    A block that shows output begins with a prompt and a single command.
+    """
     code = block.code
     for left_out in NOT_RUN:
         code = re.sub(left_out, "", code, flags=re.MULTILINE)
@@ -205,9 +216,7 @@ SESSIONS = [session for session in map(session_of, SHELLS) if session is not Non
 @pytest.mark.nightly
 @pytest.mark.parametrize("session", SESSIONS, ids=[session.page for session in SESSIONS])
 def test_commands_of_pages_run(session: Session, tmp_path: Path) -> None:
-    """The commands succeed and print what the page shows, with a directory and a free
-    port of this machine.
-    """
+    """The commands succeed, and print the lines that the page shows."""
     port = free_port()
     scripts = {"train.py": first_block_of(session.page)}
     scripts |= {script.title: script.code for script in SCRIPTS if script.page == session.page}
@@ -223,7 +232,7 @@ def test_commands_of_pages_run(session: Session, tmp_path: Path) -> None:
 
 
 def test_examples_in_docstrings_are_right() -> None:
-    """Each example prints what the docstring shows."""
+    """Each example prints the lines that the docstring shows."""
     names = [
         module.name
         for module in pkgutil.walk_packages(lightning_ddp_ext.__path__, "lightning_ddp_ext.")

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -40,14 +41,14 @@ LONG = ("gan_manual_optimization.py", "bug_report.py", "ring_all_reduce.py", "mo
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.nightly] * (each in LONG)) for each in PRINTED]
 )
-def test_scripts(name: str, tmp_path: Path) -> None:
-    """Each script succeeds and prints the expected line."""
+def test_an_example_succeeds_and_prints_its_result(name: str, tmp_path: Path) -> None:
+    """Its output has the line that the script prints only if it works."""
     output = run_on_ranks(EXAMPLES / name, cwd=tmp_path)
     assert re.search(PRINTED[name], output), output
 
 
 @pytest.mark.nightly
-def test_hang_watchdog(tmp_path: Path) -> None:
+def test_the_example_of_a_hang_names_the_stuck_line(tmp_path: Path) -> None:
     """Both ranks exit, and the report names the stuck rank, its function and its line."""
     output = run_on_ranks(EXAMPLES / "hang_watchdog.py", cwd=tmp_path, returncode=1)
     stuck = (
@@ -63,9 +64,9 @@ def test_hang_watchdog(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argv", [(), pytest.param(("--strategy", "ddp"), marks=pytest.mark.nightly)], ids=" ".join
 )
-def test_make_demo(argv: tuple[str, ...], tmp_path: Path) -> None:
-    """The demo needs no environment variables, starts its second rank, trains and
-    resumes, also with stock `ddp`.
+def test_the_demo_trains_and_resumes(argv: tuple[str, ...], tmp_path: Path) -> None:
+    """`make demo` needs no environment variables and starts its second rank, also with
+    stock `ddp`.
     """
     done = run_script(EXAMPLES / "digits.py", *argv, cwd=tmp_path)
     assert done.exit_code == 0, done.output
@@ -74,11 +75,20 @@ def test_make_demo(argv: tuple[str, ...], tmp_path: Path) -> None:
     assert "resumed from" in done.output
 
 
-def test_adopted_project(tmp_path: Path) -> None:
-    """The diff adds two lines.
+class Losses(NamedTuple):
+    """The losses that the adopted project prints."""
 
-    The project then has the same training loss, and validates each image once.
-    """
+    training: float
+    validation: float
+
+
+def losses_in(output: str) -> Losses:
+    [printed] = re.findall(r"train_loss ([\d.]+), val_loss ([\d.]+)", output)
+    return Losses(*map(float, printed))
+
+
+def test_a_project_adopts_ddp_ext_with_two_lines(tmp_path: Path) -> None:
+    """With the diff, the training loss is the same, and each image is validated once."""
     skip_because(None if shutil.which("git") else "git is not installed")
     project = shutil.copytree(EXAMPLES / "adopted_project", tmp_path / "project")
     stock = run_on_ranks(project / "train.py", cwd=project)
@@ -86,22 +96,17 @@ def test_adopted_project(tmp_path: Path) -> None:
     ours = run_on_ranks(project / "train.py", cwd=project)
     assert len(re.findall(r"^\+[^+]", (project / "adopt.diff").read_text(), re.MULTILINE)) == 2
     assert "process group: gloo, 2 ranks" in ours
-    losses = r"train_loss ([\d.]+), val_loss ([\d.]+)"
-    [(stock_train_loss, stock_val_loss)] = re.findall(losses, stock)
-    [(train_loss, val_loss)] = re.findall(losses, ours)
-    assert train_loss == stock_train_loss
-    # Stock repeats some images to give each rank as many.
-    assert float(val_loss) == pytest.approx(float(stock_val_loss), rel=0.02)
+    assert losses_in(ours).training == losses_in(stock).training
+    # Stock repeats some images, so that all ranks have the same number.
+    assert losses_in(ours).validation == pytest.approx(losses_in(stock).validation, rel=0.02)
 
 
 SAVED_EVERY = 480 // 8 // 2  # steps: an epoch of 480 samples in batches of 8 on two ranks
 
 
 @pytest.mark.nightly
-def test_resume_elsewhere(tmp_path: Path) -> None:
-    """After two ranks are killed, their checkpoint is undamaged, and three ranks resume
-    at the saved step.
-    """
+def test_three_ranks_resume_after_two_are_killed(tmp_path: Path) -> None:
+    """The checkpoint of the two ranks is undamaged, and the three begin at its step."""
     output = run_on_ranks(EXAMPLES / "resume_elsewhere.py", cwd=tmp_path, world_size=1)
     assert "2 ranks begin at step 0" in output
     assert re.search(r"^killed; what is left: .*run\.ckpt", output, re.MULTILINE)
@@ -114,19 +119,15 @@ def test_resume_elsewhere(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What a strategy counts in the test of 41 images."""
+    """The numbers that a test of 41 images prints for one strategy."""
 
     images: int
     logged_accuracy: float
     torchmetrics_accuracy: float
 
 
-def test_exact_metrics(tmp_path: Path) -> None:
-    """On four ranks, stock `ddp` counts 44 instead of 41 images, because each rank gets
-    as many.
-
-    `ddp_ext` has the accuracies of one process.
-    """
+def test_metrics_of_four_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+    """Stock `ddp` counts 44 instead of 41 images, because all ranks get the same number."""
     output = run_on_ranks(EXAMPLES / "exact_metrics.py", cwd=tmp_path, world_size=1)
     numbers = re.findall(r"^.+?  +(\d+) +([\d.]+)% +([\d.]+)%$", output, re.MULTILINE)
     alone, stock, unrepeated, ours = (
@@ -145,8 +146,8 @@ def test_exact_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_torchrun(tmp_path: Path) -> None:
-    """The example trains on the ranks that torchrun starts."""
+def test_the_example_for_torchrun_trains(tmp_path: Path) -> None:
+    """`torchrun.sh` has the result of `minimal.py` on the ranks that torchrun starts."""
     done = run_script(EXAMPLES / "torchrun.sh", cwd=tmp_path, launcher=("bash",))
     assert done.exit_code == 0, done.output
     assert re.search(PRINTED["minimal.py"], done.output), done.output
@@ -187,14 +188,14 @@ def test_a_notebook_trains_in_its_cells(tmp_path: Path) -> None:
     """In a kernel, the second cell that trains starts new ranks, and resumes from the
     first cell's checkpoint.
     """
-    # Slow to import.
+    # Imported here because this takes long.
     nbclient, nbformat = (pytest.importorskip(name) for name in ("nbclient", "nbformat"))
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     client = nbclient.NotebookClient(
         notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute()
-    said = "".join(
+    printed = "".join(
         output.text
         for cell in notebook.cells
         if cell.cell_type == "code"
@@ -202,7 +203,7 @@ def test_a_notebook_trains_in_its_cells(tmp_path: Path) -> None:
         if output.get("name") == "stdout"
     )
     losses = re.findall(
-        r"^loss ([\d.]+), saved to \S+/(epoch=\d-step=\d+).ckpt$", said, re.MULTILINE
+        r"^loss ([\d.]+), saved to \S+/(epoch=\d-step=\d+).ckpt$", printed, re.MULTILINE
     )
     (first_loss, first_file), (second_loss, second_file) = losses
     assert first_file == "epoch=2-step=24"  # 3 epochs of 8 steps on two ranks

@@ -9,13 +9,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 
-from tests.sources import FILES, PACKAGE
+import lightning_ddp_ext
 
-# Modules beside the subpackages are below all of them; those that gather the public
-# names are above.
+ROOT = Path(lightning_ddp_ext.__file__).parent
+PACKAGE = ROOT.name
+# By the module's full name; that of a package ends with "__init__".
+FILES = {
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path
+    for path in ROOT.rglob("*.py")
+}
+# From below: modules beside the subpackages are helpers of all of them, and those that
+# gather the public names are above.
 ORDER = (
     "helpers",
     "rendezvous",
@@ -29,6 +37,7 @@ ORDER = (
     "cli",
 )
 PUBLIC = ("__init__", "lightning", "pytorch_lightning")
+ADAPTERS = ("integration", "cli")
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 
 
@@ -45,10 +54,9 @@ def imports_of(module: str) -> Iterator[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 full = f"{base}.{alias.name}"
-                yield next(
-                    (name for name in (full, f"{full}.__init__", base) if name in FILES),
-                    f"{base}.__init__",
-                )
+                # A module, a package, a name in a module, or a name in a package.
+                candidates = (full, f"{full}.__init__", base)
+                yield next((name for name in candidates if name in FILES), f"{base}.__init__")
 
 
 def ours(module: str) -> set[str]:
@@ -56,26 +64,29 @@ def ours(module: str) -> set[str]:
     return {name for name in imports_of(module) if name in FILES}
 
 
-def subpackage(module: str) -> str:
+def level_of(module: str) -> str:
+    """Return the element of ``ORDER`` to which a module belongs."""
     _, name, *rest = module.split(".")
     if name in PUBLIC:
         return "public"
-    return "cli" if name == "__main__" else name if rest else "helpers"
+    if name == "__main__":
+        return "cli"
+    return name if rest else "helpers"
 
 
 def test_subpackages_import_only_those_before_them() -> None:
-    """This includes imports for types."""
+    """Imports for types count as well."""
     upwards = [
         (module, imported)
         for module in FILES
         for imported in ours(module)
-        if ORDER.index(subpackage(imported)) > ORDER.index(subpackage(module))
+        if ORDER.index(level_of(imported)) > ORDER.index(level_of(module))
     ]
     assert upwards == []
 
 
 def test_no_modules_import_each_other() -> None:
-    """This includes imports for types, and cycles through other modules."""
+    """Imports for types count as well, as do cycles through other modules."""
     try:
         TopologicalSorter({module: ours(module) for module in FILES}).prepare()
     except CycleError as error:
@@ -83,19 +94,20 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_only_adapters_import_lightning() -> None:
-    """Other modules than those of ``integration`` and ``cli`` do not import Lightning.
-
-    ``errors`` and ``world`` do not import torch either.
+    """Modules outside of ``integration`` and ``cli`` do not import Lightning, and
+    ``errors`` and ``world`` import neither torch nor another library.
     """
-    roots = {module: {name.partition(".")[0] for name in imports_of(module)} for module in FILES}
-    adapters = ("integration", "cli")
-    assert [m for m in FILES if roots[m] & LIGHTNING and subpackage(m) not in adapters] == []
+    libraries = {
+        module: {name.partition(".")[0] for name in imports_of(module)} for module in FILES
+    }
+    importers = [module for module in FILES if libraries[module] & LIGHTNING]
+    assert [module for module in importers if level_of(module) not in ADAPTERS] == []
     for module in ("errors", "world"):
-        assert roots[f"{PACKAGE}.{module}"] <= {*sys.stdlib_module_names, PACKAGE}
+        assert libraries[f"{PACKAGE}.{module}"] <= {*sys.stdlib_module_names, PACKAGE}
 
 
 def test_windows_is_refused_in_a_sentence() -> None:
-    """The error is raised before any module is imported that Windows lacks."""
+    """The import fails before it reaches a module that Windows lacks."""
     windows = "import sys; sys.platform = 'win32'; sys.modules['fcntl'] = None"
     code = f"{windows}; import lightning_ddp_ext"
     ended = subprocess.run(
@@ -107,7 +119,8 @@ def test_windows_is_refused_in_a_sentence() -> None:
     )
 
 
-PROCESS = """
+# Prints which parts of a process an import of the package changes.
+IMPORTING = """
 import os, signal, sys, threading
 
 def process():
@@ -129,17 +142,29 @@ LAUNCHERS = ("DDPX_", "LOCAL_RANK", "SLURM_", "TORCHELASTIC_")
 
 
 @pytest.mark.parametrize(
-    "launched", [{}, {"LOCAL_RANK": "0", "DDPX_LAUNCHER_PID": str(os.getpid())}]
+    ("variables", "changed"),
+    [
+        pytest.param({}, [], id="script"),
+        pytest.param(
+            {"LOCAL_RANK": "0", "DDPX_LAUNCHER_PID": str(os.getpid())},
+            ["variables", "threads"],
+            id="rank that this package starts",
+        ),
+    ],
 )
-def test_an_import_changes_nothing_else_in_the_process(launched: dict[str, str]) -> None:
-    """Only a rank that this package starts changes variables and starts a thread."""
+def test_an_import_changes_a_process_only_if_it_is_a_rank_of_ours(
+    variables: dict[str, str], changed: list[str]
+) -> None:
+    """Such a rank removes the launcher's variable, and starts a thread that watches it."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    found = subprocess.run(
-        [sys.executable, "-c", PROCESS], env=environ | launched, capture_output=True, check=True
+    imported = subprocess.run(
+        [sys.executable, "-c", IMPORTING],
+        env=environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert found.stdout.decode().splitlines()[-1] == str(
-        ["variables", "threads"] if launched else []
-    )
+    assert imported.stdout.splitlines()[-1] == str(changed)
 
 
 def test_other_programs_find_each_distribution_once() -> None:

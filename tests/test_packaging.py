@@ -8,14 +8,14 @@ import pytest
 
 import lightning_ddp_ext
 
-pytestmark = pytest.mark.lowest  # importing the package already leans on much of Lightning
+pytestmark = pytest.mark.lowest  # an import of the package already uses much of Lightning
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_version_follows_the_newest_release_of_the_changelog() -> None:
-    """It is that release, which ``CITATION.cff`` also names, or a development version of
-    the next minor one.
+    """A development version is one of the next minor release; ``CITATION.cff`` names the
+    newest release as well.
     """
     newest = re.search(
         r"^## \[(\d+)\.(\d+)\.(\d+)\] - \d{4}-\d{2}-\d{2}$",
@@ -31,11 +31,11 @@ def test_version_follows_the_newest_release_of_the_changelog() -> None:
 
 
 def test_public_names_exist_once() -> None:
-    """`__all__` gathers them from three modules."""
+    """`__all__`, which three modules contribute to, has no name twice and none in vain."""
     assert len(set(lightning_ddp_ext.__all__)) == len(lightning_ddp_ext.__all__)
     assert all(hasattr(lightning_ddp_ext, name) for name in lightning_ddp_ext.__all__)
 
 
 def test_types_are_shipped() -> None:
-    """Type checkers of users read our annotations."""
+    """A user's type checker reads the annotations, because `py.typed` is installed."""
     assert resources.files("lightning_ddp_ext").joinpath("py.typed").is_file()

@@ -6,19 +6,25 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import lightning_ddp_ext
 from lightning_ddp_ext.integration.private.replaced_methods import ReplacedMethods
-from tests.sources import FILES, PACKAGE
 
-# These modules check that Lightning has each name.
-COMPAT = {
+ROOT = Path(lightning_ddp_ext.__file__).parent
+# By the module's name in the package, such as "data.samplers".
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")
+}
+# These modules report a name that Lightning lacks.
+REPORTING = {
     "integration.private.compat",
     "integration.private.lightning_tree",
     "integration.private.replaced_methods",
 }
-# The other libraries' names, by module, each with what it is needed for.
+# All other private names, by module, each with its purpose.
 ALLOWED = {
     "batchnorm.cuda": {"_functions": "torch's kernels for statistics of several ranks"},
     "batchnorm.layer": {"_BatchNorm": "the base class of torch's layers"},
@@ -55,7 +61,7 @@ ALLOWED = {
         "_world": "the groups' names in the Flight Recorder",
     },
 }
-PYTHONS = {"_current_frames", "_exit", "_getframe"}  # documented functions of os and sys
+DOCUMENTED = {"_current_frames", "_exit", "_getframe"}  # functions of os and sys
 # Functions that take the name of an attribute as a string.
 BY_TEXT = {
     "attrgetter",
@@ -73,9 +79,9 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and name.strip("_") != "" and not name.endswith("__")
 
 
-def private_names(node: ast.AST) -> Iterator[str]:
-    """Yield the private names that a node reads from other objects than ``self``,
-    ``cls`` and ``super()``.
+def names_used_by(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a node imports, or uses of other objects than ``self``, ``cls``
+    and ``super()``, also as texts.
     """
     if isinstance(node, ast.Attribute) and not is_own(node.value):
         yield node.attr
@@ -94,8 +100,8 @@ def is_own(owner: ast.expr) -> bool:
 
 
 def defined_in(tree: ast.AST) -> set[str]:
-    """Return the names that a module gives its own objects: functions, classes, and
-    attributes of ``self``.
+    """Return the names of a module's functions and classes, and of attributes that are
+    set on ``self``.
     """
     found = set()
     for node in ast.walk(tree):
@@ -111,33 +117,34 @@ def defined_in(tree: ast.AST) -> set[str]:
 
 
 def names_of_others(module: str) -> set[str]:
-    """Return the private names of other modules' objects that a module uses."""
-    tree = ast.parse(FILES[module].read_text())
-    used = {name for node in ast.walk(tree) for name in private_names(node)}
-    ours = defined_in(tree) | PYTHONS
-    return {name for name in used - ours if is_private(name) and not name.startswith("_ddpx_")}
+    """Return the private names that a module uses and does not define."""
+    tree = tree_of(module)
+    used = {name for node in ast.walk(tree) for name in names_used_by(node)}
+    others = used - defined_in(tree) - DOCUMENTED
+    return {name for name in others if is_private(name) and not name.startswith("_ddpx_")}
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text())
 
 
 def test_private_names_of_libraries_are_each_used_in_one_place() -> None:
-    """Only modules that report a missing name use Lightning's; the other names are
-    listed above, with a reason.
+    """Modules that report a missing name may use any; the names in all other modules
+    are listed above.
     """
-    found = {module.removeprefix(f"{PACKAGE}."): names_of_others(module) for module in FILES}
-    assert found["integration.private.compat"]
-    elsewhere = {module: names for module, names in found.items() if names and module not in COMPAT}
-    assert elsewhere == {module: set(names) for module, names in ALLOWED.items()}
-    names = [name for by_name in ALLOWED.values() for name in by_name]
+    used = {module: names_of_others(module) for module in FILES}
+    assert used["integration.private.compat"]
+    elsewhere = {module: used[module] for module in FILES.keys() - REPORTING if used[module]}
+    assert elsewhere == {module: set(purposes) for module, purposes in ALLOWED.items()}
+    names = [name for purposes in ALLOWED.values() for name in purposes]
     assert len(names) == len(set(names))
 
 
 def test_compat_reports_each_name_that_lightning_lacks() -> None:
-    """It reads them with ``private``, so an attribute is only written, or checked
-    before.
-    """
-    tree = ast.parse(FILES[f"{PACKAGE}.integration.private.compat"].read_text())
+    """Private attributes are read by its function ``private``, never directly."""
     read = [
         node
-        for node in ast.walk(tree)
+        for node in ast.walk(tree_of("integration.private.compat"))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     ]
     assert [node.attr for node in read if is_private(node.attr) and not is_own(node.value)] == []
@@ -160,18 +167,18 @@ def test_a_private_name_that_lightning_removed_is_named() -> None:
 
 
 def test_overridden_private_methods_are_checked_when_lightning_is_imported() -> None:
-    """Otherwise Lightning would no longer call ours, without an error."""
-    checked = re.findall(
-        r'"(_\w+)"', FILES[f"{PACKAGE}.integration.private.lightning_tree"].read_text()
-    )
-    found: set[str] = set()
-    for module in [name for name in FILES if name.startswith(f"{PACKAGE}.integration.")]:
-        for node in ast.parse(FILES[module].read_text()).body:
+    """Without a check, Lightning would stop calling a method of ours that it renamed,
+    without an error.
+    """
+    source = FILES["integration.private.lightning_tree"].read_text()
+    checked = set(re.findall(r'"(_\w+)"', source))
+    overridden: set[str] = set()
+    for module in [name for name in FILES if name.startswith("integration.")]:
+        imported = importlib.import_module(f"lightning_ddp_ext.{module}")
+        for node in tree_of(module).body:
             if isinstance(node, ast.ClassDef):
-                found |= methods_of_lightning(
-                    getattr(importlib.import_module(module), node.name), node
-                )
-    assert found == set(checked)
+                overridden |= methods_of_lightning(getattr(imported, node.name), node)
+    assert overridden == checked
 
 
 def methods_of_lightning(cls: type, body: ast.ClassDef) -> set[str]:

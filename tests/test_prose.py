@@ -1,4 +1,4 @@
-"""Messages, docstrings of public things, and pages follow the rules of CONTRIBUTING.md."""
+"""Messages, public docstrings and pages follow the rules of CONTRIBUTING.md."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ AVOIDED = (
 
 
 class Rule(NamedTuple):
-    """What a text may not say: an example, a pattern that finds it, and what to say."""
+    """A wording to avoid: an example, a pattern that finds it, and the remedy."""
 
     example: str
     pattern: str
@@ -56,7 +56,7 @@ RULES = [
         "another word, or none",
     ),
 ]
-# The number of ranks; Returns the number of ranks
+# Openings such as "The number of ranks" and "Returns the number of ranks".
 NOT_IMPERATIVE = (
     r"(The|A|An|What|Which|Those|How|Whatever|Who|Whoever|Where|Why|When|If"
     r"|Returns|Raises|Yields|Gives)\b"
@@ -64,7 +64,7 @@ NOT_IMPERATIVE = (
 
 
 def python_texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each string, except docstrings of what is private."""
+    """Yield line and text of each string, except private docstrings."""
     nodes = list(ast.walk(tree))
     openings = [node.body[0] for node in nodes if is_private(node)]
     private = {id(opening.value) for opening in openings if isinstance(opening, ast.Expr)}
@@ -85,15 +85,15 @@ def is_private(node: ast.AST) -> bool:
 
 
 def page_texts(text: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each paragraph outside of code."""
-    text = re.sub(
+    """Yield line and text of each paragraph, with x in the place of code."""
+    without_code = re.sub(
         r"^```.*?^```$|`[^`\n]*`",
         lambda code: re.sub(r"[^\n]", "x", code[0]),
         text,
-        flags=re.M | re.S,
+        flags=re.MULTILINE | re.DOTALL,
     )
-    for paragraph in re.finditer(r"(.+\n)+", text):
-        yield text.count("\n", 0, paragraph.start()) + 1, paragraph[0]
+    for paragraph in re.finditer(r"(.+\n)+", without_code):
+        yield without_code.count("\n", 0, paragraph.start()) + 1, paragraph[0]
 
 
 def not_imperative(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -111,18 +111,22 @@ def findings(path: Path) -> Iterator[str]:
     """Yield place, words and remedy of each violation in a file."""
     name = path.relative_to(ROOT).as_posix()
     source = path.read_text()
-    tree = ast.parse(source) if path.suffix == ".py" else None
-    for line, text in page_texts(source) if tree is None else python_texts(tree):
+    if path.suffix == ".md":
+        texts = page_texts(source)
+    else:
+        tree = ast.parse(source)
+        texts = python_texts(tree)
+        for line, opening in not_imperative(tree):
+            yield f"{name}:{line}: {opening!r}: an imperative verb"
+    for line, text in texts:
         for rule in RULES:
-            found = re.finditer(rule.pattern, " ".join(text.split()), re.IGNORECASE)
-            yield from (f"{name}:{line}: {each[0]!r}: {rule.remedy}" for each in found)
-    for line, opening in not_imperative(tree) if tree else ():
-        yield f"{name}:{line}: {opening!r}: an imperative verb"
+            for words in re.finditer(rule.pattern, " ".join(text.split()), re.IGNORECASE):
+                yield f"{name}:{line}: {words[0]!r}: {rule.remedy}"
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.example)
 def test_each_rule_finds_its_example(rule: Rule) -> None:
-    """So a rule that finds nothing in the project is not a broken one."""
+    """A rule that finds nothing in the project is therefore not broken."""
     assert re.search(rule.pattern, rule.example)
 
 

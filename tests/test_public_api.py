@@ -24,63 +24,59 @@ PREFIX = {
 }
 
 
-def lines() -> list[str]:
-    """Return the API of the package that is imported: each public name, and the members
-    that its page shows.
+def api_lines() -> list[str]:
+    """Return the lines of all public names of the imported package, and of the members
+    that their page shows.
     """
     package = griffe.load(
         "lightning_ddp_ext", search_paths=[Path(lightning_ddp_ext.__file__).parents[1]]
     )
     shown = dict(re.findall(r"^\| \[`(\w+)`\].*Members: (.*)", PAGE.read_text(), re.M))
-    found: list[str] = []
+    lines: list[str] = []
     for name in sorted(lightning_ddp_ext.__all__):
         public = package[name]
         if public.is_module:  # a function that has the name of its module
             public = public[name]
-        found += describe(name, public)
+        lines += lines_of(name, public)
         for member in re.findall(r"\w+", shown.get(name, "")):
-            found += describe(f"{name}.{member}", public.all_members[member])
-    return found
+            lines += lines_of(f"{name}.{member}", public.all_members[member])
+    return lines
 
 
-def describe(name: str, found: Any) -> Iterator[str]:
+def lines_of(name: str, public: Any) -> Iterator[str]:
     """Yield the lines of a class, a function or an attribute."""
-    if found.is_attribute:
-        yield f"{name}: {found.annotation}"
+    if public.is_attribute:
+        yield f"{name}: {public.annotation}"
         return
-    if found.is_class:
-        yield f"class {name}({', '.join(map(str, found.bases))})"
-    for parameter in found.parameters:
+    if public.is_class:
+        yield f"class {name}({', '.join(map(str, public.bases))})"
+    for parameter in public.parameters:
         if parameter.name not in ("self", "cls"):
-            yield f"{name}({argument(parameter)})"
-    if found.is_function:
-        yield f"{name}() -> {found.returns}"
+            yield f"{name}({as_written(parameter)})"
+    if public.is_function:
+        yield f"{name}() -> {public.returns}"
 
 
-def argument(parameter: Any) -> str:
-    """Return an argument as it is written; a star and a comma stand before one that is
-    a keyword only.
-    """
+def as_written(parameter: Any) -> str:
+    """Return an argument as in a signature that has no other one."""
     prefix = PREFIX.get(parameter.kind, "")
     default = "" if parameter.default is None or prefix.endswith("*") else f" = {parameter.default}"
     return f"{prefix}{parameter.name}: {parameter.annotation}{default}"
 
 
 def test_public_api_is_as_recorded() -> None:
-    """Public names, arguments, defaults and types change only on purpose: the message
-    lists changes and remedy.
-    """
+    """Public names, arguments, defaults and types change only on purpose."""
     recorded = RECORDED.read_text().splitlines()
-    found = lines()
-    gone = [f"- {line}" for line in recorded if line not in found]
-    new = [f"+ {line}" for line in found if line not in recorded]
-    assert not gone + new, (
+    current = api_lines()
+    removed = [f"- {line}" for line in recorded if line not in current]
+    added = [f"+ {line}" for line in current if line not in recorded]
+    assert not removed + added, (
         "the public API is not as tests/public-api.txt has it:\n"
-        + "\n".join(gone + new)
+        + "\n".join(removed + added)
         + "\nIf that is meant, CHANGELOG.md says what to write instead; see docs/more/releases.md,"
         " and run `make api`."
     )
 
 
 if __name__ == "__main__":
-    RECORDED.write_text("\n".join([*lines(), ""]))
+    RECORDED.write_text("\n".join([*api_lines(), ""]))

@@ -32,7 +32,7 @@ def subclasses(cls: type[Exception]) -> Iterator[str]:
 
 
 def test_every_error_has_a_cause_and_a_fix_under_its_heading() -> None:
-    """The page of errors has each class once."""
+    """The page of errors has each class of error exactly once."""
     section = r"^### (\w+)\n\n(.*?)(?=\n\n#|\Z)"
     sections = re.findall(section, reference("errors.md"), re.MULTILINE | re.DOTALL)
     assert sorted(name for name, _ in sections) == sorted(set(subclasses(DDPExtError)))
@@ -41,7 +41,7 @@ def test_every_error_has_a_cause_and_a_fix_under_its_heading() -> None:
 
 
 def test_a_traceback_ends_with_the_address_of_its_error() -> None:
-    """The address leads to a heading that exists, also after pickling."""
+    """The address leads to an existing heading, also after an error is pickled."""
     error = lightning_ddp_ext.MissingRanksError("rank 3 is missing", missing=(3,))
     address, _, anchor = error.__notes__[0].split()[1].partition("#")
     # As code hosts and the site write the address of a heading.
@@ -67,13 +67,15 @@ def documented_defaults() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def test_every_argument_of_the_strategy_is_described() -> None:
-    """Those of DDP are on the page as well, but need not all be."""
+    """Arguments that are passed on to DDP have a table of their own, which need not be
+    complete.
+    """
     of_strategy, _ = documented_defaults()
     assert sorted(of_strategy) == sorted(OF_STRATEGY.keys() - {"ddp_kwargs"})
 
 
 def test_documented_defaults_are_right() -> None:
-    """DDP's own are those of the installed torch."""
+    """Defaults of DDP's arguments are those of the installed torch."""
     of_strategy, of_ddp = documented_defaults()
     parameters = {**inspect.signature(DistributedDataParallel).parameters, **OF_STRATEGY}
     for name, written in {**of_strategy, **of_ddp}.items():
@@ -84,15 +86,15 @@ def test_documented_defaults_are_right() -> None:
 
 
 def test_every_variable_of_ours_is_described() -> None:
-    """`DDPX_*` as the package's source has them, without internal ones."""
+    """The page has each `DDPX_` variable in the package's source, except internal ones."""
     sources = "".join(path.read_text() for path in (ROOT / "lightning_ddp_ext").rglob("*.py"))
-    page = reference("environment.md")
-    documented = set(re.findall(r"^\| `(DDPX_\w+)`", page, re.MULTILINE))
-    assert documented == set(re.findall(r"DDPX_[A-Z_]+", sources)) - INTERNAL
+    used = set(re.findall(r"DDPX_[A-Z_]+", sources))
+    documented = re.findall(r"^\| `(DDPX_\w+)`", reference("environment.md"), re.MULTILINE)
+    assert set(documented) == used - INTERNAL
 
 
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
-    """Errors are on a page for themselves, but for their base class."""
+    """Of the errors, the page has only the base class; the others have their own page."""
     shown = re.findall(r"^\| \[`(\w+)`\]", reference("api.md"), re.MULTILINE)
     names = {name for name in lightning_ddp_ext.__all__ if not name.endswith("Error")}
     assert sorted(shown) == sorted(names | {"DDPExtError"})

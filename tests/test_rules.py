@@ -5,28 +5,29 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 TREES = {
-    path.relative_to(TESTS).as_posix(): ast.parse(path.read_text()) for path in TESTS.rglob("*.py")
+    path.relative_to(TESTS).as_posix(): ast.parse(path.read_text())
+    for path in TESTS.rglob("test_*.py")
 }
-MODULES = {name: tree for name, tree in TREES.items() if "test_" in name}
 
 
 def test_no_test_imports_from_another_module_of_tests() -> None:
-    """What several modules need is in a helper file; the GPU tests repeat others on a card."""
-    imports = [(name, node) for name, tree in MODULES.items() for node in ast.walk(tree)]
-    froms = [(name, node.module) for name, node in imports if isinstance(node, ast.ImportFrom)]
-    found = [(name, module) for name, module in froms if ".test_" in str(module)]
-    assert [each for each in found if not each[0].startswith("gpu/")] == []
+    """Only the GPU tests do, because they repeat other tests on a GPU."""
+    imports = [
+        f"{file} imports from {node.module}"
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and ".test_" in str(node.module)
+    ]
+    assert [each for each in imports if not each.startswith("gpu/")] == []
 
 
 def test_every_test_says_what_it_shows() -> None:
-    """A docstring begins with a sentence."""
-    functions = [(name, node) for name, tree in MODULES.items() for node in tree.body]
-    tests = [(name, node) for name, node in functions if isinstance(node, ast.FunctionDef)]
-    docs = {
-        f"{name}::{node.name}": ast.get_docstring(node)
-        for name, node in tests
-        if node.name.startswith("test_")
+    """Its docstring begins with a sentence."""
+    docstrings = {
+        f"{file}::{node.name}": ast.get_docstring(node) or ""
+        for file, tree in TREES.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
-    assert [
-        name for name, doc in docs.items() if not (doc or "").partition("\n\n")[0].endswith(".")
-    ] == []
+    openings = {test: docstring.partition("\n\n")[0] for test, docstring in docstrings.items()}
+    assert [test for test, opening in openings.items() if not opening.endswith(".")] == []

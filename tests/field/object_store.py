@@ -32,17 +32,18 @@ _DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Er
 
 
 class Fault(NamedTuple):
-    """What the gateway does to requests of a method whose URLs, followed by their
-    ranges of bytes, contain a text.
+    """A fault of the gateway, which concerns requests of a method whose URLs, followed
+    by their ranges of bytes, contain a text.
 
     The kinds are:
 
     - ``dies``: the gateway exits in the middle of the first request
-    - ``stalls``: it never replies
-    - ``denies``, ``denies once``: it refuses the requests, or the first
-    - ``busy``: it refuses every other one for the moment
-    - ``resets``: it cuts every third connection in the middle of a request
-    - ``slow``: it passes on a piece of data every hundredth of a second
+    - ``stalls``: the gateway never replies
+    - ``denies``: every request is refused
+    - ``denies once``: the first request is refused
+    - ``busy``: every other request is refused, and the client is asked to try again
+    - ``resets``: every third connection is cut in the middle of a request
+    - ``slow``: a piece of data is passed on every hundredth of a second
     """
 
     kind: str
@@ -53,7 +54,7 @@ class Fault(NamedTuple):
         return method == self.method and self.text in url
 
     def strikes(self, number: int) -> bool:
-        """Whether it happens to the request with this number, among those concerned."""
+        """Whether the fault happens to this request, counted among those concerned."""
         if self.kind == "busy":
             return number % 2 == 0
         if self.kind == "resets":
@@ -112,9 +113,7 @@ class ObjectStore:
         return {listing["Key"]: listing["Size"] for listing in listed}
 
     def uploads(self, prefix: str) -> list[str]:
-        """Return the keys of the uploads that were begun and neither completed nor
-        aborted.
-        """
+        """Return the keys of unfinished uploads, neither completed nor aborted."""
         uploads = self.client.list_multipart_uploads(Bucket="bucket").get("Uploads", [])
         return [upload["Key"] for upload in uploads if upload["Key"].startswith(prefix)]
 
@@ -155,7 +154,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Passes one connection's requests on to the server, with the fault."""
+    """The gateway: passes one connection's requests on to the server, with the fault."""
 
     protocol_version = "HTTP/1.1"
     fault = NO_FAULT

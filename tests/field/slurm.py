@@ -17,10 +17,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.harness.environment import MARK, free_port, wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
+_PATH = os.environ.get("PATH", os.defpath)
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "unshare")
 _SECONDS_TO_START = 120.0
 _SECONDS_TO_EXIT = 300.0  # of a job, with one requeue, on a busy machine
@@ -74,7 +76,14 @@ def why_unavailable() -> str | None:
 
 
 def _path_of(program: str) -> str | None:
-    return shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+    return shutil.which(program, path=f"{_PATH}:/usr/sbin:/sbin")
+
+
+class End(NamedTuple):
+    """How a job ended: its final state, and how often it was requeued before."""
+
+    state: str
+    requeues: int
 
 
 class Slurm:
@@ -84,53 +93,62 @@ class Slurm:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._configuration = root / "slurm.conf"
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Slurm:
-        for name in ("state", "n1", "n2"):
-            (self._root / name).mkdir()
-        host = socket.gethostname().partition(".")[0]
-        ports = [free_port() for _ in range(3)]
-        # The ranks' port follows, also in another SLURM on this machine.
-        first_job = 1 + 100 * secrets.randbelow(99)
-        configuration = self._root / "slurm.conf"
-        configuration.write_text(
-            _CONFIGURATION.format(host=host, root=self._root, ports=ports, first_job=first_job)
-        )
-        hosts = self._root / "hosts"
-        hosts.write_text(f"127.0.0.1 localhost n1 n2 {host}\n")
-        key = self._root / "munge.key"
-        key.touch(mode=0o600)
-        key.write_bytes(secrets.token_bytes(1024))
+        self._configure()
         try:
-            files = {
-                "--key-file": "munge.key",
-                "--socket": "munge.socket",
-                "--pid-file": "munge.pid",
-                "--log-file": "munge.log",
-                "--seed-file": "munge.seed",
-            }
-            options = [f"{name}={self._root / file}" for name, file in files.items()]
-            self._start("munged", "--foreground", "--force", *options)
-            self._wait_until((self._root / "munge.socket").is_socket, "munge has no socket")
-            self._start("slurmctld", "-D", "-f", configuration)
-            for node in ("n1", "n2"):
-                slurmd = (
-                    f"mount --bind {hosts} /etc/hosts && exec {_path_of('slurmd')} -D -N {node} -f"
-                    f" {configuration}"
-                )
-                self._start("unshare", "--mount", "sh", "-c", slurmd)
-            self._wait_until(self._has_idle_nodes, "its nodes are not idle")
+            self._start_daemons()
         except BaseException:
             self.__exit__()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.call("scancel", "--user=root", may_fail=True) != "failed":
-            self._wait_until(
-                lambda: self.call("squeue", "--noheader", may_fail=True) == "", "jobs are left"
+    def _configure(self) -> None:
+        """Write the files that the daemons read."""
+        for name in ("state", "n1", "n2"):
+            (self._root / name).mkdir()
+        host = socket.gethostname().partition(".")[0]
+        ports = [free_port() for _ in range(3)]
+        # Lightning makes a port of the job's number, which another SLURM on this machine
+        # must not use as well.
+        first_job = 1 + 100 * secrets.randbelow(99)
+        self._configuration.write_text(
+            _CONFIGURATION.format(host=host, root=self._root, ports=ports, first_job=first_job)
+        )
+        (self._root / "hosts").write_text(f"127.0.0.1 localhost n1 n2 {host}\n")
+        key = self._root / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(1024))
+
+    def _start_daemons(self) -> None:
+        """Start munge, the controller and a daemon for each node; wait until the nodes
+        are idle.
+        """
+        files = {
+            "--key-file": "munge.key",
+            "--socket": "munge.socket",
+            "--pid-file": "munge.pid",
+            "--log-file": "munge.log",
+            "--seed-file": "munge.seed",
+        }
+        options = [f"{name}={self._root / file}" for name, file in files.items()]
+        self._start("munged", "--foreground", "--force", *options)
+        self._wait_until((self._root / "munge.socket").is_socket, "munge has no socket")
+        self._start("slurmctld", "-D", "-f", self._configuration)
+        for node in ("n1", "n2"):
+            slurmd = (
+                f"mount --bind {self._root}/hosts /etc/hosts"
+                f" && exec {_path_of('slurmd')} -D -N {node} -f {self._configuration}"
             )
+            self._start("unshare", "--mount", "sh", "-c", slurmd)
+        self._wait_until(self._has_idle_nodes, "its nodes are not idle")
+
+    def __exit__(self, *_: object) -> None:
+        is_controlled = self._execute("scancel", "--user=root").returncode == 0
+        if is_controlled:
+            self._wait_until(self._has_no_jobs, "jobs are left")
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
@@ -141,14 +159,14 @@ class Slurm:
                 daemon.wait()
 
     def _start(self, program: str, *words: object) -> None:
+        """Start a daemon, which outlives the test that needs it first."""
         command = [str(_path_of(program)), *map(str, words)]
-        # They outlive a test.
-        env = {name: value for name, value in os.environ.items() if name != MARK}
+        unmarked = {name: value for name, value in os.environ.items() if name != MARK}
         with open(self._root / f"{len(self._daemons)}-{program}.out", "wb") as output:
             self._daemons.append(
                 subprocess.Popen(
                     command,
-                    env=env,
+                    env=unmarked,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -157,15 +175,20 @@ class Slurm:
             )
 
     def _has_idle_nodes(self) -> bool:
-        return (
-            self.call("sinfo", "--noheader", "-p", "low", "-t", "idle", "-o", "%D", may_fail=True)
-            == "2"
-        )
+        listed = self._execute("sinfo", "--noheader", "-p", "low", "-t", "idle", "-o", "%D")
+        return listed.stdout.strip() == "2"
 
-    def _wait_until(
-        self, condition: Callable[[], bool], otherwise: str, seconds: float = _SECONDS_TO_START
-    ) -> None:
-        wait_until(condition, lambda: f"{otherwise} after {seconds:g} s\n{self._logs()}", seconds)
+    def _has_no_jobs(self) -> bool:
+        listed = self._execute("squeue", "--noheader")
+        return listed.returncode == 0 and not listed.stdout.strip()
+
+    def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
+        """Fail with the daemons' output if a condition is not met in two minutes."""
+        wait_until(
+            condition,
+            lambda: f"{otherwise} after {_SECONDS_TO_START:g} s\n{self._logs()}",
+            _SECONDS_TO_START,
+        )
 
     def _logs(self) -> str:
         return "\n".join(
@@ -175,82 +198,93 @@ class Slurm:
     @property
     def environment(self) -> dict[str, str]:
         """The variables of a user's shell on this cluster."""
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        own = {"SLURM_CONF": str(self._root / "slurm.conf"), "PATH": path, "PYTHONPATH": str(_ROOT)}
         unset = {"PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST"}
         return {
             **{name: value for name, value in os.environ.items() if name not in unset},
-            **own,
+            "SLURM_CONF": str(self._configuration),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{_PATH}",
+            "PYTHONPATH": str(_ROOT),
             "OMP_NUM_THREADS": "1",
         }
 
-    def call(self, *command: str, may_fail: bool = False) -> str:
-        """Return the output of one of SLURM's commands; fail if it fails, unless it
-        may.
-        """
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=120, check=False
+    def _execute(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run one of SLURM's commands to its end, which may be a failure."""
+        return subprocess.run(
+            command,
+            env=self.environment,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
-        assert may_fail or done.returncode == 0, done.stderr
-        return done.stdout.strip() if done.returncode == 0 else "failed"
+
+    def call(self, *command: str, cwd: Path | None = None) -> str:
+        """Return the output of one of SLURM's commands; fail if the command fails."""
+        done = self._execute(*command, cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     def run(self, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """Run a command in a directory, and return its end and all that it wrote."""
+        """Run a user's command in a directory; return its exit and all that it wrote."""
         return subprocess.run(
-            command, env=self.environment, cwd=cwd, stdin=subprocess.DEVNULL, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False,
-        )  # fmt: skip
+            command,
+            env=self.environment,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
 
     def submit(self, *words: str, cwd: Path) -> Job:
         """Submit a job with the arguments of ``sbatch`` in a directory."""
-        done = subprocess.run(
-            ["sbatch", "--parsable", "--open-mode=append", *words],
-            env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return Job(self, done.stdout.strip())
+        return Job(self, self.call("sbatch", "--parsable", "--open-mode=append", *words, cwd=cwd))
 
 
 class Job:
-    """A submitted job."""
+    """A submitted job; an array counts as one job with several tasks."""
 
     def __init__(self, slurm: Slurm, number: str) -> None:
-        self.number = number
+        self._number = number
         self._slurm = slurm
 
     @property
     def output(self) -> str:
-        """The text that the job has written, over all its starts and tasks of an array."""
-        logs = [Path(path) for path in self.facts("StdOut")]
+        """The text that all starts of the job and all its tasks have written."""
+        logs = [Path(path) for path in self._facts("StdOut")]
         return "".join(log.read_text() for log in logs if log.exists())
 
-    def facts(self, name: str) -> list[str]:
-        """Return a fact that the controller states about the job, such as ``JobState``,
-        for each task of an array.
+    def _facts(self, name: str) -> list[str]:
+        """Return a fact that the controller states about each task, such as
+        ``JobState``.
         """
-        return re.findall(
-            rf"\b{name}=(\S+)", self._slurm.call("scontrol", "show", "job", self.number)
-        )
+        shown = self._slurm.call("scontrol", "show", "job", self._number)
+        return re.findall(rf"\b{name}=(\S+)", shown)
 
-    def wait(self) -> list[tuple[str, int]]:
-        """Wait until the job exits for good; return its state and number of requeues,
-        for each task of an array.
-        """
-        self.wait_until(lambda: _FINAL.issuperset(self.facts("JobState")), "is still running")
-        return list(zip(self.facts("JobState"), map(int, self.facts("Restarts")), strict=True))
+    def wait(self) -> list[End]:
+        """Wait until the job exits for good; return the end of each task."""
+        self._wait_until(lambda: _FINAL.issuperset(self._facts("JobState")), "is still running")
+        states = self._facts("JobState")
+        requeues = self._facts("Restarts")
+        return [End(state, int(times)) for state, times in zip(states, requeues, strict=True)]
 
     def wait_for_output(self, text: str) -> None:
         """Wait until the job has written ``text``."""
-        self.wait_until(lambda: text in self.output, f"has not written {text!r}")
+        self._wait_until(lambda: text in self.output, f"has not written {text!r}")
 
-    def wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
-        """Fail with the job's output if a condition is not met in five minutes."""
+    def _wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
+        """Kill the job and fail with its output if a condition is not met in five
+        minutes.
+        """
         try:
             wait_until(
                 condition,
-                lambda: f"job {self.number} {otherwise}:\n{self.output}",
+                lambda: f"job {self._number} {otherwise}:\n{self.output}",
                 _SECONDS_TO_EXIT,
             )
         except AssertionError:
-            self._slurm.call("scancel", "--full", "--signal=KILL", self.number)
+            self._slurm.call("scancel", "--full", "--signal=KILL", self._number)
             raise

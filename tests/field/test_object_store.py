@@ -1,4 +1,6 @@
-"""Checkpoints in an object store: a real S3 server that is slow, breaks off or dies."""
+"""Runs save to a real S3 server and resume from it, though it is slow, breaks off or
+dies.
+"""
 
 import os
 import re
@@ -148,7 +150,7 @@ class Job:
 
 
 def errors_of(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the error of each rank; fail unless it is one of the package."""
+    """Return the error of each rank; fail unless it is an error of the package."""
     errors = [outcome.failure.exception for outcome in outcomes]
     assert all(isinstance(error, DDPExtError) for error in errors), stories(outcomes)
     return [str(error) for error in errors]
@@ -178,18 +180,20 @@ def undisturbed(store: ObjectStore, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def expect_resumed_after_first_epoch(
-    ranks: Sequence[Trained], undisturbed: dict[str, Tensor]
+    by_rank: Sequence[Trained], undisturbed: dict[str, Tensor]
 ) -> None:
     """Fail unless each rank trained in the second epoch only, and learned the same as
     without a stop.
     """
-    for trained in ranks:
+    for trained in by_rank:
         assert (trained.first_step, trained.last_step) == (STEPS, 2 * STEPS)
         training.assert_same(trained.weights, undisturbed)
 
 
 def test_the_same_command_resumes(job: Job, undisturbed: dict[str, Tensor]) -> None:
-    """Rank 0 reads and sends the object; the files are whole and no upload is left."""
+    """A run of two epochs continues that of one; its files are whole, and no upload is
+    left.
+    """
     assert [trained.first_step for trained in job.run(epochs=1)] == [0, 0]
     expect_resumed_after_first_epoch(job.run(), undisturbed)
     verified = job.verify("last.ckpt", FILE_OF_EPOCH[1])
@@ -233,25 +237,28 @@ def test_an_object_that_another_run_has_replaced_stays(job: Job) -> None:
     assert stop_key in job.store.objects(stop_key)
 
 
-STORES = {
-    "is busy": (Fault("busy", "PUT"), Fault("busy", "GET")),
-    "cuts uploads and downloads": (Fault("resets", "PUT"), Fault("resets", "GET", "last.ckpt")),
-    "is slow": (Fault("slow", "PUT"), Fault("slow", "GET")),
+class Weakness(NamedTuple):
+    """What goes wrong in a store without stopping a run."""
+
+    in_uploads: Fault
+    in_downloads: Fault
+
+
+WEAKNESSES = {
+    "busy": Weakness(Fault("busy", "PUT"), Fault("busy", "GET")),
+    "cuts connections": Weakness(Fault("resets", "PUT"), Fault("resets", "GET", "last.ckpt")),
+    "slow": Weakness(Fault("slow", "PUT"), Fault("slow", "GET")),
 }
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize(("in_uploads", "in_downloads"), STORES.values(), ids=STORES)
-def test_a_run_survives_a_store_that(
-    in_uploads: Fault,
-    in_downloads: Fault,
-    background: bool,
-    job: Job,
-    undisturbed: dict[str, Tensor],
+@pytest.mark.parametrize("weakness", WEAKNESSES.values(), ids=WEAKNESSES)
+def test_a_run_saves_and_resumes_in_a_weak_store(
+    weakness: Weakness, background: bool, job: Job, undisturbed: dict[str, Tensor]
 ) -> None:
-    """The files are whole, and a resumed run has the weights of an undisturbed one."""
-    job.run(epochs=1, fault=in_uploads, background=background)
-    resumed = job.run(fault=in_downloads, background=background)
+    """The resumed run has the weights of an undisturbed one, and no upload is left."""
+    job.run(epochs=1, fault=weakness.in_uploads, background=background)
+    resumed = job.run(fault=weakness.in_downloads, background=background)
     expect_resumed_after_first_epoch(resumed, undisturbed)
     assert not job.has_uploads()
 
@@ -264,12 +271,10 @@ DEATHS_IN_A_SAVE = {
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("fault", DEATHS_IN_A_SAVE.values(), ids=DEATHS_IN_A_SAVE)
-def test_a_server_dies_in_a_save(
+def test_every_rank_raises_if_the_server_dies_in_a_save(
     fault: Fault, background: bool, job: Job, undisturbed: dict[str, Tensor]
 ) -> None:
-    """Every rank raises the error; the previous checkpoint is whole, and the same
-    command resumes from it.
-    """
+    """The previous checkpoint is whole, and the same command resumes from it."""
     job.run(epochs=1)
     files = job.files()
     for error in errors_of(job.launch(fault=fault, background=background)):
@@ -279,8 +284,10 @@ def test_a_server_dies_in_a_save(
     expect_resumed_after_first_epoch(job.run(), undisturbed)
 
 
-def test_a_server_dies_in_a_load(job: Job, undisturbed: dict[str, Tensor]) -> None:
-    """Every rank raises the error, and the same command resumes when the server is back."""
+def test_every_rank_raises_if_the_server_dies_in_a_load(
+    job: Job, undisturbed: dict[str, Tensor]
+) -> None:
+    """The same command resumes when the server is back."""
     job.run(epochs=1)
     files = job.files()
     fault = Fault("dies", "GET", f"last.ckpt bytes={PART}-{2 * PART - 1}")
@@ -292,9 +299,9 @@ def test_a_server_dies_in_a_load(job: Job, undisturbed: dict[str, Tensor]) -> No
 
 
 class Unreachable(NamedTuple):
-    """A fault of a store that is searched, and what the error says."""
+    """A fault of a store that is searched for checkpoints, and what the error says."""
 
-    fault: Fault | None  # None: the store is not there
+    fault: Fault | None  # None: the store is down
     error: str
 
 
@@ -302,15 +309,15 @@ UNANSWERED = "cannot search {url} for checkpoints: "
 UNREACHABLE = {
     "refuses to list": Unreachable(Fault("denies", "GET", "list-type"), "checkpoint {url}/last"),
     "never replies": Unreachable(Fault("stalls", "GET", "list-type"), UNANSWERED),
-    "is not there": Unreachable(None, UNANSWERED),
+    "is down": Unreachable(None, UNANSWERED),
 }
 
 
 @pytest.mark.parametrize(("fault", "error"), UNREACHABLE.values(), ids=UNREACHABLE)
-def test_last_is_not_missing_in_a_store_that(fault: Fault | None, error: str, job: Job) -> None:
-    """Every rank resumes or raises an error; no run starts anew and replaces the
-    checkpoints.
-    """
+def test_no_run_starts_anew_if_the_store_cannot_be_searched(
+    fault: Fault | None, error: str, job: Job
+) -> None:
+    """Every rank resumes or raises an error, so no checkpoint is replaced."""
     # With other numbers, Lightning lists the directory after us.
     save_only_last = {"save_top_k": 0, "strategy": {"stop_checkpoint": None}}
     job.run(epochs=1, save_top_k=0)
@@ -326,8 +333,8 @@ def test_last_is_not_missing_in_a_store_that(fault: Fault | None, error: str, jo
 
 @pytest.mark.parametrize(("method", "text"), [("PUT", "partNumber"), ("POST", "uploadId=")])
 def test_a_refused_upload_is_aborted(method: str, text: str, job: Job) -> None:
-    """Every rank raises the store's reason, also if the store refuses only one request;
-    no upload is left.
+    """Every rank raises the store's reason, also if it refuses only one request, and
+    nothing is left in the store.
     """
     first, second = errors_of(job.launch(epochs=1, fault=Fault("denies once", method, text)))
     assert first == second

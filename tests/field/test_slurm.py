@@ -3,20 +3,25 @@ undisturbed run.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.field import train
-from tests.field.slurm import Job, Slurm, why_unavailable
+from tests.field.slurm import End, Job, Slurm, why_unavailable
 from tests.harness.environment import free_port, skip_because
 
 TRAIN = str(Path(train.__file__))
 EXAMPLE = str(Path(__file__).parents[2] / "examples/slurm.sbatch")
 ONE_NODE = "--nodes=1 --ntasks-per-node=2"
 TWO_NODES = "--nodes=2 --ntasks-per-node=1"
+SRUN = "srun python"
 SLOWLY = "step=0.2"
+FINISHED = [End("COMPLETED", requeues=0)]
+FINISHED_AFTER_A_REQUEUE = [End("COMPLETED", requeues=1)]
+FAILED = [End("FAILED", requeues=0)]
 
 
 @pytest.fixture(scope="session")
@@ -28,9 +33,17 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def submit(
-    slurm: Slurm, cwd: Path, *arguments: str, options: str = ONE_NODE, start: str = "srun python"
+    slurm: Slurm, cwd: Path, *arguments: str, options: str = ONE_NODE, start: str = SRUN
 ) -> Job:
-    """Submit a job that trains with these arguments."""
+    """Submit a job that runs the training script.
+
+    Args:
+        slurm: where to submit it.
+        cwd: the working directory.
+        arguments: of the script.
+        options: of ``sbatch``.
+        start: the words before the script.
+    """
     quoted = " ".join(f"'{argument}'" for argument in arguments)
     return slurm.submit(*options.split(), f"--wrap={start} {TRAIN} {quoted}", cwd=cwd)
 
@@ -45,14 +58,20 @@ def starts_of(job: Job) -> set[int]:
     return set(map(int, steps))
 
 
+def stops_of(job: Job) -> list[int]:
+    """Return the steps after which all ranks stopped and saved."""
+    steps = re.findall(r"all ranks stop after step (\d+); saved to", job.output)
+    return list(map(int, steps))
+
+
 def expect_resumed(job: Job, undisturbed: set[str]) -> None:
     """Fail unless the job was requeued, continued after the step at which it stopped,
     and learned the same.
     """
-    assert job.wait() == [("COMPLETED", 1)], job.output
-    stops = re.findall(r"all ranks stop after step (\d+); saved to", job.output)
+    assert job.wait() == FINISHED_AFTER_A_REQUEUE, job.output
+    stops = stops_of(job)
     assert stops, job.output
-    assert starts_of(job) == {0, *map(int, stops)}, job.output
+    assert starts_of(job) == {0, *stops}, job.output
     assert weights_of(job) == undisturbed, job.output
     # Lightning's own handler, which ours replaces, logs "Bypassing SIGTERM" and does no more.
     assert "Bypassing" not in job.output
@@ -62,72 +81,73 @@ def expect_resumed(job: Job, undisturbed: set[str]) -> None:
 def undisturbed(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """The weights of a run that is not stopped."""
     job = submit(slurm, tmp_path_factory.mktemp("undisturbed"))
-    assert job.wait() == [("COMPLETED", 0)], job.output
+    assert job.wait() == FINISHED, job.output
     assert len(weights_of(job)) == 1
     return weights_of(job)
 
 
-# So that the signal for the limit does not arrive while the requeued job starts, which
-# kills it.
+class Stop(NamedTuple):
+    """A way to stop and requeue a job: the script's arguments, one of which acts on the
+    job, further options of ``sbatch``, and the words before the script.
+    """
+
+    arguments: Sequence[str]
+    options: str = ""
+    start: str = SRUN
+
+
+# The requeued job has a longer limit, or the signal for the limit arrives while it
+# starts, and kills it.
 LATER = "test -z $SLURM_RESTART_COUNT || scontrol update jobid=$SLURM_JOB_ID timelimit=20"
 USR1 = "act=scancel --signal=USR1 $SLURM_JOB_ID"
-IF_143 = """
+REQUEUE_ON_143 = """
 requeue_on_143() { "$@"; [ $? != 143 ] || scontrol requeue $SLURM_JOB_ID; }
 requeue_on_143 srun python"""
 STOPS = [
     pytest.param(
-        "--signal=USR1@30 --time=20",
-        f"{LATER}; srun python",
-        ["step=0.5", "act=scontrol update jobid=$SLURM_JOB_ID timelimit=1"],
+        Stop(
+            ["step=0.5", "act=scontrol update jobid=$SLURM_JOB_ID timelimit=1"],
+            options="--signal=USR1@30 --time=20",
+            start=f"{LATER}; {SRUN}",
+        ),
         id="--signal before the time limit",
         marks=pytest.mark.nightly,
     ),
     pytest.param(
-        "",
-        "srun python",
-        [SLOWLY, USR1, "resume="],
-        id="scancel --signal, without an argument to resume",
+        Stop([SLOWLY, USR1, "resume="]), id="scancel --signal, without an argument to resume"
     ),
     pytest.param(
-        "",
-        "srun python",
-        [SLOWLY, USR1, "stop_checkpoint=None"],
+        Stop([SLOWLY, USR1, "stop_checkpoint=None"]),
         id="without a stop checkpoint",
         marks=pytest.mark.nightly,
     ),
     pytest.param(
-        "",
-        "srun python",
-        [SLOWLY, "act=scontrol requeue $SLURM_JOB_ID"],
+        Stop([SLOWLY, "act=scontrol requeue $SLURM_JOB_ID"]),
         id="scontrol requeue",
         marks=pytest.mark.nightly,
     ),
     pytest.param(
-        "",
-        IF_143,
-        [SLOWLY, "act=scancel --signal=TERM $SLURM_JOB_ID"],
+        Stop([SLOWLY, "act=scancel --signal=TERM $SLURM_JOB_ID"], start=REQUEUE_ON_143),
         id="by the batch script",
         marks=pytest.mark.nightly,
     ),
 ]
 
 
-@pytest.mark.parametrize(("options", "start", "arguments"), STOPS)
-def test_requeued(
-    options: str,
-    start: str,
-    arguments: list[str],
-    slurm: Slurm,
-    undisturbed: set[str],
-    tmp_path: Path,
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_stopped_job_is_requeued_and_continues(
+    stop: Stop, slurm: Slurm, undisturbed: set[str], tmp_path: Path
 ) -> None:
-    """The job saves, is requeued, and continues with the next step."""
-    job = submit(slurm, tmp_path, *arguments, options=f"{ONE_NODE} {options}", start=start)
+    """The job saves, and after its requeue begins with the next step."""
+    options = f"{ONE_NODE} {stop.options}"
+    job = submit(slurm, tmp_path, *stop.arguments, options=options, start=stop.start)
     expect_resumed(job, undisturbed)
 
 
-def test_the_example(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
-    """``examples/slurm.sbatch`` works as it is."""
+def test_the_example_script_is_requeued_and_continues(
+    slurm: Slurm, undisturbed: set[str], tmp_path: Path
+) -> None:
+    """``examples/slurm.sbatch`` works unchanged."""
     expect_resumed(slurm.submit(EXAMPLE, TRAIN, SLOWLY, USR1, cwd=tmp_path), undisturbed)
 
 
@@ -139,12 +159,10 @@ PREEMPTIONS = [
 
 
 @pytest.mark.parametrize("options", PREEMPTIONS)
-def test_preempted_on_two_nodes(
+def test_a_preempted_job_on_two_nodes_is_requeued_and_continues(
     options: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
 ) -> None:
-    """A preempted job is requeued, also if it exits within its grace time, when SLURM
-    leaves that to the job.
-    """
+    """A job that exits within its grace time requeues itself, because SLURM does not."""
     arguments = ["step=0.5", "devices=1", "nodes=2"]
     preempted = submit(slurm, tmp_path, *arguments, options=f"{TWO_NODES} --exclusive {options}")
     preempted.wait_for_output("trains from step 0")
@@ -152,50 +170,58 @@ def test_preempted_on_two_nodes(
         "--partition=high", *TWO_NODES.split(), "--exclusive", "--wrap=true", cwd=tmp_path
     )
     expect_resumed(preempted, undisturbed)
-    assert urgent.wait() == [("COMPLETED", 0)]
+    assert urgent.wait() == FINISHED
+
+
+def once(command: str) -> str:
+    """Return the script's argument for a command that only the first job runs."""
+    return f"act=test -e stopped || {{ touch stopped; {command}; }}"
 
 
 ENDS = [
-    pytest.param("scancel $SLURM_JOB_ID", "CANCELLED", True, id="scancel"),
+    pytest.param("scancel $SLURM_JOB_ID", "CANCELLED", id="scancel"),
     pytest.param(
         "scancel --signal=TERM $SLURM_JOB_ID",
         "FAILED",
-        True,
         id="scancel --signal",
         marks=pytest.mark.nightly,
     ),
-    pytest.param("scancel $SLURM_JOB_ID.0", "FAILED", False, id="scancel of a step"),
     pytest.param(
         "scontrol update jobid=$SLURM_JOB_ID timelimit=1",
         "TIMEOUT",
-        True,
         id="time limit without --signal",
         marks=pytest.mark.nightly,
     ),
 ]
 
 
-@pytest.mark.parametrize(("act", "state", "is_saved"), ENDS)
-def test_not_requeued(
-    act: str, state: str, is_saved: bool, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+@pytest.mark.parametrize(("command", "state"), ENDS)
+def test_a_job_that_is_not_requeued_saves_and_a_new_job_continues(
+    command: str, state: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
 ) -> None:
-    """The job ends; if it saved, the same command in a new job continues."""
-    arguments = ["step=0.5", f"act=test -e stopped || {{ touch stopped; {act}; }}"]
+    """The same command, submitted again, begins with the next step."""
+    arguments = ["step=0.5", once(command)]
     job = submit(slurm, tmp_path, *arguments)
-    assert job.wait() == [(state, 0)], job.output
-    stops = re.findall(r"all ranks stop after step (\d+); saved to", job.output)
-    assert len(stops) == (1 if is_saved else 0), job.output
-    if is_saved:
-        again = submit(slurm, tmp_path, *arguments)
-        assert again.wait() == [("COMPLETED", 0)], again.output
-        assert starts_of(again) == {*map(int, stops)}, again.output
-        assert weights_of(again) == undisturbed
+    assert job.wait() == [End(state, requeues=0)], job.output
+    stops = stops_of(job)
+    assert len(stops) == 1, job.output
+    again = submit(slurm, tmp_path, *arguments)
+    assert again.wait() == FINISHED, again.output
+    assert starts_of(again) == set(stops), again.output
+    assert weights_of(again) == undisturbed
 
 
-def test_the_tasks_of_an_array_share_a_directory(slurm: Slurm, tmp_path: Path) -> None:
-    """Each task continues from the checkpoint that it saved itself, and a new job from
-    none.
-    """
+def test_a_job_whose_step_is_cancelled_saves_nothing(slurm: Slurm, tmp_path: Path) -> None:
+    """The job fails, and is not requeued."""
+    job = submit(slurm, tmp_path, "step=0.5", once("scancel $SLURM_JOB_ID.0"))
+    assert job.wait() == FAILED, job.output
+    assert stops_of(job) == [], job.output
+
+
+def test_each_task_of_an_array_continues_from_its_own_checkpoint(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    """The tasks share a directory; a new job there begins at step 0."""
     arguments = [
         SLOWLY,
         "act=scancel --signal=USR1 ${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
@@ -206,16 +232,16 @@ def test_the_tasks_of_an_array_share_a_directory(slurm: Slurm, tmp_path: Path) -
         f"--wrap=srun python {TRAIN} seed=$SLURM_ARRAY_TASK_ID {' '.join(map(repr, arguments))}",
         cwd=tmp_path,
     )
-    assert array.wait() == [("COMPLETED", 1)] * 2, array.output
+    assert array.wait() == FINISHED_AFTER_A_REQUEUE * 2, array.output
     alone = submit(slurm, tmp_path, "seed=1", "resume=")
-    assert alone.wait() == [("COMPLETED", 0)], alone.output
+    assert alone.wait() == FINISHED, alone.output
     assert starts_of(alone) == {0}
     assert len(weights_of(array)) == 2
     assert weights_of(alone) < weights_of(array), array.output
 
 
 DIED = r"^\[rank 0\] RankDiedError: rank 1 \(host .+\) died"
-FAULTS = [
+FAILURES = [
     pytest.param(
         "srun --kill-on-bad-exit=0", "act=death of 1", DIED, id="killed", marks=pytest.mark.nightly
     ),
@@ -231,14 +257,15 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("srun", "act", "sentence"), FAULTS)
-def test_a_failed_task(srun: str, act: str, sentence: str, slurm: Slurm, tmp_path: Path) -> None:
-    """The other task names the failed rank and saves, and the job fails."""
+@pytest.mark.parametrize(("srun", "act", "message"), FAILURES)
+def test_a_failed_task_is_named_by_the_other_one_which_saves(
+    srun: str, act: str, message: str, slurm: Slurm, tmp_path: Path
+) -> None:
+    """The checkpoint has the fourth step, in which the task fails; the job fails."""
     arguments = [SLOWLY, act, "rescue_checkpoint=rescued.ckpt"]
     job = submit(slurm, tmp_path, *arguments, start=f"{srun} python")
-    assert job.wait() == [("FAILED", 0)], job.output
-    assert re.search(sentence, job.output, re.MULTILINE), job.output
-    # ``act`` runs in the fourth step.
+    assert job.wait() == FAILED, job.output
+    assert re.search(message, job.output, re.MULTILINE), job.output
     assert "[rank 0] saved step 4 to" in job.output, job.output
 
 
@@ -247,19 +274,19 @@ LATE = """srun --kill-on-bad-exit=1 bash -c '
 until [ $SLURM_PROCID = 0 ] || [ -e go ]; do sleep 0.1; done; exec "$@"' - python"""
 
 
-def test_a_late_task(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
-    """The first task waits for it."""
+def test_a_task_waits_for_a_late_one(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
+    """The run learns the same as without the delay."""
     job = submit(slurm, tmp_path, start=LATE)
     job.wait_for_output("Seed set to")
     (tmp_path / "go").touch()
-    assert job.wait() == [("COMPLETED", 0)], job.output
+    assert job.wait() == FINISHED, job.output
     assert weights_of(job) == undisturbed
 
 
-def test_a_missing_task(slurm: Slurm, tmp_path: Path) -> None:
-    """The first task names it after ``init_timeout``, and the job fails."""
+def test_a_missing_task_is_named(slurm: Slurm, tmp_path: Path) -> None:
+    """The first task raises an error after ``init_timeout``, and the job fails."""
     job = submit(slurm, tmp_path, "init_timeout=3", start=LATE)
-    assert job.wait() == [("FAILED", 0)], job.output
+    assert job.wait() == FAILED, job.output
     assert re.search(r"MissingRanksError: rank 1 of 2 did not connect to tcp://n1:\d+", job.output)
 
 
@@ -271,53 +298,50 @@ METHODS = [
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_init_methods_on_two_nodes(
+def test_ranks_on_two_nodes_connect_by_each_init_method(
     method: str, slurm: Slurm, undisturbed: set[str], shared_dir: Path, tmp_path: Path
 ) -> None:
-    """The ranks connect by each of them."""
-    where = method.format(port=free_port(), directory=shared_dir)
-    arguments = ["devices=1", "nodes=2", f"init_method={where}"]
+    """Rank 0 logs the init method, and two nodes learn the same as one."""
+    init_method = method.format(port=free_port(), directory=shared_dir)
+    arguments = ["devices=1", "nodes=2", f"init_method={init_method}"]
     job = submit(slurm, tmp_path, *arguments, options=TWO_NODES)
-    assert job.wait() == [("COMPLETED", 0)], job.output
+    assert job.wait() == FINISHED, job.output
     assert weights_of(job) == undisturbed
-    assert f"process group: gloo, 2 ranks, {where}" in job.output
+    assert f"process group: gloo, 2 ranks, {init_method}" in job.output
 
 
-FORMED = "process group: gloo, 2 ranks"
-INTERACTIVE = [
-    pytest.param(
-        "srun python", "srun started 2 tasks, but Lightning ignores SLURM", False, id="srun"
-    ),
-    pytest.param(
-        "srun --job-name=train python",
-        FORMED,
-        True,
-        id="srun with a name",
-        marks=pytest.mark.nightly,
-    ),
-    pytest.param("python", FORMED, True, id="without srun", marks=pytest.mark.nightly),
-]
-
-
-@pytest.mark.parametrize(("start", "sentence", "trains"), INTERACTIVE)
-def test_in_an_interactive_job(
-    start: str, sentence: str, trains: bool, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+def test_srun_without_a_job_name_is_refused_in_an_interactive_job(
+    slurm: Slurm, tmp_path: Path
 ) -> None:
-    """In ``salloc``, tasks that would train alone raise an error; the other ways train."""
-    ended = slurm.run("salloc", *ONE_NODE.split(), *start.split(), TRAIN, cwd=tmp_path)
-    assert sentence in ended.stdout, ended.stdout
-    assert (ended.returncode == 0) == trains, ended.stdout
-    assert train.weights_in(ended.stdout) == (undisturbed if trains else set())
+    """In ``salloc``, Lightning would let each of the two tasks train alone."""
+    ended = slurm.run("salloc", *ONE_NODE.split(), *SRUN.split(), TRAIN, cwd=tmp_path)
+    assert ended.returncode != 0
+    assert "srun started 2 tasks, but Lightning ignores SLURM" in ended.stdout, ended.stdout
+    assert train.weights_in(ended.stdout) == set()
 
 
-def test_two_steps_of_a_job(slurm: Slurm, undisturbed: set[str], tmp_path: Path) -> None:
-    """They have the same port: the ranks of one train, and those of the other raise an
-    error.
+@pytest.mark.nightly
+@pytest.mark.parametrize("start", ["srun --job-name=train python", "python"])
+def test_two_ranks_train_in_an_interactive_job(
+    start: str, slurm: Slurm, undisturbed: set[str], tmp_path: Path
+) -> None:
+    """In ``salloc``, srun starts both ranks if it has a job name; without srun, the
+    first rank starts the second.
     """
+    ended = slurm.run("salloc", *ONE_NODE.split(), *start.split(), TRAIN, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout
+    assert "process group: gloo, 2 ranks" in ended.stdout
+    assert train.weights_in(ended.stdout) == undisturbed
+
+
+def test_one_of_two_steps_with_the_same_port_trains(
+    slurm: Slurm, undisturbed: set[str], tmp_path: Path
+) -> None:
+    """The ranks of one step train, and those of the other raise an error."""
     step = f"srun --exact --ntasks-per-node=2 --ntasks=2 python {TRAIN}"
     options = ["--nodes=1", "--ntasks-per-node=4"]
     job = slurm.submit(*options, f"--wrap={step} root=a & {step} root=b & wait", cwd=tmp_path)
-    assert job.wait() == [("COMPLETED", 0)], job.output
+    assert job.wait() == FINISHED, job.output
     assert len(re.findall(r"^weights", job.output, re.MULTILINE)) == 2, job.output
     assert weights_of(job) == undisturbed
     refused = (
@@ -327,52 +351,58 @@ def test_two_steps_of_a_job(slurm: Slurm, undisturbed: set[str], tmp_path: Path)
     assert sorted(re.findall(refused, job.output, re.MULTILINE)) == ["0", "1"], job.output
 
 
+class Mistake(NamedTuple):
+    """A job whose tasks do not become the Trainer's ranks, and what its error says."""
+
+    error: str
+    options: str = ONE_NODE
+    start: str = SRUN
+    arguments: Sequence[str] = ()
+
+
 DIFFERENT = "devices * num_nodes must equal world_size"
 IGNORED = "Lightning ignores SLURM in a job named {!r}"
 MISTAKES = [
-    pytest.param(ONE_NODE, "python", [], "this script runs without srun", id="without srun"),
     pytest.param(
-        f"{ONE_NODE} --job-name=bash",
-        "srun python",
-        [],
-        IGNORED.format("bash"),
+        Mistake("this script runs without srun", start="python"),
+        id="without srun",
+    ),
+    pytest.param(
+        Mistake(IGNORED.format("bash"), options=f"{ONE_NODE} --job-name=bash"),
         id="a job named bash",
     ),
     pytest.param(
-        f"{ONE_NODE} --job-name=interactive",
-        "srun python",
-        [],
-        IGNORED.format("interactive"),
+        Mistake(IGNORED.format("interactive"), options=f"{ONE_NODE} --job-name=interactive"),
         id="a job named interactive",
         marks=pytest.mark.nightly,
     ),
-    pytest.param("--ntasks-per-node=1", "srun python", [], DIFFERENT, id="fewer tasks"),
     pytest.param(
-        ONE_NODE,
-        "srun python",
-        ["devices=4"],
-        DIFFERENT,
+        Mistake(DIFFERENT, options="--ntasks-per-node=1"),
+        id="fewer tasks",
+    ),
+    pytest.param(
+        Mistake(DIFFERENT, arguments=["devices=4"]),
         id="more devices",
         marks=pytest.mark.nightly,
     ),
     pytest.param(
-        ONE_NODE,
-        "srun python",
-        ["nodes=2"],
-        DIFFERENT,
+        Mistake(DIFFERENT, arguments=["nodes=2"]),
         id="another node",
         marks=pytest.mark.nightly,
     ),
-    pytest.param(ONE_NODE, "SLURM_NTASKS=1 python", [], DIFFERENT, id="an editor's terminal"),
+    pytest.param(
+        Mistake(DIFFERENT, start="SLURM_NTASKS=1 python"),
+        id="an editor's terminal",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("options", "start", "arguments", "sentence"), MISTAKES)
-def test_mistakes_are_named(
-    options: str, start: str, arguments: list[str], sentence: str, slurm: Slurm, tmp_path: Path
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_tasks_that_do_not_fit_the_trainer_are_refused(
+    mistake: Mistake, slurm: Slurm, tmp_path: Path
 ) -> None:
-    """Tasks that do not become the Trainer's ranks raise an error with the remedy."""
-    job = submit(slurm, tmp_path, *arguments, options=options, start=start)
-    assert job.wait() == [("FAILED", 0)], job.output
-    assert sentence in job.output
-    assert not starts_of(job)
+    """The error has the remedy, and no rank trains."""
+    job = submit(slurm, tmp_path, *mistake.arguments, options=mistake.options, start=mistake.start)
+    assert job.wait() == FAILED, job.output
+    assert mistake.error in job.output
+    assert starts_of(job) == set()

@@ -24,7 +24,7 @@ MAY_RETURN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Job:
-    """A job whose agents share a directory and meet at a port; the first one started
+    """A job whose agents share a directory and connect to a port; the first one started
     listens there.
     """
 
@@ -62,14 +62,14 @@ class Job:
 
 
 def run(directory: Path, *arguments: str) -> str:
-    """Return what two nodes write until both succeed."""
+    """Return the output of two nodes; fail unless both succeed."""
     job = Job(directory, *arguments)
     with job.start_agent() as first, job.start_agent() as second:
         return output_of_all([*first.wait(), *second.wait()])
 
 
 class Start(NamedTuple):
-    """The step from which ranks trained, and how many they were."""
+    """The step from which ranks trained, and their number."""
 
     step: int
     ranks: int
@@ -101,18 +101,21 @@ def expect_resumed(output: str, undisturbed: set[str]) -> None:
     """
     stops = stops_in(output)
     assert len(stops) == 1, output
-    assert starts_in(output) == [Start(0, 2), Start(stops[0], 2)], output
+    steps = [0, *stops]
+    assert starts_in(output) == [Start(step, ranks=2) for step in steps], output
     assert train.weights_in(output) == undisturbed, output
 
 
 @pytest.mark.parametrize("fault", ["death of 0", "death of 1", "error of 0", "error of 1"])
-def test_a_failed_rank(fault: str, undisturbed: set[str], tmp_path: Path) -> None:
+def test_ranks_are_restarted_after_one_fails(
+    fault: str, undisturbed: set[str], tmp_path: Path
+) -> None:
     """Both agents restart their ranks, which continue after the last finished step."""
     expect_resumed(run(tmp_path, "step=0.1", f"act={fault}", RESCUE), undisturbed)
 
 
-def test_a_killed_agent_returns(undisturbed: set[str], tmp_path: Path) -> None:
-    """The other agent waits for another one, and no step is lost."""
+def test_an_agent_replaces_a_killed_one(undisturbed: set[str], tmp_path: Path) -> None:
+    """The other agent waits for the new one, and no step is lost."""
     job = Job(tmp_path, "step=0.5", RESCUE, env=MAY_RETURN)
     with job.start_agent() as first, job.start_agent() as second:
         second.wait_for_output("trains from step 0", 0)
@@ -122,8 +125,8 @@ def test_a_killed_agent_returns(undisturbed: set[str], tmp_path: Path) -> None:
             expect_resumed(output_of_all([*first.wait(), *third.wait()]), undisturbed)
 
 
-def test_sigterm_to_an_agent(undisturbed: set[str], tmp_path: Path) -> None:
-    """All ranks save; with another agent, the job continues with the next step."""
+def test_all_ranks_save_after_sigterm_to_an_agent(undisturbed: set[str], tmp_path: Path) -> None:
+    """With a new agent, the job continues with the next step."""
     job = Job(tmp_path, "step=0.5", env=MAY_RETURN)
     with job.start_agent() as first, job.start_agent() as second:
         second.wait_for_output("trains from step 0", 0)
@@ -136,19 +139,20 @@ def test_sigterm_to_an_agent(undisturbed: set[str], tmp_path: Path) -> None:
 
 def last_step_after(starts: list[Start]) -> int:
     """Return the step at which two ranks finish if each batch is trained once."""
-    batches = 2 * train.STEPS
+    batches = 2 * train.STEPS  # of the epoch
     trained = sum(
         (following.step - start.step) * start.ranks
         for start, following in itertools.pairwise(starts)
     )
-    return starts[-1].step + math.ceil((batches - trained) / 2)
+    last_start = starts[-1]
+    return last_start.step + math.ceil((batches - trained) / 2)
 
 
 @pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
-def test_a_range_of_nodes(loss: signal.Signals, tmp_path: Path) -> None:
-    """Without a lost node the others continue, and with it if it returns; each sample
-    is trained once.
-    """
+def test_a_job_of_one_or_two_nodes_trains_each_sample_once(
+    loss: signal.Signals, tmp_path: Path
+) -> None:
+    """One node continues without the lost one, and both continue when it returns."""
     job = Job(tmp_path, "step=0.5", RESCUE, nodes="1:2", env=MAY_RETURN)
     with job.start_agent() as first, job.start_agent() as second:
         second.wait_for_output("rank 1 of 2 trains from step", 0)
@@ -156,7 +160,8 @@ def test_a_range_of_nodes(loss: signal.Signals, tmp_path: Path) -> None:
         first.wait_for_output("rank 0 of 1 trains from step", 0)
         with job.start_agent() as third:
             output = output_of_all([*first.wait(), *third.wait()])
-            output += second.wait()[0].output
+            (lost,) = second.wait()
+            output += lost.output
     starts = starts_in(output)
     assert [start.step for start in starts] == [0, *stops_in(output)], output
     assert [start.ranks for start in starts[-2:]] == [1, 2], output

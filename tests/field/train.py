@@ -1,8 +1,9 @@
-"""The training script of these tests: an epoch of small steps, in which the job may act
-on itself.
+"""Train for an epoch of small steps, as a script that the field tests start, and act in
+the fourth step.
 
-The arguments are ``name=value``. Each rank prints its first and its last step, and a
-fingerprint of the weights at the end, which ``weights_in`` reads.
+The script's arguments are those of ``main``, as ``name=value``. Each rank prints its
+first and its last step, and a fingerprint of the weights at the end, which
+``weights_in`` reads.
 """
 
 import os
@@ -36,19 +37,18 @@ def main(
     step: str = "0",
     **strategy: str,
 ) -> None:
-    """Train, and in the first start run the command ``act`` on rank 0 in the fourth
-    step.
+    """Train; in the fourth step of the first start, do what ``act`` says.
 
     Args:
         devices: the Trainer's.
         nodes: the Trainer's ``num_nodes``, unless torchrun says how many there are.
         seed: the seed of the model.
         resume: ``ckpt_path``.
-        act: a shell command; ``death of 1`` kills rank 1, and ``error of 1`` lets it
-            raise an error.
+        act: a shell command, which rank 0 runs, or one of two faults: ``death of 1``
+            kills rank 1, and ``error of 1`` raises an error there.
         root: ``default_root_dir``.
-        step: seconds that a step takes before the first stop and while ranks are
-            missing, so that signals arrive before the end.
+        step: seconds that a step takes, so that signals arrive before the end; a
+            resumed run with all ranks takes no such time.
         strategy: arguments of the strategy, numbers or ``None`` among them.
     """
     L.seed_everything(int(seed))
@@ -93,9 +93,7 @@ def is_first_start() -> bool:
 
 
 class Steps(L.Callback):
-    """Prints each run's first step, and makes steps take time, as those of real models
-    do.
-    """
+    """Prints each run's first step, and makes steps take time; see ``main``."""
 
     def __init__(self, seconds: float, ranks: int) -> None:
         self._seconds = seconds

@@ -5,11 +5,11 @@ them.
 import platform
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ from tests.gpu.placement import GLOO, GPU, IS_GPU, ON_ONE_CARD, ONE_EACH, Placem
 from tests.harness.environment import skip_because
 from tests.harness.ranks import launch_ranks
 
-# Names of a test's properties, from which the table is made.
+# Names of a test's properties, from which the table is made: its first sentence, and
+# descriptions of the places where it ran.
 PROVES = "proves"
 MACHINE = "machine"
 NCCL_RANKS = "ranks of NCCL"
@@ -30,7 +31,11 @@ SECONDS_TO_REDUCE = 60
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPUs that torch uses, in words; or the reason why it uses none."""
+    """The number of GPUs that torch can use, and a description for the table.
+
+    Attributes:
+        missing: the reason why torch uses none, if so.
+    """
 
     cards: int
     description: str
@@ -39,20 +44,22 @@ class Machine:
 
 @dataclass(frozen=True)
 class NcclPlace:
-    """Where two ranks of NCCL work, in words also; no placement if nowhere."""
+    """A placement in which two ranks of NCCL work, None if there is none, and its
+    description for the table.
+    """
 
     placement: Placement | None
     description: str
 
 
-def use_gpu(rank: int, world_size: int) -> tuple[int, str]:
-    """Use a GPU, and return the number of GPUs and a description; in a process that
-    ends, because its context would remain.
+def use_gpu(rank: int, world_size: int) -> Machine:
+    """Use a GPU and describe all of them, on a rank, because the GPU's context remains
+    until the process exits.
     """
     torch.ones(1, device=GPU)
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return len(names), f"{', '.join(names)}; CUDA {torch.version.cuda}, NCCL {nccl}"
+    return Machine(len(names), f"{', '.join(names)}; CUDA {torch.version.cuda}, NCCL {nccl}")
 
 
 def cards_of_driver() -> list[str]:
@@ -74,9 +81,9 @@ def machine() -> Machine:
     listed = cards_of_driver()
     [outcome] = launch_ranks(use_gpu, 1)
     if outcome.result is not None:
-        cards, description = outcome.result
         driver = listed[0].rpartition(", ")[2] if listed else "unknown"
-        return Machine(cards, f"{description}, driver {driver}; {versions}")
+        description = f"{outcome.result.description}, driver {driver}; {versions}"
+        return replace(outcome.result, description=description)
     if listed:
         reason = f"nvidia-smi lists {listed}, but {versions} cannot use them: {outcome.story()}"
         pytest.fail(reason, pytrace=False)
@@ -99,8 +106,8 @@ def nccl(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> NcclPlac
 
 
 def why_not(placement: Placement, directory: Path) -> str | None:
-    """Return why ranks that are placed like this cannot reduce a number; ``None`` if
-    they can.
+    """Return the reason why ranks in this placement cannot reduce a number, or
+    ``None``.
     """
     time_limit = SECONDS_TO_REDUCE * 1.5
     try:
@@ -141,8 +148,8 @@ def needs_gpu(machine: Machine, record_property: Callable[[str, object], None]) 
 def placement(
     request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> Placement:
-    """Return where two ranks run, which share a GPU unless they use NCCL and there are
-    several.
+    """Return a placement of two ranks. They share a GPU, unless they use NCCL on a
+    machine with several.
     """
     if request.param == "gloo":
         return GLOO
@@ -161,35 +168,55 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.user_properties.append((PROVES, sentence.rstrip(".")))
 
 
+class Result(NamedTuple):
+    """One test's row of the table, before cases of the same test are joined.
+
+    Attributes:
+        sentence: what the test proves.
+        outcome: such as "passed" or "skipped (needs two GPUs)".
+        case: the test's parameters; empty if it has none.
+        places: descriptions of the machine, and of the ranks of NCCL.
+    """
+
+    sentence: str
+    outcome: str
+    case: str
+    places: list[str]
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print a table for docs/reference/compatibility.md: a row for each sentence, with
-    the cases of each result.
+    the cases of each outcome.
     """
-    cases: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    facts: dict[str, None] = {}  # in order, without repetitions
+    results = list(_results_in(terminalreporter))
+    if not results:
+        return
+    places = dict.fromkeys(place for result in results for place in result.places)
+    terminalreporter.section("what this proves")
+    terminalreporter.write_line(f"| {'; '.join(places)} | Result |\n| --- | --- |")
+    for sentence in dict.fromkeys(result.sentence for result in results):
+        cases: dict[str, list[str]] = defaultdict(list)
+        for result in results:
+            if result.sentence == sentence:
+                cases[result.outcome].append(result.case)
+        cells = [f"{outcome}{_listed(names)}" for outcome, names in cases.items()]
+        terminalreporter.write_line(f"| {sentence} | {'; '.join(cells)} |")
+
+
+def _results_in(terminalreporter: Any) -> Iterator[Result]:
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, ()):
             properties = dict(getattr(report, "user_properties", ()))
             if PROVES in properties:
-                facts |= {
-                    properties[name]: None for name in (MACHINE, NCCL_RANKS) if name in properties
-                }
-                cases[properties[PROVES]][_result_in(outcome, report)].append(_case_of(report))
-    if cases:
-        terminalreporter.section("what this proves")
-        terminalreporter.write_line(f"| {'; '.join(facts)} | Result |\n| --- | --- |")
-    for sentence, cases_by_result in cases.items():
-        cells = [f"{result}{_listed(names)}" for result, names in cases_by_result.items()]
-        terminalreporter.write_line(f"| {sentence} | {'; '.join(cells)} |")
+                places = [properties[name] for name in (MACHINE, NCCL_RANKS) if name in properties]
+                _, _, case = report.nodeid.partition("[")
+                yield Result(
+                    properties[PROVES], _with_reason(outcome, report), case.rstrip("]"), places
+                )
 
 
-def _case_of(report: Any) -> str:
-    """Return the parameters of a test; empty if it has none."""
-    _, _, case = report.nodeid.partition("[")
-    return case.rstrip("]")
-
-
-def _result_in(outcome: str, report: Any) -> str:
+def _with_reason(outcome: str, report: Any) -> str:
+    """Return the outcome; if the test was skipped, with the reason."""
     is_skipped = outcome == "skipped" and isinstance(report.longrepr, tuple)
     return f"skipped ({report.longrepr[2].removeprefix('Skipped: ')})" if is_skipped else outcome
 

@@ -37,7 +37,7 @@ def torch_devices(names: Sequence[str]) -> list[torch.device]:
 
 @dataclass(frozen=True)
 class Placement:
-    """A backend, and the device of each rank."""
+    """A backend, the device of each rank, and variables that the backend needs there."""
 
     backend: str
     devices: tuple[str, ...]
@@ -45,11 +45,10 @@ class Placement:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The strategy's options; for use on a rank."""
-        backend = training.backend(self.backend)
+        """The strategy's options; for use on a rank, which may register the backend."""
         return {
             "parallel_devices": torch_devices(self.devices),
-            "process_group_backend": backend,
+            "process_group_backend": training.backend(self.backend),
         }
 
     @property
@@ -109,7 +108,9 @@ class Wide(training.Net):
 
 
 def hold_device(seconds: float) -> None:
-    """Keep the current stream of a GPU busy, without waiting for it; on a CPU, wait."""
+    """Keep the current stream of a GPU busy, and return before it is idle again; on a
+    CPU, wait.
+    """
     if not IS_GPU:
         threading.Event().wait(seconds)
         return

@@ -49,17 +49,21 @@ class Measured(training.Net):
         return loss
 
 
-def options_of(kind: training.Kind, batchnorm_group_size: int | None) -> dict[str, Any]:
-    """Return the Trainer's options for ours, which saves in the background, or for
-    stock, which has one BatchNorm group of all ranks.
+def options_of(
+    kind: training.Kind, batchnorm_group_size: int | None, saver: ModelCheckpoint
+) -> dict[str, Any]:
+    """Return the Trainer's options. Stock's BatchNorm group has all ranks, whatever its
+    size here; ours saves in the background.
     """
+    options: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True}
+    is_synchronised = batchnorm_group_size is not None
     if kind == "stock":
-        return {"sync_batchnorm": batchnorm_group_size is not None, "callbacks": []}
-    ours = {"plugins": [RankZeroCheckpointIO(background=True)], "callbacks": []}
-    if batchnorm_group_size is None:
-        return ours
-    conversion = SyncBatchNormConversion(process_group=batchnorm_group_size)
-    return {**ours, "callbacks": [conversion], "strategy": {"broadcast_buffers": False}}
+        return {**options, "sync_batchnorm": is_synchronised}
+    options["plugins"] = [RankZeroCheckpointIO(background=True)]
+    if is_synchronised:
+        options["callbacks"].append(SyncBatchNormConversion(process_group=batchnorm_group_size))
+        options["strategy"] = {"broadcast_buffers": False}
+    return options
 
 
 def run_all_stages(
@@ -74,9 +78,7 @@ def run_all_stages(
     L.seed_everything(1)
     model = Measured()
     saver = ModelCheckpoint(directory / kind / placement.backend, save_last=True)
-    options = options_of(kind, batchnorm_group_size)
-    options["callbacks"].append(saver)
-    options["enable_checkpointing"] = True
+    options = options_of(kind, batchnorm_group_size, saver)
     placement.trainer(directory, kind, **options).fit(model)
     assert dist.get_backend() == placement.backend
 

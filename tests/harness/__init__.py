@@ -1,3 +1,1 @@
-"""Provide what tests share: rank processes, scripts, hosts, leak checks, and one small
-training.
-"""
+"""Provide what tests share: rank processes, scripts, hosts, and a small training."""

@@ -1,5 +1,5 @@
 """Provide what a test needs of its machine: variables as launchers set them, free
-ports, a reason to skip, and the processes that it has started.
+ports, skipping, waiting, and the processes that a test run has started.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-NEED_EVERYTHING = "DDPX_TESTS_NEED_EVERYTHING"
+_NEED_EVERYTHING = "DDPX_TESTS_NEED_EVERYTHING"
 # In the environment of every process that a test run starts; that of a script begins
 # with that of the test run.
 MARK = "TEST_HARNESS_MARK"
@@ -87,11 +87,11 @@ _reservations: list[socket.socket] = []
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free TCP port below the range of the kernel, which no other test of this
-    machine chooses.
+    """Return a free TCP port, which no other test on this machine gets while this process
+    runs.
 
-    While this process runs, a Unix socket of an abstract name reserves it; other
-    programs may still take it.
+    A Unix socket of an abstract name reserves it. Other programs may still take the
+    port, but the kernel does not choose it, because it is below the kernel's range.
     """
     chosen_by_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
     lowest = int(chosen_by_kernel.read_text().split()[0]) if chosen_by_kernel.exists() else 32768
@@ -107,7 +107,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def loopback() -> list[str]:
-    """Return the loopback addresses of this machine; containers may lack that of IPv6."""
+    """Return the loopback addresses of this machine; containers may lack IPv6's."""
     addresses = []
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with suppress(OSError), socket.socket(family) as listener:
@@ -117,13 +117,13 @@ def loopback() -> list[str]:
 
 
 def skip_because(reason: str | None) -> None:
-    """Skip a test that cannot run here, if there is a reason; fail instead where every
-    test has to run.
+    """Skip a test for a reason, if there is one; fail instead where every test must
+    run.
     """
     if reason is None:
         return
-    if os.environ.get(NEED_EVERYTHING):
-        pytest.fail(f"this test has to run, as {NEED_EVERYTHING} is set: {reason}")
+    if os.environ.get(_NEED_EVERYTHING):
+        pytest.fail(f"this test must run, because {_NEED_EVERYTHING} is set: {reason}")
     pytest.skip(reason)
 
 
@@ -141,8 +141,8 @@ def wait_until(
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Return the processes whose initial environment has a mark that begins with this
-    one.
+    """Return the processes that were started with this mark in their environment; a
+    prefix of marks finds all of them.
     """
     variable = f"\0{MARK}={mark}".encode()
     processes = []
@@ -156,7 +156,7 @@ def marked(mark: str) -> list[psutil.Process]:
 def wait_until_exited(
     find: Callable[[], Collection[psutil.Process]], seconds: float
 ) -> Collection[psutil.Process]:
-    """Wait up to ``seconds`` until ``find`` returns nothing; return what is left."""
+    """Wait up to ``seconds`` until ``find`` returns nothing; return what still runs."""
     deadline = time.monotonic() + seconds
     while True:
         running = find()

@@ -1,7 +1,8 @@
-"""Import, look up and run, once in the server of rank processes, what all of them need.
+"""Do once, in the server of rank processes, what each rank would otherwise repeat:
+imports, look-ups, and the work of a first run.
 
 The server imports this module before any other. Garbage collection is off meanwhile: it
-would take a tenth of the time and find nothing.
+would take a tenth of the time and free nothing.
 """
 
 import functools
@@ -46,8 +47,8 @@ def warm_up() -> None:
 
 
 gc.disable()
-# Each Trainer reads the metadata of all installed packages, which takes longer than all
-# else that its constructor does.
+# Each Trainer reads the metadata of all installed packages, which takes longer than the
+# rest of its constructor.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 for _name in _MODULES:
     importlib.import_module(_name)

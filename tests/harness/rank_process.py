@@ -37,7 +37,9 @@ _sending = threading.Lock()
 
 
 class Message(NamedTuple):
-    """What a rank sends to its test."""
+    """A rank's message to its test: a point that it has reached, with a value, or the
+    result or the error of its function.
+    """
 
     kind: Literal["point", "result", "error"]
     value: Any
@@ -55,7 +57,7 @@ class RankError:
     type_name: str
     message: str
     traceback: str
-    pickled: bytes  # with its cause; empty where it cannot be pickled
+    pickled: bytes  # the exception and its cause; empty if they cannot be pickled
     at: float
 
     @classmethod
@@ -78,8 +80,8 @@ class RankError:
 def start_server() -> None:
     """Start the server that forks ranks, unless it runs; it imports in the background.
 
-    Where coverage is measured, it does not import the package, since measuring begins
-    when a rank does.
+    If coverage is measured, the server does not import the package: measuring begins
+    with the rank, and would miss the lines that an import runs.
     """
     package = [] if measured_coverage() else ["lightning_ddp_ext"]
     CONTEXT.set_forkserver_preload(["tests.harness.preload", *package])
@@ -126,7 +128,7 @@ def run_rank(
     world_size: int,
     call: bytes,
     *,
-    place: Host | None,
+    host: Host | None,
     environment: dict[str, str],
     cwd: str,
     output: Path,
@@ -144,8 +146,8 @@ def run_rank(
     gc.freeze()
     os.setpgid(0, 0)  # so that the rank and what it forks can be ended together
     _write_to(output, time_limit)
-    if place is not None:
-        place.enter()
+    if host is not None:
+        host.enter()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)

@@ -1,20 +1,22 @@
 """Run a function on several real rank processes; CONTRIBUTING.md has an example.
 
-Each way calls ``function(rank, world_size, *args, **kwargs)`` on every rank; function,
-arguments and results travel by pickle. Ranks get a copy of the test's environment,
-changed by ``env``. But they are forked from a server that has imported torch, Lightning
-and this package: what these read from the environment on import is tested with
-``scripts``.
+``function(rank, world_size, *args, **kwargs)`` is called on every rank; function,
+arguments and results are pickled. Ranks get a copy of the test's environment, changed
+by ``env``. They are forked from a server that has imported torch, Lightning and this
+package, so a variable that these read on import needs a test with ``scripts``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import os
 import pickle
 import signal
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
@@ -22,8 +24,15 @@ from typing import Any
 
 from tests.harness.environment import Environment, by_hand_env, environment_of, free_port
 from tests.harness.network import Host
-from tests.harness.outcomes import Outcome, Rank, output_of_all, stories
-from tests.harness.rank_process import announce, hold, start_server
+from tests.harness.outcomes import Outcome, output_of_all, stories
+from tests.harness.rank_process import (
+    CONTEXT,
+    Message,
+    announce,
+    hold,
+    run_rank,
+    start_server,
+)
 
 __all__ = [
     "Environment",
@@ -41,6 +50,7 @@ __all__ = [
 
 _SECONDS_TO_POINT = 120.0  # or to an output
 _SECONDS_TO_EXIT = 60.0  # for a rank that was told to write its stacks, or was killed
+_PIPE_SIZE = 1 << 20  # bytes that a rank can write while its test does not read
 
 
 def run_ranks(
@@ -85,8 +95,8 @@ class RankProcesses:
         env: changes to the environment, see ``Environment``; by default several ranks
             have the variables of ranks that a user starts by hand, and a single process
             has none.
-        namespaces: one place per rank (a host of ``network``), or None for the test's
-            own.
+        namespaces: for each rank a host of ``network``, or None for this machine.
+        kwargs: arguments of the function.
     """
 
     def __init__(
@@ -105,8 +115,8 @@ class RankProcesses:
         if env is None:
             env = by_hand_env(world_size) if world_size > 1 else {}
         self._env = env
-        self._places = namespaces or [None] * world_size
-        self._ranks: list[Rank] = []
+        self._hosts = namespaces or [None] * world_size
+        self._ranks: list[_Rank] = []
 
     def __enter__(self) -> RankProcesses:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -120,12 +130,12 @@ class RankProcesses:
         self._deadline = time.monotonic() + self._time_limit
         return self
 
-    def _start(self, number: int) -> Rank:
-        return Rank(
+    def _start(self, number: int) -> _Rank:
+        return _Rank(
             number,
             self._world_size,
             self._call,
-            place=self._places[number],
+            host=self._hosts[number],
             environment=environment_of(number, self._env),
             cwd=os.getcwd(),
             output=Path(self._directory.name, f"{number}.output"),
@@ -144,7 +154,7 @@ class RankProcesses:
         return {number: rank.outcome.pid for number, rank in enumerate(self._ranks)}
 
     def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
-        """Send a signal to the rank's process, not to its children; fail if it has
+        """Send a signal to the rank's process, not to its children; fail if the rank has
         exited.
         """
         self._receive(0.0)
@@ -182,11 +192,11 @@ class RankProcesses:
         self._receive_while(lambda: any(rank.runs for rank in awaited), self._deadline)
         if any(rank.runs for rank in awaited):
             raise AssertionError(
-                f"not all ranks had ended after {self._time_limit} s\n\n{self._end_with_stacks()}"
+                f"ranks still ran after {self._time_limit} s\n\n{self._end_with_stacks()}"
             )
         return [rank.outcome for rank in awaited]
 
-    def _running(self) -> list[Rank]:
+    def _running(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.runs]
 
     def _wait_until(self, condition: Callable[[], bool], action: str, number: int) -> None:
@@ -197,6 +207,7 @@ class RankProcesses:
         assert condition(), f"rank {number} did not {action} {limit}:\n{rank.outcome.story()}"
 
     def _receive_while(self, condition: Callable[[], object], deadline: float) -> None:
+        """Receive from the ranks as long as the condition holds, up to a deadline."""
         while condition() and time.monotonic() < deadline:
             self._receive(max(0.0, deadline - time.monotonic()))
 
@@ -213,6 +224,7 @@ class RankProcesses:
             rank.receive(has_exited=rank.process.sentinel in ready)
 
     def _end_with_stacks(self) -> str:
+        """End the ranks that still run, and return the stories of all."""
         for rank in self._running():
             rank.end_with_stacks()
         self._receive_while(self._running, _exit_deadline())
@@ -224,6 +236,83 @@ class RankProcesses:
             rank.signal_group(signal.SIGKILL)
         self._receive_while(self._running, _exit_deadline())
         assert not self._running(), "SIGKILL did not end a rank"
+
+
+class _Rank:
+    """One rank process, seen from the test.
+
+    Attributes:
+        outcome: how the rank ended, or its output so far.
+        points: the values of announcements that no test has waited for, by point.
+        output: a pipe with what the rank writes.
+        pipe: a connection to the rank.
+    """
+
+    def __init__(
+        self, number: int, world_size: int, call: bytes, *, output: Path, **settings: Any
+    ) -> None:
+        os.mkfifo(output)
+        self.output = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
+        with contextlib.suppress(PermissionError):
+            # Users other than root have a limit for all of their pipes.
+            fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
+        self._written = b""
+        self.pipe, pipe_to_test = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(
+            target=run_rank,
+            args=(pipe_to_test, number, world_size, call),
+            kwargs={"output": output, **settings},
+        )
+        with pipe_to_test:
+            self.process.start()  # waits for the server to have imported what ranks need
+        assert self.process.pid is not None
+        self.outcome = Outcome(number, self.process.pid)
+        self.points: dict[str, list[Any]] = defaultdict(list)
+
+    @property
+    def runs(self) -> bool:
+        return self.outcome.exit_code is None
+
+    def receive(self, *, has_exited: bool) -> None:
+        """Read the rank's messages and output; those of a rank that exited are
+        complete.
+        """
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while self.pipe.poll():
+                self._handle(pickle.loads(self.pipe.recv_bytes()))
+        with contextlib.suppress(BlockingIOError):
+            while written := os.read(self.output, _PIPE_SIZE):
+                self._written += written
+        self.outcome.output = self._written.decode(errors="replace")
+        if has_exited:
+            self.process.join()
+            self.outcome.exit_code = self.process.exitcode
+
+    def _handle(self, message: Message) -> None:
+        if message.kind == "point":
+            self.points[message.point].append(message.value)
+        elif message.kind == "result":
+            self.outcome.result = message.value
+        else:
+            self.outcome.error = message.value
+
+    def end_with_stacks(self) -> None:
+        """Have the rank and the processes that it started write their stacks and exit."""
+        self.signal_group(signal.SIGABRT)
+        self.signal_group(signal.SIGCONT)  # a stopped rank does not handle other signals
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the rank and the processes that it forked."""
+        try:
+            os.killpg(self.outcome.pid, number)
+        except ProcessLookupError:  # it does not lead its group yet
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.outcome.pid, number)
+
+    def close(self) -> None:
+        os.close(self.output)
+        self.pipe.close()
+        self.process.close()
 
 
 def _exit_deadline() -> float:

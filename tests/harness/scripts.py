@@ -23,6 +23,7 @@ from tests.harness.ranks import (
     output_of_all,
 )
 
+# In scripts that fork their ranks, instead of running again for each.
 _FORKS = r'ddp_ext_(fork|notebook)|start_method="fork"'
 _COMMANDS: dict[str, tuple[str, ...]] = {
     "python": (sys.executable,),
@@ -63,7 +64,7 @@ def start_script(
         command = [*words, str(_path_of(path_or_source, directory)), *argv]
         env = {**_changes_to_a_shell(), **(env or {})}
         with RankProcesses(
-            be_the_command, 1, command, directory, env=env, time_limit=time_limit
+            _be_the_command, 1, command, directory, env=env, time_limit=time_limit
         ) as script:
             yield script
 
@@ -105,14 +106,14 @@ def print_line(text: str) -> None:
 def be_the_script(
     rank: int, world_size: int, script: Path, argv: tuple[str, ...], cwd: Path
 ) -> None:
-    """Run a script in a rank process."""
+    """Run a script in a rank process, as its function."""
     os.chdir(cwd)
     sys.argv = [str(script), *argv]
     sys.path[0] = str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
 
 
-def be_the_command(rank: int, world_size: int, command: Sequence[str], cwd: Path) -> None:
+def _be_the_command(rank: int, world_size: int, command: Sequence[str], cwd: Path) -> None:
     """Replace a rank process by a command, with the environment that a shell would give
     it.
     """
@@ -123,8 +124,8 @@ def be_the_command(rank: int, world_size: int, command: Sequence[str], cwd: Path
 
 
 def _changes_to_a_shell() -> Environment:
-    """Return changes that make the environment a user's shell in which failing
-    processes print their stacks.
+    """Return changes that make the test's environment a user's shell; processes that
+    crash print their stacks.
     """
     return {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",

@@ -27,6 +27,9 @@ Kind = Literal["ours", "stock"]
 KINDS: tuple[Kind, ...] = ("ours", "stock")
 
 
+# What is trained.
+
+
 def data(samples: int = 24) -> TensorDataset:
     """Return rows of four numbers with targets, the same in each call."""
     x = torch.linspace(-1, 1, samples * 4).reshape(samples, 4).sin()
@@ -100,30 +103,7 @@ class Linear(Net):
         return self.loss(batch)
 
 
-class At(L.Callback):
-    """Calls ``do(trainer)`` when a hook runs for the first time, or after a number of
-    ``earlier`` calls; on ``ranks``, by default on all.
-    """
-
-    def __init__(
-        self,
-        hook: str,
-        do: Callable[[L.Trainer], object],
-        *,
-        earlier: int = 0,
-        ranks: Collection[int] = (),
-    ) -> None:
-        assert hasattr(L.Callback, hook), f"{hook} is no hook"  # it would never be called
-        self._do = do
-        self._calls_left = earlier
-        self._called_on = ranks
-        setattr(self, hook, self._call)
-
-    def _call(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        is_on_this_rank = not self._called_on or trainer.global_rank in self._called_on
-        if self._calls_left == 0 and is_on_this_rank:
-            self._do(trainer)
-        self._calls_left -= 1
+# On one rank.
 
 
 def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
@@ -135,10 +115,6 @@ def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
     )
     defaults: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, **quiet}
     return L.Trainer(strategy=strategy, **{**defaults, **options})
-
-
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
@@ -171,31 +147,43 @@ def fit(
     return trainer
 
 
-def fit_on(
-    world_size: int,
-    directory: Path,
-    model: L.LightningModule,
-    *callbacks: L.Callback,
-    **options: Any,
-) -> list[Outcome]:
-    """Train with ours on ranks, by ``fit`` with these options; return how each ended,
-    whose result is its weights.
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the parameters and buffers, which later steps do not change."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+class At(L.Callback):
+    """Calls ``do(trainer)`` in one call of a hook, the first one or that after
+    ``earlier`` calls; on ``ranks``, by default on all.
+
+    Nothing is called if the hook runs less often, so a test asserts what ``do`` causes.
     """
-    options["devices"] = world_size
-    return launch_ranks(_fit_and_return_weights, world_size, directory, model, callbacks, options)
 
+    def __init__(
+        self,
+        hook: str,
+        do: Callable[[L.Trainer], object],
+        *,
+        earlier: int = 0,
+        ranks: Collection[int] = (),
+    ) -> None:
+        assert hasattr(L.Callback, hook), f"{hook} is not a hook"
+        self._do = do
+        self._calls_left = earlier
+        self._ranks = ranks
+        setattr(self, hook, self._call)
 
-def _fit_and_return_weights(
-    rank: int, world_size: int, directory: Path, model: Any, callbacks: Any, options: Any
-) -> dict[str, Tensor]:
-    fit("ours", directory, model, *callbacks, **options)
-    return weights(model)
+    def _call(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        is_on_this_rank = not self._ranks or trainer.global_rank in self._ranks
+        if self._calls_left == 0 and is_on_this_rank:
+            self._do(trainer)
+        self._calls_left -= 1
 
 
 @contextmanager
 def warnings_with(part: str) -> Iterator[list[str]]:
-    """Yield a list that gets the texts of the block's warnings with this part, at its
-    end.
+    """Yield a list that has, after the block, the texts of its warnings that contain
+    ``part``.
     """
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -206,8 +194,8 @@ def warnings_with(part: str) -> Iterator[list[str]]:
 
 
 def limit_collectives(seconds: float) -> None:
-    """Change the ``timeout`` of this rank's collectives, after the start, which a busy
-    machine may delay.
+    """Change the ``timeout`` of this rank's collectives; a timeout from the start would
+    also limit the start, which a busy machine delays.
     """
     from lightning_ddp_ext.rendezvous.process_context import current
 
@@ -217,26 +205,36 @@ def limit_collectives(seconds: float) -> None:
 
 
 def backend(name: str) -> str:
-    """Return the backend; for an unknown name, gloo under that name, as a stand-in for
-    NCCL.
+    """Return the name, after registering gloo under it if torch has no such backend; a
+    stand-in for NCCL.
     """
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(name, dist.ProcessGroupGloo, devices=["cpu"])
     return name
 
 
-@contextmanager
-def stock_group(rank: int, world_size: int, directory: Path) -> Iterator[None]:
-    """Open and close the default process group as users may do; stock ``ddp`` uses it,
-    so it needs no free port.
+# On several ranks.
+
+
+def fit_on(
+    world_size: int,
+    directory: Path,
+    model: L.LightningModule,
+    *callbacks: L.Callback,
+    **options: Any,
+) -> list[Outcome]:
+    """Train with ours on ranks, by ``fit`` with these options; return how each ended.
+    The results are the weights.
     """
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size
-    )
-    yield
-    gc.collect()
-    dist.destroy_process_group()
-    gc.collect()
+    options["devices"] = world_size
+    return launch_ranks(_fit_and_return_weights, world_size, directory, model, callbacks, options)
+
+
+def _fit_and_return_weights(
+    rank: int, world_size: int, directory: Path, model: Any, callbacks: Any, options: Any
+) -> dict[str, Tensor]:
+    fit("ours", directory, model, *callbacks, **options)
+    return weights(model)
 
 
 def on_both(
@@ -273,6 +271,20 @@ def _on_side(
 ) -> Any:
     with stock_group(rank, world_size, directory) if kind == "stock" else nullcontext():
         return function(kind, directory, *args)
+
+
+@contextmanager
+def stock_group(rank: int, world_size: int, directory: Path) -> Iterator[None]:
+    """Open and close the default process group as users may do; stock ``ddp`` uses it,
+    so it needs no free port.
+    """
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size
+    )
+    yield
+    gc.collect()
+    dist.destroy_process_group()
+    gc.collect()
 
 
 def assert_same(ours: Any, stock: Any) -> None:

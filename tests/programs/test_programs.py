@@ -1,4 +1,4 @@
-"""Programs that other people wrote train with ``ddp_ext`` as with ``ddp``, unchanged."""
+"""Programs of other people train with ``ddp_ext`` as with ``ddp``, unchanged."""
 
 import json
 import re
@@ -11,17 +11,7 @@ from tests.harness.scripts import run_script
 
 _HERE = Path(__file__).parent
 
-CLI = [
-    "fit",
-    "--trainer.strategy={}",
-    "--trainer.accelerator=cpu",
-    "--trainer.devices=2",
-    "--trainer.max_epochs=1",
-    "--trainer.logger=false",
-    "--trainer.callbacks=tests.programs.train.LightningNumbers",
-    "--seed_everything=1",
-]
-# Each script, and its arguments with the strategy's name in the place of {}.
+# Each script, and its arguments with {} in the place of the strategy's name.
 PROGRAMS = {
     "chemprop": ["train", "chemprop", "{}"],
     "scvi-tools": ["train", "scvi", "{}"],
@@ -29,7 +19,7 @@ PROGRAMS = {
     "pytorch-forecasting": ["train", "pytorch_forecasting", "{}"],
     "neuralforecast": ["train", "neuralforecast", "{}"],
     "gluonts": ["train", "gluonts", "{}"],
-    "LightningCLI": ["train_cli", *CLI],
+    "LightningCLI": ["train", "lightning_cli", "{}"],
     "Hydra": ["train_hydra", "strategy={}"],
     "Hydra's multirun": ["train_hydra", "--multirun", "strategy={}", "lr=0.1,0.01"],
     "Optuna": ["train", "optuna", "{}"],
@@ -37,8 +27,8 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_numbers_are_those_of_ddp(program: str) -> None:
-    """Each training of the program ends with the parameters, steps and metrics of stock."""
+def test_a_program_has_the_numbers_of_ddp(program: str) -> None:
+    """Each training of the program ends with stock's parameters, steps and metrics."""
     script, *words = PROGRAMS[program]
     stock = numbers(script, [word.format("ddp") for word in words])
     ours = numbers(script, [word.format("ddp_ext") for word in words])
@@ -47,8 +37,8 @@ def test_numbers_are_those_of_ddp(program: str) -> None:
 
 
 def numbers(script: str, words: list[str]) -> list[dict[str, Any]]:
-    """Return the outcome of each training of the script; fail unless all used two ranks
-    and the script succeeds.
+    """Return the numbers of each training of the script; fail unless the script succeeds
+    and all trainings use two ranks.
     """
     outcome = run_script(_HERE / f"{script}.py", *words)
     assert outcome.exit_code == 0, outcome.story()

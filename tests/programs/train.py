@@ -23,8 +23,8 @@ ON_TWO_RANKS: dict[str, Any] = {
 
 
 class _Numbers:
-    """At the end of the training, rank 0 prints the parameters' mean size, the steps and
-    the metrics.
+    """At the end of the training, rank 0 prints the parameters' mean size, the numbers of
+    steps and ranks, and the metrics.
     """
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -123,6 +123,24 @@ def gluonts(strategy: str) -> None:
         trainer_kwargs={"max_epochs": 2, **trainer},
     )
     estimator.train(PandasDataset(series))
+
+
+def lightning_cli(strategy: str) -> None:
+    """Run LightningCLI, with a model of Lightning's."""
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, DemoModel
+
+    words = [
+        "fit",
+        f"--trainer.strategy={strategy}",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=2",
+        "--trainer.max_epochs=1",
+        "--trainer.logger=false",
+        "--trainer.callbacks=tests.programs.train.LightningNumbers",
+        "--seed_everything=1",
+    ]
+    LightningCLI(DemoModel, BoringDataModule, args=words)
 
 
 def neuralforecast(strategy: str) -> None:
