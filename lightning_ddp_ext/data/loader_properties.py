@@ -56,15 +56,16 @@ def length_or_inf(loader: Any) -> float:
 
 
 def name_of(loader: Any) -> str:
-    """Return a name for a loader's data in errors.
+    """Return a name for a loader in errors: its samplers' classes, or else its data's.
 
-    The name consists of the classes that the user chose.
+    >>> name_of(DataLoader(range(4), shuffle=True)), name_of([1, 2])
+    ('BatchSampler over RandomSampler', 'list')
     """
     samplers = [type(sampler).__name__ for sampler in samplers_below(index_sampler_of(loader))]
     return " over ".join(samplers) or type(getattr(loader, "dataset", loader)).__name__
 
 
-# Attributes that hold them in samplers of torch and in ours.
+# The attributes in which samplers of torch, and ours, have their parameters.
 _PARAMETERS = (
     "batch_size",
     "drop_last",

@@ -13,7 +13,16 @@ T = TypeVar("T")
 class Proxy:
     """Base class of the proxies that :func:`show` returns.
 
-    Each class of shown objects has one subclass.
+    Each class of shown objects has one subclass, of this class and of that one. Its
+    methods serve what Lightning and users do with a loader:
+
+    - They read and set attributes, which are the user's object's: both have the same
+      ``__dict__``, so what only the proxy has is in slots.
+    - They iterate it, and ask for its length: those of the iterable.
+    - Lightning makes an object of the same class, ``type(loader)(...)``: one of the
+      user's class, by ``__new__``.
+    - They copy it, or send it to another process: a copy of the user's object, by
+      ``__reduce_ex__``, since the iterable belongs to this process's training.
     """
 
     __slots__ = ("_ddpx_iterable", "_ddpx_own")
@@ -38,7 +47,7 @@ class Proxy:
         return True  # calls no ``__len__``, which streams do not have
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return copy.copy, (self._ddpx_own,)  # a copy is detached from the training run
+        return copy.copy, (self._ddpx_own,)
 
 
 def show(own: Any, iterable: Any) -> Any:

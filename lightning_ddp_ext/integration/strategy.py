@@ -47,7 +47,8 @@ from .checkpoints.collective import Checkpoints
 from .checkpoints.fit_identity import KEY as FILE_KEY
 from .checkpoints.run_files import RunFiles
 from .data.cursor import ResumeData, RunParts
-from .data.loaders import Order, TrainerLoaders
+from .data.loaders import TrainerLoaders
+from .data.sampler_choice import Order
 from .data.uneven import UnevenMode
 from .ddp import CommHook, GradientAveraging
 from .layer_sync import RanksLayerSync

@@ -30,7 +30,7 @@ from tests.integration.rescuing import Kill, Net, Plan, StruckIO
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = 6.0  # seconds; longer than ranks have after a failure that do not save
 FINISHED = 5  # steps before the kill
-IN_SIXTH_STEP = Kill("on_after_backward", earlier=FINISHED)
+IN_SIXTH_STEP = Kill("on_after_backward", earlier=FINISHED, ranks=[1])
 
 
 class Norms(Net):

@@ -1,7 +1,8 @@
-"""A stop during validation saves training weights, so it waits for hooks that swap others
-in, and only for those.
+"""In a validation, weights that a hook may have swapped in are not taken for those that
+are trained.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -23,14 +24,14 @@ def before_validation(model: Net, *callbacks: L.Callback) -> TrainingWeights:
     return weights
 
 
-class SwapsInEval(Net):
+class HasEvalHook(Net):
     """Has a hook that may swap weights before the Trainer's other hooks."""
 
     def on_validation_model_eval(self) -> None:
         super().on_validation_model_eval()
 
 
-class SwapsInBatch(L.Callback):
+class HasBatchHook(L.Callback):
     """Has a hook that may swap weights for each batch."""
 
     def on_validation_batch_start(self, *_: Any) -> None:
@@ -41,22 +42,22 @@ class SwapsInBatch(L.Callback):
     ("model", "callback", "is_noticed"),
     [
         (Net, L.Callback, False),
-        (SwapsInEval, L.Callback, True),
-        (Net, SwapsInBatch, True),
+        (HasEvalHook, L.Callback, True),
+        (Net, HasBatchHook, True),
         (Net, lambda: HangWatchdog(60), False),
     ],
 )
 def test_weights_that_a_hook_swaps_in_are_not_saved(
-    model: Any, callback: Any, is_noticed: bool
+    model: Callable[[], Net], callback: Callable[[], L.Callback], is_noticed: bool
 ) -> None:
     """Without such a hook, nothing is compared, although our own callbacks have hooks."""
-    swapping = model()
-    weights = before_validation(swapping, callback())
-    assert weights.match(saved_tensors(swapping))
+    validated = model()
+    weights = before_validation(validated, callback())
+    assert weights.match(saved_tensors(validated))
     with torch.no_grad():
-        swapping.layers[0].weight.neg_()
-    assert weights.match(saved_tensors(swapping)) != is_noticed
-    assert weights.match(swapping.parameters()) != is_noticed
+        validated.layers[0].weight.neg_()
+    for tensors in (saved_tensors(validated), validated.parameters()):  # all, or parameters alone
+        assert weights.match(tensors) != is_noticed
 
 
 class Buffers(Net):

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,52 +42,55 @@ def leave(*_: object) -> None:
     raise SystemExit(0)
 
 
-@pytest.mark.parametrize(
-    ("faults", "line_of_rank_0", "error", "tracebacks"),
-    [
-        pytest.param(
-            [model.in_step(model.boom, 1)],
-            "[rank 0] RankFailedError: {rank_1} failed, so this rank stops: BoomError: no such"
-            " layer",
-            "tests.supervision.model.BoomError: no such layer",
-            1,
-            id="failed",
-        ),
-        pytest.param(
-            [model.in_step(model.wait_for_ever, 0), model.in_step(model.die, 1)],
-            "[rank 0] RankDiedError: {rank_1} died: its process ended unexpectedly; every rank"
-            " stops.",
-            "lightning_ddp_ext.errors.RankDiedError: local {rank_1} died: it was killed by SIGKILL;"
-            " the other ranks were",
-            0,
-            id="died",
-        ),
-        pytest.param(
-            [model.in_step(leave)],
-            "",
-            "lightning_ddp_ext.errors.RankFailedError: local {rank_0} exited with status 0 before"
-            " it finished its work;",
-            0,
-            id="left",
-        ),
-    ],
-)
-def test_the_launching_process_raises_the_cause(
-    faults: list[At], line_of_rank_0: str, error: str, tracebacks: int, tmp_path: Path
-) -> None:
-    """Rank 0 prints a line; the launching process prints the error of the rank that
-    failed, died or exited early.
-    """
+@dataclass
+class Failed:
+    """What a launching process, and its two ranks, printed."""
+
+    output: str
+    who: list[str]  # how messages name each rank, such as "rank 1 (host a, pid 42)"
+
+    @property
+    def lines(self) -> list[str]:
+        return model.lines_of(self.output)
+
+    def has_line(self, beginning: str) -> bool:
+        return any(line.startswith(beginning) for line in self.lines)
+
+
+def launch(directory: Path, *faults: At) -> Failed:
+    """Fork two ranks with these faults; the launching process must exit with status 1."""
     start = At("setup", model.announce_step)
-    with RankProcesses(train, 1, tmp_path, start, *faults) as launching:
+    with RankProcesses(train, 1, directory, start, *faults) as launching:
         pids = pids_of_ranks(launching)
         (outcome,) = launching.wait()
-    names = {f"rank_{rank}": model.who(rank, pid) for rank, pid in pids.items()}
-    lines = model.lines_of(outcome.output)
     assert outcome.exit_code == 1, outcome.story()
-    assert any(line.startswith(line_of_rank_0.format(**names)) for line in lines), outcome.output
-    assert lines[-1].startswith(error.format(**names)), outcome.output
-    assert lines.count('    raise BoomError("no such layer")') == tracebacks, outcome.output
+    return Failed(outcome.output, [model.who(rank, pids[rank]) for rank in range(2)])
+
+
+def test_the_launching_process_raises_the_exception_of_a_rank(tmp_path: Path) -> None:
+    """Its traceback is printed once; the other rank prints a line."""
+    failed = launch(tmp_path, model.in_step(model.boom, 1))
+    line = f"[rank 0] RankFailedError: {failed.who[1]} failed, so this rank stops: BoomError: "
+    assert failed.has_line(line + "no such layer"), failed.output
+    assert failed.lines[-1] == "tests.supervision.model.BoomError: no such layer", failed.output
+    assert failed.lines.count('    raise BoomError("no such layer")') == 1, failed.output
+
+
+def test_the_launching_process_names_a_rank_that_died(tmp_path: Path) -> None:
+    """The other rank, which is in a step, also names it."""
+    failed = launch(tmp_path, model.in_step(model.wait_for_ever, 0), model.in_step(model.die, 1))
+    died = f"{failed.who[1]} died: "
+    line = f"[rank 0] RankDiedError: {died}its process ended unexpectedly; every rank stops."
+    assert failed.has_line(line), failed.output
+    error = f"lightning_ddp_ext.errors.RankDiedError: local {died}it was killed by SIGKILL; "
+    assert failed.lines[-1].startswith(error + "the other ranks were"), failed.output
+
+
+def test_the_launching_process_names_a_rank_that_left(tmp_path: Path) -> None:
+    """A rank that exits with status 0 in the middle of its work is a failure."""
+    failed = launch(tmp_path, model.in_step(leave))
+    error = f"RankFailedError: local {failed.who[0]} exited with status 0 before it finished"
+    assert failed.lines[-1].startswith(f"lightning_ddp_ext.errors.{error} its work;")
 
 
 class DiesBeforeConnecting(Net):
@@ -111,7 +115,10 @@ def test_the_error_counts_the_ranks_of_all_nodes() -> None:
 
 
 def plant_report(marker: Path, *_: object) -> None:
-    """Exit, after another user has written this process's report."""
+    """Exit, after another user has written this process's report.
+
+    Its path is a variable of torch's function that runs a started process.
+    """
     frame = sys._getframe()
     while "error_file" not in frame.f_locals:
         assert frame.f_back is not None

@@ -1,7 +1,8 @@
 """Choose the file that ``ckpt_path="last"`` means among the files of all runs.
 
 1. The identity in each file states the fit that saved it.
-2. A file of another fit, job or environment has an owner, and is left to it.
+2. A file of another fit has an owner, and is left to it. So has a file of another job
+   or environment, if this job or environment also saved one.
 3. The newest undamaged one of the others is chosen.
 
 If a store does not answer a request, the search ends with an error, because each
@@ -38,8 +39,8 @@ class Candidate:
     Attributes:
         path: its path or URL.
         identity: the identity of the fit that saved it; empty if it is unknown.
-        error: why the identity cannot be read. Unless the file is damaged, it may be
-            intact, and reading it later raises the reason.
+        error: why the file, or the identity in it, cannot be read. Unless the file is
+            damaged, it may be intact, and reading it later raises the reason.
         is_of_fit: whether the same fit saved it, possibly in another job or
             environment.
         changed: the environment variables that the saving run had differently.
@@ -102,18 +103,18 @@ class Choice:
         rank_zero_info("; ".join([line, *others]))
 
 
-def choose(newest_first: list[str], only_ours: set[str], identity: FitIdentity) -> Choice:
+def choose(paths: list[str], only_ours: set[str], identity: FitIdentity) -> Choice:
     """Choose the file with which a fit continues.
 
     Args:
-        newest_first: the existing files.
+        paths: the existing files, newest first.
         only_ours: the paths to which only this package saves.
         identity: the identity of the fit.
 
     Raises:
         CheckpointError: a store does not answer.
     """
-    candidates = [read_candidate(path) for path in newest_first]
+    candidates = [read_candidate(path) for path in paths]
     _find_owners(candidates, only_ours, identity)
     chosen = _newest_intact([file for file in candidates if file.is_usable])
     if chosen is None:
@@ -141,8 +142,13 @@ def read_candidate(path: str) -> Candidate:
 def _find_owners(candidates: list[Candidate], only_ours: set[str], identity: FitIdentity) -> None:
     """Find the files that belong to others.
 
-    A file belongs to another fit, to another SLURM job, or to a run in another
-    environment; the first of these that applies is its owner.
+    These rules are applied one after another:
+
+    - A file of another fit belongs to that fit. So does one without an identity at a
+      path to which only this package saves.
+    - If this SLURM job saved a file, those of other jobs belong to these.
+    - If a run in this environment saved one of the files that are left, the others
+      belong to the runs in other environments.
     """
     for file in candidates:
         if file.identity:
@@ -166,7 +172,7 @@ def _find_owners(candidates: list[Candidate], only_ours: set[str], identity: Fit
 
 
 def newest_first(paths: Iterable[str], written_last: Collection[str] = ()) -> list[str]:
-    """Return the files that exist.
+    """Return the files that exist, newest first.
 
     Stores round times to seconds. Of files with the same time, those in
     ``written_last`` come first: a run saves them at its end.

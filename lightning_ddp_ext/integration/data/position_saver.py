@@ -143,14 +143,22 @@ class PositionSaver:
         )
 
     def _gather(self, own: dict[str, Any], what: str, *, is_alone: bool) -> list[Any] | None:
-        """Return the state of each rank on rank 0, and ``None`` on the others."""
+        """Return the ranks' states that this rank saves.
+
+        These are all ranks' on rank 0, and ``None`` on the others; if this rank saves
+        alone, its own.
+        """
         if not is_alone:
             return self._checkpoints.to_rank_zero(own, what)
         # The other ranks skip this call.
         return [own if self._strategy.world_size == 1 else without_random_state(own)]
 
     def _position_to_save(self, loops: Mapping[str, Any]) -> RankPosition | None:
-        """Return this rank's position, or ``None`` if nothing has been trained."""
+        """Return this rank's position, or ``None`` if it is unknown.
+
+        Within an epoch, only loaders know it. Between two epochs, it consists of the
+        random state; before the first epoch, nothing has been trained.
+        """
         fit_loop = self._trainer.fit_loop
         is_running = fetcher_of(fit_loop) is not None
         if self._end is not None and not is_running and self._end.batches == _batches_in(loops):

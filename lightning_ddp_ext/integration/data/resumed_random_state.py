@@ -1,19 +1,34 @@
 """Restore the random state with which a resumed epoch continues.
 
-``on_train_start`` restores the state that was saved. Iterators that start afterwards
-draw numbers too, so it is restored again at the moment at which it was recorded:
+``on_train_start`` restores the state that was saved. It may have to be restored a
+second time, because other code draws numbers afterwards:
 
-=============  =======================  ===============================================
-Saved at       Restored again           Because
-=============  =======================  ===============================================
-an epoch's     before its iterators     they draw the orders of samples. Without a
-start          start                    length, Lightning reads the first batch before
-                                        ``on_train_start``; it is then restored before
-                                        that batch, and not again after it.
-between two    after the iterators      they draw numbers that the resumed run drew
-batches        started                  before the state was recorded.
-a validation   never                    no iterator over training data starts
-=============  =======================  ===============================================
+=================  ====================  =============================================
+Saved at           Restored again        Because
+=================  ====================  =============================================
+an epoch's start   before its iterators  the hooks of the start draw numbers, and then
+                   start                 the iterators draw the orders of samples
+between two        after its iterators   the resumed run drew their numbers before the
+batches            started               state was recorded
+a validation       never                 iterators that continue leave it unchanged
+=================  ====================  =============================================
+
+Without a length, Lightning reads the first batch of an epoch before ``on_train_start``.
+The state is then restored before that batch, and not in ``on_train_start``.
+
+Each time Lightning creates an iterator, its loader draws a seed for the workers. An
+uninterrupted run creates iterators at these times, and a resumed run draws the missing
+seeds here, so that later numbers are the same:
+
+==========================  ==========================  ==============================
+An uninterrupted run        A resumed run               The missing draw
+==========================  ==========================  ==============================
+when it makes the loaders   does, before the state is   ``repeat_global_draw``; the
+again                       restored                    generators of new loaders are
+                                                        new, and have drawn
+at an epoch's start, but    does not                    ``draw_seed``
+not at the first one's
+==========================  ==========================  ==============================
 """
 
 from __future__ import annotations
@@ -56,7 +71,7 @@ class ResumedRandomState:
         if self._restart.at == "epoch_start" and is_due:
             self._restore()
         iterator = combined_iterator_of(self._trainer.fit_loop)
-        if self._draws_again and iterator is self._iterator_before:
+        if self._lacks_draws and iterator is self._iterator_before:
             for loader in training_loaders_of(self._trainer):
                 loader.draw_seed()
 
@@ -80,8 +95,7 @@ class ResumedRandomState:
         # The generators of new loaders are new, too.
         positions = [] if has_new_loaders else positions_of(self._trainer)
         restore_random_state(self._saved, training_generators(self._strategy, positions))
-        if has_new_loaders and self._draws_again:
-            # Lightning would have created iterators when it made the loaders again.
+        if has_new_loaders and self._lacks_draws:
             for loader in training_loaders_of(self._trainer):
                 loader.repeat_global_draw()
 
@@ -92,9 +106,9 @@ class ResumedRandomState:
         return interval > 0 and self._restart.epoch % interval == 0
 
     @property
-    def _draws_again(self) -> bool:
-        """Whether iterators of the epoch were created after its random state was saved.
+    def _lacks_draws(self) -> bool:
+        """Whether an uninterrupted run creates iterators after it recorded this state.
 
-        Lightning creates them before it in the first epoch and in a resumed run.
+        At the start of the first epoch, it has created them before.
         """
         return self._precedes_seeds and self._restart.epoch > 0
