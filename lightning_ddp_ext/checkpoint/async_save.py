@@ -129,8 +129,8 @@ class Saver:
     def raise_error(self) -> None:
         """Raise the first background error since the last call, if any."""
         error = self._first_error
-        self._first_error = None
-        if error is not None:
+        if error is not None:  # otherwise a thread may fail before this method clears it
+            self._first_error = None
             raise error
 
     def join(self) -> None:

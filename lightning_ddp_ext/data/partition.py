@@ -77,7 +77,7 @@ class Shard:
 
         A rank with fewer positions has then read all of them. The position is the same
         on every rank. After the whole epoch it is ``length``, even if ``"drop"`` left
-        positions out. A shard without positions stays at ``start``.
+        positions out.
         """
         if self.uneven == "drop" and 0 < len(self) <= consumed:
             return self.length

@@ -21,7 +21,7 @@ class NCCLOptions:
     Each field sets the variable of the same name: ``p2p_level`` sets
     ``NCCL_P2P_LEVEL``.
 
-    ``None`` leaves the choice to NCCL. The variables are set in the environment of each
+    ``None`` leaves the variable as it is. The variables are set in the environment of each
     rank while its process group is open. Other backends ignore them.
 
     Raises:

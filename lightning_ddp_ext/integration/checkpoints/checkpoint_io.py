@@ -88,6 +88,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         if self.background and Path(path).name != _HANDED_OVER:
             self.saver.save_later(os.fspath(path), checkpoint, partial(write, path=path))
         else:
+            self.saver.join()  # files are written in the order of the calls
             self.saver.save(os.fspath(path), partial(write, checkpoint, path))
 
     @override
