@@ -91,7 +91,7 @@ def train_twice(rank: int, world_size: int, kill: Kill | None, directory: Path) 
 
 
 def test_the_fits_of_a_script_do_not_resume_from_each_others_rescue(tmp_path: Path) -> None:
-    """After a rescue in the second fit, the first starts anew and the second continues."""
+    """After a rescue in the second fit, only the second resumes from the file."""
     path = tmp_path / rescuing.NAME
     ranks.launch_ranks(train_twice, 2, IN_SIXTH_STEP, tmp_path)
     first, _ = ranks.launch_ranks(train_twice, 2, None, tmp_path)

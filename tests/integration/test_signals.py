@@ -85,7 +85,7 @@ def terminate_after_death(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_launchers_sigterm_leaves_time_to_name_the_dead_rank(tmp_path: Path) -> None:
-    """A launcher sends SIGTERM right after the death; the ranks still print the cause."""
+    """SIGTERM arrives right after the death, and the ranks still print the cause."""
     _, *survivors = ranks.launch_ranks(terminate_after_death, 3, tmp_path)
     for survivor in survivors:
         assert survivor.exit_code == SIGTERM_STATUS, survivor.story()
@@ -305,7 +305,7 @@ def hold_rank_one(rank: int, world_size: int, directory: Path, timeout: float | 
 def test_all_end_within_the_deadline_though_a_rank_does_not_stop(
     timeout: float | None, tmp_path: Path
 ) -> None:
-    """The other rank exits with the signal's status, and names the rank that is stuck."""
+    """The other rank exits with the signal's status, and names the stuck rank."""
     with ranks.RankProcesses(hold_rank_one, 2, tmp_path, timeout) as processes:
         processes.wait_for("in step 1", rank=1)
         processes.kill(1, signal.SIGSTOP)
@@ -339,7 +339,7 @@ def restore_while_signalled(rank: int, world_size: int) -> int:
 
 
 def test_a_signal_does_not_kill_a_failed_rank_before_it_prints_the_cause() -> None:
-    """SIGTERM is deferred also between the removal of our handler and the earlier one."""
+    """SIGTERM is also deferred while our handler is replaced by the earlier one."""
     [outcome] = ranks.launch_ranks(restore_while_signalled, 1)
     assert outcome.exit_code == 0, outcome.story()
     assert outcome.result == 1

@@ -79,7 +79,7 @@ def stop_rank_one() -> L.Callback:
 
 
 class ThreeRuns(NamedTuple):
-    """A stopped run, the run of the same command after it, and one that was not stopped.
+    """A stopped run, the same command run again, and a run that was not stopped.
 
     Attributes:
         saved: the stop checkpoints after the stopped run.
@@ -111,7 +111,7 @@ NAMES = [name for name in PLACES if name != "no logger"]
 
 @pytest.mark.parametrize("name", [*NAMES, pytest.param("no logger", marks=pytest.mark.lowest)])
 def test_the_same_command_continues_wherever_it_saves(name: str, tmp_path: Path) -> None:
-    """The command resumes though its directory may be new; a finished run keeps no file."""
+    """The directory may be new in each run. A finished run leaves no stop checkpoint."""
     for runs in ranks.run_ranks(run_three_times, 2, tmp_path, name):
         assert runs.stopped.status == SIGTERM_STATUS
         assert len(runs.saved) == 1
@@ -212,7 +212,7 @@ def cross_validate(
 
 @pytest.mark.parametrize("name", ["as Lightning chooses", "no logger", "path"])
 def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(name: str, tmp_path: Path) -> None:
-    """No fold of a cross-validation resumes from, or replaces, the file of another fold."""
+    """No fold of a cross-validation resumes from or replaces another fold's file."""
 
     def run_again(stopped_fold: int | None, *, width: int = 1) -> list[str]:
         first, second = ranks.run_ranks(cross_validate, 2, tmp_path, name, stopped_fold, width)
