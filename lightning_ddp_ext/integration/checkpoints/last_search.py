@@ -46,8 +46,8 @@ class Candidate:
     Attributes:
         path: its path or URL.
         saved_by: the run that saved it; ``None`` if it is unknown.
-        error: why the file cannot be read. Unless the file is damaged, it may be
-            intact, and reading it later raises the reason.
+        error: why the file, or the identity in it, cannot be read. Unless the file is
+            damaged, it may be intact, and reading it later raises the reason.
         owner: the other fit or run to which the file belongs; empty if it belongs to
             none, so that it may be used.
     """
@@ -115,18 +115,18 @@ class Choice:
         rank_zero_info("; ".join([line, *others]))
 
 
-def choose(newest_first: list[str], only_ours: set[str], identity: FitIdentity) -> Choice:
+def choose(paths: list[str], only_ours: set[str], identity: FitIdentity) -> Choice:
     """Choose the file with which a fit continues.
 
     Args:
-        newest_first: the existing files.
+        paths: the existing files, newest first.
         only_ours: the paths to which only this package saves.
         identity: the identity of the fit.
 
     Raises:
         CheckpointError: a store does not answer.
     """
-    candidates = [read_candidate(path, identity) for path in newest_first]
+    candidates = [read_candidate(path, identity) for path in paths]
     _find_owners(candidates, only_ours)
     chosen = _newest_intact([file for file in candidates if file.is_usable])
     if chosen is None:
@@ -171,7 +171,7 @@ def _find_owners(candidates: list[Candidate], only_ours: set[str]) -> None:
 
 
 def newest_first(paths: Iterable[str], written_last: Collection[str] = ()) -> list[str]:
-    """Return the files that exist.
+    """Return the files that exist, newest first.
 
     Stores round times to seconds. Of files with the same time, those in
     ``written_last`` come first: a run saves them at its end.
