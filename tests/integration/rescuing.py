@@ -30,10 +30,14 @@ BATCH_SIZE = 2
 
 @dataclass(frozen=True)
 class Kill:
-    """Which ranks end when they reach a moment for the ``earlier + 1``-th time.
+    """Which ranks end, and when.
 
-    The moment is a hook of a callback, or "writing", each write of the Trainer's own
-    checkpoints. ``by`` is "kill", "sigterm" or "error".
+    Attributes:
+        moment: a hook of a callback, or "writing": each write of the Trainer's own
+            checkpoints.
+        earlier: how often the ranks pass the moment before.
+        ranks: the ranks that end.
+        by: "kill" (SIGKILL), "sigterm" or "error" (an exception).
     """
 
     moment: str
@@ -52,19 +56,19 @@ class Kill:
 class Plan:
     """A run, and what happens in it.
 
-    Args:
+    Attributes:
         kill: which ranks end, and when.
         strategy: options of the strategy; with a ``start_method`` one process starts
             two ranks.
         trainer: options of the Trainer.
-        kind: the class of the module, by default ``Net``.
+        kind: makes the module, by default ``Net``.
         resumed: the file to resume from.
     """
 
     kill: Kill | None = None
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
-    kind: Any = None
+    kind: Callable[[], L.LightningModule] | None = None
     resumed: Any = "last"
 
 

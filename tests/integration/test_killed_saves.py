@@ -5,7 +5,7 @@ import random
 import signal
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -52,7 +52,11 @@ def saves_slowly(
 
 @pytest.mark.parametrize(
     ("io", "save_deadline", "is_finished"),
-    [(RankZeroCheckpointIO, 60, True), (OwnIO, 60, True), (RankZeroCheckpointIO, 1, False)],
+    [
+        pytest.param(RankZeroCheckpointIO, 60, True, id="in time"),
+        pytest.param(OwnIO, 60, True, id="a user's IO, in time"),
+        pytest.param(RankZeroCheckpointIO, 1, False, id="not in time"),
+    ],
 )
 def test_a_save_is_finished_when_another_rank_dies(
     io: type[RankZeroCheckpointIO], save_deadline: float, is_finished: bool, tmp_path: Path
@@ -96,19 +100,27 @@ def kill_writers(rank: int, world_size: int, path: Path, background: bool) -> in
     number = 0
     hits = 0
     for _ in range(KILLS):
-        saved, is_hit = kill_one(path, background, number, times.uniform(0, 3))
-        hits += is_hit
-        number = 0 if saved is None else saved + 1
+        killed = kill_one(path, background, number, times.uniform(0, 3))
+        hits += killed.is_hit
+        number = 0 if killed.saved is None else killed.saved + 1
     assert number > 0
     return hits
 
 
-def kill_one(path: Path, background: bool, first: int, saves: float) -> tuple[int | None, bool]:
-    """Kill a writer, which counts from ``first``, at about its ``saves``-th save.
+class KilledWriter(NamedTuple):
+    """What a killed writer left.
 
-    Return the number in the checkpoint, or None if no file is whole, and whether the kill
-    interrupted a write.
+    Attributes:
+        saved: the number in the checkpoint; ``None`` if it had not saved one.
+        is_hit: whether the kill interrupted a write.
     """
+
+    saved: int | None
+    is_hit: bool
+
+
+def kill_one(path: Path, background: bool, first: int, saves: float) -> KilledWriter:
+    """Kill a writer, which counts from ``first``, at about its ``saves``-th save."""
     last = fork_and_kill(path, background, first, saves)
     leftovers = list(path.parent.glob(".ddpx-*.partial"))
     for leftover in leftovers:
@@ -118,11 +130,11 @@ def kill_one(path: Path, background: bool, first: int, saves: float) -> tuple[in
     if not path.exists():  # in the background, the first save may not have ended
         assert background
         assert first == 0
-        return None, bool(leftovers)
+        return KilledWriter(None, is_hit=bool(leftovers))
     number = number_in_whole_file(path)
     unfinished_saves = 2 if background else 0
     assert number >= last - unfinished_saves, "a finished save is not lost"
-    return number, bool(leftovers)
+    return KilledWriter(number, is_hit=bool(leftovers))
 
 
 def fork_and_kill(path: Path, background: bool, first: int, saves: float) -> int:

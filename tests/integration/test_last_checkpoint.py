@@ -51,28 +51,30 @@ class Distilled(L.Callback):
         self.ckpt_path = ckpt_path
 
 
-def last_with_a_teacher(kind: training.Kind, directory: Path, teacher: Path) -> tuple[int, int]:
-    trainer = checkpointing.trainer_for(kind, directory, None, [Distilled(teacher)], max_epochs=1)
-    return checkpointing.fit_from(trainer, "last")["step"], trainer.global_step
-
-
-def test_last_ignores_a_file_that_a_users_callback_names(tmp_path: Path) -> None:
-    """Of the callbacks that save no checkpoint, no attribute is read."""
-    checkpointing.train_and_save(tmp_path / "teacher.ckpt")
-    ours, stock = training.on_both(last_with_a_teacher, tmp_path, tmp_path / "teacher.ckpt")
-    assert ours == stock == [(0, 4), (0, 4)]
-
-
-STEPS = 4  # of an epoch
-EPOCHS = 10  # so that the ranks have time to agree on a stop
-
-
 class Resumed(NamedTuple):
     """The steps at which a run began and ended, and its warnings about files."""
 
     first_step: int
     last_step: int
     skipped: list[str]
+
+
+def train_with_a_teacher(kind: training.Kind, directory: Path, teacher: Path) -> Resumed:
+    trainer = checkpointing.trainer_for(kind, directory, None, [Distilled(teacher)], max_epochs=1)
+    first_step = checkpointing.fit_from(trainer, "last")["step"]
+    return Resumed(first_step, trainer.global_step, [])
+
+
+def test_last_ignores_a_file_that_a_users_callback_names(tmp_path: Path) -> None:
+    """The run starts anew, although an attribute ``ckpt_path`` names a checkpoint."""
+    checkpointing.train_and_save(tmp_path / "teacher.ckpt")
+    ours, stock = training.on_both(train_with_a_teacher, tmp_path, tmp_path / "teacher.ckpt")
+    from_the_start = Resumed(first_step=0, last_step=4, skipped=[])
+    assert ours == stock == [from_the_start, from_the_start]
+
+
+STEPS = 4  # of an epoch
+EPOCHS = 10  # so that the ranks have time to agree on a stop
 
 
 def run_command(
@@ -121,19 +123,18 @@ def test_of_files_with_the_same_time_a_stop_checkpoint_is_the_newest(tmp_path: P
 
 
 def test_last_is_the_file_before_one_that_is_not_whole(tmp_path: Path) -> None:
-    """Rank 0 names the newest file, which is cut off, and resumes from the one before."""
+    """Rank 0 warns of the newest file, which is cut off; older versions also count."""
     kept = tmp_path / "kept"
     stopped, _ = training.on_ranks("ours", run_until_stopped, tmp_path, kept)
     newest = kept / "last-preempted.ckpt"
     os.truncate(newest, newest.stat().st_size // 2)
-    # Versions of the file count, too.
     (kept / "last.ckpt").rename(kept / "last-v1.ckpt")
     resumed, other = training.on_ranks("ours", run_command, tmp_path, kept)
     assert resumed.first_step in range(STEPS, stopped.last_step + 1, STEPS), "an epoch's end"
     assert resumed.last_step == EPOCHS * STEPS
     assert other.skipped == []
-    [told] = resumed.skipped
-    assert told.startswith(
+    [warning] = resumed.skipped
+    assert warning.startswith(
         f"ckpt_path='last' skips a file that cannot be used: checkpoint {newest} is damaged"
     )
 

@@ -65,7 +65,7 @@ RESUMES_ONLY_WITH_LAST = "a requeued job only resumes with trainer.fit(..., ckpt
 
 
 def test_a_requeued_job_resumes_from_its_newest_file(tmp_path: Path) -> None:
-    """As with stock, it resumes without ``ckpt_path``, and removes its files at the end."""
+    """As with stock, no ``ckpt_path`` is needed; a finished job leaves no file."""
     job = by_srun()
     newest = stop(tmp_path, job)
     outcomes = launch(tmp_path, requeued(job), is_stopped=False)
@@ -76,7 +76,7 @@ def test_a_requeued_job_resumes_from_its_newest_file(tmp_path: Path) -> None:
 
 
 def test_another_job_of_the_same_command_starts_from_the_beginning(tmp_path: Path) -> None:
-    """A job that was requeued before it saved anything names the remedy."""
+    """A job that was requeued before it saved anything logs how to resume."""
     newest = stop(tmp_path, by_srun())
     outcomes = launch(tmp_path, requeued(by_srun()), is_stopped=False)
     assert [outcome.result for outcome in outcomes] == [False, False], outcomes[0].story()

@@ -91,7 +91,7 @@ def train_twice(rank: int, world_size: int, kill: Kill | None, directory: Path) 
 
 
 def test_the_fits_of_a_script_do_not_resume_from_each_others_rescue(tmp_path: Path) -> None:
-    """The first one starts from the beginning, and the second one continues."""
+    """After a rescue in the second fit, only the second resumes from the file."""
     path = tmp_path / rescuing.NAME
     ranks.launch_ranks(train_twice, 2, IN_SIXTH_STEP, tmp_path)
     first, _ = ranks.launch_ranks(train_twice, 2, None, tmp_path)
@@ -154,7 +154,7 @@ def train_on_two_hosts(rank: int, world_size: int, plan: Plan, directory: Path) 
 
 
 def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_path: Path) -> None:
-    """The survivor reports it, and no step is lost."""
+    """The survivor names the rank whose random states are derived; no step is lost."""
     survivor, _ = ranks.launch_ranks(train_on_two_hosts, 2, Plan(IN_SIXTH_STEP), tmp_path)
     report = (
         "; this host has no record of the random states of rank 1, so those states are derived from"
@@ -202,10 +202,7 @@ class SlowInSixthStep(Net):
 def test_the_process_that_starts_ranks_lets_a_survivor_save(
     start_method: str, tmp_path: Path
 ) -> None:
-    """The process waits up to ``save_deadline`` for a slow save, and then raises.
-
-    The step before the save also takes long; the error is the cause.
-    """
+    """The process waits for a slow step and a slow save, and then raises the cause."""
     unbroken, _ = rescuing.survive(2, Plan(), (), tmp_path / "unbroken")
     strategy = {"start_method": start_method}
     slow = {**strategy, "checkpoint_io": StruckIO(wait_long)}
@@ -233,7 +230,7 @@ ORPHANED = """
 
 @pytest.mark.nightly
 def test_a_rank_whose_launcher_was_killed_names_the_cause(tmp_path: Path) -> None:
-    """It saves, and exits even if a hook is stuck."""
+    """The rank saves, and exits even if a hook is stuck."""
     # The shell's output ends when rank 1 exits, after the script.
     shell = ("sh", "-c", '(python "$0") 2>&1 | cat')
     script = run_script(ORPHANED, launcher=shell, cwd=tmp_path)
@@ -242,7 +239,7 @@ def test_a_rank_whose_launcher_was_killed_names_the_cause(tmp_path: Path) -> Non
 
 
 def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path) -> None:
-    """The lock ends with its holder."""
+    """The kernel releases the lock of the rank that was killed while it saved."""
     io = StruckIO(partial(kill_first, tmp_path / "killed"))
     kill = Kill("on_after_backward", earlier=FINISHED, ranks=[0])
     plan = Plan(kill, strategy={"checkpoint_io": io})
@@ -254,8 +251,8 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
 @pytest.mark.parametrize(
     ("strike", "report"),
     [
-        (fill_disk, "No space left on device"),
-        (wait_for_ever, "will finish writing its checkpoint"),
+        pytest.param(fill_disk, "No space left on device", id="full disk"),
+        pytest.param(wait_for_ever, "will finish writing its checkpoint", id="stuck disk"),
     ],
 )
 def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(

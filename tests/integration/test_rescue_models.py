@@ -141,10 +141,7 @@ CONTINUING = [
 def test_a_model_that_changes_outside_of_the_optimiser_continues_exactly(
     kind: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The values in the file are those after the last finished step.
-
-    This holds however the model changes them.
-    """
+    """After three kills the weights are those of an unbroken run, to the last bit."""
     plan = Plan(trainer=options, kind=kind)
     kills = [
         Kill("on_before_backward", earlier=9, ranks=[0]),
@@ -258,10 +255,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("reason", "plan"), REFUSED)
-def test_what_could_be_a_wrong_checkpoint_is_refused(
+def test_a_survivor_does_not_save_a_checkpoint_that_could_be_wrong(
     reason: str, plan: Plan, tmp_path: Path
 ) -> None:
-    """A line next to the error gives the reason."""
+    """The survivor prints the reason next to the error that names the dead rank."""
     survivor, _ = launch_ranks(rescuing.train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
     _, refusal, rest = survivor.output.partition("this rank did not save the last step: ")

@@ -190,8 +190,15 @@ def test_an_exception_leaves_its_checkpoint(make: Any, background: bool, tmp_pat
     assert torch.load(tmp_path / "rest.ckpt")["global_step"] == 2
 
 
-def fails_over_nccl(kind: training.Kind, directory: Path) -> tuple[str, str]:
-    """Return the error of ``fit``, and that of a save after it."""
+class ErrorsAfterAbort(NamedTuple):
+    """The error that ``fit`` raised, and the one that a save after it raised."""
+
+    fitting: str
+    saving: str
+
+
+def fails_over_nccl(kind: training.Kind, directory: Path) -> ErrorsAfterAbort:
+    """Fail on rank 1 in a step, and save after ``fit``."""
 
     def write_earlier(trainer: L.Trainer) -> None:
         for name in ("rest.ckpt", "last.ckpt"):
@@ -211,7 +218,7 @@ def fails_over_nccl(kind: training.Kind, directory: Path) -> tuple[str, str]:
         trainer.fit(Net())
     with pytest.raises(CheckpointSaveError) as saving:
         trainer.save_checkpoint(directory / "rest.ckpt")
-    return f"{fitting.type.__name__}: {fitting.value}", str(saving.value)
+    return ErrorsAfterAbort(f"{fitting.type.__name__}: {fitting.value}", str(saving.value))
 
 
 def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
@@ -219,10 +226,9 @@ def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
 
     ``fit`` still raises the cause.
     """
-    by_rank = training.on_ranks("ours", fails_over_nccl, tmp_path)
-    of_rank_0, of_rank_1 = (fitting for fitting, _ in by_rank)
-    assert of_rank_0.startswith("RankFailedError: ")
-    assert of_rank_1 == "ValueError: on purpose"
-    for _, saving in by_rank:
-        assert "NCCL was aborted after rank 1 (host " in saving
+    other, failed = training.on_ranks("ours", fails_over_nccl, tmp_path)
+    assert other.fitting.startswith("RankFailedError: ")
+    assert failed.fitting == "ValueError: on purpose"
+    for errors in (other, failed):
+        assert "NCCL was aborted after rank 1 (host " in errors.saving
     assert {path.read_text() for path in (tmp_path / "ours").glob("*.ckpt")} == {"earlier"}

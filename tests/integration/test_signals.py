@@ -32,7 +32,13 @@ STOP_CHECKPOINT = "last-preempted.ckpt"
 
 
 class End(NamedTuple):
-    """How a run ended on this rank."""
+    """How a run ended on this rank.
+
+    Attributes:
+        status: the exit status; ``None`` if no signal stopped the run.
+        checkpoints: the files that are left, below the run's directory.
+        steps: the number of steps.
+    """
 
     status: int | None
     checkpoints: list[str]
@@ -79,7 +85,7 @@ def terminate_after_death(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_launchers_sigterm_leaves_time_to_name_the_dead_rank(tmp_path: Path) -> None:
-    """It follows the death immediately, and ends the process only some seconds later."""
+    """SIGTERM arrives right after the death, and the ranks still print the cause."""
     _, *survivors = ranks.launch_ranks(terminate_after_death, 3, tmp_path)
     for survivor in survivors:
         assert survivor.exit_code == SIGTERM_STATUS, survivor.story()
@@ -102,7 +108,7 @@ def stop_beside_saves(
 def test_a_save_is_finished_before_the_one_of_the_stop(
     hook: str, background: bool, tmp_path: Path
 ) -> None:
-    """This covers a save that has begun, and one in the background."""
+    """The files of both saves are whole, in the foreground and in the background."""
     for end in ranks.run_ranks(stop_beside_saves, 2, tmp_path, hook, background):
         assert end.status == SIGTERM_STATUS
         assert {STOP_CHECKPOINT, "step=1.ckpt", "step=2.ckpt"} <= set(end.checkpoints)
@@ -153,16 +159,26 @@ def test_workers_leave_the_signal_of_a_group_to_their_rank(
         assert 3 <= end.steps < 30
 
 
+class HandledEnd(NamedTuple):
+    """How a run ended, the signals that the user's handler got, and whether the earlier
+    handler was restored.
+    """
+
+    end: End
+    passed_on: list[int]
+    is_restored: bool
+
+
 def stop_beside_handler(
     rank: int, world_size: int, directory: Path, signum: int, has_users_handler: bool
-) -> tuple[End, list[int], bool]:
-    """Return the end, what the user's handler got, and whether it was restored."""
+) -> HandledEnd:
+    """Send a signal to rank 1, which may have a handler for it."""
     passed_on: list[int] = []
     if has_users_handler:
         signal.signal(signum, lambda number, frame: passed_on.append(number))
     before = signal.getsignal(signum)
     end = fit(directory, signal_rank_one(signum=signum))
-    return end, passed_on, signal.getsignal(signum) is before
+    return HandledEnd(end, passed_on, signal.getsignal(signum) is before)
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -178,14 +194,14 @@ def test_each_signal_ends_with_its_status_and_is_passed_on(
 
     SIGUSR1 and SIGHUP reach only that handler.
     """
-    by_rank = ranks.run_ranks(stop_beside_handler, 2, tmp_path, signum, has_users_handler)
+    rank_0, rank_1 = ranks.run_ranks(stop_beside_handler, 2, tmp_path, signum, has_users_handler)
     is_stopped = not (has_users_handler and signum in LEFT_TO_USERS_HANDLER)
-    signals_by_rank = [[], [signum] if has_users_handler else []]
-    for (end, passed_on, is_restored), signals in zip(by_rank, signals_by_rank, strict=True):
-        assert end.status == (128 + signum if is_stopped else None)
-        assert end.checkpoints == ([STOP_CHECKPOINT] if is_stopped else [])
-        assert passed_on == signals
-        assert is_restored
+    for rank in (rank_0, rank_1):
+        assert rank.end.status == (128 + signum if is_stopped else None)
+        assert rank.end.checkpoints == ([STOP_CHECKPOINT] if is_stopped else [])
+        assert rank.is_restored
+    assert rank_0.passed_on == []
+    assert rank_1.passed_on == ([signum] if has_users_handler else [])
 
 
 def lose_wakeup(trainer: L.Trainer) -> None:
@@ -210,7 +226,7 @@ def stop_beside(
 def test_a_signal_stops_all_whatever_a_step_does(
     do: Callable[[L.Trainer], None], tmp_path: Path
 ) -> None:
-    """This holds beside another loop's wake-up descriptor and after a nested run."""
+    """A step may reset the signal's wake-up descriptor, or run another Trainer."""
     for end in ranks.run_ranks(stop_beside, 2, tmp_path, do):
         assert end.status == SIGTERM_STATUS
         assert end.checkpoints == [STOP_CHECKPOINT]
@@ -243,7 +259,7 @@ def ignore(signum: int) -> None:
 def test_a_signal_that_a_process_ignores_or_prints_stacks_at_stops_nothing(
     signum: int, prepare: Callable[[int], object], tmp_path: Path
 ) -> None:
-    """Its handlers are kept."""
+    """All ranks train to the end, and the process keeps its handler."""
     for end in ranks.run_ranks(ignore_signal, 2, tmp_path, signum, prepare):
         assert end == End(None, [], ALL_STEPS)
 
@@ -273,7 +289,7 @@ def interrupt_twice(rank: int, world_size: int, directory: Path) -> End:
 
 
 def test_a_second_interrupt_exits_immediately(tmp_path: Path) -> None:
-    """It exits as Lightning does on Ctrl-C, without a checkpoint."""
+    """A second Ctrl-C has the effect that it has with stock: no checkpoint is saved."""
     for end in ranks.run_ranks(interrupt_twice, 2, tmp_path):
         assert (end.status, end.checkpoints) == (1, [])
 
@@ -289,17 +305,17 @@ def hold_rank_one(rank: int, world_size: int, directory: Path, timeout: float | 
 def test_all_end_within_the_deadline_though_a_rank_does_not_stop(
     timeout: float | None, tmp_path: Path
 ) -> None:
-    """They exit with the signal's status, and name the rank that did not reply."""
+    """The other rank exits with the signal's status, and names the stuck rank."""
     with ranks.RankProcesses(hold_rank_one, 2, tmp_path, timeout) as processes:
         processes.wait_for("in step 1", rank=1)
         processes.kill(1, signal.SIGSTOP)
         processes.kill(0, signal.SIGTERM)
-        (first,) = processes.wait(0)
-        assert first.exit_code == SIGTERM_STATUS
-        assert "not stopped within 1 s (save_deadline), and rank 1 (host" in first.output
+        [other] = processes.wait(0)
+        assert other.exit_code == SIGTERM_STATUS
+        assert "not stopped within 1 s (save_deadline), and rank 1 (host" in other.output
         processes.kill(1, signal.SIGCONT)
-        (second,) = processes.wait(1)
-        assert second.exit_code != 0
+        [stuck] = processes.wait(1)
+        assert stuck.exit_code != 0
 
 
 def restore_while_signalled(rank: int, world_size: int) -> int:
@@ -323,7 +339,7 @@ def restore_while_signalled(rank: int, world_size: int) -> int:
 
 
 def test_a_signal_does_not_kill_a_failed_rank_before_it_prints_the_cause() -> None:
-    """Not even between our handler and the earlier one."""
+    """SIGTERM is also deferred while our handler is replaced by the earlier one."""
     [outcome] = ranks.launch_ranks(restore_while_signalled, 1)
     assert outcome.exit_code == 0, outcome.story()
     assert outcome.result == 1

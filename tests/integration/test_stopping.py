@@ -41,10 +41,6 @@ class Place(NamedTuple):
 OF_COMMAND = "checkpoints/*-*/last-preempted.ckpt"
 PLACES = {
     "as Lightning chooses": Place(OF_COMMAND, lambda root: {"logger": True}),
-    "save_last": Place(
-        OF_COMMAND,
-        lambda root: {"logger": True, "callbacks": [ModelCheckpoint(save_last=True)]},
-    ),
     "fixed version": Place(OF_COMMAND, lambda root: {"logger": CSVLogger(root, version="fixed")}),
     "no logger": Place("checkpoints/last-preempted.ckpt", lambda root: {}),
     "no callback": Place(
@@ -82,22 +78,31 @@ def stop_rank_one() -> L.Callback:
     return continuing.signalled("on_train_batch_end", 1, ranks=[1])
 
 
-def run_three_times(rank: int, world_size: int, directory: Path, name: str) -> dict[str, Any]:
-    """Run a command that is stopped, the same again, and one that is not stopped; return
-    the runs, and the stop checkpoints after the first and after the second one.
+class ThreeRuns(NamedTuple):
+    """A stopped run, the same command run again, and a run that was not stopped.
+
+    Attributes:
+        saved: the stop checkpoints after the stopped run.
+        remaining: the stop checkpoints after the resumed run.
     """
+
+    stopped: continuing.Run
+    saved: list[Path]
+    resumed: continuing.Run
+    remaining: list[Path]
+    whole: continuing.Run
+
+
+def run_three_times(rank: int, world_size: int, directory: Path, name: str) -> ThreeRuns:
+    """Run a command that is stopped, the same again, and one that is not stopped."""
     place = PLACES[name]
     root = directory / name
     stopped = run_command(place, root, stop_rank_one())
     saved = list(root.glob(place.pattern))
     dist.barrier()
-    return {
-        "stopped": stopped,
-        "saved": saved,
-        "resumed": run_command(place, root),
-        "remaining": list(root.rglob(Path(place.pattern).name)),
-        "whole": run_command(place, directory / "whole"),
-    }
+    resumed = run_command(place, root)
+    remaining = list(root.rglob(Path(place.pattern).name))
+    return ThreeRuns(stopped, saved, resumed, remaining, run_command(place, directory / "whole"))
 
 
 # One of them is enough for `make fast`.
@@ -106,17 +111,14 @@ NAMES = [name for name in PLACES if name != "no logger"]
 
 @pytest.mark.parametrize("name", [*NAMES, pytest.param("no logger", marks=pytest.mark.lowest)])
 def test_the_same_command_continues_wherever_it_saves(name: str, tmp_path: Path) -> None:
-    """It also resumes if Lightning's directory is new in each run.
-
-    A finished run leaves no stop checkpoint.
-    """
-    for run in ranks.run_ranks(run_three_times, 2, tmp_path, name):
-        assert run["stopped"].status == SIGTERM_STATUS
-        assert len(run["saved"]) == 1
-        assert run["resumed"].status is None
-        assert run["stopped"].steps + run["resumed"].steps == run["whole"].steps
-        assert len(run["whole"].steps) == STEPS
-        assert run["remaining"] == []
+    """The directory may be new in each run. A finished run leaves no stop checkpoint."""
+    for runs in ranks.run_ranks(run_three_times, 2, tmp_path, name):
+        assert runs.stopped.status == SIGTERM_STATUS
+        assert len(runs.saved) == 1
+        assert runs.resumed.status is None
+        assert runs.stopped.steps + runs.resumed.steps == runs.whole.steps
+        assert len(runs.whole.steps) == STEPS
+        assert runs.remaining == []
 
 
 def run_alone(
@@ -167,7 +169,7 @@ def test_another_command_leaves_a_stop_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_trial_run_keeps_the_stop_checkpoint(tmp_path: Path) -> None:
-    """It finishes, but has not trained on."""
+    """A trial run finishes without a step, so the next run still needs the file."""
     launch_alone(tmp_path, stops=True)
     for trial in ({"fast_dev_run": True}, {"limit_train_batches": 0}):
         assert launch_alone(tmp_path, stops=False, trial=trial).begin == "without a step"
@@ -175,7 +177,7 @@ def test_a_trial_run_keeps_the_stop_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_first_run_with_last_names_the_file_of_a_later_one(tmp_path: Path) -> None:
-    """It starts from the beginning."""
+    """A run without a checkpoint starts anew, and logs where it would save one."""
     launched = launch_alone(tmp_path, stops=False)
     assert launched.begin == FROM_START
     line = "ckpt_path='last': no checkpoint yet; if the ranks are stopped, they save "
@@ -210,10 +212,7 @@ def cross_validate(
 
 @pytest.mark.parametrize("name", ["as Lightning chooses", "no logger", "path"])
 def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(name: str, tmp_path: Path) -> None:
-    """No fold of a cross-validation resumes from another fold's weights.
-
-    It does not replace another fold's file either.
-    """
+    """No fold of a cross-validation resumes from or replaces another fold's file."""
 
     def run_again(stopped_fold: int | None, *, width: int = 1) -> list[str]:
         first, second = ranks.run_ranks(cross_validate, 2, tmp_path, name, stopped_fold, width)
@@ -230,9 +229,9 @@ def test_each_fit_of_a_script_finds_its_own_stop_checkpoint(name: str, tmp_path:
 
 
 def test_runs_that_differ_by_environment_keep_their_stop_checkpoints(tmp_path: Path) -> None:
-    """Each finds its own file.
+    """Each run finds its own file.
 
-    One without a file says in which variables it differs from the run that saved it.
+    A run without one resumes from another's, and names the variables that differ.
     """
 
     def launch(part: str, **options: Any) -> Launched:

@@ -83,8 +83,8 @@ class Checkpoints:
             add_states: called on each rank before the content is written, with whether
                 this rank saves alone.
         """
-        if self._wait_for_partial_sums():
-            self._report_partial_sums(path)
+        if self._weights_may_be_wrong():
+            self._refuse_wrong_weights(path)
             return False
         io = self._strategy.checkpoint_io
         seconds = 0.0 if self._deadline is None else self._deadline.total_seconds()
@@ -116,7 +116,7 @@ class Checkpoints:
                 save()
             raise
 
-    def _report_partial_sums(self, path: PathOrUrl) -> None:
+    def _refuse_wrong_weights(self, path: PathOrUrl) -> None:
         """Raise because NCCL was aborted, or warn if the user already sees an error."""
         context = current()
         cause = None if context is None else context.peers.cause
@@ -136,7 +136,7 @@ class Checkpoints:
 
     def remove(self, path: PathOrUrl) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
-        if self._wait_for_partial_sums():
+        if self._weights_may_be_wrong():
             return  # the checkpoint that replaces it was not saved
         self.on_rank_zero(
             lambda: self._strategy.checkpoint_io.remove_checkpoint(path),
@@ -265,11 +265,11 @@ class Checkpoints:
     def _trainer(self) -> Any:
         return trainer_of(self._strategy.lightning_module)
 
-    def _wait_for_partial_sums(self) -> bool:
-        """Return whether NCCL was aborted, so that the weights may be wrong.
+    def _weights_may_be_wrong(self) -> bool:
+        """Whether an abort of NCCL may have made an optimiser step use partial sums.
 
-        With NCCL, this first waits for the devices, as copying the weights does, because
-        an optimiser step that is waiting there for a dead rank is aborted only later.
+        With NCCL, first wait for the devices, as copying the weights does, because an
+        optimiser step that is waiting there for a dead rank is aborted only later.
         """
         context = current()
         if context is None or not context.groups.uses_nccl:

@@ -1,6 +1,7 @@
 """Identify the fit that saves a stop or rescue checkpoint.
 
-The file states who saved it, so that only the same fit of the same command finds it.
+The file contains the :class:`FitIdentity` of the run that saved it. A later run compares
+it with its own, and gets a :class:`SavingRun`, which tells whether the file is its own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,31 @@ _NOT_COMPARED = re.compile(
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
+@dataclass(frozen=True)
+class SavingRun:
+    """The run that saved a file, compared with this run.
+
+    Attributes:
+        other_fit: how its fit differs from this one; empty for the same fit.
+        other_job: the number of the other SLURM job that it belongs to; empty if one of
+            the runs is outside of SLURM, or both are of the same job.
+        changed_variables: the environment variables that it lacked or had differently.
+        is_of_this_job: whether it belongs to this SLURM job, possibly before a requeue.
+        is_requeued_here: whether it is of this fit and job, and was stopped to be requeued.
+    """
+
+    other_fit: str
+    other_job: str
+    changed_variables: list[str]
+    is_of_this_job: bool
+    is_requeued_here: bool
+
+    @property
+    def is_this_run(self) -> bool:
+        """Whether nothing differs, so that this run may replace the file."""
+        return not (self.other_fit or self.other_job or self.changed_variables)
+
+
 @dataclass
 class FitIdentity:
     """The identity of a fit, which its stop and rescue checkpoints contain.
@@ -60,11 +86,28 @@ class FitIdentity:
     environment: dict[str, str] = field(default_factory=dict)
     number: int = 0
 
-    def difference(self, saved: Mapping[str, Any]) -> str:
-        """Describe how the fit that saved a file differs from this one.
+    def saving_run(self, path: str) -> SavingRun | None:
+        """Compare this run with the one that saved a file; ``None`` if it is unknown.
 
-        The description of the same fit is empty.
+        Raises:
+            CheckpointError: the file cannot be read.
         """
+        saved = entry_of(locate(path), KEY)
+        if not isinstance(saved, dict) or not {"facts", "environment"} <= saved.keys():
+            return None
+        job = self.content["job"]
+        other_fit = self._difference(saved)
+        saved_job = saved.get("job") or ""
+        is_of_this_job = bool(job) and saved_job == job
+        return SavingRun(
+            other_fit,
+            other_job="" if is_of_this_job or not job else saved_job,
+            changed_variables=self._changed_variables(saved),
+            is_of_this_job=is_of_this_job,
+            is_requeued_here=is_of_this_job and bool(saved.get("is_requeued")) and not other_fit,
+        )
+
+    def _difference(self, saved: Mapping[str, Any]) -> str:
         own = self.content["facts"]
         others = saved["facts"]
         changed = [fact for fact in {**own, **others} if own.get(fact) != others.get(fact)]
@@ -72,21 +115,12 @@ class FitIdentity:
             return "a fit in a hook"
         return f"a fit with another {listed(changed)}" if changed else ""
 
-    def changed_variables(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return names of variables that the saving run lacked or had differently."""
+    def _changed_variables(self, saved: Mapping[str, Any]) -> list[str]:
         before = set(saved["environment"])
         changed = [name for name, value in self.environment.items() if value not in before]
         if not changed and before.difference(self.environment.values()):
             return ["a variable that is not set now"]
         return sorted(changed)
-
-    def is_of_job(self, saved: Mapping[str, Any]) -> bool:
-        """Whether this job saved the file, possibly before it was requeued."""
-        return bool(self.content["job"]) and saved.get("job") == self.content["job"]
-
-    def is_of_other_job(self, saved: Mapping[str, Any]) -> bool:
-        """Whether another SLURM job than this one saved the file."""
-        return bool(self.content["job"] and saved.get("job")) and not self.is_of_job(saved)
 
 
 def identify(args: tuple[Any, ...], number: int) -> FitIdentity:
@@ -105,16 +139,6 @@ def identify(args: tuple[Any, ...], number: int) -> FitIdentity:
         "is_requeued": False,
     }
     return FitIdentity(content, environment, number)
-
-
-def identity_in(path: str) -> Mapping[str, Any] | None:
-    """Return the identity of the fit that saved a file; ``None`` if it states none.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    saved = entry_of(locate(path), KEY)
-    return saved if isinstance(saved, dict) and {"facts", "environment"} <= saved.keys() else None
 
 
 def command() -> str:

@@ -1,19 +1,26 @@
 """Choose the file that ``ckpt_path="last"`` means among the files of all runs.
 
-1. The identity in each file states the fit that saved it.
-2. A file of another fit has an owner, and is left to it. So has a file of another job
-   or environment, if this job or environment also saved one.
-3. The newest undamaged one of the others is chosen.
+Each file states the run that saved it. A file that belongs to another run is left to it,
+and the newest undamaged one of the others is chosen. These rules find the owner:
 
-If a store does not answer a request, the search ends with an error, because each
-further request might also take minutes. Any other error is an answer.
+===================  ===================================================================
+Saved by             Rule, and what it is for
+===================  ===================================================================
+another fit          Left to that fit. Experiments and the folds of a cross-validation,
+                     which share a directory, do not continue with each other's weights.
+another SLURM job    Left to that job if this job has a file. Of several jobs with the
+                     same command, each continues with its own file.
+another environment  Left to that run if one in this environment has a file. Otherwise
+                     it is used with a warning: it may be this run, in another shell.
+unknown              Left alone at a path to which only this package saves. At the
+                     others, Lightning saves such files.
+===================  ===================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.location import locate
@@ -25,8 +32,8 @@ from lightning_ddp_ext.errors import (
 from lightning_ddp_ext.rank_lists import listed
 
 from ..private.lightning_tree import rank_zero_info, rank_zero_warn
-from .fit_identity import FitIdentity, identity_in
-from .paths import modification_time, raise_if_unanswered
+from .fit_identity import FitIdentity, SavingRun
+from .stored_files import modification_time, raise_if_unanswered
 
 UNUSABLE = (DamagedCheckpointError, CheckpointNotFoundError)
 _PASS_PATH = "pass its path to resume from it"
@@ -38,22 +45,27 @@ class Candidate:
 
     Attributes:
         path: its path or URL.
-        identity: the identity of the fit that saved it; empty if it is unknown.
+        saved_by: the run that saved it; ``None`` if it is unknown.
         error: why the file, or the identity in it, cannot be read. Unless the file is
             damaged, it may be intact, and reading it later raises the reason.
-        is_of_fit: whether the same fit saved it, possibly in another job or
-            environment.
-        changed: the environment variables that the saving run had differently.
         owner: the other fit or run to which the file belongs; empty if it belongs to
             none, so that it may be used.
     """
 
     path: str
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    saved_by: SavingRun | None = None
     error: CheckpointError | None = None
-    is_of_fit: bool = False
-    changed: list[str] = field(default_factory=list)
     owner: str = ""
+
+    @property
+    def is_of_fit(self) -> bool:
+        """Whether the same fit saved it, possibly in another job or environment."""
+        return self.saved_by is not None and not self.saved_by.other_fit
+
+    @property
+    def changed(self) -> list[str]:
+        """The environment variables that the saving run had differently."""
+        return [] if self.saved_by is None else self.saved_by.changed_variables
 
     @property
     def is_damaged(self) -> bool:
@@ -114,8 +126,8 @@ def choose(paths: list[str], only_ours: set[str], identity: FitIdentity) -> Choi
     Raises:
         CheckpointError: a store does not answer.
     """
-    candidates = [read_candidate(path) for path in paths]
-    _find_owners(candidates, only_ours, identity)
+    candidates = [read_candidate(path, identity) for path in paths]
+    _find_owners(candidates, only_ours)
     chosen = _newest_intact([file for file in candidates if file.is_usable])
     if chosen is None:
         # Reading a damaged file raises the reason on every rank.
@@ -123,14 +135,14 @@ def choose(paths: list[str], only_ours: set[str], identity: FitIdentity) -> Choi
     return Choice(chosen, candidates)
 
 
-def read_candidate(path: str) -> Candidate:
-    """Read the identity in a file, and warn if the file is damaged.
+def read_candidate(path: str, identity: FitIdentity) -> Candidate:
+    """Read which run saved a file, and warn if the file is damaged.
 
     Raises:
         CheckpointError: the store does not answer.
     """
     try:
-        return Candidate(path, identity_in(path) or {})
+        return Candidate(path, identity.saving_run(path))
     except UNUSABLE as error:
         _warn_of_skipped(error)
         return Candidate(path, error=error)
@@ -139,33 +151,20 @@ def read_candidate(path: str) -> Candidate:
         return Candidate(path, error=error)
 
 
-def _find_owners(candidates: list[Candidate], only_ours: set[str], identity: FitIdentity) -> None:
-    """Find the files that belong to others.
-
-    These rules are applied one after another:
-
-    - A file of another fit belongs to that fit. So does one without an identity at a
-      path to which only this package saves.
-    - If this SLURM job saved a file, those of other jobs belong to these.
-    - If a run in this environment saved one of the files that are left, the others
-      belong to the runs in other environments.
-    """
+def _find_owners(candidates: list[Candidate], only_ours: set[str]) -> None:
+    """Find the other runs to which files belong, by the rules above, in their order."""
     for file in candidates:
-        if file.identity:
-            file.owner = identity.difference(file.identity)
-            file.is_of_fit = not file.owner
+        if file.saved_by is not None:
+            file.owner = file.saved_by.other_fit
         elif file.error is None and file.path in only_ours:
             file.owner = "an unknown fit"
-    of_fit = [file for file in candidates if file.is_of_fit]
-    if any(identity.is_of_job(file.identity) for file in of_fit):
-        for file in of_fit:
-            if identity.is_of_other_job(file.identity):
-                file.owner = f"SLURM job {file.identity['job']}"
-    left = [file for file in of_fit if not file.owner]
-    for file in left:
-        file.changed = identity.changed_variables(file.identity)
+    runs = [(file, file.saved_by) for file in candidates if file.saved_by and file.is_of_fit]
+    if any(run.is_of_this_job for _, run in runs):
+        for file, run in runs:
+            if run.other_job:
+                file.owner = f"SLURM job {run.other_job}"
+    left = [file for file, _ in runs if not file.owner]
     if not all(file.changed for file in left):
-        # A run in this environment saved one, so the others belong to other runs.
         for file in left:
             if file.changed:
                 file.owner = _run_with_other(file.changed)

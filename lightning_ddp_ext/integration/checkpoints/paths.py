@@ -1,4 +1,4 @@
-"""Locate a Trainer's checkpoints: directories, and files that a run may resume from.
+"""Name the directories and files of a Trainer's checkpoints.
 
 A launcher needs them before ``ModelCheckpoint`` chooses its directory and before the
 ranks connect.
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
+from lightning_ddp_ext.checkpoint.location import PathOrUrl, locate
 from lightning_ddp_ext.data.proxy import copy_attributes
-from lightning_ddp_ext.errors import CheckpointError, ConfigurationError
-from lightning_ddp_ext.ranks import chain_of, reason_of
+from lightning_ddp_ext.errors import ConfigurationError
 
 from ..private.compat import checkpoint_of_requeued_job, chosen_directory_of
 from ..private.lightning_tree import SLURMEnvironment, pl
-
-# The name of the store's host may also be unknown at the moment.
-_UNANSWERED = (TimeoutError, ConnectionError, socket.gaierror)
+from .stored_files import matching_files
 
 
 def checkpoint_directory(trainer: Any) -> str:
@@ -101,56 +97,7 @@ def versions_of(path: str | None) -> set[str]:
     stem, suffix = os.path.splitext(name)
     # A job's number may come before the version.
     version = re.compile(rf"{re.escape(stem)}(-v\d+)*{re.escape(suffix)}")
-    return _matching_files(directory, version, if_refused=path)
-
-
-def _matching_files(directory: str, pattern: re.Pattern[str], *, if_refused: str) -> set[str]:
-    """Return the files whose names match, or ``{if_refused}`` if listing is refused."""
-    try:
-        files = _files_in(directory)
-    except Exception as error:  # each kind of store raises its own errors
-        raise_if_unanswered(directory, error)
-        return {if_refused}
-    return {path for path in files if pattern.fullmatch(os.path.basename(path))}
-
-
-def raise_if_unanswered(path: str, error: BaseException) -> None:
-    """End a search if a store did not answer a request.
-
-    Each further request might also take minutes. Any other error is an answer.
-
-    Raises:
-        CheckpointError: the error is, or follows from, a timeout or a lost connection.
-    """
-    # Clients of stores wrap the errors of their connections.
-    if any(isinstance(cause, _UNANSWERED) for cause in chain_of(error)):
-        raise CheckpointError(
-            f"cannot search {path} for checkpoints: {reason_of(error)}; check that it can be"
-            " reached, or pass the path of a checkpoint as ckpt_path"
-        ) from error
-
-
-def _files_in(directory: str) -> list[str]:
-    """Return the paths or URLs of the files in a directory, also if it does not exist.
-
-    A file system lists them without the protocol of a URL.
-    """
-    location = _locate_anew(directory)
-    try:
-        listed = location.fs.ls(location.path, detail=False)
-    except (FileNotFoundError, NotADirectoryError, NotImplementedError):
-        return []
-    return [os.path.join(directory, os.path.basename(path)) for path in listed]
-
-
-def _locate_anew(path: str) -> Location:
-    """Return the location, without what its store listed earlier.
-
-    Other processes may have changed it since.
-    """
-    location = locate(path)
-    location.fs.invalidate_cache(location.path)
-    return location
+    return matching_files(directory, version, if_refused=path)
 
 
 def follows_logger(trainer: Any) -> bool:
@@ -193,36 +140,4 @@ def _last_files(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str
     stem = callback.CHECKPOINT_NAME_LAST
     suffix = callback.FILE_EXTENSION
     name = re.compile(rf"{stem}.*{re.escape(suffix)}")
-    return _matching_files(directory, name, if_refused=os.path.join(directory, f"{stem}{suffix}"))
-
-
-def modification_time(path: str) -> float | None:
-    """Return a file's modification time, or ``None`` if the file does not exist.
-
-    The time is infinity if the store refuses or does not record it.
-
-    Raises:
-        CheckpointError: the store does not answer.
-    """
-    location = _locate_anew(path)
-    try:
-        if location.local is not None:
-            return location.local.stat().st_mtime
-        return float(location.fs.modified(location.path).timestamp())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except Exception as error:  # each kind of store raises its own errors
-        raise_if_unanswered(path, error)
-        return float("inf")
-
-
-def change_token(path: str) -> str:
-    """Return a text that differs after a file was changed or replaced.
-
-    It is empty if the store does not tell.
-    """
-    location = _locate_anew(path)
-    try:
-        return str(location.fs.ukey(location.path))
-    except Exception:  # each kind of store raises its own errors
-        return ""
+    return matching_files(directory, name, if_refused=os.path.join(directory, f"{stem}{suffix}"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -23,17 +23,16 @@ from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.rendezvous.peers import current_run
 
 from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, rank_zero_info
-from .fit_identity import FitIdentity, command, identify, identity_in
+from .fit_identity import FitIdentity, command, identify
 from .last_search import UNUSABLE, choose, newest_first, read_candidate
 from .paths import (
-    change_token,
     check_file_name,
     files_that_last_means,
-    modification_time,
     path_of_run_file,
     versioned,
     versions_of,
 )
+from .stored_files import change_token, modification_time
 
 # Lightning also saves a file for it, whatever the settings.
 _OF_REQUEUED_JOB = "last-preempted.ckpt"
@@ -119,22 +118,22 @@ class RunFiles:
         return next(version for version in versions if self._may_replace(version))
 
     def _may_replace(self, path: str) -> bool:
-        """Whether a path is free, has a file of the same fit, or cannot be checked."""
+        """Whether a path is free, has a file of this run, or cannot be checked."""
         if self._choice is not None and path == self._choice.path:
             return True
-        time: float | None = math.inf  # unknown
         try:
             time = modification_time(path)
-            saved = None if time is None else identity_in(path)
+        except CheckpointError:
+            return True
+        if time is None:
+            return True
+        try:
+            saved_by = self.identity.saving_run(path)
         except UNUSABLE:
             return True
         except CheckpointError:
             return time == math.inf  # a file that certainly exists is kept
-        return saved is None or not (
-            self.identity.difference(saved)
-            or self.identity.is_of_other_job(saved)
-            or self.identity.changed_variables(saved)
-        )
+        return saved_by is None or saved_by.is_this_run
 
     # Resuming.
 
@@ -202,22 +201,14 @@ class RunFiles:
         As with stock, no argument has to ask for it.
         """
         versions = versions_of(path_of_run_file(self.requeue_name, command(), trainer))
-        files = [read_candidate(path) for path in newest_first(versions)]
-        requeued = [file.path for file in files if self._is_for_requeue(file.identity)]
+        files = [read_candidate(path, self.identity) for path in newest_first(versions)]
+        requeued = [file.path for file in files if file.saved_by and file.saved_by.is_requeued_here]
         if requeued:
             self._continue_from(requeued[0], requeued)
         else:
             rank_zero_info(
                 "after SIGTERM, a requeued job only resumes with trainer.fit(..., ckpt_path='last')"
             )
-
-    def _is_for_requeue(self, saved: Mapping[str, Any]) -> bool:
-        """Whether this fit saved a file before this job was requeued."""
-        return (
-            bool(saved.get("is_requeued"))
-            and self.identity.is_of_job(saved)
-            and not self.identity.difference(saved)
-        )
 
     def _none_found(self, trainer: Any) -> str:
         """Describe what the next run of this command will find."""

@@ -124,7 +124,7 @@ def _restore_buffers(batches: int, recorder: Recorder) -> None:
             f"{changed} has changed since the start, and its value after the last step is not"
             " recorded: it is too large a buffer, or neither a parameter nor a buffer"
         )
-    recorded = recorder.records[recorder.first].find(batches, Kind.BUFFERS) or b""
+    recorded = recorder.records[recorder.buffer_rank].find(batches, Kind.BUFFERS) or b""
     if not recorder.buffers.restore(recorded):
         raise Refused("the buffers of this step are not recorded")
 

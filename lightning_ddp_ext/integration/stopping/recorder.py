@@ -36,17 +36,35 @@ class Recorder:
     """Records random states, parameters and buffers.
 
     Only one rank of each host records buffers. Nothing is recorded before
-    :meth:`start`.
+    :meth:`start`, which makes ``parameters``, ``buffers`` and ``fixed`` for its run.
+
+    Attributes:
+        records: the records of the ranks on this host, by rank.
+        buffer_rank: the rank of this host that records the buffers.
+        parameters: values of parameters that change outside of the optimiser step.
+        buffers: the buffers that are recorded.
+        fixed: other saved values, which must not change.
+        error: why states are no longer recorded, if they are not.
+        has_new_iterator: whether an iterator over training data is new, and its start
+            is not recorded yet.
+        forward_passes: the number of forward passes since this batch started.
+        stepped: the number of optimiser steps before this batch, as Lightning's loggers
+            count them.
     """
+
+    records: dict[int, RankRecords]
+    buffer_rank: int
+    parameters: SavedParameters
+    buffers: RecordedBuffers
+    fixed: FixedValues
 
     def __init__(self, strategy: RankDevicesStrategy) -> None:
         self._strategy = strategy
-        self.records: dict[int, RankRecords] = {}  # by rank, for the ranks on this host
-        self.error: str | None = None  # why states are no longer recorded
-        # Whether an iterator over training data is new and its start not recorded yet.
+        self.records = {}
+        self.error: str | None = None
         self.has_new_iterator = False
-        self.forward_passes = 0  # number of passes since this batch started
-        self.stepped = 0  # optimiser steps before this batch, as Lightning's loggers count them
+        self.forward_passes = 0
+        self.stepped = 0
         self._buffers_at = -1  # the number of batches when the buffers were last recorded
         self._own: RankRecords | None = None  # unless nothing is recorded
 
@@ -62,7 +80,7 @@ class Recorder:
         """Start recording a run; if another rank fails, ``peers.cause`` tells why."""
         self._peers = peers
         self.records = records
-        self.first = min(records)
+        self.buffer_rank = min(records)
         self._generators: list[Any] = []
         trainer = self._strategy.current_trainer
         module = trainer.lightning_module
@@ -99,8 +117,8 @@ class Recorder:
             self._record_iterators(own, moment)
 
     def _record_buffers(self, own: RankRecords, batches: int, *, even_if_same: bool) -> None:
-        """Record the buffers on the first rank of this host, once after each batch."""
-        if self._strategy.global_rank != self.first:
+        """Record the buffers on one rank of this host, once after each batch."""
+        if self._strategy.global_rank != self.buffer_rank:
             return
         is_due = even_if_same or batches != self._buffers_at
         content = self.buffers.read(even_if_same=is_due)
