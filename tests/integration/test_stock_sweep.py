@@ -1,0 +1,423 @@
+"""A program written for stock ``ddp`` sees with ours what it sees with stock.
+
+A program is a model, loaders, options of a Trainer, callbacks, and what is called after
+the fit, all drawn by a seed. ``make test`` plays programs that use each part once,
+``make nightly`` some of a new seed (``SWEEP_SEED``, ``SWEEP_COUNT``).
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import callbacks
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
+from torchmetrics import MeanSquaredError, Metric
+from torchmetrics.classification import BinaryAUROC
+
+from lightning_ddp_ext.errors import RankFailedError
+from tests.harness import sweeps, training
+
+# Data.
+
+
+class Numbered(Dataset[Any]):
+    """Samples with their number, and with noise from each library's generator."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, int]:
+        noise = torch.rand(4) + random.random() + float(np.random.rand())
+        target = torch.tensor([float(number % 2)])
+        return torch.arange(4.0).mul(number + 1).sin() + noise / 10, target, number
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples without a length."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        data = Numbered(self.samples)
+        return (data[number] for number in range(self.samples))
+
+
+def own_sampler(samples: int, **options: Any) -> DataLoader[Any]:
+    data = Numbered(samples)
+    return DataLoader(data, sampler=DistributedSampler(data, seed=2), **options)
+
+
+def own_generator(samples: int, **options: Any) -> DataLoader[Any]:
+    data = Numbered(samples)
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(3))
+    return DataLoader(data, sampler=sampler, **options)
+
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "in order": lambda samples, **options: DataLoader(Numbered(samples), **options),
+    "shuffled": lambda samples, **options: DataLoader(Numbered(samples), shuffle=True, **options),
+    "own sampler": own_sampler,
+    "own generator": own_generator,
+    "stream": lambda samples, **options: DataLoader(Stream(samples), **options),
+    "worker": lambda samples, **options: DataLoader(Numbered(samples), num_workers=1, **options),
+}
+
+# Programs.
+
+METRICS: dict[str, type[Metric] | None] = {
+    "none": None,
+    "sums": MeanSquaredError,
+    "lists": BinaryAUROC,  # torchmetrics gathers its states
+}
+CALLBACKS: dict[str, Callable[[Path], L.Callback]] = {
+    "last": lambda place: callbacks.ModelCheckpoint(place / "files", save_last="link"),
+    "steps": lambda place: callbacks.ModelCheckpoint(
+        place / "files", every_n_train_steps=2, save_top_k=-1
+    ),
+    "best": lambda place: callbacks.ModelCheckpoint(
+        place / "files", "{epoch}-{val_loss:.3f}", monitor="val_loss", save_top_k=2
+    ),
+    "early": lambda _: callbacks.EarlyStopping("val_loss", patience=0, strict=False),
+    "ema": lambda _: callbacks.EMAWeightAveraging(decay=0.5),
+    "swa": lambda _: callbacks.StochasticWeightAveraging(0.01, 1),
+    "rates": lambda _: callbacks.LearningRateMonitor(),
+}
+AFTERWARDS = ("validate", "test", "predict", "fit again", "new Trainer")
+TRAINER = {
+    "max_epochs": (1, 2, 3),
+    "accumulate_grad_batches": (1, 2, 3),
+    "limit_train_batches": (1.0, 3),
+    "limit_val_batches": (1.0, 0, 2),
+    "num_sanity_val_steps": (0, 1, -1),
+    "val_check_interval": (None, 1, 2),
+    "check_val_every_n_epoch": (1, 2),
+    "reload_dataloaders_every_n_epochs": (0, 1),
+    "log_every_n_steps": (1, 3),
+    "gradient_clip_val": (None, 0.3),
+    "precision": (None, "bf16-mixed", "64-true"),
+    "use_distributed_sampler": (True, False),
+    "inference_mode": (True, False),
+}
+# Of ``self.log``; each value differs between the ranks.
+LOGGED: dict[str, dict[str, Any]] = {
+    "mean": {"on_step": True, "on_epoch": True, "sync_dist": True},
+    "sum": {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"},
+    "max": {"on_step": True, "on_epoch": False, "sync_dist": True, "reduce_fx": "max"},
+    "own": {"on_step": True, "on_epoch": True},
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is drawn by a seed, which is its ``str`` in the variable ``SWEEP``."""
+
+    seed: int
+    train: str
+    validation: str
+    samples: int
+    batch_size: int
+    drops_last: bool
+    model: frozenset[str]  # parts of the model
+    metric: str
+    logged: frozenset[str]
+    options: tuple[tuple[str, Any], ...]  # of the Trainer
+    callbacks: frozenset[str]
+    afterwards: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return str(self.seed)
+
+
+MODEL = ("dropout", "manual", "plateau", "hooks", "gathers", "reads", "stops", "unused", "skips")
+
+
+def draw(seed: int) -> Program:
+    """Draw a program that stock can run."""
+    chance = random.Random(seed)
+
+    def some(names: Sequence[str], share: float) -> frozenset[str]:
+        return frozenset(name for name in names if chance.random() < share)
+
+    model = some(MODEL, 0.2)
+    options = {name: chance.choice(values) for name, values in TRAINER.items()}
+    if "manual" in model:
+        options |= {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    return Program(
+        seed,
+        train=chance.choice([*LOADERS]),
+        validation=chance.choice(["in order", "shuffled", "own sampler", "stream"]),
+        samples=chance.choice([20, 24, 25]),
+        batch_size=chance.choice([2, 3]),
+        drops_last=chance.choice([True, False]),
+        model=model,
+        metric=chance.choice([*METRICS]),
+        logged=some([*LOGGED], 0.4),
+        options=tuple(options.items()),
+        callbacks=some([*CALLBACKS], 0.2),
+        afterwards=tuple(name for name in AFTERWARDS if chance.random() < 0.25),
+    )
+
+
+def parts_of(program: Program) -> set[Any]:
+    """Return the parts that a program uses."""
+    named = {("train", program.train), ("validation", program.validation)}
+    several = [*program.model, *program.logged, *program.callbacks, *program.afterwards]
+    return {*named, ("metric", program.metric), *program.options, *several}
+
+
+def cover() -> list[Program]:
+    """Return programs that use each part, found greedily."""
+    programs = {program: parts_of(program) for program in map(draw, range(300))}
+    return sweeps.greedy_cover(programs, lambda _: 1)
+
+
+# What a program sees.
+
+
+class Watching(L.Callback):
+    """Records the calls of hooks, with a random number that is drawn in some of them."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        for name in dir(L.Callback):
+            if name.startswith("on_") and "checkpoint" not in name:
+                setattr(self, name, partial(self._record, name))
+
+    def _record(self, name: str, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        draws = name.endswith(("_epoch_start", "batch_end", "on_train_start", "on_fit_end"))
+        self.calls.append((name, trainer.global_step, *([torch.rand(())] if draws else [])))
+
+
+class Watched(L.LightningModule):
+    """The model of a program, which records its batches and the values that it reads."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+        self.seen: list[Any] = []
+        self.automatic_optimization = "manual" not in program.model
+        dropout = nn.Dropout(0.3) if "dropout" in program.model else nn.Identity()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), dropout, nn.Linear(6, 1))
+        self.unused = nn.Linear(2, 2) if "unused" in program.model else None
+        metric = METRICS[program.metric]
+        self.metric = None if metric is None else metric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        predicted: Tensor = self.layers(x.to(next(self.parameters()).dtype))
+        return predicted
+
+    def loss(self, stage: str, batch: Any) -> Tensor:
+        """Record the batch; return its loss, after logging it as the program does."""
+        x, y, numbers = batch
+        self.seen.append((stage, self.current_epoch, numbers))
+        loss: Tensor = (self(x) - y).square().mean()
+        for name in sorted(self.program.logged):
+            self.log(f"{stage}_{name}", loss.detach() + self.global_rank, **LOGGED[name])
+        if "gathers" in self.program.model:
+            self.seen.append(self.all_gather({"loss": loss.detach()}))
+            self.seen.append(self.trainer.strategy.reduce(loss.detach(), reduce_op="max"))
+        return loss
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = self.loss("train", batch)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        if "reads" in self.program.model:
+            self.seen.append(dict(self.trainer.callback_metrics))
+        if "stops" in self.program.model and self.global_step == 3:
+            self.trainer.should_stop = True
+        return loss
+
+    def on_train_batch_start(self, batch: Any, index: int) -> int | None:
+        return -1 if "skips" in self.program.model and index == 2 else None
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", self.loss("val", batch), sync_dist=True)
+        if self.metric is not None:
+            x, y, _ = batch
+            self.metric.update(self(x).sigmoid().flatten(), y.int().flatten())
+            self.log("metric", self.metric)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, index: int) -> Any:
+        x, _, numbers = batch
+        return numbers, self(x)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if "hooks" in self.program.model:
+            total = sum(each.grad.sum() for each in self.parameters() if each.grad is not None)
+            self.log("gradients", total + self.global_rank, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(dict(self.trainer.callback_metrics))
+        if "hooks" in self.program.model:
+            self.log("end", float(self.global_rank), sync_dist=True, reduce_fx="sum")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        if "plateau" not in self.program.model:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        plateau = {"scheduler": scheduler, "monitor": "val_loss", "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": plateau}
+
+
+class Play:
+    """A program that runs on this rank, with ours or with stock."""
+
+    def __init__(self, program: Program, kind: training.Kind, place: Path) -> None:
+        self.program = program
+        self.kind = kind
+        self.place = place
+        self.module = Watched(program)
+        self.module.train_dataloader = self.train_dataloader  # type: ignore[method-assign]
+        for stage in ("val", "test", "predict"):
+            setattr(self.module, f"{stage}_dataloader", self.validation_dataloader)
+
+    def train_dataloader(self) -> Any:
+        program = self.program
+        sizes = {"batch_size": program.batch_size, "drop_last": program.drops_last}
+        return LOADERS[program.train](program.samples, **sizes)
+
+    def validation_dataloader(self) -> Any:
+        # The ranks divide the samples without a rest, so that none is repeated.
+        return LOADERS[self.program.validation](24, batch_size=self.program.batch_size)
+
+    def trainer(self) -> L.Trainer:
+        self.watching = Watching()
+        made = [CALLBACKS[name](self.place) for name in sorted(self.program.callbacks)]
+        finds_unused = {"find_unused_parameters": True} if "unused" in self.program.model else {}
+        return training.make_trainer(
+            training.make_strategy(self.kind, self.place.parent, **finds_unused),
+            callbacks=[self.watching, *made],
+            default_root_dir=self.place,
+            logger=CSVLogger(self.place, name="logged", version="0"),
+            enable_checkpointing=any(isinstance(each, callbacks.Checkpoint) for each in made),
+            **dict(self.program.options),
+        )
+
+    def run(self) -> list[Any]:
+        """Run the program, and return all that it sees."""
+        L.seed_everything(7, verbose=False)
+        trainer = self.trainer()
+        trainer.fit(self.module)
+        found: list[Any] = [self.found(trainer)]
+        for name in self.program.afterwards:
+            if name == "new Trainer":
+                trainer = self.trainer()
+            if name in ("validate", "test"):
+                found.append(getattr(trainer, name)(self.module, verbose=False))
+            elif name == "predict":
+                found.append(trainer.predict(self.module))
+            else:
+                trainer.should_stop = False
+                trainer.fit_loop.max_epochs = (trainer.max_epochs or 0) + 1
+                trainer.fit(self.module)
+            found.append(self.found(trainer))
+        return found
+
+    def found(self, trainer: L.Trainer) -> dict[str, Any]:
+        """Return where the last call has led."""
+        dist.barrier()  # rank 0 has written its files
+        table = self.place / "logged" / "0" / "metrics.csv"
+        return {
+            "seen": list(self.module.seen),
+            "calls": list(self.watching.calls),
+            "progress": (trainer.global_step, trainer.current_epoch, trainer.num_training_batches),
+            "metrics": dict(trainer.callback_metrics),
+            "weights": training.weights(self.module),
+            "files": sorted(str(path.relative_to(self.place)) for path in self.place.rglob("*")),
+            "table": table.read_text() if table.exists() else "",
+        }
+
+
+def play(kind: training.Kind, program: Program, rank: int, ranks: int, place: Path) -> Any:
+    """Run a program on this rank; return what it sees, or its error."""
+    if kind == "stock" and not dist.is_initialized():
+        store = f"file://{place.parent}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    try:
+        return Play(program, kind, place).run()
+    except RankFailedError:
+        raise  # no program can be played with the other ranks
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def differences(programs: Sequence[Program], directory: Path) -> dict[Program, str]:
+    """Run programs with ours and with stock; describe the first difference of each."""
+    ours, stock = (
+        sweeps.play_cases(partial(play, kind), programs, lambda _: 2, directory / kind)
+        for kind in training.KINDS
+    )
+    found = {}
+    for program in programs:
+        if any(isinstance(result, str) for result in stock[program]):
+            found[program] = f"stock cannot run it: {stock[program]}"
+            continue
+        pairs = zip_longest(lines_of(ours[program]), lines_of(stock[program]))
+        first = next((f"{own} instead of {others}" for own, others in pairs if own != others), None)
+        if first is not None:
+            found[program] = first
+    return found
+
+
+def lines_of(result: Any, path: str = "") -> Iterator[str]:
+    """Yield a line for each value in a result, with its place and all of its digits."""
+    if isinstance(result, Tensor):
+        yield f"{path}: {result.dtype} {result.tolist()}"
+    elif isinstance(result, dict):
+        for name, part in result.items():
+            yield from lines_of(part, f"{path}/{name}")
+    elif isinstance(result, (list, tuple)):
+        for number, part in enumerate(result):
+            yield from lines_of(part, f"{path}/{number}")
+    else:
+        yield f"{path}: {type(result).__name__} {result}"
+
+
+REPEAT = "SWEEP='{}' .venv/bin/python -m pytest tests/integration/test_stock_sweep.py -k parts"
+
+
+def test_programs_of_all_parts_see_what_they_see_with_stock(tmp_path: Path) -> None:
+    """Batches, random numbers, values at each read, hooks, files, weights and results are
+    equal to the last bit.
+    """
+    programs = sweeps.chosen_cases(lambda text: draw(int(text)), cover())
+    sweeps.expect_nothing_wrong(differences(programs, tmp_path), REPEAT)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
+def test_programs_of_a_new_seed_do_so_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The programs are drawn from all parts."""
+    seed, count = sweeps.new_seed(capsys, 100)
+    programs = [draw(number) for number in range(seed, seed + count)]
+    sweeps.expect_nothing_wrong(differences(programs, tmp_path), REPEAT)
