@@ -23,6 +23,8 @@ from ..private.lightning_tree import pl
 from ..start.slurm import job_id
 
 KEY = "lightning_ddp_ext_run"
+# The number of each fit in a hook of another run. No run resumes such a fit.
+IN_A_HOOK = 0
 # Environment variables that number the tasks of a job array.
 _TASKS = (
     "SLURM_ARRAY_TASK_ID",
@@ -54,19 +56,24 @@ class SavingRun:
             the runs is outside of SLURM, or both are of the same job.
         changed_variables: the environment variables that it lacked or had differently.
         is_of_this_job: whether it belongs to this SLURM job, possibly before a requeue.
-        is_requeued_here: whether it is of this fit and job, and was stopped to be requeued.
+        is_requeued: whether it was stopped so that SLURM requeues its job.
     """
 
     other_fit: str
     other_job: str
     changed_variables: list[str]
     is_of_this_job: bool
-    is_requeued_here: bool
+    is_requeued: bool
 
     @property
     def is_this_run(self) -> bool:
         """Whether nothing differs, so that this run may replace the file."""
         return not (self.other_fit or self.other_job or self.changed_variables)
+
+    @property
+    def is_continued_by_requeue(self) -> bool:
+        """Whether SLURM has requeued this job to continue the run."""
+        return self.is_requeued and self.is_of_this_job and not self.other_fit
 
 
 @dataclass
@@ -78,13 +85,12 @@ class FitIdentity:
             and the environment. Words and values are hashed, because they may be
             secrets.
         environment: the hashed values of the environment variables, by name.
-        number: the number of the fit in its script; 0 for a fit in a hook of another
-            run.
+        number: the number of the fit in its script, or ``IN_A_HOOK``.
     """
 
     content: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    number: int = 0
+    number: int = IN_A_HOOK
 
     def saving_run(self, path: str) -> SavingRun | None:
         """Compare this run with the one that saved a file; ``None`` if it is unknown.
@@ -96,26 +102,27 @@ class FitIdentity:
         if not isinstance(saved, dict) or not {"facts", "environment"} <= saved.keys():
             return None
         job = self.content["job"]
-        other_fit = self._difference(saved)
         saved_job = saved.get("job") or ""
         is_of_this_job = bool(job) and saved_job == job
         return SavingRun(
-            other_fit,
-            other_job="" if is_of_this_job or not job else saved_job,
+            other_fit=self._difference(saved),
+            other_job=saved_job if job and not is_of_this_job else "",
             changed_variables=self._changed_variables(saved),
             is_of_this_job=is_of_this_job,
-            is_requeued_here=is_of_this_job and bool(saved.get("is_requeued")) and not other_fit,
+            is_requeued=bool(saved.get("is_requeued")),
         )
 
     def _difference(self, saved: Mapping[str, Any]) -> str:
+        """Describe a fit that differs from this one; empty for the same fit."""
         own = self.content["facts"]
         others = saved["facts"]
         changed = [fact for fact in {**own, **others} if own.get(fact) != others.get(fact)]
-        if not changed and not self.number:
+        if not changed and self.number == IN_A_HOOK:
             return "a fit in a hook"
         return f"a fit with another {listed(changed)}" if changed else ""
 
     def _changed_variables(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return the variables whose values were not saved; names are only known here."""
         before = set(saved["environment"])
         changed = [name for name, value in self.environment.items() if value not in before]
         if not changed and before.difference(self.environment.values()):
