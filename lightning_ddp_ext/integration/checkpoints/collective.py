@@ -107,11 +107,9 @@ class Checkpoints:
 
     def _write(self, checkpoint: dict[str, Any], path: PathOrUrl, storage_options: Any) -> None:
         io = self._strategy.checkpoint_io
-        seconds = 0.0
-        if self._deadline is not None:
-            seconds = self._deadline.total_seconds()
-            if isinstance(io, RankZeroCheckpointIO):
-                io.saver.deadline = seconds  # for background saves
+        seconds = 0.0 if self._deadline is None else self._deadline.total_seconds()
+        if isinstance(io, RankZeroCheckpointIO) and self._deadline is not None:
+            io.saver.deadline = seconds  # for background saves
         with delaying_forced_exit(seconds):
             io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
