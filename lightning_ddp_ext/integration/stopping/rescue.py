@@ -188,7 +188,7 @@ class Rescue:
         It does nothing if another survivor has saved that step.
         """
         run = self._run
-        if run is None or not self._is_survivor(run):
+        if run is None or not self._is_survivor_among(run.peers):
             return
         try:
             with delaying_forced_exit(self._seconds):
@@ -200,20 +200,19 @@ class Rescue:
         if line:
             print_in_time(f"[rank {self._strategy.global_rank}] {line}\n")
 
-    def _is_survivor(self, run: _Run) -> bool:
+    def _is_survivor_among(self, peers: Peers) -> bool:
         """Whether another rank has caused a failure after which this rank may save."""
-        cause = run.peers.cause
-        if cause is None:
+        cause = peers.cause
+        if cause is None or cause.rank == self._strategy.global_rank:
             return False
-        return cause.kind in _SURVIVABLE and cause.rank != self._strategy.global_rank
+        return cause.kind in _SURVIVABLE
 
     def _has_step_to_save(self) -> bool:
         """Whether a forced exit would lose a step. Called in another thread."""
-        run = self._run
         recorded = self._recorder.run
-        if run is None or recorded is None:
+        if recorded is None or not recorded.parameters.has_finished_step:
             return False
-        return recorded.parameters.has_finished_step and self._is_survivor(run)
+        return self._is_survivor_among(recorded.peers)
 
     @property
     def _seconds(self) -> float:
@@ -229,7 +228,7 @@ class Rescue:
         recorded = self._recorder.run
         if recorded is None:
             raise Refused(run.refusal)
-        refusal = recorded.error or self._why_not(recorded, exception)
+        refusal = recorded.error or self._why_not(run.trainer, recorded, exception)
         if refusal is not None:
             raise Refused(refusal)
         step = find_last_step(run.trainer, recorded)
@@ -268,9 +267,8 @@ class Rescue:
         io.save_checkpoint(checkpoint, run.path)
         io.teardown()  # waits for a save in the background
 
-    def _why_not(self, recorded: RecordedRun, exception: BaseException) -> str | None:
+    def _why_not(self, trainer: Any, recorded: RecordedRun, exception: BaseException) -> str | None:
         """Return why the last step cannot be saved, if another one may have begun."""
-        trainer = self._strategy.current_trainer
         module = trainer.lightning_module
         if not recorded.parameters.has_finished_step:
             return "no step has finished since the start"
