@@ -281,6 +281,24 @@ def test_a_run_that_was_not_torn_down_handles_no_signals(tmp_path: Path) -> None
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
 
 
+class SignalsAtTheEnd(RankZeroCheckpointIO):
+    """Sends SIGTERM to this process when its Trainer's run is over."""
+
+    def teardown(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        super().teardown()
+
+
+def train_to_the_end(rank: int, world_size: int, directory: Path) -> None:
+    fit(directory, strategy={"checkpoint_io": SignalsAtTheEnd()})
+
+
+def test_a_signal_after_the_last_step_ends_the_process(tmp_path: Path) -> None:
+    """SIGTERM has its usual effect if it arrives too late to stop a run."""
+    for outcome in ranks.launch_ranks(train_to_the_end, 2, tmp_path):
+        assert outcome.exit_code == -signal.SIGTERM, outcome.story()
+
+
 def interrupt_twice(rank: int, world_size: int, directory: Path) -> End:
     """Press Ctrl-C twice before a step finishes."""
     interrupt = continuing.signalled(STEP, signum=signal.SIGINT)
