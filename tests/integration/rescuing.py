@@ -78,8 +78,8 @@ class Plan:
 
 
 class Net(L.LightningModule):
-    """Has all that another rank's checkpoint could have wrong: dropout, batch
-    statistics, and noise from each library.
+    """Has what differs between ranks: dropout, batch statistics, and noise from each
+    library.
     """
 
     def __init__(self) -> None:
@@ -141,11 +141,11 @@ class FaultyIO(RankZeroCheckpointIO):
         with patch.object(os, "write", write):
             super().save_checkpoint(checkpoint, path, storage_options)
 
-    def write(self, descriptor: int, content: Any, write: Any = os.write) -> int:
+    def write(self, descriptor: int, content: Any, original: Any = os.write) -> int:
         self.writes_left -= 1
         if self.writes_left == -1:
             self.fault()
-        return write(descriptor, content)
+        return original(descriptor, content)
 
 
 class FinishedSteps(L.Callback):
@@ -224,19 +224,19 @@ def survive(
             assert kill is None or may_miss, f"{kill} did not happen"
             break
         assert kill is not None, stories(outcomes)
-        assert finished(directory, outcomes, kill) <= saved(directory), stories(outcomes)
+        assert finished_step(directory, outcomes, kill) <= saved_step(directory), stories(outcomes)
     assert not [path for path in directory.iterdir() if NAME in path.name]
     return [outcome.result for outcome in outcomes]
 
 
-def finished(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
+def finished_step(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
     """Return the last step that a survivor has finished."""
     survivors = [outcome.rank for outcome in outcomes if outcome.rank not in kill.ranks]
     paths = [directory / f"{rank}.steps" for rank in survivors]
     return max((int(path.read_text()) for path in paths if path.exists()), default=0)
 
 
-def saved(directory: Path) -> int:
+def saved_step(directory: Path) -> int:
     """Return the step of the newest checkpoint; fail if it names a missing file."""
     newest = max(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
     if newest is None:

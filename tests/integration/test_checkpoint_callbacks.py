@@ -34,7 +34,7 @@ class ListsFiles(L.Callback):
 def files_at_every_step(
     kind: training.Kind, directory: Path, kept: Path, options: dict[str, Any]
 ) -> list[list[str]]:
-    """Save in the background after each step."""
+    """Save in the background after each step; return the files after each step."""
     saver = checkpointing.checkpoint_callback(
         kind, dirpath=kept, filename="{step}", every_n_train_steps=1, **options
     )

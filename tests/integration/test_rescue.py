@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -48,33 +49,38 @@ def test_a_rank_that_waits_in_a_hooks_collective_saves_the_finished_steps(tmp_pa
     plan = Plan(Kill("on_before_optimizer_step", earlier=FINISHED), model=Norms)
     survivor, _ = ranks.launch_ranks(rescuing.train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
-    assert rescuing.saved(tmp_path) == FINISHED
+    assert rescuing.saved_step(tmp_path) == FINISHED
 
 
 # Where the file is.
 
 
-def train_with_loggers(rank: int, world_size: int, directory: Path) -> None:
-    """Kill rank 0 of a run whose logger has another version on each rank, as
-    ``WandbLogger`` has.
+def train_with_own_names(rank: int, world_size: int, directory: Path, kill: Kill | None) -> int:
+    """Train on ranks that have different command lines and, as with ``WandbLogger``,
+    log directories; return the step at which training starts.
     """
+    sys.argv = ["train.py", str(rank)]
+    starts: list[int] = []
+    start = training.At("on_train_start", lambda trainer: starts.append(trainer.global_step))
     training.fit(
         "ours",
         directory,
         Net(),
-        RANK_ZERO_IN_SIXTH_STEP.callback(),
+        *([start] if kill is None else [start, kill.callback()]),
         strategy={"rescue_checkpoint": rescuing.NAME},
+        ckpt_path="last",
         logger=CSVLogger(directory, version=f"of_rank_{rank}"),
         enable_checkpointing=True,
         default_root_dir=directory,
     )
+    return starts[0]
 
 
-def test_any_survivor_saves_where_rank_zero_would_look(tmp_path: Path) -> None:
-    """Loggers may give the run's directory to rank 0 alone."""
-    _, survivor = ranks.launch_ranks(train_with_loggers, 2, tmp_path)
-    [saved_to] = tmp_path.rglob(rescuing.NAME)
-    assert saved_to.parent.parent == tmp_path / "checkpoints", survivor.story()
+def test_rank_zero_finds_the_file_of_any_survivor(tmp_path: Path) -> None:
+    """Rank 1 saves under the name, and as the run, for which rank 0 looks later."""
+    ranks.launch_ranks(train_with_own_names, 2, tmp_path, RANK_ZERO_IN_SIXTH_STEP)
+    starts = ranks.run_ranks(train_with_own_names, 2, tmp_path, None)
+    assert min(starts) >= FINISHED
 
 
 def test_a_run_that_resumes_from_another_file_keeps_the_rescue_checkpoint(tmp_path: Path) -> None:
@@ -124,8 +130,7 @@ def fill_memory(trainer: L.Trainer) -> None:
 def test_a_rank_without_space_for_its_states_trains_on(tmp_path: Path) -> None:
     """Full shared memory does not change the result of training."""
     unbroken = rescuing.survive(2, Plan(), (), tmp_path / "unbroken")
-    from_the_start = training.At("on_train_start", fill_memory)
-    plan = Plan(callbacks=[from_the_start])
+    plan = Plan(callbacks=[training.At("on_train_start", fill_memory, ranks=[0])])
     full = rescuing.survive(2, plan, (), tmp_path / "full")
     torch.testing.assert_close(full, unbroken, rtol=0, atol=0)
 
@@ -154,7 +159,7 @@ def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_p
         " the seed"
     )
     assert report in survivor.output
-    assert rescuing.saved(tmp_path) >= FINISHED
+    assert rescuing.saved_step(tmp_path) >= FINISHED
     saved = torch.load(tmp_path / rescuing.NAME, weights_only=True)
     recorded, derived = saved["lightning_ddp_ext"]["ranks"]
     assert str(recorded["random"]) != str(derived["random"])
@@ -207,7 +212,7 @@ def test_the_process_that_starts_ranks_lets_a_survivor_save(
     )
     [outcome] = ranks.launch_ranks(rescuing.train, 1, killed, tmp_path)
     assert "RankDiedError: local rank 1 " in outcome.output, outcome.story()
-    assert rescuing.saved(tmp_path) >= FINISHED
+    assert rescuing.saved_step(tmp_path) >= FINISHED
     [resumed] = ranks.run_ranks(rescuing.train, 1, Plan(strategy=strategy), tmp_path)
     torch.testing.assert_close(resumed, unbroken, rtol=0, atol=0)
 
@@ -232,7 +237,7 @@ def test_a_rank_whose_launcher_was_killed_names_the_cause(tmp_path: Path) -> Non
     shell = ("sh", "-c", '(python "$0") 2>&1 | cat')
     script = run_script(ORPHANED, launcher=shell, cwd=tmp_path)
     assert "RankDiedError: rank 0 " in script.output, script.output
-    assert rescuing.saved(tmp_path) >= FINISHED
+    assert rescuing.saved_step(tmp_path) >= FINISHED
 
 
 def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path) -> None:
@@ -242,7 +247,7 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
     outcomes = ranks.launch_ranks(rescuing.train, 3, plan, tmp_path)
     exit_codes = sorted(outcome.exit_code for outcome in outcomes)
     assert exit_codes == [-signal.SIGKILL, -signal.SIGKILL, 1], stories(outcomes)
-    assert rescuing.saved(tmp_path) >= FINISHED
+    assert rescuing.saved_step(tmp_path) >= FINISHED
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,11 @@ class Case:
 
     @property
     def phase(self) -> str:
-        """The Trainer's stage in this hook."""
+        """The Trainer's stage in this hook.
+
+        It is "validation" in ``on_validation_start``, "start" in ``setup``, and "step" in
+        ``backward``.
+        """
         name = self.method
         is_staged = name.startswith(("on_", "validation_")) and name != "on_train_batch_start"
         words = [phase for phase in PHASES if phase in name]
