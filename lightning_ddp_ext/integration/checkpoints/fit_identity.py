@@ -22,7 +22,7 @@ from lightning_ddp_ext.rank_lists import listed
 from ..private.lightning_tree import pl
 from ..start.slurm import job_id
 
-KEY = "lightning_ddp_ext_run"
+KEY = "lightning_ddp_ext_run"  # of the entry in a checkpoint
 # The number of each fit in a hook of another run. No run resumes such a fit.
 IN_A_HOOK = 0
 # Environment variables that number the tasks of a job array.
@@ -76,21 +76,32 @@ class SavingRun:
         return self.is_requeued and self.is_of_this_job and not self.other_fit
 
 
-@dataclass
+@dataclass(frozen=True)
 class FitIdentity:
     """The identity of a fit, which its stop and rescue checkpoints contain.
 
+    Words and values are hashed, because they may be secrets.
+
     Attributes:
-        content: what the files state: facts that have to be the same in a resumed run,
-            and the environment. Words and values are hashed, because they may be
-            secrets.
-        environment: the hashed values of the environment variables, by name.
+        facts: what has to be the same in a resumed run, by name.
+        environment: the values of the environment variables, by name.
+        job: the number of the SLURM job; empty outside of SLURM.
         number: the number of the fit in its script, or ``IN_A_HOOK``.
     """
 
-    content: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    job: str = ""
     number: int = IN_A_HOOK
+
+    def to_entry(self, *, is_requeued: bool = False) -> dict[str, Any]:
+        """Return the entry of a checkpoint that :meth:`saving_run` reads."""
+        return {
+            "facts": self.facts,
+            "environment": sorted(self.environment.values()),
+            "job": self.job,
+            "is_requeued": is_requeued,
+        }
 
     def saving_run(self, path: str) -> SavingRun | None:
         """Compare this run with the one that saved a file; ``None`` if it is unknown.
@@ -101,12 +112,11 @@ class FitIdentity:
         saved = entry_of(locate(path), KEY)
         if not isinstance(saved, dict) or not {"facts", "environment"} <= saved.keys():
             return None
-        job = self.content["job"]
         saved_job = saved.get("job") or ""
-        is_of_this_job = bool(job) and saved_job == job
+        is_of_this_job = bool(self.job) and saved_job == self.job
         return SavingRun(
             other_fit=self._difference(saved),
-            other_job=saved_job if job and not is_of_this_job else "",
+            other_job=saved_job if self.job and not is_of_this_job else "",
             changed_variables=self._changed_variables(saved),
             is_of_this_job=is_of_this_job,
             is_requeued=bool(saved.get("is_requeued")),
@@ -114,7 +124,7 @@ class FitIdentity:
 
     def _difference(self, saved: Mapping[str, Any]) -> str:
         """Describe a fit that differs from this one; empty for the same fit."""
-        own = self.content["facts"]
+        own = self.facts
         others = saved["facts"]
         changed = [fact for fact in {**own, **others} if own.get(fact) != others.get(fact)]
         if not changed and self.number == IN_A_HOOK:
@@ -137,15 +147,8 @@ def identify(args: tuple[Any, ...], number: int) -> FitIdentity:
         args: the arguments of the Trainer's function.
         number: the number of the fit in its script.
     """
-    environment = _environment()
     facts = {"command": command(), "number in its script": str(number), **_hparams(args)}
-    content = {
-        "facts": facts,
-        "environment": sorted(environment.values()),
-        "job": job_id(),
-        "is_requeued": False,
-    }
-    return FitIdentity(content, environment, number)
+    return FitIdentity(facts, _environment(), job_id(), number)
 
 
 def command() -> str:

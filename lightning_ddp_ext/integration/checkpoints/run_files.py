@@ -23,7 +23,7 @@ from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.rendezvous.peers import current_run
 
 from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, rank_zero_info
-from .fit_identity import IN_A_HOOK, FitIdentity, command, identify
+from .fit_identity import IN_A_HOOK, KEY, FitIdentity, command, identify
 from .last_search import UNUSABLE, choose, newest_first, read_candidate
 from .paths import (
     check_file_name,
@@ -66,7 +66,6 @@ class RunFiles:
         requeue_name: the name or path of the file from which a requeued SLURM job
             continues.
         identity: the identity of the Trainer's fit.
-        stop_path: the path at which the ranks save the stop checkpoint, after a stop.
     """
 
     def __init__(self, stop: PathOrUrl | None, rescue: PathOrUrl | None) -> None:
@@ -78,7 +77,9 @@ class RunFiles:
         self._names = [name for name in (of_stop, rescue) if name is not None]
         self._fit_number = IN_A_HOOK
         self.identity = FitIdentity()
-        self.stop_path: str | None = None
+        # Of the stop checkpoint, after a stop.
+        self._stop_path: str | None = None
+        self._is_requeued = False
         self._found: _Found | None = None  # after a search on rank 0, whose search counts
         self._search_error: CheckpointError | None = None
 
@@ -136,6 +137,16 @@ class RunFiles:
             certainly_exists = time < math.inf
             return not certainly_exists
         return saved_by is None or saved_by.is_this_run
+
+    def start_stop(self, path: str, *, is_requeued: bool) -> None:
+        """Let the checkpoint that is saved to ``path`` contain the identity of the fit."""
+        self._stop_path = path
+        self._is_requeued = is_requeued
+
+    def add_identity(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Add the identity of the fit to a checkpoint, if it is the stop checkpoint."""
+        if path == self._stop_path:
+            checkpoint[KEY] = self.identity.to_entry(is_requeued=self._is_requeued)
 
     # Resuming.
 

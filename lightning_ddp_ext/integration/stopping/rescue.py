@@ -146,8 +146,8 @@ class Rescue:
         ranks = ranks_of(self._strategy)
         files = self._files
         path = files.place(self._name, trainer) if ranks.rank == 0 else None
-        own = (path, secrets.token_hex(8), files.identity.content)
-        path, token, files.identity.content = ranks.from_rank_zero(own)
+        own = (path, secrets.token_hex(8), files.identity)
+        path, token, files.identity = ranks.from_rank_zero(own)
         return path, token
 
     def _start_recording(self, peers: Peers) -> str | None:
@@ -259,7 +259,7 @@ class Rescue:
         checkpoint[KEY] = make_section(
             step.restart, seed=self._cursor.known_seed, stopped=step.stopped, ranks=ranks.states
         )
-        checkpoint[FILE_KEY] = self._files.identity.content
+        checkpoint[FILE_KEY] = self._files.identity.to_entry()
         io = self._strategy.checkpoint_io
         if isinstance(io, RankZeroCheckpointIO):
             io.saver.deadline = self._seconds

@@ -266,8 +266,7 @@ class StopController:
         path = self._strategy.broadcast(own)
         if path is None:
             return "nothing is saved (stop_checkpoint=None)"
-        files.stop_path = path
-        files.identity.content["is_requeued"] = is_requeued
+        files.start_stop(path, is_requeued=is_requeued)
         self._trainer.save_checkpoint(path)
         if is_requeued:
             return f"saved to {path} for the requeued job"
