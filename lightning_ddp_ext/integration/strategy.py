@@ -44,7 +44,6 @@ from .callbacks.rank_debugger import rank_debugger_of
 from .checkpoints.best_checkpoints import share_best_checkpoints
 from .checkpoints.checkpoint_io import RankZeroCheckpointIO
 from .checkpoints.collective import Checkpoints
-from .checkpoints.fit_identity import KEY as FILE_KEY
 from .checkpoints.run_files import RunFiles
 from .data.cursor import ResumeData, RunParts
 from .data.loaders import TrainerLoaders
@@ -300,8 +299,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self, checkpoint: dict[str, Any], filepath: PathOrUrl, storage_options: Any = None
     ) -> None:
         path = os.fspath(filepath)
-        if path == self.files.stop_path:
-            checkpoint[FILE_KEY] = self.files.identity.content
+        self.files.add_identity(checkpoint, path)
         is_together = self.checkpoints.save(
             checkpoint,
             filepath,

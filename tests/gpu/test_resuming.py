@@ -71,7 +71,7 @@ def plan_on(placement: Placement, *, start_method: str = "popen", is_float16: bo
     scaler = torch.amp.GradScaler(device_type, init_scale=256.0, growth_interval=8)
     precision = MixedPrecision("16-mixed", device_type, scaler)
     trainer = {**ON_ANY_DEVICE, "plugins": [precision]}
-    return Plan(strategy=strategy, trainer=trainer, kind=Scaled)
+    return Plan(strategy=strategy, trainer=trainer, model=Scaled)
 
 
 def weights_after(

@@ -30,7 +30,7 @@ BATCH_SIZE = 2
 
 @dataclass(frozen=True)
 class Kill:
-    """Which ranks end, and when.
+    """Ends some ranks at a moment of a run.
 
     Attributes:
         moment: a hook of a callback, or "writing": each write of the Trainer's own
@@ -45,8 +45,11 @@ class Kill:
     ranks: Sequence[int] = (1,)
     by: str = "kill"
 
-    def strike(self, *_: Any) -> None:
-        """End this process."""
+    def callback(self) -> L.Callback:
+        """Return a callback that ends the ranks in the hook."""
+        return training.At(self.moment, self.end_process, earlier=self.earlier, ranks=self.ranks)
+
+    def end_process(self, *_: Any) -> None:
         if self.by == "error":
             raise ValueError("this rank fails")
         os.kill(os.getpid(), signal.SIGTERM if self.by == "sigterm" else signal.SIGKILL)
@@ -61,20 +64,22 @@ class Plan:
         strategy: options of the strategy; with a ``start_method`` one process starts
             two ranks.
         trainer: options of the Trainer.
-        kind: makes the module, by default ``Net``.
-        resumed: the file to resume from.
+        callbacks: of the Trainer, in addition to one that saves.
+        model: makes the module, by default ``Net``.
+        ckpt_path: the file to resume from.
     """
 
     kill: Kill | None = None
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
-    kind: Callable[[], L.LightningModule] | None = None
-    resumed: Any = "last"
+    callbacks: Sequence[L.Callback] = ()
+    model: Callable[[], L.LightningModule] | None = None
+    ckpt_path: Any = "last"
 
 
 class Net(L.LightningModule):
-    """Has all that another rank's checkpoint could have wrong: dropout, batch
-    statistics, and noise from each library.
+    """Has what differs between ranks: dropout, batch statistics, and noise from each
+    library.
     """
 
     def __init__(self) -> None:
@@ -111,32 +116,36 @@ class Net(L.LightningModule):
         return DataLoader(self._samples_of(VALIDATION_BATCHES), BATCH_SIZE)
 
 
-class StruckIO(RankZeroCheckpointIO):
-    """Calls a function before one of the writes of the Trainer's own checkpoints, or of a
-    survivor's.
+class FaultyIO(RankZeroCheckpointIO):
+    """Calls ``fault`` while a file is written.
+
+    Args:
+        fault: called before a write, which it may prevent.
+        earlier: the number of writes before that one.
+        in_rescue: whether the file is a survivor's, or one of the Trainer's own.
     """
 
     def __init__(
-        self, strike: Callable[[], object], *, earlier: int = 0, is_survivors: bool = True
+        self, fault: Callable[[], object], *, earlier: int = 0, in_rescue: bool = True
     ) -> None:
         super().__init__()
-        self.strike = strike
+        self.fault = fault
         self.writes_left = earlier
-        self.is_survivors = is_survivors
+        self.in_rescue = in_rescue
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        is_survivors = Path(path).name == NAME
-        is_struck = is_survivors == self.is_survivors
-        with patch.object(os, "write", self.write if is_struck else os.write):
+        is_rescue = Path(path).name == NAME
+        write = self.write if is_rescue == self.in_rescue else os.write
+        with patch.object(os, "write", write):
             super().save_checkpoint(checkpoint, path, storage_options)
 
-    def write(self, descriptor: int, content: Any, write: Any = os.write) -> int:
+    def write(self, descriptor: int, content: Any, original: Any = os.write) -> int:
         self.writes_left -= 1
         if self.writes_left == -1:
-            self.strike()
-        return write(descriptor, content)
+            self.fault()
+        return original(descriptor, content)
 
 
 class FinishedSteps(L.Callback):
@@ -159,15 +168,16 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     """
     L.seed_everything(8 + rank if any(directory.glob("*.ckpt")) else 7, verbose=False)
     strategy = {"rescue_checkpoint": directory / NAME, "timeout": 60, **plan.strategy}
+    training.backend(strategy.get("process_group_backend", "gloo"))
     callbacks: list[L.Callback] = [FinishedSteps(directory)]
     kill = plan.kill
     if kill is not None and kill.moment == "writing":
-        io = StruckIO(kill.strike, earlier=kill.earlier, is_survivors=False)
+        io = FaultyIO(kill.end_process, earlier=kill.earlier, in_rescue=False)
         strategy["checkpoint_io"] = io
     elif kill is not None:
-        at = training.At(kill.moment, kill.strike, earlier=kill.earlier, ranks=kill.ranks)
-        callbacks.append(at)
-    training.backend(strategy.get("process_group_backend", "gloo"))
+        callbacks.append(kill.callback())
+    callbacks += plan.callbacks
+    callbacks.append(ModelCheckpoint(directory, "{epoch}-{step}", monitor="result", save_top_k=1))
     options: dict[str, Any] = {
         "devices": 2 if "start_method" in strategy else world_size,
         "max_epochs": EPOCHS,
@@ -175,11 +185,9 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
         "enable_checkpointing": True,
         **plan.trainer,
     }
-    saver = ModelCheckpoint(directory, "{epoch}-{step}", monitor="result", save_top_k=1)
-    callbacks += [*options.pop("callbacks", ()), saver]
-    net = (plan.kind or Net)()
+    net = (plan.model or Net)()
     training.fit(
-        "ours", directory, net, *callbacks, strategy=strategy, ckpt_path=plan.resumed, **options
+        "ours", directory, net, *callbacks, strategy=strategy, ckpt_path=plan.ckpt_path, **options
     )
     return training.weights(net) if rank == 0 else parameters_of(net)
 
@@ -189,32 +197,46 @@ def parameters_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def survive(
-    world_size: int, plan: Plan, kills: Iterable[Kill], directory: Path, **options: Any
+    world_size: int,
+    plan: Plan,
+    kills: Iterable[Kill],
+    directory: Path,
+    *,
+    may_miss: bool = False,
+    **options: Any,
 ) -> list[Any]:
     """Run the plan again after each kill, until it ends; return the results by rank.
 
-    Fail if a step that a survivor finished is lost. The options are those of
+    Fail if a step that a survivor finished is lost. The other options are those of
     ``launch_ranks``.
+
+    Args:
+        world_size: the number of ranks.
+        plan: the run.
+        kills: what ends the first run, the second, and so on.
+        directory: where checkpoints are.
+        may_miss: whether a run may end because the moment of its kill does not come.
     """
     directory.mkdir(exist_ok=True)
     for kill in (*kills, None):
         outcomes = launch_ranks(train, world_size, replace(plan, kill=kill), directory, **options)
         if not any(outcome.exit_code for outcome in outcomes):
-            break  # the moment did not come again
+            assert kill is None or may_miss, f"{kill} did not happen"
+            break
         assert kill is not None, stories(outcomes)
-        assert finished(directory, outcomes, kill) <= saved(directory), stories(outcomes)
+        assert finished_step(directory, outcomes, kill) <= saved_step(directory), stories(outcomes)
     assert not [path for path in directory.iterdir() if NAME in path.name]
     return [outcome.result for outcome in outcomes]
 
 
-def finished(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
+def finished_step(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
     """Return the last step that a survivor has finished."""
     survivors = [outcome.rank for outcome in outcomes if outcome.rank not in kill.ranks]
     paths = [directory / f"{rank}.steps" for rank in survivors]
     return max((int(path.read_text()) for path in paths if path.exists()), default=0)
 
 
-def saved(directory: Path) -> int:
+def saved_step(directory: Path) -> int:
     """Return the step of the newest checkpoint; fail if it names a missing file."""
     newest = max(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
     if newest is None:

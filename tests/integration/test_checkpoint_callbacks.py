@@ -34,20 +34,13 @@ class ListsFiles(L.Callback):
 def files_at_every_step(
     kind: training.Kind, directory: Path, kept: Path, options: dict[str, Any]
 ) -> list[list[str]]:
-    """Save after each step, then read a large checkpoint immediately after its save."""
-    callback = checkpointing.checkpoint_callback(
+    """Save in the background after each step; return the files after each step."""
+    saver = checkpointing.checkpoint_callback(
         kind, dirpath=kept, filename="{step}", every_n_train_steps=1, **options
     )
     lists = ListsFiles(kept)
-    keeper = Keeper()
     io = RankZeroCheckpointIO(background=True)
-    trainer = checkpointing.trainer_for(
-        kind, directory, io, [callback, lists, keeper], max_epochs=EPOCHS
-    )
-    trainer.fit(Net())
-    keeper.content = torch.zeros(LARGE, dtype=torch.uint8)
-    trainer.save_checkpoint(directory / "large.ckpt")
-    trainer.test(Net(), ckpt_path=directory / "large.ckpt", verbose=False)
+    checkpointing.trainer_for(kind, directory, io, [saver, lists], max_epochs=EPOCHS).fit(Net())
     return lists.names
 
 
@@ -66,6 +59,25 @@ def test_in_the_background_there_is_always_a_checkpoint(
     names = {path.name for path in kept.iterdir()}
     assert names == {f"step={last_step}.ckpt"} | ({"last.ckpt"} if kind == "stock" else set())
     assert all(torch.load(kept / name)["global_step"] == last_step for name in names)
+
+
+def read_while_writing(kind: training.Kind, directory: Path) -> None:
+    """Save a large checkpoint in the background, and read it immediately."""
+    path = directory / "large.ckpt"
+    keeper = Keeper(torch.zeros(LARGE, dtype=torch.uint8))
+    io = RankZeroCheckpointIO(background=True)
+    trainer = checkpointing.trainer_for(kind, directory, io, [keeper], max_epochs=1)
+    trainer.fit(Net())
+    trainer.save_checkpoint(path)
+    trainer.test(Net(), ckpt_path=path, verbose=False)
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_a_checkpoint_can_be_read_right_after_its_background_save(
+    kind: training.Kind, tmp_path: Path
+) -> None:
+    """All ranks wait until the file is complete."""
+    training.on_ranks(kind, read_while_writing, tmp_path)
 
 
 class Scores(L.Callback):

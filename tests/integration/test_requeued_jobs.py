@@ -97,12 +97,11 @@ def test_a_requeued_job_prefers_its_own_file_though_a_variable_has_changed(tmp_p
     """Another job's file stays, even if that job had the same variables as this one now."""
 
     def identity(job: str, value: str) -> FitIdentity:
-        content = {"facts": {}, "environment": [value], "job": job}
-        return FitIdentity(content, {"NODE": value}, number=1)
+        return FitIdentity({}, {"NODE": value}, job, number=1)
 
     own, other = (str(tmp_path / name) for name in ("own.ckpt", "other.ckpt"))
-    torch.save({KEY: identity("1", "before").content}, own)
-    torch.save({KEY: identity("2", "now").content}, other)
+    torch.save({KEY: identity("1", "before").to_entry()}, own)
+    torch.save({KEY: identity("2", "now").to_entry()}, other)
     chosen = choose([other, own], set(), identity("1", "now")).chosen
     assert chosen is not None
     assert (chosen.path, chosen.changed) == (own, ["NODE"])
@@ -116,7 +115,7 @@ PRINT_HASH = """
 
     model = L.LightningModule()
     model.save_hyperparameters({"cfg": {"drop": {"a", "b", "c"}, "keep": ["d"]}})
-    sys.stdout.write(identify((model,), 1).content["facts"]["module.cfg"])
+    sys.stdout.write(identify((model,), 1).facts["module.cfg"])
 """
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,81 +27,86 @@ from tests.harness import ranks, training
 from tests.harness.outcomes import stories
 from tests.harness.scripts import run_script
 from tests.integration import rescuing
-from tests.integration.rescuing import Kill, Net, Plan, StruckIO
+from tests.integration.rescuing import FaultyIO, Kill, Net, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
-SLOW = 6.0  # seconds; longer than ranks have after a failure that do not save
-FINISHED = 5  # steps before the kill
-IN_SIXTH_STEP = Kill("on_after_backward", earlier=FINISHED, ranks=[1])
+# Steps before the kills; a survivor may also finish the step in which another rank dies.
+FINISHED = 5
+IN_SIXTH_STEP = Kill("on_after_backward", earlier=FINISHED)
+RANK_ZERO_IN_SIXTH_STEP = Kill("on_after_backward", earlier=FINISHED, ranks=[0])
 
 
 class Norms(Net):
-    """Adds the gradients' norms of all ranks before each optimiser step."""
+    """Adds up the gradients' norms of all ranks before each optimiser step."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norms = [weight.grad.norm() for weight in self.parameters() if weight.grad is not None]
         dist.all_reduce(torch.stack(norms))
 
 
-def test_a_rank_that_dies_before_the_optimiser_changes_weights(tmp_path: Path) -> None:
-    """The other rank waits in a collective of a hook, and saves the finished steps."""
-    plan = Plan(Kill("on_before_optimizer_step", earlier=FINISHED), kind=Norms)
+def test_a_rank_that_waits_in_a_hooks_collective_saves_the_finished_steps(tmp_path: Path) -> None:
+    """The hook is called before the optimiser changes the weights."""
+    plan = Plan(Kill("on_before_optimizer_step", earlier=FINISHED), model=Norms)
     survivor, _ = ranks.launch_ranks(rescuing.train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
-    assert rescuing.saved(tmp_path) == FINISHED
+    assert rescuing.saved_step(tmp_path) == FINISHED
 
 
 # Where the file is.
 
 
-def train_with_loggers(rank: int, world_size: int, directory: Path) -> None:
-    """Kill rank 0 of a run in which loggers have different versions, as ``WandbLogger``
-    has.
+def train_with_own_names(rank: int, world_size: int, directory: Path, kill: Kill | None) -> int:
+    """Train on ranks that have different command lines and, as with ``WandbLogger``,
+    log directories; return the step at which training starts.
     """
-    logger = CSVLogger(directory, version=f"of_rank_{rank}")
-    kill = training.At(
-        "on_after_backward",
-        lambda trainer: os.kill(os.getpid(), signal.SIGKILL),
-        earlier=FINISHED,
-        ranks=[0],
+    sys.argv = ["train.py", str(rank)]
+    starts: list[int] = []
+    start = training.At("on_train_start", lambda trainer: starts.append(trainer.global_step))
+    training.fit(
+        "ours",
+        directory,
+        Net(),
+        *([start] if kill is None else [start, kill.callback()]),
+        strategy={"rescue_checkpoint": rescuing.NAME},
+        ckpt_path="last",
+        logger=CSVLogger(directory, version=f"of_rank_{rank}"),
+        enable_checkpointing=True,
+        default_root_dir=directory,
     )
-    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": directory}
-    strategy = {"rescue_checkpoint": rescuing.NAME}
-    training.fit("ours", directory, Net(), kill, strategy=strategy, logger=logger, **options)
+    return starts[0]
 
 
-def test_any_survivor_saves_where_rank_zero_would_look(tmp_path: Path) -> None:
-    """Loggers may give the run's directory to rank 0 alone."""
-    _, survivor = ranks.launch_ranks(train_with_loggers, 2, tmp_path)
-    [saved_to] = tmp_path.rglob(rescuing.NAME)
-    assert saved_to.parent.parent == tmp_path / "checkpoints", survivor.story()
+def test_rank_zero_finds_the_file_of_any_survivor(tmp_path: Path) -> None:
+    """Rank 1 saves under the name, and as the run, for which rank 0 looks later."""
+    ranks.launch_ranks(train_with_own_names, 2, tmp_path, RANK_ZERO_IN_SIXTH_STEP)
+    starts = ranks.run_ranks(train_with_own_names, 2, tmp_path, None)
+    assert min(starts) >= FINISHED
 
 
-def test_a_run_that_resumes_from_an_older_file_keeps_it(tmp_path: Path) -> None:
-    """The older file may be the last one of another run."""
+def test_a_run_that_resumes_from_another_file_keeps_the_rescue_checkpoint(tmp_path: Path) -> None:
+    """Only a run that found the rescue checkpoint by ``"last"`` removes it."""
     ranks.run_ranks(rescuing.train, 2, Plan(trainer={"max_epochs": 1}), tmp_path)
     [older] = tmp_path.glob("*.ckpt")
     ranks.launch_ranks(rescuing.train, 2, Plan(IN_SIXTH_STEP), tmp_path)
-    ranks.run_ranks(rescuing.train, 2, Plan(trainer={"max_epochs": 2}, resumed=older), tmp_path)
+    ranks.run_ranks(rescuing.train, 2, Plan(trainer={"max_epochs": 2}, ckpt_path=older), tmp_path)
     assert (tmp_path / rescuing.NAME).exists()
 
 
 def train_twice(rank: int, world_size: int, kill: Kill | None, directory: Path) -> None:
-    """Train in two fits of one script, of which a kill hits the second one."""
+    """Train in two fits of one script; the kill is in the second one."""
     for plan in (Plan(), Plan(kill)):
         rescuing.train(rank, world_size, plan, directory)
 
 
 def test_the_fits_of_a_script_do_not_resume_from_each_others_rescue(tmp_path: Path) -> None:
-    """After a rescue in the second fit, only the second resumes from the file."""
+    """After a rescue in the second fit, only the second one resumes from the file."""
     path = tmp_path / rescuing.NAME
     ranks.launch_ranks(train_twice, 2, IN_SIXTH_STEP, tmp_path)
-    first, _ = ranks.launch_ranks(train_twice, 2, None, tmp_path)
-    assert first.exit_code == 0, first.story()
-    before_second_fit, resumed, _ = first.output.partition(f"ckpt_path='last' is {path}")
-    assert resumed
-    refusal = f"{path} belongs to a fit with another number in its script; pass its path"
-    assert refusal in before_second_fit
+    rank_zero, _ = ranks.launch_ranks(train_twice, 2, None, tmp_path)
+    assert rank_zero.exit_code == 0, rank_zero.story()
+    first_fit, resume, _ = rank_zero.output.partition(f"ckpt_path='last' is {path}")
+    assert f"{path} belongs to a fit with another number in its script; pass its path" in first_fit
+    assert resume
     assert not path.exists()
 
 
@@ -114,43 +121,34 @@ def test_a_place_without_locks_is_refused_at_the_start(tmp_path: Path) -> None:
 # What survivors have recorded.
 
 
-def train_until_space_ends(
-    rank: int, world_size: int, plan: Plan, directory: Path, *, writes: int
-) -> Any:
-    """Train with space for ``writes`` records on rank 0, which records the buffers."""
-    spaces = iter(range(writes))
-    pwrite = os.pwrite
-
-    def write_while_space(*args: Any) -> int:
-        if rank == 0 and next(spaces, None) is None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwrite(*args)
-
-    with patch.object(os, "pwrite", write_while_space):
-        return rescuing.train(rank, world_size, plan, directory)
+def fill_memory(trainer: L.Trainer) -> None:
+    """Leave no space for what this rank records from now on."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    patch.object(os, "pwrite", side_effect=full).start()
 
 
 def test_a_rank_without_space_for_its_states_trains_on(tmp_path: Path) -> None:
-    """Full shared memory does not end training."""
+    """Full shared memory does not change the result of training."""
     unbroken = rescuing.survive(2, Plan(), (), tmp_path / "unbroken")
-    full = ranks.run_ranks(train_until_space_ends, 2, Plan(), tmp_path, writes=0)
+    plan = Plan(callbacks=[training.At("on_train_start", fill_memory, ranks=[0])])
+    full = rescuing.survive(2, plan, (), tmp_path / "full")
     torch.testing.assert_close(full, unbroken, rtol=0, atol=0)
 
 
 def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
-    """The rank that recorded them trained on without space for newer ones."""
-    # Nine records are those of the first two steps; the ninth step needs newer ones.
-    plan = Plan(Kill("on_after_backward", earlier=8, ranks=[0]))
-    _, survivor = ranks.launch_ranks(train_until_space_ends, 2, plan, tmp_path, writes=9)
+    """A survivor saves nothing if the rank that records buffers had no space for them."""
+    in_third_step = training.At("on_train_batch_start", fill_memory, earlier=2, ranks=[0])
+    plan = Plan(RANK_ZERO_IN_SIXTH_STEP, callbacks=[in_third_step])
+    _, survivor = ranks.launch_ranks(rescuing.train, 2, plan, tmp_path)
     refusal = "did not save the last step: the buffers of this step are not recorded"
     assert refusal in survivor.output, survivor.story()
     assert not (tmp_path / rescuing.NAME).exists()
 
 
 def train_on_two_hosts(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
-    """Each rank sees only its own records, as where the others are on other hosts."""
-    rank_records._open = lambda path: None
-    return rescuing.train(rank, world_size, plan, directory)
+    """Train on ranks that cannot open each other's records, as if on two hosts."""
+    with patch.object(rank_records, "_open", lambda path: None):
+        return rescuing.train(rank, world_size, plan, directory)
 
 
 def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_path: Path) -> None:
@@ -161,9 +159,10 @@ def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_p
         " the seed"
     )
     assert report in survivor.output
-    assert rescuing.saved(tmp_path) >= FINISHED
-    states = torch.load(tmp_path / rescuing.NAME, weights_only=True)["lightning_ddp_ext"]["ranks"]
-    assert str(states[0]["random"]) != str(states[1]["random"])
+    assert rescuing.saved_step(tmp_path) >= FINISHED
+    saved = torch.load(tmp_path / rescuing.NAME, weights_only=True)
+    recorded, derived = saved["lightning_ddp_ext"]["ranks"]
+    assert str(recorded["random"]) != str(derived["random"])
     ranks.run_ranks(train_on_two_hosts, 2, Plan(), tmp_path)
 
 
@@ -178,8 +177,9 @@ def wait_for_ever() -> None:
     threading.Event().wait()
 
 
-def wait_long(*_: Any) -> None:
-    threading.Event().wait(SLOW)
+def wait_long() -> None:
+    """Wait longer than a rank may run after a failure if it has nothing to save."""
+    threading.Event().wait(6.0)
 
 
 def kill_first(marker: Path) -> None:
@@ -190,7 +190,7 @@ def kill_first(marker: Path) -> None:
 
 
 class SlowInSixthStep(Net):
-    """Takes long for a backward pass on a rank that survives."""
+    """Waits on rank 0, which survives, before the sixth step's backward pass."""
 
     def on_before_backward(self, loss: Tensor) -> None:
         is_resumed = self.trainer.ckpt_path is not None
@@ -205,12 +205,14 @@ def test_the_process_that_starts_ranks_lets_a_survivor_save(
     """The process waits for a slow step and a slow save, and then raises the cause."""
     unbroken, _ = rescuing.survive(2, Plan(), (), tmp_path / "unbroken")
     strategy = {"start_method": start_method}
-    slow = {**strategy, "checkpoint_io": StruckIO(wait_long)}
-    kill = Kill("on_before_backward", earlier=FINISHED)
-    killed = Plan(kill, strategy=slow, kind=SlowInSixthStep)
+    killed = Plan(
+        Kill("on_before_backward", earlier=FINISHED),
+        strategy={**strategy, "checkpoint_io": FaultyIO(wait_long)},
+        model=SlowInSixthStep,
+    )
     [outcome] = ranks.launch_ranks(rescuing.train, 1, killed, tmp_path)
     assert "RankDiedError: local rank 1 " in outcome.output, outcome.story()
-    assert rescuing.saved(tmp_path) >= FINISHED
+    assert rescuing.saved_step(tmp_path) >= FINISHED
     [resumed] = ranks.run_ranks(rescuing.train, 1, Plan(strategy=strategy), tmp_path)
     torch.testing.assert_close(resumed, unbroken, rtol=0, atol=0)
 
@@ -224,7 +226,7 @@ ORPHANED = """
     stuck = At("on_exception", lambda trainer: threading.Event().wait())
     kill = Kill("on_after_backward", earlier=5, ranks=[0])
     popen = {"start_method": "popen"}
-    train(0, 1, Plan(kill, strategy=popen, trainer={"callbacks": [stuck]}), Path.cwd())
+    train(0, 1, Plan(kill, strategy=popen, callbacks=[stuck]), Path.cwd())
 """
 
 
@@ -235,31 +237,31 @@ def test_a_rank_whose_launcher_was_killed_names_the_cause(tmp_path: Path) -> Non
     shell = ("sh", "-c", '(python "$0") 2>&1 | cat')
     script = run_script(ORPHANED, launcher=shell, cwd=tmp_path)
     assert "RankDiedError: rank 0 " in script.output, script.output
-    assert rescuing.saved(tmp_path) >= FINISHED
+    assert rescuing.saved_step(tmp_path) >= FINISHED
 
 
 def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path) -> None:
     """The kernel releases the lock of the rank that was killed while it saved."""
-    io = StruckIO(partial(kill_first, tmp_path / "killed"))
-    kill = Kill("on_after_backward", earlier=FINISHED, ranks=[0])
-    plan = Plan(kill, strategy={"checkpoint_io": io})
+    io = FaultyIO(partial(kill_first, tmp_path / "killed"))
+    plan = Plan(RANK_ZERO_IN_SIXTH_STEP, strategy={"checkpoint_io": io})
     outcomes = ranks.launch_ranks(rescuing.train, 3, plan, tmp_path)
-    assert sorted(outcome.exit_code for outcome in outcomes) == [-9, -9, 1], stories(outcomes)
-    assert rescuing.saved(tmp_path) >= FINISHED
+    exit_codes = sorted(outcome.exit_code for outcome in outcomes)
+    assert exit_codes == [-signal.SIGKILL, -signal.SIGKILL, 1], stories(outcomes)
+    assert rescuing.saved_step(tmp_path) >= FINISHED
 
 
 @pytest.mark.parametrize(
-    ("strike", "report"),
+    ("fault", "report"),
     [
         pytest.param(fill_disk, "No space left on device", id="full disk"),
         pytest.param(wait_for_ever, "will finish writing its checkpoint", id="stuck disk"),
     ],
 )
 def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(
-    strike: Callable[[], None], report: str, tmp_path: Path
+    fault: Callable[[], None], report: str, tmp_path: Path
 ) -> None:
-    """Each survivor names the rank that died, within ``save_deadline``."""
-    plan = Plan(IN_SIXTH_STEP, {"save_deadline": 1, "checkpoint_io": StruckIO(strike)})
+    """The survivor also names the rank that died."""
+    plan = Plan(IN_SIXTH_STEP, {"save_deadline": 1, "checkpoint_io": FaultyIO(fault)})
     survivor, _ = ranks.launch_ranks(rescuing.train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
     assert report in survivor.output, survivor.story()
@@ -267,7 +269,7 @@ def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(
     assert not (tmp_path / rescuing.NAME).exists()
 
 
-class FailingIO(RankZeroCheckpointIO):
+class FailsBeforeRescue(RankZeroCheckpointIO):
     """Saves in the background, and fails to save the Trainer's own checkpoints."""
 
     def __init__(self) -> None:
@@ -288,7 +290,7 @@ def test_an_earlier_save_error_does_not_prevent_the_rescue(tmp_path: Path) -> No
     """
     finished = 15  # in the second epoch, after the first save
     kill = Kill("on_before_backward", earlier=finished)
-    plan = Plan(kill, strategy={"checkpoint_io": FailingIO()})
+    plan = Plan(kill, strategy={"checkpoint_io": FailsBeforeRescue()})
     survivor, _ = ranks.launch_ranks(rescuing.train, 2, plan, tmp_path)
     assert f"saved step {finished} to" in survivor.output, survivor.story()
     assert "cannot save checkpoint /dev/null/" in survivor.output

@@ -137,12 +137,12 @@ CONTINUING = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), CONTINUING)
+@pytest.mark.parametrize(("model", "options"), CONTINUING)
 def test_a_model_that_changes_outside_of_the_optimiser_continues_exactly(
-    kind: Any, options: dict[str, Any], tmp_path: Path
+    model: Any, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """After three kills the weights are those of an unbroken run, to the last bit."""
-    plan = Plan(trainer=options, kind=kind)
+    plan = Plan(trainer=options, model=model)
     kills = [
         Kill("on_before_backward", earlier=9, ranks=[0]),
         Kill("on_validation_batch_start", earlier=1),
@@ -239,14 +239,14 @@ IN_SANITY_CHECK = Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_ste
 SUDDEN_MOMENTUM = partial(Momentum, assign_inside, since=SIXTH_STEP.earlier)
 NO_STEP = "no step has finished since the start"
 REFUSED = [
-    ("several times per step", Plan(EIGHTH_CALL, kind=SeveralClosures)),
-    ("manual optimisation", Plan(SIXTH_STEP, kind=Manual)),
-    ("shard of the optimiser's state", Plan(THIRD_STEP, kind=Sharded)),
-    ("weight averaging", Plan(IN_VALIDATION, trainer={"callbacks": [Averaging()]})),
-    ("seen.mean_value has changed", Plan(SIXTH_STEP, kind=Counting)),
-    ("queue has changed", Plan(SIXTH_STEP, kind=Queue)),
-    ("target.weight may have changed", Plan(SIXTH_STEP, kind=SUDDEN_MOMENTUM)),
-    ("layers.4.bias may have changed", Plan(SIXTH_STEP, kind=Shaking)),
+    ("several times per step", Plan(EIGHTH_CALL, model=SeveralClosures)),
+    ("manual optimisation", Plan(SIXTH_STEP, model=Manual)),
+    ("shard of the optimiser's state", Plan(THIRD_STEP, model=Sharded)),
+    ("weight averaging", Plan(IN_VALIDATION, callbacks=[Averaging()])),
+    ("seen.mean_value has changed", Plan(SIXTH_STEP, model=Counting)),
+    ("queue has changed", Plan(SIXTH_STEP, model=Queue)),
+    ("target.weight may have changed", Plan(SIXTH_STEP, model=SUDDEN_MOMENTUM)),
+    ("layers.4.bias may have changed", Plan(SIXTH_STEP, model=Shaking)),
     (NO_STEP, Plan(Kill("on_before_backward"))),
     pytest.param(NO_STEP, IN_SANITY_CHECK, marks=pytest.mark.nightly),
     ("model_averaging_period", Plan(THIRD_STEP, strategy={"model_averaging_period": 2})),

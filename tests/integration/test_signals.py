@@ -67,16 +67,17 @@ def signal_rank_one(hook: str = "on_train_batch_end", signum: int = signal.SIGTE
 
 
 def terminate_after_death(rank: int, world_size: int, directory: Path) -> None:
-    """Kill rank 0; then send SIGTERM, as a launcher does, to rank 1 in a hook, and to
-    rank 2 after its Trainer's run.
+    """Kill rank 0; then send SIGTERM, as a launcher does.
+
+    Rank 1 receives it in a hook, and rank 2 after its Trainer's run.
     """
-    fault_by_rank = [
+    signal_by_rank = [
         continuing.signalled(STEP, 1, signal.SIGKILL),
         continuing.signalled("on_exception"),
         L.Callback(),
     ]
     try:
-        fit(directory, fault_by_rank[rank], devices=world_size)
+        fit(directory, signal_by_rank[rank], devices=world_size)
     except RankDiedError as error:
         if rank == 2:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -85,7 +86,7 @@ def terminate_after_death(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_launchers_sigterm_leaves_time_to_name_the_dead_rank(tmp_path: Path) -> None:
-    """SIGTERM arrives right after the death, and the ranks still print the cause."""
+    """Ranks that receive SIGTERM right after the death print the cause before they exit."""
     _, *survivors = ranks.launch_ranks(terminate_after_death, 3, tmp_path)
     for survivor in survivors:
         assert survivor.exit_code == SIGTERM_STATUS, survivor.story()
@@ -95,7 +96,7 @@ def test_a_launchers_sigterm_leaves_time_to_name_the_dead_rank(tmp_path: Path) -
 def stop_beside_saves(
     rank: int, world_size: int, directory: Path, hook: str, background: bool
 ) -> End:
-    """Save after each step, and stop in a hook of the second one."""
+    """Save after each step, and send SIGTERM to rank 1 in a hook of the second one."""
     saver = RankZeroCheckpoint(directory / "run", "{step}", every_n_train_steps=1, save_top_k=-1)
     strategy = {"checkpoint_io": RankZeroCheckpointIO(background=background)}
     stop = signal_rank_one(hook)
@@ -130,7 +131,7 @@ def stop_process_group(
     rank: int, world_size: int, directory: Path, context: str, signum: int
 ) -> End:
     """Send a signal to rank 1 and its loader's worker, in the third of an epoch's 30 steps."""
-    os.setpgid(0, 0)
+    os.setpgid(0, 0)  # the rank and its worker are a process group
     loaders = continuing.shuffled(120, num_workers=1, multiprocessing_context=context)
     send = training.At(STEP, lambda _: os.killpg(0, signum), earlier=2, ranks=[1])
     run = continuing.Training(loaders, directory).run(callbacks=[send], default_root_dir=directory)
@@ -233,14 +234,13 @@ def test_a_signal_stops_all_whatever_a_step_does(
         assert 2 <= end.steps < ALL_STEPS
 
 
-def ignore_signal(
+def train_prepared(
     rank: int, world_size: int, directory: Path, signum: int, prepare: Callable[[int], object]
 ) -> End:
-    """Send a signal to a process that has prepared for it."""
+    """Send a signal to rank 1, and after the run to all ranks, which are prepared for it."""
     prepare(signum)
-    before = signal.getsignal(signum)
     end = fit(directory, signal_rank_one(signum=signum))
-    assert signal.getsignal(signum) is before
+    os.kill(os.getpid(), signum)  # ends a rank that is no longer prepared
     return end
 
 
@@ -259,8 +259,8 @@ def ignore(signum: int) -> None:
 def test_a_signal_that_a_process_ignores_or_prints_stacks_at_stops_nothing(
     signum: int, prepare: Callable[[int], object], tmp_path: Path
 ) -> None:
-    """All ranks train to the end, and the process keeps its handler."""
-    for end in ranks.run_ranks(ignore_signal, 2, tmp_path, signum, prepare):
+    """All ranks train to the end, and afterwards still ignore it or print stacks."""
+    for end in ranks.run_ranks(train_prepared, 2, tmp_path, signum, prepare):
         assert end == End(None, [], ALL_STEPS)
 
 
@@ -278,6 +278,24 @@ def signal_after_a_run(rank: int, world_size: int, directory: Path) -> None:
 def test_a_run_that_was_not_torn_down_handles_no_signals(tmp_path: Path) -> None:
     """SIGTERM then ends the process, as it does by default."""
     for outcome in ranks.launch_ranks(signal_after_a_run, 2, tmp_path):
+        assert outcome.exit_code == -signal.SIGTERM, outcome.story()
+
+
+class SignalsAtTheEnd(RankZeroCheckpointIO):
+    """Sends SIGTERM to this process when its Trainer's run is over."""
+
+    def teardown(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        super().teardown()
+
+
+def train_to_the_end(rank: int, world_size: int, directory: Path) -> None:
+    fit(directory, strategy={"checkpoint_io": SignalsAtTheEnd()})
+
+
+def test_a_signal_after_the_last_step_ends_the_process(tmp_path: Path) -> None:
+    """SIGTERM has its usual effect if it arrives too late to stop a run."""
+    for outcome in ranks.launch_ranks(train_to_the_end, 2, tmp_path):
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
 
 

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -48,14 +48,15 @@ class Swapping(L.Callback):
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 EVALUATIONS = ("validate", "test", "predict")
 
-SAVES = callbacks.ModelCheckpoint
 # Each run makes a new callback, for a directory; some are not in every Lightning.
 KINDS: dict[str, Callable[[Path], L.Callback]] = {
     "none": lambda _: L.Callback(),
-    "saves": lambda _: SAVES(),
-    "save_last": lambda _: SAVES(save_last=True),
-    "save_steps": lambda _: SAVES(every_n_train_steps=2, save_top_k=-1, save_last="link"),
-    "save_best": lambda _: SAVES(monitor="result", save_top_k=2),
+    "saves": lambda _: callbacks.ModelCheckpoint(),
+    "save_last": lambda _: callbacks.ModelCheckpoint(save_last=True),
+    "save_steps": lambda _: callbacks.ModelCheckpoint(
+        every_n_train_steps=2, save_top_k=-1, save_last="link"
+    ),
+    "save_best": lambda _: callbacks.ModelCheckpoint(monitor="result", save_top_k=2),
     "on_exception": lambda place: callbacks.OnExceptionCheckpoint(place),
     "ema": lambda _: callbacks.EMAWeightAveraging(decay=0.5),
     "average": lambda _: callbacks.WeightAveraging(),
@@ -79,8 +80,8 @@ KINDS: dict[str, Callable[[Path], L.Callback]] = {
 LOGGED = ("lr_monitor", "throughput", "devices", "save_last")
 
 
-# Hooks that are called when a run is over, where a signal is that of the process; or by
-# a resumed run alone.
+# Beginnings of the names of hooks that are called after a run, when a signal ends the
+# process, or by a resumed run alone.
 LEFT_OUT = (
     "_",
     "on_fit_end",
@@ -167,7 +168,11 @@ class Case:
 
     @property
     def phase(self) -> str:
-        """The Trainer's stage in this hook."""
+        """The Trainer's stage in this hook.
+
+        It is "validation" in ``on_validation_start``, "start" in ``setup``, and "step" in
+        ``backward``.
+        """
         name = self.method
         is_staged = name.startswith(("on_", "validation_")) and name != "on_train_batch_start"
         words = [phase for phase in PHASES if phase in name]
@@ -246,15 +251,21 @@ def signals_of(case: Case, rank: int) -> tuple[Any, list[L.Callback]]:
     return Stopped, [At(case.method, lambda _: send_signal(case), earlier=case.earlier)]
 
 
-Ended = tuple[continuing.Run, str]  # a run, and its callback's state, empty if not compared
-wholes: dict[str, Ended] = {}  # by callback: the run of these ranks that gets no signal
+class Ended(NamedTuple):
+    """A run, and the state of its callback; empty if it is not compared."""
+
+    run: continuing.Run
+    callback_state: str
+
+
+wholes: dict[str, Ended] = {}  # by callback: a run of these ranks without a signal
 
 
 def play(case: Case, rank: int, ranks: int, place: Path) -> str:
     """Describe the faults of a case on this rank; empty without any."""
-    play_on_rank = stop_and_resume if case.function == "fit" else stop_evaluation
+    stop = stop_and_resume if case.function == "fit" else stop_evaluation
     try:
-        return play_on_rank(case, rank, place)
+        return stop(case, rank, place)
     except RankFailedError:
         raise  # no case can be played with the other ranks
     except Exception as error:
@@ -292,28 +303,28 @@ def train(
     if case.ranks > 1:
         dist.barrier()  # one rank's run must not look for what the other one's removes
     is_compared = not isinstance(callback, (callbacks.Checkpoint, callbacks.Timer))
-    return run, repr(callback.state_dict()) if is_compared else ""
+    return Ended(run, repr(callback.state_dict()) if is_compared else "")
 
 
 def stop_and_resume(case: Case, rank: int, place: Path) -> str:
     """Stop a training and resume it; describe what is not as without a signal."""
     if case.kind not in wholes:
         wholes[case.kind] = train(case, place.parent / f"whole {case.kind}")
-    whole, whole_state = wholes[case.kind]
+    whole = wholes[case.kind]
     module, signalling = signals_of(case, rank)
-    stopped, _ = train(case, place, module, signalling)
+    stopped = train(case, place, module, signalling).run
     if stopped.status is None and case not in sent:
         # The hook was not called that often.
-        return continuing.difference(training_of(case, place), whole, 0, stopped)
+        return continuing.difference(training_of(case, place), whole.run, 0, stopped)
     done = len(stopped.steps)
-    if stopped.status != case.status or stopped.steps != whole.steps[:done]:
-        return f"ends with {stopped.status}, after {stopped.steps} instead of {whole.steps}"
-    resumed, resumed_state = train(case, place)
-    wrong = continuing.difference(training_of(case, place), whole, done, resumed)
-    # Without a step no callback's training begins.
-    if wrong or not resumed.steps or resumed_state == whole_state:
-        return wrong
-    return f"its callback has {resumed_state} instead of {whole_state}"
+    if stopped.status != case.status or stopped.steps != whole.run.steps[:done]:
+        return f"ends with {stopped.status}, after {stopped.steps} instead of {whole.run.steps}"
+    resumed = train(case, place)
+    wrong = continuing.difference(training_of(case, place), whole.run, done, resumed.run)
+    has_trained = bool(resumed.run.steps)  # otherwise no callback's training has begun
+    if not wrong and has_trained and resumed.callback_state != whole.callback_state:
+        return f"its callback has {resumed.callback_state} instead of {whole.callback_state}"
+    return wrong
 
 
 def stop_evaluation(case: Case, rank: int, place: Path) -> str:

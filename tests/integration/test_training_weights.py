@@ -1,5 +1,5 @@
-"""In a validation, weights that a hook may have swapped in are not taken for those that
-are trained.
+"""In a validation, weights that a hook has swapped in are told from those that are
+trained.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tests.harness.training import Net, make_trainer
 
 
 def before_validation(model: Net, *callbacks: L.Callback) -> TrainingWeights:
-    """Return what is known of a model's weights when its validation starts."""
+    """Return the weights of a model that has trained and begins to validate."""
     trainer = make_trainer("auto", callbacks=list(callbacks))
     trainer.strategy.connect(model)
     weights = TrainingWeights()
@@ -47,10 +47,10 @@ class HasBatchHook(L.Callback):
         (Net, lambda: HangWatchdog(60), False),
     ],
 )
-def test_weights_that_a_hook_swaps_in_are_not_saved(
+def test_weights_that_a_hook_swaps_in_do_not_match_the_trained_ones(
     model: Callable[[], Net], callback: Callable[[], L.Callback], is_noticed: bool
 ) -> None:
-    """Without such a hook, nothing is compared, although our own callbacks have hooks."""
+    """Without a user's hook that may swap weights, nothing is compared."""
     validated = model()
     weights = before_validation(validated, callback())
     assert weights.match(saved_tensors(validated))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from ..named_calls import ranks_of
-from ..private.lightning_tree import pl
+from ..private.lightning_tree import fabric, pl
 
 # What a ModelCheckpoint records; each rank computes it from its own values.
 _RECORD = (
@@ -34,20 +32,12 @@ def share_best_checkpoints(trainer: Any) -> None:
     ]
     if not callbacks:
         return
+    move = fabric.utilities.move_data_to_device
+    own = [{name: getattr(callback, name) for name in _RECORD} for callback in callbacks]
     ranks = ranks_of(trainer.strategy)
-    records = ranks.from_rank_zero([_record_of(callback) for callback in callbacks])
+    of_rank_zero = ranks.from_rank_zero(move(own, "cpu"))
     if ranks.rank != 0:
+        records = move(of_rank_zero, trainer.strategy.root_device)
         for callback, record in zip(callbacks, records, strict=True):
             for name, value in record.items():
-                setattr(callback, name, _moved(value, trainer.strategy.root_device))
-
-
-def _record_of(callback: Any) -> dict[str, Any]:
-    return {name: _moved(getattr(callback, name), "cpu") for name in _RECORD}
-
-
-def _moved(value: Any, device: Any) -> Any:
-    """Return a record with its tensors on a device."""
-    if isinstance(value, dict):
-        return {name: _moved(each, device) for name, each in value.items()}
-    return value.to(device) if isinstance(value, Tensor) else value
+                setattr(callback, name, value)

@@ -64,7 +64,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         placement(map_location)  # raises for an invalid one now instead of when it is used
         self.background = background
         self.load_options = LoadOptions(map_location, weights_only, verify)
-        self.is_default = False
+        self.is_default = False  # true if the strategy made it, so a callback may replace it
         self.saver = Saver()
 
     @override

@@ -17,11 +17,7 @@ from typing import Any
 
 from lightning_ddp_ext.checkpoint.load import MapLocation
 from lightning_ddp_ext.checkpoint.location import PathOrUrl
-from lightning_ddp_ext.errors import (
-    CheckpointSaveError,
-    DDPExtError,
-    RankFailedError,
-)
+from lightning_ddp_ext.errors import CheckpointSaveError, DDPExtError, RankFailedError
 from lightning_ddp_ext.forced_exit import delaying_forced_exit
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.peers import Run, current_run
@@ -32,19 +28,16 @@ from lightning_ddp_ext.threads import wait_for_gpus
 
 from ..named_calls import ranks_of
 from ..private.compat import trainer_of
-from ..private.lightning_tree import (
-    TrainerStatus,
-    pl,
-    rank_zero_warn,
-)
+from ..private.lightning_tree import TrainerStatus, pl, rank_zero_warn
 from .checkpoint_io import RankZeroCheckpointIO
-from .loaded_content import adapted, wants_content
+from .loaded_content import adapt_to_model, may_keep_weights
 
 
 class Checkpoints:
     """Saves and restores on all ranks with the strategy's ``checkpoint_io``.
 
-    Every rank raises an error that occurs on any rank.
+    Every rank raises an error that occurs on any rank. After an exception that ends the
+    run, rank 0 works without the others, which may never make the next call.
 
     Args:
         strategy: our strategy or a stock one.
@@ -52,14 +45,15 @@ class Checkpoints:
             strategy, whose runs are not tracked.
 
     Attributes:
-        run: the Trainer's current run, or its last one; ``None`` with a stock strategy.
+        run: the Trainer's current run, or its last one; the strategy's stop controller
+            sets it. ``None`` with a stock strategy.
     """
 
     def __init__(self, strategy: pl.strategies.Strategy, deadline: timedelta | None = None) -> None:
         self._strategy = strategy
         self._deadline = deadline
         self.run = None if deadline is None else Run(is_outermost=False)
-        # Set by :meth:`restore`, and consumed by the first :meth:`load` of this file.
+        # The file that :meth:`restore` is about to read, until :meth:`load` reads a file.
         self._path_to_restore: str | None = None
 
     # Writing.
@@ -86,35 +80,38 @@ class Checkpoints:
         if self._weights_may_be_wrong():
             self._refuse_wrong_weights(path)
             return False
-        io = self._strategy.checkpoint_io
-        seconds = 0.0 if self._deadline is None else self._deadline.total_seconds()
-        if isinstance(io, RankZeroCheckpointIO) and self._deadline is not None:
-            io.saver.deadline = seconds  # for background saves
         is_written = False
 
         def write() -> None:
             nonlocal is_written
-            with delaying_forced_exit(seconds):
-                io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            self._write(checkpoint, path, storage_options)
             is_written = True
 
-        def save() -> bool:
-            is_alone = self._is_alone
-            add_states(is_alone=is_alone)
-            if not is_alone:
-                self.on_rank_zero(write, f"saving {os.fspath(path)}")
-            elif self._strategy.is_global_zero:
+        def save_alone() -> None:
+            add_states(is_alone=True)
+            if self._strategy.is_global_zero:
                 write()
-            # A rank may have died meanwhile.
-            return not (is_alone or self._is_alone)
 
+        if self._is_alone:
+            save_alone()
+            return False
         try:
-            return save()
+            add_states(is_alone=False)
+            self.on_rank_zero(write, f"saving {os.fspath(path)}")
         except RankFailedError:
             # As with stock, the file of `if trainer.is_global_zero:` after a fit is not lost.
             if self._is_alone and not is_written:
-                save()
+                save_alone()
             raise
+        return not self._is_alone  # a rank may have died meanwhile
+
+    def _write(self, checkpoint: dict[str, Any], path: PathOrUrl, storage_options: Any) -> None:
+        io = self._strategy.checkpoint_io
+        seconds = 0.0 if self._deadline is None else self._deadline.total_seconds()
+        if isinstance(io, RankZeroCheckpointIO) and self._deadline is not None:
+            io.saver.deadline = seconds  # for background saves
+        with delaying_forced_exit(seconds):
+            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def _refuse_wrong_weights(self, path: PathOrUrl) -> None:
         """Raise because NCCL was aborted, or warn if the user already sees an error."""
@@ -162,15 +159,12 @@ class Checkpoints:
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
         """Run ``work`` on rank 0, and return its result on every rank.
 
-        If it raises, raise its error on every rank. Collective.
-
-        When the Trainer is interrupted, rank 0 works alone and the other ranks get
-        ``None``.
+        If it raises, raise its error on every rank. Collective, unless the Trainer is
+        interrupted: rank 0 then works alone, and the other ranks return ``None``.
         """
         if self.is_interrupted or self._ranks.world_size == 1:
             return work() if self._strategy.is_global_zero else None
-
-        with self._every_rank(what):
+        with self._naming_absent_rank(what):
             return self._ranks.on_rank_zero(work, what, partial(_wait_at_end, what))
 
     def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:
@@ -178,19 +172,20 @@ class Checkpoints:
 
         The values are in rank order. Collective.
         """
-        with self._every_rank(what):
+        with self._naming_absent_rank(what):
             return self._ranks.to_rank_zero(value)
 
     @contextmanager
-    def _every_rank(self, what: str) -> Iterator[None]:
-        """Run a block that every rank must run.
+    def _naming_absent_rank(self, what: str) -> Iterator[None]:
+        """Run a block that every rank must run, after a barrier.
 
         An error names a rank that does not reach the block or that fails in it.
         """
         context = current()
         try:
             if context is not None and self._ranks.world_size > 1:
-                context.barriers.enter(what, call_site(), name=what.partition(" ")[0])
+                name = what.partition(" ")[0]  # the rest is a path, which may differ by rank
+                context.barriers.enter(what, call_site(), name=name)
             yield
         except (DDPExtError, OSError):
             raise
@@ -233,13 +228,11 @@ class Checkpoints:
         """Read a checkpoint, on all ranks together in the Trainer's own restore.
 
         Otherwise, this rank reads it alone, but if saves are in the background, all ranks
-        first wait for them together. In a restore, the ``state_dict`` may be mapped from
-        the file if it is only copied into the model.
+        first wait for them together.
         """
         is_restore = self.is_restoring(path)
         self._path_to_restore = None  # a hook that reads the file again does so alone
         io = self._strategy.checkpoint_io
-        module = self._strategy.lightning_module
         if not isinstance(io, RankZeroCheckpointIO):
             options = {} if weights_only is None else {"weights_only": weights_only}
             return io.load_checkpoint(path, **options)
@@ -248,12 +241,14 @@ class Checkpoints:
             self.on_rank_zero(io.wait, what)
         if not is_restore:
             return io.read(path, Ranks(), map_location, weights_only)  # type: ignore[no-any-return]
-        with self._every_rank(what):
-            map_weights = module is not None and not wants_content(module, self._trainer)
+        with self._naming_absent_rank(what):
+            module = self._strategy.lightning_module
+            # Weights that are only copied into the model need not be read into memory.
+            only_copied = module is not None and not may_keep_weights(module, self._trainer)
             content = io.read(
-                path, self._ranks, map_location, weights_only, map_weights=map_weights
+                path, self._ranks, map_location, weights_only, map_weights=only_copied
             )
-        return adapted(content, os.fspath(path), module)
+        return adapt_to_model(content, os.fspath(path), module)
 
     # State of the strategy and the Trainer.
 
@@ -281,18 +276,21 @@ class Checkpoints:
     def is_interrupted(self) -> bool:
         """Whether an exception ended the Trainer's run.
 
-        Some ranks may then not make the next collective call. If every rank raised an
-        exception, this is true until it is handled. After a stop by a signal this is
-        false, because all ranks still make the same calls.
+        If every rank raised an exception, this is true until it is handled. After a stop
+        by a signal this is false, because all ranks still make the same calls.
         """
         trainer = self._trainer
-        context = current()
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
+        context = current()
         if self.run is None or context is None:
             return True
-        stopped_by_signal = not self.run.has_failed and context.peers.cause is None
-        return not stopped_by_signal
+        return self.run.has_failed or context.peers.cause is not None
+
+    @property
+    def is_handling_exception(self) -> bool:
+        """Whether an exception ended the run and has not been caught yet."""
+        return self.is_interrupted and sys.exc_info()[1] is not None
 
     @property
     def _is_alone(self) -> bool:
@@ -301,15 +299,12 @@ class Checkpoints:
         This is so if the Trainer is interrupted, and after its run also if a rank has
         exited, failed or made another call.
         """
+        if self.is_interrupted:
+            return True
         context = current()
         if context is None or current_run() is not None:
-            return self.is_interrupted
-        return self.is_interrupted or context.peers.cause_or_departure is not None
-
-    @property
-    def is_handling_exception(self) -> bool:
-        """Whether an exception ended the run and has not been caught yet."""
-        return self.is_interrupted and sys.exc_info()[1] is not None
+            return False
+        return context.peers.cause_or_departure is not None
 
 
 def _wait_at_end(what: str) -> None:

@@ -22,7 +22,9 @@ from lightning_ddp_ext.rank_lists import listed
 from ..private.lightning_tree import pl
 from ..start.slurm import job_id
 
-KEY = "lightning_ddp_ext_run"
+KEY = "lightning_ddp_ext_run"  # of the entry in a checkpoint
+# The number of each fit in a hook of another run. No run resumes such a fit.
+IN_A_HOOK = 0
 # Environment variables that number the tasks of a job array.
 _TASKS = (
     "SLURM_ARRAY_TASK_ID",
@@ -54,37 +56,52 @@ class SavingRun:
             the runs is outside of SLURM, or both are of the same job.
         changed_variables: the environment variables that it lacked or had differently.
         is_of_this_job: whether it belongs to this SLURM job, possibly before a requeue.
-        is_requeued_here: whether it is of this fit and job, and was stopped to be requeued.
+        is_requeued: whether it was stopped so that SLURM requeues its job.
     """
 
     other_fit: str
     other_job: str
     changed_variables: list[str]
     is_of_this_job: bool
-    is_requeued_here: bool
+    is_requeued: bool
 
     @property
     def is_this_run(self) -> bool:
         """Whether nothing differs, so that this run may replace the file."""
         return not (self.other_fit or self.other_job or self.changed_variables)
 
+    @property
+    def is_continued_by_requeue(self) -> bool:
+        """Whether SLURM has requeued this job to continue the run."""
+        return self.is_requeued and self.is_of_this_job and not self.other_fit
 
-@dataclass
+
+@dataclass(frozen=True)
 class FitIdentity:
     """The identity of a fit, which its stop and rescue checkpoints contain.
 
+    Words and values are hashed, because they may be secrets.
+
     Attributes:
-        content: what the files state: facts that have to be the same in a resumed run,
-            and the environment. Words and values are hashed, because they may be
-            secrets.
-        environment: the hashed values of the environment variables, by name.
-        number: the number of the fit in its script; 0 for a fit in a hook of another
-            run.
+        facts: what has to be the same in a resumed run, by name.
+        environment: the values of the environment variables, by name.
+        job: the number of the SLURM job; empty outside of SLURM.
+        number: the number of the fit in its script, or ``IN_A_HOOK``.
     """
 
-    content: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    number: int = 0
+    job: str = ""
+    number: int = IN_A_HOOK
+
+    def to_entry(self, *, is_requeued: bool = False) -> dict[str, Any]:
+        """Return the entry of a checkpoint that :meth:`saving_run` reads."""
+        return {
+            "facts": self.facts,
+            "environment": sorted(self.environment.values()),
+            "job": self.job,
+            "is_requeued": is_requeued,
+        }
 
     def saving_run(self, path: str) -> SavingRun | None:
         """Compare this run with the one that saved a file; ``None`` if it is unknown.
@@ -95,27 +112,27 @@ class FitIdentity:
         saved = entry_of(locate(path), KEY)
         if not isinstance(saved, dict) or not {"facts", "environment"} <= saved.keys():
             return None
-        job = self.content["job"]
-        other_fit = self._difference(saved)
         saved_job = saved.get("job") or ""
-        is_of_this_job = bool(job) and saved_job == job
+        is_of_this_job = bool(self.job) and saved_job == self.job
         return SavingRun(
-            other_fit,
-            other_job="" if is_of_this_job or not job else saved_job,
+            other_fit=self._difference(saved),
+            other_job=saved_job if self.job and not is_of_this_job else "",
             changed_variables=self._changed_variables(saved),
             is_of_this_job=is_of_this_job,
-            is_requeued_here=is_of_this_job and bool(saved.get("is_requeued")) and not other_fit,
+            is_requeued=bool(saved.get("is_requeued")),
         )
 
     def _difference(self, saved: Mapping[str, Any]) -> str:
-        own = self.content["facts"]
+        """Describe a fit that differs from this one; empty for the same fit."""
+        own = self.facts
         others = saved["facts"]
         changed = [fact for fact in {**own, **others} if own.get(fact) != others.get(fact)]
-        if not changed and not self.number:
+        if not changed and self.number == IN_A_HOOK:
             return "a fit in a hook"
         return f"a fit with another {listed(changed)}" if changed else ""
 
     def _changed_variables(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return the variables whose values were not saved; names are only known here."""
         before = set(saved["environment"])
         changed = [name for name, value in self.environment.items() if value not in before]
         if not changed and before.difference(self.environment.values()):
@@ -130,15 +147,8 @@ def identify(args: tuple[Any, ...], number: int) -> FitIdentity:
         args: the arguments of the Trainer's function.
         number: the number of the fit in its script.
     """
-    environment = _environment()
     facts = {"command": command(), "number in its script": str(number), **_hparams(args)}
-    content = {
-        "facts": facts,
-        "environment": sorted(environment.values()),
-        "job": job_id(),
-        "is_requeued": False,
-    }
-    return FitIdentity(content, environment, number)
+    return FitIdentity(facts, _environment(), job_id(), number)
 
 
 def command() -> str:

@@ -1,7 +1,8 @@
 """Choose the file that ``ckpt_path="last"`` means among the files of all runs.
 
 Each file states the run that saved it. A file that belongs to another run is left to it,
-and the newest undamaged one of the others is chosen. These rules find the owner:
+and the newest undamaged one of the others is chosen. The first rule that applies finds
+the owner:
 
 ===================  ===================================================================
 Saved by             Rule, and what it is for
@@ -36,10 +37,9 @@ from .fit_identity import FitIdentity, SavingRun
 from .stored_files import modification_time, raise_if_unanswered
 
 UNUSABLE = (DamagedCheckpointError, CheckpointNotFoundError)
-_PASS_PATH = "pass its path to resume from it"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Candidate:
     """A file that ``"last"`` may mean.
 
@@ -48,14 +48,11 @@ class Candidate:
         saved_by: the run that saved it; ``None`` if it is unknown.
         error: why the file, or the identity in it, cannot be read. Unless the file is
             damaged, it may be intact, and reading it later raises the reason.
-        owner: the other fit or run to which the file belongs; empty if it belongs to
-            none, so that it may be used.
     """
 
     path: str
     saved_by: SavingRun | None = None
     error: CheckpointError | None = None
-    owner: str = ""
 
     @property
     def is_of_fit(self) -> bool:
@@ -72,11 +69,6 @@ class Candidate:
         """Whether the file cannot be used, now or later."""
         return isinstance(self.error, UNUSABLE)
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether the file may be chosen."""
-        return not (self.owner or self.is_damaged)
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -84,22 +76,13 @@ class Choice:
 
     Attributes:
         chosen: the file that ``"last"`` means, if any.
-        candidates: all files, newest first.
+        obsolete: the paths of the fit's own files that are not newer.
+        owners: the other run to which each file belongs, by path; empty for none.
     """
 
     chosen: Candidate | None
-    candidates: list[Candidate]
-
-    def obsolete_paths(self) -> list[str]:
-        """Return the fit's own files that are not newer than the chosen one.
-
-        The list is empty if the saving run had another environment, because it may
-        still need them.
-        """
-        if self.chosen is None or self.chosen.changed or not self.chosen.is_usable:
-            return []
-        not_newer = self.candidates[self.candidates.index(self.chosen) :]
-        return [file.path for file in not_newer if file.is_of_fit and file.is_usable]
+    obsolete: list[str]
+    owners: dict[str, str]
 
     def log(self, none_found: str) -> None:
         """Log the chosen file, or ``none_found``, and the owners of other files."""
@@ -110,8 +93,11 @@ class Choice:
                 " run, move the file away and start again"
             )
             return
-        owned = [file for file in self.candidates if file.owner]
-        others = [f"{file.path} belongs to {file.owner}; {_PASS_PATH}" for file in owned]
+        others = [
+            f"{path} belongs to {owner}; pass its path to resume from it"
+            for path, owner in self.owners.items()
+            if owner
+        ]
         rank_zero_info("; ".join([line, *others]))
 
 
@@ -127,12 +113,16 @@ def choose(paths: list[str], only_ours: set[str], identity: FitIdentity) -> Choi
         CheckpointError: a store does not answer.
     """
     candidates = [read_candidate(path, identity) for path in paths]
-    _find_owners(candidates, only_ours)
-    chosen = _newest_intact([file for file in candidates if file.is_usable])
-    if chosen is None:
+    owners = _find_owners(candidates, only_ours)
+    free = [file for file in candidates if not owners[file.path]]
+    usable = _from_newest_intact([file for file in free if not file.is_damaged])
+    if not usable:
         # Reading a damaged file raises the reason on every rank.
-        chosen = next((file for file in candidates if file.is_damaged), None)
-    return Choice(chosen, candidates)
+        return Choice(next(iter(free), None), [], owners)
+    chosen = usable[0]
+    # A run in another environment may still need its files.
+    obsolete = [] if chosen.changed else [file.path for file in usable if file.is_of_fit]
+    return Choice(chosen, obsolete, owners)
 
 
 def read_candidate(path: str, identity: FitIdentity) -> Candidate:
@@ -151,23 +141,27 @@ def read_candidate(path: str, identity: FitIdentity) -> Candidate:
         return Candidate(path, error=error)
 
 
-def _find_owners(candidates: list[Candidate], only_ours: set[str]) -> None:
-    """Find the other runs to which files belong, by the rules above, in their order."""
-    for file in candidates:
-        if file.saved_by is not None:
-            file.owner = file.saved_by.other_fit
-        elif file.error is None and file.path in only_ours:
-            file.owner = "an unknown fit"
-    runs = [(file, file.saved_by) for file in candidates if file.saved_by and file.is_of_fit]
-    if any(run.is_of_this_job for _, run in runs):
-        for file, run in runs:
-            if run.other_job:
-                file.owner = f"SLURM job {run.other_job}"
-    left = [file for file, _ in runs if not file.owner]
-    if not all(file.changed for file in left):
-        for file in left:
-            if file.changed:
-                file.owner = _run_with_other(file.changed)
+def _find_owners(candidates: list[Candidate], only_ours: set[str]) -> dict[str, str]:
+    """Return the other run to which each file belongs, by the rules above; empty for none."""
+    of_fit = [file.saved_by for file in candidates if file.saved_by and file.is_of_fit]
+    job_has_file = any(run.is_of_this_job for run in of_fit)
+    of_job = [run for run in of_fit if not (job_has_file and run.other_job)]
+    environment_has_file = any(not run.changed_variables for run in of_job)
+
+    def owner_of(file: Candidate) -> str:
+        run = file.saved_by
+        if run is None:
+            is_unknown = file.error is None and file.path in only_ours
+            return "an unknown fit" if is_unknown else ""
+        if run.other_fit:
+            return run.other_fit
+        if job_has_file and run.other_job:
+            return f"SLURM job {run.other_job}"
+        if environment_has_file and run.changed_variables:
+            return _run_with_other(run.changed_variables)
+        return ""
+
+    return {file.path: owner_of(file) for file in candidates}
 
 
 def newest_first(paths: Iterable[str], written_last: Collection[str] = ()) -> list[str]:
@@ -186,27 +180,27 @@ def newest_first(paths: Iterable[str], written_last: Collection[str] = ()) -> li
     return sorted(existing, key=existing.__getitem__, reverse=True)
 
 
-def _newest_intact(usable: list[Candidate]) -> Candidate | None:
-    """Return the first of these files, newest first, that is not damaged.
+def _from_newest_intact(files: list[Candidate]) -> list[Candidate]:
+    """Return these files, newest first, without the damaged ones before the first intact.
 
-    Warn of those that are. A file that cannot be read now may be intact, so no older
-    file replaces it; reading it later raises the reason on every rank.
+    Warn of those. A file that cannot be read now may be intact, so no older file
+    replaces it; reading it later raises the reason on every rank. A single file is
+    checked when it is read.
     """
-    if len(usable) == 1:
-        return usable[0]  # it is checked when it is read
-    for file in usable:
+    if len(files) == 1:
+        return files
+    for number, file in enumerate(files):
         local = locate(file.path).local
         try:
             if local is not None:  # a remote store only shows complete files
                 Archive.open(local, file.path).check()
         except UNUSABLE as error:
             _warn_of_skipped(error)
-            file.error = error
+            continue
         except CheckpointError:
-            return file
-        else:
-            return file
-    return None
+            pass
+        return files[number:]
+    return []
 
 
 def _warn_of_skipped(error: CheckpointError) -> None:

@@ -1,4 +1,4 @@
-"""Adapt the content of a checkpoint to the model, and find hooks that need its weights."""
+"""Adapt the content of a checkpoint to the model, and find code that may keep its weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from lightning_ddp_ext.rank_lists import listed
 from ..private.lightning_tree import lightning_version, pl, rank_zero_info
 
 
-def adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]:
+def adapt_to_model(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]:
     """Return a checkpoint written by any program in the form that Lightning restores.
 
     A plain state dict gets the missing entries of a checkpoint, and names with
     ``module.`` or ``_orig_mod.`` are replaced by the model's names.
+
+    Raises:
+        CheckpointError: the content has no state dict.
     """
     if is_plain_state_dict(content):
         rank_zero_info(
@@ -33,9 +36,8 @@ def adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]:
             "lr_schedulers": [],
         }
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), Mapping):
-        found = (
-            listed(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
-        )
+        is_mapping = isinstance(content, Mapping)
+        found = listed(map(repr, content)) if is_mapping else type(content).__name__
         raise CheckpointError(
             f"checkpoint {path} has no state dict in an entry 'state_dict' (got {found}); save the"
             " model's state_dict() alone, or under that name"
@@ -47,35 +49,34 @@ def adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]:
     return content
 
 
-def wants_content(module: pl.LightningModule, trainer: Any) -> bool:
-    """Whether a hook gets the file's weights before they are loaded.
+def may_keep_weights(module: pl.LightningModule, trainer: Any) -> bool:
+    """Whether a user's code gets the file's weights before the model copies them.
 
-    It may read, change or keep them.
+    It may read, change or keep them. Hooks of Lightning and of this package do not.
     """
-    bases: list[tuple[Any, type]] = [(module, pl.LightningModule)]
+    hook_owners: list[tuple[Any, type]] = [(module, pl.LightningModule)]
     if trainer is not None:
-        bases += [(callback, pl.Callback) for callback in trainer.callbacks]
-        bases.append((trainer.precision_plugin, pl.plugins.Precision))
+        hook_owners += [(callback, pl.Callback) for callback in trainer.callbacks]
+        hook_owners.append((trainer.precision_plugin, pl.plugins.Precision))
     return (
-        _is_users_hook(module, pl.LightningModule, "load_state_dict")
-        or any(_is_users_hook(owner, base, "on_load_checkpoint") for owner, base in bases)
-        or any(_changes_what_it_loads(part) for part in module.modules())
+        _is_users_method(module, pl.LightningModule, "load_state_dict")
+        or any(_is_users_method(owner, base, "on_load_checkpoint") for owner, base in hook_owners)
+        or any(_may_load_differently(part) for part in module.modules())
     )
 
 
-def _is_users_hook(owner: Any, base: type, name: str) -> bool:
-    """Whether a hook is the user's.
-
-    Hooks of Lightning and of this package ignore the weights.
-    """
-    hook = getattr(owner, name)
-    function = getattr(hook, "__func__", hook)  # may also be an attribute of the object
+def _is_users_method(owner: Any, base: type, name: str) -> bool:
+    method = getattr(owner, name)
+    function = getattr(method, "__func__", method)  # may also be an attribute of the object
     is_ours = str(getattr(function, "__module__", "")).startswith("lightning_ddp_ext.")
     return function is not getattr(base, name) and not is_ours
 
 
-def _changes_what_it_loads(module: nn.Module) -> bool:
-    # If torch renames one of these, the result is True, which is only slower.
+def _may_load_differently(module: nn.Module) -> bool:
+    """Whether a module does more than copy its entries from a state dict.
+
+    If torch renames one of these attributes, this is true, which is only slower.
+    """
     load_method = getattr(type(module), "_load_from_state_dict", None)
     overrides_loading = not getattr(load_method, "__module__", "").startswith("torch.nn.")
     return overrides_loading or bool(getattr(module, "_load_state_dict_pre_hooks", True))

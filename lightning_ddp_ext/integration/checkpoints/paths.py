@@ -19,17 +19,6 @@ from ..private.lightning_tree import SLURMEnvironment, pl
 from .stored_files import matching_files
 
 
-def checkpoint_directory(trainer: Any) -> str:
-    """Return the directory of the Trainer's first checkpoint callback.
-
-    By default, it is the default root directory.
-    """
-    callback = trainer.checkpoint_callback
-    if isinstance(callback, pl.callbacks.ModelCheckpoint):
-        return chosen_directory_of(callback, trainer)
-    return str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
-
-
 def check_file_name(field: str, name: Any) -> None:
     """Raise if ``name`` is not the name or path of a file, or ``None``.
 
@@ -45,7 +34,7 @@ def check_file_name(field: str, name: Any) -> None:
         )
 
 
-def path_of_run_file(name: PathOrUrl | None, command: str, trainer: Any) -> str | None:
+def path_of_run_file(name: PathOrUrl, command: str, trainer: Any) -> str:
     """Return the path of a checkpoint that no callback saves.
 
     The command that ``command`` names finds the file there again. A path is kept; a
@@ -53,19 +42,42 @@ def path_of_run_file(name: PathOrUrl | None, command: str, trainer: Any) -> str 
     of these, possibly a new one in each run, the file is placed in a directory of this
     command under the default root directory.
     """
-    if name is None:
-        return None
     path = os.fspath(name)
     if os.path.dirname(path):
-        return canonical(path)
-    if follows_logger(trainer):
+        return _canonical(path)
+    if _follows_logger(trainer):
         directory = os.path.join(trainer.default_root_dir, "checkpoints", command)
     else:
-        directory = checkpoint_directory(trainer)
-    return canonical(os.path.join(directory, path))
+        directory = _checkpoint_directory(trainer)
+    return _canonical(os.path.join(directory, path))
 
 
-def canonical(path: str) -> str:
+def _follows_logger(trainer: Any) -> bool:
+    """Whether Lightning takes the checkpoint directory from a logger.
+
+    This includes a directory that it took from one in an earlier run.
+    """
+    callback = trainer.checkpoint_callback
+    if not trainer.loggers or not isinstance(callback, pl.callbacks.ModelCheckpoint):
+        return False
+    undirected = copy_attributes(callback)
+    undirected.dirpath = None
+    by_logger = chosen_directory_of(undirected, trainer)
+    return callback.dirpath in (None, by_logger)
+
+
+def _checkpoint_directory(trainer: Any) -> str:
+    """Return the directory of the Trainer's first checkpoint callback.
+
+    By default, it is the default root directory.
+    """
+    callback = trainer.checkpoint_callback
+    if isinstance(callback, pl.callbacks.ModelCheckpoint):
+        return chosen_directory_of(callback, trainer)
+    return str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+
+
+def _canonical(path: str) -> str:
     """Return one name for a local file, whose directory is resolved.
 
     A file that is a link is not resolved, because it may get another target.
@@ -82,7 +94,7 @@ def versioned(path: str, number: int) -> str:
     return f"{stem}-v{number}{suffix}" if number else path
 
 
-def versions_of(path: str | None) -> set[str]:
+def versions_of(path: str) -> set[str]:
     """Return the paths of all versions of a file that exist.
 
     If listing is refused, return ``path`` itself; reading it then raises the reason on
@@ -91,27 +103,11 @@ def versions_of(path: str | None) -> set[str]:
     Raises:
         CheckpointError: the store does not answer.
     """
-    if path is None:
-        return set()
     directory, name = os.path.split(path)
     stem, suffix = os.path.splitext(name)
     # A job's number may come before the version.
     version = re.compile(rf"{re.escape(stem)}(-v\d+)*{re.escape(suffix)}")
     return matching_files(directory, version, if_refused=path)
-
-
-def follows_logger(trainer: Any) -> bool:
-    """Whether Lightning takes the checkpoint directory from a logger.
-
-    This includes a directory that it took from one in an earlier run.
-    """
-    callback = trainer.checkpoint_callback
-    if not trainer.loggers or not isinstance(callback, pl.callbacks.ModelCheckpoint):
-        return False
-    undirected = copy_attributes(callback)
-    undirected.dirpath = None
-    by_logger = chosen_directory_of(undirected, trainer)
-    return callback.dirpath in (None, by_logger)
 
 
 def files_that_last_means(trainer: Any) -> set[str]:
@@ -127,7 +123,7 @@ def files_that_last_means(trainer: Any) -> set[str]:
             paths.add(callback.ckpt_path)
     if SLURMEnvironment.detect():
         paths.add(checkpoint_of_requeued_job(trainer))
-    return {canonical(path) for path in paths if path}
+    return {_canonical(path) for path in paths if path}
 
 
 def _last_files(callback: pl.callbacks.ModelCheckpoint, trainer: Any) -> set[str]:

@@ -23,7 +23,7 @@ from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.rendezvous.peers import current_run
 
 from ..private.lightning_tree import SLURMEnvironment, TrainerStatus, rank_zero_info
-from .fit_identity import FitIdentity, command, identify
+from .fit_identity import IN_A_HOOK, KEY, FitIdentity, command, identify
 from .last_search import UNUSABLE, choose, newest_first, read_candidate
 from .paths import (
     check_file_name,
@@ -42,7 +42,7 @@ _fits_begun = 0
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _Found:
     """The result of rank 0's search.
 
     Attributes:
@@ -66,7 +66,6 @@ class RunFiles:
         requeue_name: the name or path of the file from which a requeued SLURM job
             continues.
         identity: the identity of the Trainer's fit.
-        stop_path: the path at which the ranks save the stop checkpoint, after a stop.
     """
 
     def __init__(self, stop: PathOrUrl | None, rescue: PathOrUrl | None) -> None:
@@ -76,10 +75,12 @@ class RunFiles:
         self.requeue_name: PathOrUrl = _OF_REQUEUED_JOB if stop is None else stop
         of_stop = self.requeue_name if SLURMEnvironment.detect() else stop
         self._names = [name for name in (of_stop, rescue) if name is not None]
-        self._fit_number = 0  # for a fit in a hook of another run
+        self._fit_number = IN_A_HOOK
         self.identity = FitIdentity()
-        self.stop_path: str | None = None
-        self._choice: _Choice | None = None  # on rank 0, whose search counts
+        # Of the stop checkpoint, after a stop.
+        self._stop_path: str | None = None
+        self._is_requeued = False
+        self._found: _Found | None = None  # after a search on rank 0, whose search counts
         self._search_error: CheckpointError | None = None
 
     @contextmanager
@@ -89,11 +90,12 @@ class RunFiles:
         One that a signal stops does not count, as it may be called again.
         """
         global _fits_begun
+        if current_run() is not None:
+            self._fit_number = IN_A_HOOK
+            yield
+            return
         is_fit = trainer is not None and trainer.state.fn == "fit"
-        is_in_hook = current_run() is not None
-        if is_in_hook:
-            self._fit_number = 0
-        if is_in_hook or not is_fit:
+        if not is_fit:
             yield
             return
         _fits_begun += 1
@@ -108,18 +110,18 @@ class RunFiles:
         """Return a path for a file at which no file of another fit is replaced.
 
         A SLURM job's number is part of it, because jobs that SLURM stops together may
-        share a directory.
+        share a directory. Without a name, return ``None``.
         """
-        path = path_of_run_file(name, command(), trainer)
-        if path is None:
+        if name is None:
             return None
+        path = path_of_run_file(name, command(), trainer)
         path = versioned(path, int(os.environ.get("SLURM_JOB_ID") or 0))
         versions = (versioned(path, number) for number in count())
         return next(version for version in versions if self._may_replace(version))
 
     def _may_replace(self, path: str) -> bool:
         """Whether a path is free, has a file of this run, or cannot be checked."""
-        if self._choice is not None and path == self._choice.path:
+        if self._found is not None and path == self._found.path:
             return True
         try:
             time = modification_time(path)
@@ -132,28 +134,42 @@ class RunFiles:
         except UNUSABLE:
             return True
         except CheckpointError:
-            return time == math.inf  # a file that certainly exists is kept
+            certainly_exists = time < math.inf
+            return not certainly_exists
         return saved_by is None or saved_by.is_this_run
+
+    def start_stop(self, path: str, *, is_requeued: bool) -> None:
+        """Let the checkpoint that is saved to ``path`` contain the identity of the fit."""
+        self._stop_path = path
+        self._is_requeued = is_requeued
+
+    def add_identity(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Add the identity of the fit to a checkpoint, if it is the stop checkpoint."""
+        if path == self._stop_path:
+            checkpoint[KEY] = self.identity.to_entry(is_requeued=self._is_requeued)
 
     # Resuming.
 
     def resolve_last(
         self, args: tuple[Any, ...], trainer: Any, *, is_rank_zero: bool
     ) -> tuple[Any, ...]:
-        """Replace ``ckpt_path="last"`` in a Trainer function's arguments by a path."""
+        """Replace ``ckpt_path="last"`` in a Trainer function's arguments by a path.
+
+        Without a file the arguments are unchanged. An error is not raised before the ranks
+        have connected, see :meth:`raise_search_error`.
+        """
         if trainer is None:
             return args
         self.identity = identify(args, self._fit_number)
-        self._choice = None
+        self._found = None
         self._search_error = None
-        asks_for_last = any(map(_is_last, args))
-        has_path = any(isinstance(arg, PathOrUrl) for arg in args)
-        may_be_requeued = trainer.state.fn == "fit" and SLURMEnvironment.detect() and not has_path
         try:
-            if asks_for_last:
+            if any(map(_is_last, args)):
                 found = self._search(trainer, is_rank_zero=is_rank_zero)
                 return _with_last_as(found, args) if found else args
-            if may_be_requeued and is_rank_zero:
+            has_path = any(isinstance(arg, PathOrUrl) for arg in args)
+            is_on_slurm = SLURMEnvironment.detect()
+            if is_rank_zero and is_on_slurm and trainer.state.fn == "fit" and not has_path:
                 self._find_requeued(trainer)
         except CheckpointError as error:
             self._search_error = error
@@ -171,7 +187,7 @@ class RunFiles:
         If no file is found for ``"last"``, Lightning may choose a file that belongs to
         another fit.
         """
-        return path if self._choice is None else self._choice.path
+        return path if self._found is None else self._found.path
 
     def _search(self, trainer: Any, *, is_rank_zero: bool) -> str | None:
         """Return the file that ``"last"`` means on this rank.
@@ -189,11 +205,11 @@ class RunFiles:
         choice = choose(paths, own - of_lightning, self.identity)
         found = None if choice.chosen is None else choice.chosen.path
         choice.log("" if found else self._none_found(trainer))
-        self._continue_from(found, choice.obsolete_paths())
+        self._continue_from(found, choice.obsolete)
         return found
 
     def _continue_from(self, path: str | None, obsolete: list[str]) -> None:
-        self._choice = _Choice(path, {each: change_token(each) for each in obsolete})
+        self._found = _Found(path, {each: change_token(each) for each in obsolete})
 
     def _find_requeued(self, trainer: Any) -> None:
         """Find the newest file that this job saved before it was requeued.
@@ -202,7 +218,11 @@ class RunFiles:
         """
         versions = versions_of(path_of_run_file(self.requeue_name, command(), trainer))
         files = [read_candidate(path, self.identity) for path in newest_first(versions)]
-        requeued = [file.path for file in files if file.saved_by and file.saved_by.is_requeued_here]
+        requeued = [
+            file.path
+            for file in files
+            if file.saved_by is not None and file.saved_by.is_continued_by_requeue
+        ]
         if requeued:
             self._continue_from(requeued[0], requeued)
         else:
@@ -235,9 +255,9 @@ class RunFiles:
             trainer.state.fn == "fit" and not was_interrupted and not trainer.should_stop
         )
         is_trial = trainer.fast_dev_run or trainer.limit_train_batches == 0
-        if not is_finished_fit or is_trial or self._choice is None:
+        if not is_finished_fit or is_trial or self._found is None:
             return
-        for path, token in self._choice.obsolete.items():
+        for path, token in self._found.obsolete.items():
             if token and change_token(path) == token:
                 trainer.strategy.checkpoint_io.remove_checkpoint(path)
                 Path(lock_of(path)).unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.rank_records import Kind, RankRecords
+from lightning_ddp_ext.checkpoint.saved_parameters import SavedParameters
 from lightning_ddp_ext.data.random_state import random_state_in, record_random_state
 from lightning_ddp_ext.data.seeding import mix, seeded
 
@@ -21,11 +22,11 @@ from ..data.positions import positions_of
 from ..data.saved_epoch import shared_state, without_random_state
 from ..private.compat import dump_checkpoint, fetcher_of, is_read_in_step, validates_next
 from ..private.lightning_tree import pl
-from .recorder import Recorder
+from .recorder import RecordedRun
 
-# By a restart's ``at``: the last kind of record whose random state it may use, by
-# default ``VALIDATED``.
-_LATEST = {"batch_end": Kind.WINDOW, "validation": Kind.BATCH}
+# The last kind of record whose random states a restart may use, by its ``at``; at the
+# start or end of an epoch, this is ``VALIDATED``.
+_LATEST_KIND = {"batch_end": Kind.WINDOW, "validation": Kind.BATCH}
 
 
 class Refused(Exception):
@@ -62,15 +63,15 @@ class RankStates:
     derived: list[int]
 
 
-def find_last_step(trainer: Any, rank: int, recorder: Recorder) -> LastStep:
+def find_last_step(trainer: Any, recorded: RecordedRun) -> LastStep:
     """Find the point after the last finished step, without changing the Trainer."""
     loops = copy.deepcopy(trainer.fit_loop.state_dict())
     batch = loops["epoch_loop.batch_progress"]
-    validated = recorder.records[rank].find(batch["total"]["ready"], Kind.VALIDATED)
+    validated = recorded.own.find(batch["total"]["ready"], Kind.VALIDATED)
     stopped = complete_batch(
         loops,
         accumulated=trainer.accumulate_grad_batches,
-        stepped=recorder.stepped,
+        stepped=recorded.stepped,
         validates=validates_next(trainer),
         has_validated=validated is not None,
     )
@@ -84,26 +85,25 @@ def find_last_step(trainer: Any, rank: int, recorder: Recorder) -> LastStep:
     return LastStep(loops, stopped, restart, batches)
 
 
-def checkpoint_of(step: LastStep, trainer: Any, recorder: Recorder) -> dict[str, Any]:
+def checkpoint_of(step: LastStep, trainer: Any, recorded: RecordedRun) -> dict[str, Any]:
     """Restore the recorded values, and return the Trainer's checkpoint after the step.
 
     Raises:
         Refused: another saved value may have changed.
     """
-    _restore_parameters(trainer, recorder)
-    _restore_buffers(step.batches, recorder)
+    _restore_parameters(trainer, recorded.parameters)
+    _restore_buffers(step.batches, recorded)
     checkpoint = dump_checkpoint(trainer)
     checkpoint["loops"]["fit_loop"] = step.loops
     states = checkpoint["callbacks"]
     for callback in trainer.checkpoint_callbacks:
         is_stock = isinstance(callback, pl.callbacks.ModelCheckpoint)
         if is_stock and callback.state_key in states:
-            forget_missing_files(states[callback.state_key], callback.mode)
+            _forget_missing_files(states[callback.state_key], callback.mode)
     return checkpoint
 
 
-def _restore_parameters(trainer: Any, recorder: Recorder) -> None:
-    parameters = recorder.parameters
+def _restore_parameters(trainer: Any, parameters: SavedParameters) -> None:
     is_step_lost = parameters.is_in_step and trainer.lightning_module.automatic_optimization
     if is_step_lost and parameters.changes_outside_optimiser and is_read_in_step(trainer.fit_loop):
         raise Refused(
@@ -116,23 +116,23 @@ def _restore_parameters(trainer: Any, recorder: Recorder) -> None:
         )
 
 
-def _restore_buffers(batches: int, recorder: Recorder) -> None:
+def _restore_buffers(batches: int, recorded: RecordedRun) -> None:
     """Restore the recorded buffers, if no value that is not recorded has changed."""
-    changed = recorder.fixed.find_changed()
+    changed = recorded.fixed.find_changed()
     if changed is not None:
         raise Refused(
             f"{changed} has changed since the start, and its value after the last step is not"
             " recorded: it is too large a buffer, or neither a parameter nor a buffer"
         )
-    recorded = recorder.records[recorder.buffer_rank].find(batches, Kind.BUFFERS) or b""
-    if not recorder.buffers.restore(recorded):
+    content = recorded.buffer_records.find(batches, Kind.BUFFERS) or b""
+    if not recorded.buffers.restore(content):
         raise Refused("the buffers of this step are not recorded")
 
 
 def states_of_ranks(
     step: LastStep,
     trainer: Any,
-    recorder: Recorder,
+    recorded: RecordedRun,
     *,
     seed: int | None,
     has_seeded_validation: bool,
@@ -155,9 +155,10 @@ def states_of_ranks(
     states = []
     derived = []
     for rank in range(trainer.world_size):
-        state = without_random_state(own) if rank == trainer.global_rank else shared_state(own)
-        records = recorder.records.get(rank)
-        if records is None or not _add_random_states(state, step, records):
+        records = recorded.records.get(rank)
+        known = without_random_state(own) if rank == trainer.global_rank else shared_state(own)
+        state = None if records is None else _with_random_states(known, step, records)
+        if state is None:
             if any(position.is_by_rank for position in positions):
                 raise Refused(
                     f"the order in which rank {rank} reads its samples is not recorded on this host"
@@ -169,27 +170,33 @@ def states_of_ranks(
     return RankStates(states, derived)
 
 
-def _add_random_states(state: dict[str, Any], step: LastStep, records: RankRecords) -> bool:
-    """Add a rank's recorded random states to its state, unless one is missing."""
+def _with_random_states(
+    known: dict[str, Any], step: LastStep, records: RankRecords
+) -> dict[str, Any] | None:
+    """Return a rank's state with its recorded random states; ``None`` if one is missing."""
     restart = step.restart
     random = records.find(step.batches, Kind.EPOCH) if restart.has_started else None
     # A rank that died in a start hook of the epoch has not created iterators.
-    state["has_drawn_seeds"] = random is not None
+    has_drawn_seeds = random is not None
     if random is None:
-        latest = _LATEST.get(restart.at, Kind.VALIDATED)
+        latest = _LATEST_KIND.get(restart.at, Kind.VALIDATED)
         random = records.find(step.batches, *Kind.up_to(latest))
-    starts = records.find(restart.epoch, Kind.LOADERS) if state["loaders"] else pickle.dumps([])
+    starts = records.find(restart.epoch, Kind.LOADERS) if known["loaders"] else pickle.dumps([])
     if random is None or starts is None:
-        return False
-    state["random"] = random_state_in(random)
-    for loader, iterators in zip(state["loaders"], pickle.loads(starts), strict=True):
-        if loader["number"] not in iterators:
-            return False
-        loader["random"] = iterators[loader["number"]]
-    return True
+        return None
+    pairs = list(zip(known["loaders"], pickle.loads(starts), strict=True))
+    if any(loader["number"] not in iterators for loader, iterators in pairs):
+        return None
+    loaders = [{**loader, "random": iterators[loader["number"]]} for loader, iterators in pairs]
+    return {
+        **known,
+        "loaders": loaders,
+        "random": random_state_in(random),
+        "has_drawn_seeds": has_drawn_seeds,
+    }
 
 
-def forget_missing_files(state: dict[str, Any], mode: str) -> None:
+def _forget_missing_files(state: dict[str, Any], mode: str) -> None:
     """Drop missing files from a ``ModelCheckpoint``'s state.
 
     Rank 0 may have been writing such a file when it died.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.rank_records import Kind, RankRecords
@@ -32,127 +33,130 @@ from ..private.compat import batches_that_stepped_of
 from ..start.devices import RankDevicesStrategy
 
 
-class Recorder:
-    """Records random states, parameters and buffers.
-
-    Only one rank of each host records buffers. Nothing is recorded before
-    :meth:`start`, which makes ``parameters``, ``buffers`` and ``fixed`` for its run.
+@dataclass
+class RecordedRun:
+    """A run of which this rank records what a survivor needs.
 
     Attributes:
         records: the records of the ranks on this host, by rank.
-        buffer_rank: the rank of this host that records the buffers.
+        own: this rank's records.
+        peers: the other ranks, of which one may fail.
+        loop: the Trainer's loop over batches.
         parameters: values of parameters that change outside of the optimiser step.
         buffers: the buffers that are recorded.
         fixed: other saved values, which must not change.
-        error: why states are no longer recorded, if they are not.
-        has_new_iterator: whether an iterator over training data is new, and its start
-            is not recorded yet.
+        generators: those of the training loaders, from which random states are read.
+        buffers_at: the number of batches when the buffers were last recorded.
         forward_passes: the number of forward passes since this batch started.
         stepped: the number of optimiser steps before this batch, as Lightning's loggers
             count them.
+        error: why states are no longer recorded, if they are not.
     """
 
     records: dict[int, RankRecords]
-    buffer_rank: int
+    own: RankRecords
+    peers: Peers
+    loop: Any
     parameters: SavedParameters
     buffers: RecordedBuffers
     fixed: FixedValues
+    generators: list[Any] = field(default_factory=list)
+    buffers_at: int = -1
+    forward_passes: int = 0
+    stepped: int = 0
+    error: str | None = None
+
+    @property
+    def buffer_records(self) -> RankRecords:
+        """The records with the buffers, of which only one rank of each host has some."""
+        return self.records[min(self.records)]
+
+
+class Recorder:
+    """Records random states, parameters and buffers in a run, between start and end.
+
+    Attributes:
+        run: what is recorded; ``None`` outside of such a run.
+        has_new_iterator: whether an iterator over training data is new, and its start
+            is not recorded yet.
+    """
 
     def __init__(self, strategy: RankDevicesStrategy) -> None:
         self._strategy = strategy
-        self.records = {}
-        self.error: str | None = None
+        self.run: RecordedRun | None = None
         self.has_new_iterator = False
-        self.forward_passes = 0
-        self.stepped = 0
-        self._buffers_at = -1  # the number of batches when the buffers were last recorded
-        self._own: RankRecords | None = None  # unless nothing is recorded
-
-    # A strategy is pickled for spawned ranks, without the state of this process.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"strategy": self._strategy}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        """Return what spawned ranks need, without the state of this process."""
+        return {**vars(self), "run": None}
 
     def start(self, records: dict[int, RankRecords], peers: Peers) -> None:
-        """Start recording a run; if another rank fails, ``peers.cause`` tells why."""
-        self._peers = peers
-        self.records = records
-        self.buffer_rank = min(records)
-        self._generators: list[Any] = []
+        """Start recording a run.
+
+        Args:
+            records: the records of the ranks on this host, by rank; open until the end.
+            peers: the other ranks.
+        """
         trainer = self._strategy.current_trainer
         module = trainer.lightning_module
-        self.buffers = RecordedBuffers(module)
-        self.parameters = SavedParameters(module)
-        self.fixed = FixedValues(module, self.buffers)
-        self._loop = trainer.fit_loop.epoch_loop
-        self._own = records[self._strategy.global_rank]
+        buffers = RecordedBuffers(module)
+        self.run = RecordedRun(
+            records=records,
+            own=records[self._strategy.global_rank],
+            peers=peers,
+            loop=trainer.fit_loop.epoch_loop,
+            parameters=SavedParameters(module),
+            buffers=buffers,
+            fixed=FixedValues(module, buffers),
+        )
 
     def end(self) -> None:
-        """Close the records, and drop them."""
-        for records in self.records.values():
-            records.close()
-        self.__dict__ = Recorder(self._strategy).__dict__  # as if newly made
+        """Record nothing from now on, and drop what was recorded."""
+        self.run = None
+        self.has_new_iterator = False
+
+    @property
+    def _active_run(self) -> RecordedRun | None:
+        """The run, unless nothing is recorded or an error has ended its recording."""
+        return None if self.run is None or self.run.error is not None else self.run
 
     def record(self, moment: Kind) -> None:
         """Record this rank's random states, changed buffers and new iterators.
 
-        Also record its parameters at the start of an optimiser step.
+        Also record its parameters at the start of an epoch or an optimiser step.
         """
-        if self._own is None:
+        run = self._active_run
+        if run is None:
             return
         if moment == Kind.EPOCH:
             positions = positions_of(self._strategy.current_trainer)
-            self._generators = training_generators(self._strategy, positions)
-        batches = self._loop.batch_progress.total.ready
-        with self._stopping_at_an_error() as own:
+            run.generators = training_generators(self._strategy, positions)
+        batches = run.loop.batch_progress.total.ready
+        with _ending_at_an_error(run):
             if moment == Kind.EPOCH:
-                self.parameters.start_epoch()
+                run.parameters.start_epoch()
             elif moment == Kind.WINDOW:
-                self.parameters.start_step()
-            own.write(moment, batches, random_state_bytes(self._generators))
-            self._record_buffers(own, batches, even_if_same=moment == Kind.BATCH)
-            self._record_iterators(own, moment)
+                run.parameters.start_step()
+            run.own.write(moment, batches, random_state_bytes(run.generators))
+            if run.own is run.buffer_records:
+                _record_buffers(run, batches, even_if_same=moment == Kind.BATCH)
+            # Before the first batch is fetched, a new iterator may not have drawn its order.
+            if self.has_new_iterator and moment != Kind.WINDOW:
+                self.has_new_iterator = False
+                self._record_iterators(run)
 
-    def _record_buffers(self, own: RankRecords, batches: int, *, even_if_same: bool) -> None:
-        """Record the buffers on one rank of this host, once after each batch."""
-        if self._strategy.global_rank != self.buffer_rank:
-            return
-        is_due = even_if_same or batches != self._buffers_at
-        content = self.buffers.read(even_if_same=is_due)
-        if content:
-            own.write(Kind.BUFFERS, batches, content)
-            self._buffers_at = batches
-
-    def _record_iterators(self, own: RankRecords, moment: Kind) -> None:
-        """Record where new iterators over training data start."""
-        # Before the first batch is fetched, the iterator may not have drawn its order.
-        if not self.has_new_iterator or moment == Kind.WINDOW:
-            return
-        self.has_new_iterator = False
+    def _record_iterators(self, run: RecordedRun) -> None:
+        """Record where the iterators over training data start."""
         positions = positions_of(self._strategy.current_trainer)
         starts = pickle.dumps([position.starts() for position in positions])
-        own.write(Kind.LOADERS, positions[0].epoch, starts)
-
-    @contextmanager
-    def _stopping_at_an_error(self) -> Iterator[Any]:
-        """Stop recording after an error, while training continues.
-
-        The error is a lack of space or a tensor of an unusual kind.
-        """
-        try:
-            yield self._own
-        except (OSError, RuntimeError) as error:
-            self._own = None
-            self.error = f"this rank's state is no longer recorded ({reason_of(error)})"
+        run.own.write(Kind.LOADERS, positions[0].epoch, starts)
 
     def on_train_batch_start(self) -> None:
         """Reset the counts for a new batch."""
-        if self._own is not None:
-            self.forward_passes = 0
-            self.stepped = batches_that_stepped_of(self._loop)
+        run = self._active_run
+        if run is not None:
+            run.forward_passes = 0
+            run.stepped = batches_that_stepped_of(run.loop)
 
     def before_forward(self) -> None:
         """Count a forward pass.
@@ -160,12 +164,10 @@ class Recorder:
         Raise a ``RankFailedError`` if a rank has failed, before the next collective
         does.
         """
-        self.forward_passes += 1
-        self._raise_cause()
-
-    def _raise_cause(self) -> None:
-        if self._own is not None:
-            self._peers.check()
+        run = self._active_run
+        if run is not None:
+            run.forward_passes += 1
+            run.peers.check()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -176,31 +178,55 @@ class Recorder:
         has failed. Otherwise the optimiser step would be queued behind an all-reduce,
         and would use partial sums after its abort.
         """
+        run = self._active_run
         averages = getattr(self._strategy.model, "require_backward_grad_sync", True)
-        if self._own is None or not averages:
+        if run is None or not averages:
             yield
             return
         # In later calls of its closure, an optimiser may have changed the parameters.
-        if self.forward_passes <= 1:
-            with self._stopping_at_an_error():
-                self.parameters.before_backward()
+        if run.forward_passes <= 1:
+            with _ending_at_an_error(run):
+                run.parameters.before_backward()
         is_on_gpu = self._strategy.root_device.type != "cpu"
         if not is_on_gpu:
             self.record(Kind.BATCH)
         yield
         if is_on_gpu:
             wait_for_gpus(self._strategy.rank_devices)
-            self._raise_cause()
+            run.peers.check()
             self.record(Kind.BATCH)
 
     def after_optimizer_step(self) -> None:
         """Record the parameters after an optimiser step."""
-        if self._own is not None:
-            with self._stopping_at_an_error():
-                self.parameters.end_step()
+        run = self._active_run
+        if run is not None:
+            with _ending_at_an_error(run):
+                run.parameters.end_step()
 
     def before_validation(self) -> None:
         """Record the parameters before hooks that may exchange them in validation."""
-        if self._own is not None:
-            with self._stopping_at_an_error():
-                self.parameters.record()
+        run = self._active_run
+        if run is not None:
+            with _ending_at_an_error(run):
+                run.parameters.record()
+
+
+@contextmanager
+def _ending_at_an_error(run: RecordedRun) -> Iterator[None]:
+    """End the recording at an error, while training continues.
+
+    The error is a lack of space or a tensor of an unusual kind.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        run.error = f"this rank's state is no longer recorded ({reason_of(error)})"
+
+
+def _record_buffers(run: RecordedRun, batches: int, *, even_if_same: bool) -> None:
+    """Record the buffers once after each batch, and when they have changed since."""
+    is_due = even_if_same or batches != run.buffers_at
+    content = run.buffers.read(even_if_same=is_due)
+    if content:
+        run.own.write(Kind.BUFFERS, batches, content)
+        run.buffers_at = batches

@@ -3,7 +3,7 @@
 1. :meth:`Rescue.start` starts recording states, unless this run can never be saved.
 2. After another rank's failure, :meth:`Rescue.save` finds out whether the last finished
    step can be saved, and saves it, unless another survivor has done so.
-3. :meth:`Rescue.end` closes the records.
+3. :meth:`Rescue.end` ends the recording.
 
 Most parameters and the optimiser's state need no copy: with automatic optimisation, an
 aborted collective raises before they change. Random states, buffers and parameters that
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.forced_exit import delaying_forced_exit, print_in_time
 from lightning_ddp_ext.rank_lists import ranks_in_words
 from lightning_ddp_ext.ranks import reason_of
+from lightning_ddp_ext.rendezvous.peers import Peers
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from ..checkpoints.checkpoint_io import RankZeroCheckpointIO
@@ -46,11 +48,30 @@ from .last_step import (
     find_last_step,
     states_of_ranks,
 )
-from .recorder import Recorder
+from .recorder import RecordedRun, Recorder
 from .stops import StopController
 
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVABLE = ("died", "failed", "hung")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run that may be saved.
+
+    Attributes:
+        trainer: its Trainer.
+        peers: the other ranks.
+        path: the path of the rescue checkpoint.
+        token: distinguishes the run from others that save to this path.
+        refusal: why nothing is recorded and this run cannot be saved, if so.
+    """
+
+    trainer: Any
+    peers: Peers
+    path: str
+    token: str
+    refusal: str | None
 
 
 class Rescue:
@@ -81,24 +102,19 @@ class Rescue:
         recorder: Recorder,
     ) -> None:
         self._strategy = strategy
-        self.name = name
+        self._name = name
         self._averages_models = averages_models
         self._files = files
         self._stops = stops
         self._cursor = cursor
         self._recorder = recorder
-        self._trainer: Any = None  # the Trainer, while its run may be saved
-        # Of the run that was started last.
-        self._peers: Any = None
-        self._path = ""
-        self._run_token = ""
-        self._refusal: str | None = None  # why nothing can be saved in this run
-        # The block that delays a forced exit while there is a step to save.
-        self._delays = ExitStack()
+        self._run: _Run | None = None
+        # What the run opened: the records, and the delay of a forced exit.
+        self._opened = ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what spawned ranks need, without the state of this process."""
-        return {**vars(self), "_trainer": None, "_peers": None, "_delays": ExitStack()}
+        return {**vars(self), "_run": None, "_opened": ExitStack()}
 
     def start(self) -> None:
         """Start recording states, if the Trainer runs ``fit`` on several ranks.
@@ -109,46 +125,43 @@ class Rescue:
         trainer = self._strategy.current_trainer
         context = current()
         is_fit = trainer.state.fn == "fit" and not trainer.fast_dev_run
-        if context is None or self._strategy.world_size == 1 or not is_fit or self.name is None:
+        if context is None or self._strategy.world_size == 1 or not is_fit or self._name is None:
             return
-        self._trainer = trainer
-        self._peers = context.peers
-        self._share_names()
-        if locate(self._path).local is None:
+        path, token = self._share_names(trainer)
+        if locate(path).local is None:
             raise ConfigurationError(
                 "rescue_checkpoint must be on a file system, because the ranks need locks (got"
-                f" {self._path}); pass a local path, such as '/shared/last-rescued.ckpt'"
+                f" {path}); pass a local path, such as '/shared/last-rescued.ckpt'"
             )
-        self._refusal = self._why_never()
-        if self._refusal is None:
-            self._refusal = self._start_recording()
-        if self._refusal is not None:
-            rank_zero_warn(
-                f"rescue_checkpoint={self.name!r} saves nothing in this run: {self._refusal}"
-            )
+        refusal = self._why_never() or self._start_recording(context.peers)
+        if refusal is not None:
+            rank_zero_warn(f"rescue_checkpoint={self._name!r} saves nothing in this run: {refusal}")
+        self._run = _Run(trainer, context.peers, path, token, refusal)
 
-    def _share_names(self) -> None:
-        """Use rank 0's path, a new token of the run, and rank 0's identity of the fit.
+    def _share_names(self, trainer: Any) -> tuple[str, str]:
+        """Return rank 0's path and a token of the run, and use its identity of the fit.
 
         Loggers choose directories on rank 0, and command lines may differ by rank.
         """
         ranks = ranks_of(self._strategy)
         files = self._files
-        path = str(files.place(self.name, self._trainer)) if ranks.rank == 0 else ""
-        shared = ranks.from_rank_zero((path, secrets.token_hex(8), files.identity.content))
-        self._path, self._run_token, files.identity.content = shared
+        path = files.place(self._name, trainer) if ranks.rank == 0 else None
+        own = (path, secrets.token_hex(8), files.identity)
+        path, token, files.identity = ranks.from_rank_zero(own)
+        return path, token
 
-    def _start_recording(self) -> str | None:
-        """Start recording states, or return why the ranks cannot."""
+    def _start_recording(self, peers: Peers) -> str | None:
+        """Start recording states, or return why this rank cannot."""
         try:
-            self._recorder.start(open_records(ranks_of(self._strategy)), self._peers)
+            records = open_records(ranks_of(self._strategy))
+            for each in records.values():
+                self._opened.callback(each.close)
+            self._recorder.start(records, peers)
         except (OSError, RuntimeError) as error:
             return f"the ranks cannot record their states ({error})"
-        self._delays.enter_context(
+        self._opened.enter_context(
             delaying_forced_exit(
-                self._stops.deadline.total_seconds(),
-                "save the last step",
-                is_needed=lambda: self._is_due and self._recorder.parameters.has_finished_step,
+                self._seconds, "save the last step", is_needed=self._has_step_to_save
             )
         )
         return None
@@ -164,22 +177,22 @@ class Rescue:
         return None
 
     def end(self) -> None:
-        """Close the records."""
-        self._delays.close()
-        self._trainer = None
+        """End the recording, and save nothing from now on."""
+        self._run = None
         self._recorder.end()
+        self._opened.close()
 
     def save(self, exception: BaseException) -> None:
         """Save the last finished step after another rank has caused an exception.
 
         It does nothing if another survivor has saved that step.
         """
-        if not self._is_due:
+        run = self._run
+        if run is None or not self._is_survivor_among(run.peers):
             return
-        seconds = self._stops.deadline.total_seconds()
         try:
-            with delaying_forced_exit(seconds):
-                line = self._save(exception, seconds)
+            with delaying_forced_exit(self._seconds):
+                line = self._save(run, exception)
         except Exception as error:
             reason = error if isinstance(error, Refused) else reason_of(error)
             line = f"this rank did not save the last step: {reason}"
@@ -187,35 +200,52 @@ class Rescue:
         if line:
             print_in_time(f"[rank {self._strategy.global_rank}] {line}\n")
 
-    @property
-    def _is_due(self) -> bool:
+    def _is_survivor_among(self, peers: Peers) -> bool:
         """Whether another rank has caused a failure after which this rank may save."""
-        cause = None if self._trainer is None else self._peers.cause
-        if cause is None:
+        cause = peers.cause
+        if cause is None or cause.rank == self._strategy.global_rank:
             return False
-        return cause.kind in _SURVIVABLE and cause.rank != self._strategy.global_rank
+        return cause.kind in _SURVIVABLE
 
-    def _save(self, exception: BaseException, seconds: float) -> str:
-        """Save the last step, and return what to print; empty if another rank saved it."""
-        refusal = self._refusal or self._recorder.error or self._why_not(exception)
+    def _has_step_to_save(self) -> bool:
+        """Whether a forced exit would lose a step. Called in another thread."""
+        recorded = self._recorder.run
+        if recorded is None or not recorded.parameters.has_finished_step:
+            return False
+        return self._is_survivor_among(recorded.peers)
+
+    @property
+    def _seconds(self) -> float:
+        """The time for this rank to save and exit after a failure."""
+        return self._stops.deadline.total_seconds()
+
+    def _save(self, run: _Run, exception: BaseException) -> str:
+        """Save the last step, and return what to print; empty if another rank saved it.
+
+        Raises:
+            Refused: the step cannot be saved.
+        """
+        recorded = self._recorder.run
+        if recorded is None:
+            raise Refused(run.refusal)
+        refusal = recorded.error or self._why_not(run.trainer, recorded, exception)
         if refusal is not None:
             raise Refused(refusal)
-        trainer = self._trainer
-        step = find_last_step(trainer, self._strategy.global_rank, self._recorder)
+        step = find_last_step(run.trainer, recorded)
         ranks = states_of_ranks(
             step,
-            trainer,
-            self._recorder,
+            run.trainer,
+            recorded,
             seed=self._cursor.known_seed,
             has_seeded_validation=self._cursor.has_seeded_validation(step.restart),
         )
-        Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-        write = partial(self._write, step, ranks, seconds)
-        if not save_if_furthest(self._path, self._run_token, step.batches, write, seconds):
+        Path(run.path).parent.mkdir(parents=True, exist_ok=True)
+        write = partial(self._write, run, recorded, step, ranks)
+        if not save_if_furthest(run.path, run.token, step.batches, write, self._seconds):
             return ""
         line = (
-            f"saved step {trainer.global_step} to {self._path}; resume with trainer.fit(...,"
-            f" ckpt_path='last') or ckpt_path={self._path!r}"
+            f"saved step {run.trainer.global_step} to {run.path}; resume with trainer.fit(...,"
+            f" ckpt_path='last') or ckpt_path={run.path!r}"
         )
         if ranks.derived:
             line += (
@@ -224,25 +254,23 @@ class Rescue:
             )
         return line
 
-    def _write(self, step: LastStep, ranks: RankStates, seconds: float) -> None:
-        checkpoint = checkpoint_of(step, self._trainer, self._recorder)
+    def _write(self, run: _Run, recorded: RecordedRun, step: LastStep, ranks: RankStates) -> None:
+        checkpoint = checkpoint_of(step, run.trainer, recorded)
         checkpoint[KEY] = make_section(
             step.restart, seed=self._cursor.known_seed, stopped=step.stopped, ranks=ranks.states
         )
-        checkpoint[FILE_KEY] = self._files.identity.content
+        checkpoint[FILE_KEY] = self._files.identity.to_entry()
         io = self._strategy.checkpoint_io
         if isinstance(io, RankZeroCheckpointIO):
-            io.saver.deadline = seconds
+            io.saver.deadline = self._seconds
             io.saver.finish()  # otherwise an earlier save error would prevent this save
-        io.save_checkpoint(checkpoint, self._path)
+        io.save_checkpoint(checkpoint, run.path)
         io.teardown()  # waits for a save in the background
 
-    def _why_not(self, exception: BaseException) -> str | None:
+    def _why_not(self, trainer: Any, recorded: RecordedRun, exception: BaseException) -> str | None:
         """Return why the last step cannot be saved, if another one may have begun."""
-        trainer = self._trainer
         module = trainer.lightning_module
-        recorder = self._recorder
-        if not recorder.parameters.has_finished_step:
+        if not recorded.parameters.has_finished_step:
             return "no step has finished since the start"
         batch = trainer.fit_loop.epoch_loop.batch_progress.current
         is_between_batches = batch.ready == batch.processed
@@ -255,7 +283,7 @@ class Rescue:
             )
         if not module.automatic_optimization:
             return "the failure happened in the middle of a batch with manual optimisation"
-        if is_in_optimizer_step(trainer) and recorder.forward_passes > 1:
+        if is_in_optimizer_step(trainer) and recorded.forward_passes > 1:
             return "the optimiser calls its closure several times per step"
         if is_in_optimizer_step(trainer) and not is_in_closure(exception):
             return "the next step had started to change the weights"

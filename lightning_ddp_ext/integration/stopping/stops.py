@@ -72,7 +72,6 @@ class StopController:
         deadline: time for all ranks to exit after a signal.
 
     Attributes:
-        run: the Trainer's current run, or its last one.
         weights: whether the module has its training weights.
         stopped: the stop point at which all ranks are stopping, recorded in the
             checkpoint; otherwise ``None``.
@@ -89,14 +88,16 @@ class StopController:
         self._files = files
         self._checkpoints = checkpoints
         self.deadline = deadline
-        self._trainer: Any = None
-        self.run = Run(is_outermost=False)
-        self._stopping: GracefulStop | None = None
+        self.weights = TrainingWeights()
         self.stopped: Stopped | None = None
+        # Of the current run, or of the last one.
+        self._trainer: Any = None
+        self._run = Run(is_outermost=False)
         self._signals = StopSignals(
             self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None
         )
-        self.weights = TrainingWeights()
+        # While this run handles signals.
+        self._graceful_stop: GracefulStop | None = None
 
     # A strategy is pickled for spawned ranks, without the state of this process.
 
@@ -111,62 +112,47 @@ class StopController:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
+    # The Trainer's run.
+
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Handle signals for a run of this Trainer.
 
-        In a process group that we did not create, Lightning handles them.
+        In a process group that we did not create, Lightning handles them. Within
+        another Trainer's run, that run does.
         """
-        session = current_session()
-        self.stopped = None
+        run = current_run() or Run(is_outermost=False)
+        if run.is_outermost:
+            self.detach()  # an earlier run may not have been torn down
         self._trainer = trainer
-        self.run = current_run() or Run(is_outermost=False)
-        self._checkpoints.run = self.run
+        self._run = run
+        self._checkpoints.run = run
+        self.stopped = None
+        session = current_session()
         if session is None:
             return
         self.weights = TrainingWeights()
         replaced.leave_signals_to_us(trainer)
-        if not self.run.is_outermost:
-            # The group was set up by hand, or an outer Trainer's run handles stops.
-            return
-        self.detach()  # an earlier run may not have been torn down
-        self._stopping = session.stops
-        self._stopping.start(self.deadline, self._acknowledge)
-        terminal_signals = (signal.SIGINT, *without_handler(signal.SIGHUP))
-        self._signals.install(signal.SIGTERM, *terminal_signals, *self._time_limit_signals)
-
-    @property
-    def _time_limit_signals(self) -> list[signal.Signals]:
-        """Signals that announce a time limit.
-
-        These are SLURM's requeue signal if set, or SIGUSR1 unless the user handles it.
-        """
-        if self._slurm is not None and self._slurm.requeue_signal is not None:
-            return [self._slurm.requeue_signal]
-        return without_handler(signal.SIGUSR1)
-
-    @property
-    def _slurm(self) -> SLURMEnvironment | None:
-        """The environment with which Lightning requeues jobs, if it does."""
-        environment = self._strategy.cluster_environment
-        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-            return environment
-        return None
+        if run.is_outermost:
+            self._graceful_stop = session.stops
+            self._graceful_stop.start(self.deadline, self._acknowledge)
+            terminal_signals = (signal.SIGINT, *without_handler(signal.SIGHUP))
+            self._signals.install(signal.SIGTERM, *terminal_signals, *self._time_limit_signals)
 
     def detach(self) -> None:
         """Restore the signal handlers after the Trainer's run."""
         if self._trainer is None:
             return
         restore_handlers(self._trainer)  # Lightning recorded them after ours were installed
-        has_failed = self.run.has_failed
-        self.run.has_failed = False
-        if self._stopping is not None:
+        has_failed = self._run.has_failed
+        self._run.has_failed = False
+        if self._graceful_stop is not None:
             self._signals.restore(defers_sigterm=has_failed)
-            self._stopping.end()
-            self._stopping = None
+            self._graceful_stop.end()
+            self._graceful_stop = None
             self._pass_on_late_signal(has_failed)
 
     def _pass_on_late_signal(self, has_failed: bool) -> None:
-        """Pass a signal that arrived after the last stop point to the current handler.
+        """Pass a signal that arrived after the last stop point to the earlier handler.
 
         A signal that has had its effect is not passed on.
         """
@@ -174,15 +160,15 @@ class StopController:
         if received is None or self._signals.has_passed_on:
             return
         if has_failed:
-            has_effect = received in _EVEN_AFTER_FAILURE
+            is_due = received in _EVEN_AFTER_FAILURE
         else:
-            has_effect = self._trainer.state.status != TrainerStatus.INTERRUPTED
-        if has_effect:
+            is_due = self._trainer.state.status != TrainerStatus.INTERRUPTED
+        if is_due:
             os.kill(os.getpid(), received)
 
     def _request_stop(self, signum: int) -> None:
-        if self._stopping is not None and current_run() is not None:
-            self._stopping.request_stop(signum)
+        if self._graceful_stop is not None and current_run() is not None:
+            self._graceful_stop.request_stop(signum)
 
     def _acknowledge(self, request: StopRequest) -> None:
         """Log the signal immediately.
@@ -201,27 +187,9 @@ class StopController:
         """Stop between two training batches, if the ranks have agreed to."""
         self._stop_if_agreed(GracefulStop.at_point, "batch")
 
-    def _may_stop(self) -> bool:
-        """Whether a checkpoint would contain the training weights, according to rank 0.
-
-        Collective.
-        """
-        trainer = self._trainer
-        tensors = saved_tensors(trainer.lightning_module)
-        may_stop = self._strategy.broadcast(self.weights.match(tensors))
-        if not may_stop:
-            rank_zero_info(
-                "the ranks will finish this validation before they stop: a hook has swapped the"
-                " weights"
-            )
-        return may_stop
-
     def at_step(self) -> None:
         """Stop before a step of an evaluation, if the ranks have agreed to."""
         self._stop_if_agreed(self._decide_at_step, "validation")
-
-    def _decide_at_step(self, stopping: GracefulStop) -> StopRequest | None:
-        return stopping.at_step(partial(_steps_of, self._trainer), self._may_stop)
 
     def at_end_of_evaluation(self) -> None:
         """Stop after an evaluation outside of training, if the ranks have agreed to."""
@@ -235,18 +203,40 @@ class StopController:
     def _stop_if_agreed(
         self, decide: Callable[[GracefulStop], StopRequest | None], where: Stopped | None = None
     ) -> None:
-        """Save and stop, if the ranks have agreed to stop at this point."""
-        if self._stopping is None:
+        """Save and stop, if the ranks have agreed to stop at this point.
+
+        Args:
+            decide: returns the request if they have.
+            where: the point, as the checkpoint records it.
+        """
+        if self._graceful_stop is None:
             return
         if self._signals.received is not None:
             self._request_stop(self._signals.received)  # in case the listening thread was not woken
-        request = decide(self._stopping)
+        request = decide(self._graceful_stop)
         if request is not None:
             self._signals.received = None
             self.stopped = where
-            self._stop(request)
+            self._save_and_stop(request)
 
-    def _stop(self, request: StopRequest) -> NoReturn:
+    def _decide_at_step(self, graceful_stop: GracefulStop) -> StopRequest | None:
+        return graceful_stop.at_step(partial(_steps_of, self._trainer), self._may_stop)
+
+    def _may_stop(self) -> bool:
+        """Whether a checkpoint would contain the training weights, according to rank 0.
+
+        Collective.
+        """
+        tensors = saved_tensors(self._trainer.lightning_module)
+        may_stop = self._strategy.broadcast(self.weights.match(tensors))
+        if not may_stop:
+            rank_zero_info(
+                "the ranks will finish this validation before they stop: a hook has swapped the"
+                " weights"
+            )
+        return may_stop
+
+    def _save_and_stop(self, request: StopRequest) -> NoReturn:
         """Save and log, requeue the job if it has to be, and raise. Collective."""
         requeues = self._trainer.is_global_zero and self._requeues(request)
         saved = "nothing to save yet"
@@ -268,6 +258,44 @@ class StopController:
             return "before the first step"
         return f"after step {self._trainer.global_step}"
 
+    def _save(self, *, is_requeued: bool) -> str:
+        """Save the stop checkpoint, and return what to log about it. Collective."""
+        files = self._files
+        name = files.requeue_name if is_requeued else files.stop_name
+        own = files.place(name, self._trainer) if self._strategy.is_global_zero else None
+        path = self._strategy.broadcast(own)
+        if path is None:
+            return "nothing is saved (stop_checkpoint=None)"
+        files.start_stop(path, is_requeued=is_requeued)
+        self._trainer.save_checkpoint(path)
+        if is_requeued:
+            return f"saved to {path} for the requeued job"
+        remedy = (
+            "resume with the same command and trainer.fit(..., ckpt_path='last'), or pass this path"
+            " as ckpt_path"
+        )
+        return f"saved to {path}; {remedy}"
+
+    # SLURM.
+
+    @property
+    def _slurm(self) -> SLURMEnvironment | None:
+        """The environment with which Lightning requeues jobs, if it does."""
+        environment = self._strategy.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            return environment
+        return None
+
+    @property
+    def _time_limit_signals(self) -> list[signal.Signals]:
+        """Signals that announce a time limit.
+
+        These are SLURM's requeue signal if set, or SIGUSR1 unless the user handles it.
+        """
+        if self._slurm is not None and self._slurm.requeue_signal is not None:
+            return [self._slurm.requeue_signal]
+        return without_handler(signal.SIGUSR1)
+
     def _requeues(self, request: StopRequest) -> bool:
         """Whether the job has to be requeued.
 
@@ -278,25 +306,6 @@ class StopController:
         if request.signum in self._time_limit_signals:
             return True
         return request.signum == signal.SIGTERM and is_preempted()
-
-    def _save(self, *, is_requeued: bool) -> str:
-        """Save the stop checkpoint, and return what to log about it. Collective."""
-        files = self._files
-        name = files.requeue_name if is_requeued else files.stop_name
-        own = files.place(name, self._trainer) if self._strategy.is_global_zero else None
-        path = self._strategy.broadcast(own)
-        if path is None:
-            return "nothing is saved (stop_checkpoint=None)"
-        files.stop_path = path
-        files.identity.content["is_requeued"] = is_requeued
-        self._trainer.save_checkpoint(path)
-        if is_requeued:
-            return f"saved to {path} for the requeued job"
-        remedy = (
-            "resume with the same command and trainer.fit(..., ckpt_path='last'), or pass this path"
-            " as ckpt_path"
-        )
-        return f"saved to {path}; {remedy}"
 
 
 def _steps_of(trainer: Any) -> int:

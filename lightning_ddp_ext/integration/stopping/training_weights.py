@@ -39,7 +39,10 @@ class TrainingWeights:
             self._recorded = _checksums(saved_tensors(trainer.lightning_module))
 
     def match(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether these tensors, the first of the saved ones, are training weights."""
+        """Whether these tensors have the recorded values, if any are recorded.
+
+        The tensors are those that :func:`saved_tensors` returns, or the first of them.
+        """
         if self._recorded is None:
             return True
         now = _checksums(tensors)
@@ -55,8 +58,8 @@ def saved_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 def _may_swap(trainer: Any) -> bool:
     """Whether a hook may swap other weights in during validation.
 
-    ``EMAWeightAveraging`` does so. Others of Lightning and the callbacks of this package
-    have such hooks, but leave the weights alone.
+    ``EMAWeightAveraging`` does so. The excluded callbacks also have such hooks, but leave
+    the weights alone.
     """
     is_overridden = pl.utilities.model_helpers.is_overridden
     callbacks = [
