@@ -125,7 +125,7 @@ class DistributedLoader:
         return workers_seeded_by(self.loader, self.seeds) if is_seeded else nullcontext()
 
     def draw_seed(self) -> None:
-        """Draw the seed of an iterator's workers where torch would, for its later start.
+        """Draw the seed of an iterator's workers when torch would, and keep it for the start.
 
         Persistent workers are seeded once.
         """
@@ -136,7 +136,7 @@ class DistributedLoader:
     def repeat_global_draw(self) -> None:
         """Draw the latest iterator's seed again, if it came from torch's global generator.
 
-        Call this where that generator's state has been restored since.
+        Call this after the state of that generator was restored.
         """
         if self._users_generator is None:
             self._draw_seed()

@@ -29,8 +29,8 @@ def with_sampler(
     """Return a loader like the given one that reads another sampler.
 
     This is a copy, unless a copy could still use the old sampler: if the loader has a
-    state, has started an iterator, or keeps the sampler or its length in an attribute
-    of its own. Then the result is ``recreate(loader)``.
+    state, has started an iterator, or keeps the sampler or its length in another
+    attribute. Then the result is ``recreate(loader)``.
 
     Args:
         loader: the loader.
