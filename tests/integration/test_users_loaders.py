@@ -263,8 +263,8 @@ def read_unusual(kind: training.Kind, directory: Path, name: str) -> dict[str, A
 
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_an_unusual_loader_is_read_as_with_stock(name: str, tmp_path: Path) -> None:
-    """A loader that no other process can get, or that shuffles at each start, yields the
-    same batches.
+    """A loader that cannot be sent whole to another process, or that shuffles at each
+    start, yields the batches that it yields with stock.
     """
     ours, stock = training.on_both(read_unusual, tmp_path, name)
     assert ours == stock
