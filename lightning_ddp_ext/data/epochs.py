@@ -195,7 +195,7 @@ def samplers_below(root: object) -> list[Any]:
     Datasets are not searched.
     """
     samplers = [] if root is None else [root]
-    for owner in samplers:
+    for owner in samplers:  # including those that are appended
         for name, value in sorted(getattr(owner, "__dict__", {}).items()):
             is_named = name in ("sampler", "batch_sampler") and hasattr(value, "__iter__")
             is_new = not any(value is sampler for sampler in samplers)

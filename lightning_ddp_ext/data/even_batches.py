@@ -50,6 +50,7 @@ class EvenBatches:
         self._sampler = sampler
         self._separates_last = separates_last
         self._is_batched = batch_sampler is not sampler
+        # Without the samples that are left over when all ranks have equally many.
         self._unfilled_sampler = copy_attributes(sampler)
         self._unfilled_sampler.uneven = "drop"
         self._unfilled_batches: Any = self._unfilled_sampler

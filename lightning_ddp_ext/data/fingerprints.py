@@ -30,11 +30,12 @@ _STABLE_FORMAT = 2  # of `marshal`; newer ones depend on which objects are ident
 class Trace:
     """The fingerprints of the items that an iterator drew.
 
-    After each of the latest items, the fingerprint of all items up to it is kept.
+    A fingerprint covers all items up to one of them. Those up to each of the latest
+    items are kept.
 
     Args:
-        kept: the number of latest items after which the fingerprint is kept.
-        number: the number of earlier items.
+        kept: the number of latest items for which a fingerprint is kept.
+        number: the number of items that were drawn before.
         earlier: the fingerprint of these.
 
     >>> once, again = Trace(2), Trace(2)
@@ -50,9 +51,9 @@ class Trace:
         self._latest = deque([earlier], maxlen=kept + 1)
 
     def follow(self, items: Iterator[T], checksum: Callable[[T, int], int]) -> Iterator[T]:
-        """Yield items, and add each one before.
+        """Yield items; the fingerprint includes an item before it is yielded.
 
-        ``checksum(item, previous)`` is the checksum of an item and the previous ones.
+        ``checksum(item, previous)`` continues the checksum of the previous items.
         """
         for item in each_of(items):
             self._number += 1
@@ -60,7 +61,10 @@ class Trace:
             yield item
 
     def fingerprint_after(self, number: int) -> int | None:
-        """Return the fingerprint of at most ``number`` items; ``None`` if not kept."""
+        """Return the fingerprint of the first ``number`` items, or of all if these are fewer.
+
+        Return ``None`` if it was not kept.
+        """
         later = max(0, self._number - number)
         return self._latest[-1 - later] if later < len(self._latest) else None
 

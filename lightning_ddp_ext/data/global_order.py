@@ -24,14 +24,14 @@ BLOCK = 1 << 14
 # indices per conversion to Python: few enough that their memory stays in the cache
 CHUNK = 1 << 10
 
-Order = Callable[[NDArray[np.int64]], NDArray[Any]]
+Order = Callable[[NDArray[np.int64]], NDArray[Any]]  # from positions to their items
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
     """Base class of our samplers, which split one global order among the ranks.
 
-    A subclass sets ``kind``, and maps global positions to items in ``_order``. It is a
-    ``DistributedSampler`` because Lightning wraps any other sampler in its own.
+    A subclass sets ``kind``, and maps global positions to items in ``_order``. The class
+    is a ``DistributedSampler`` because Lightning wraps any other sampler in its own.
 
     Attributes:
         epoch: the epoch whose order is read next.
@@ -41,7 +41,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     """
 
     kind: ClassVar[str]
-    """A name that tells the orders of different samplers apart."""
+    """Distinguishes the orders of different samplers in a checkpoint."""
 
     def __init__(
         self,
@@ -66,8 +66,10 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self._position = 0
         self.next_order: Order | None = None
 
+    # What subclasses override.
+
     def _order(self) -> Order:
-        """Return the order of ``self.epoch``, from positions to items."""
+        """Compute the order of ``self.epoch``."""
         raise NotImplementedError
 
     def draw(self, epoch: int) -> tuple[Order | None, int | None]:
@@ -150,7 +152,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             self.resume_at(epoch, 0)
 
     def order(self) -> Order:
-        """Return the order that the next iterator reads, from any position to its item."""
+        """Return the order that the next iterator reads."""
         return self.next_order or self._order()
 
     # The position.

@@ -49,21 +49,22 @@ class DistributedLoader:
             that yields the batches.
 
     Attributes:
-        source: as given.
+        source, start_iterator: as given.
         loader: the loader to read: a copy of ``source`` if that is a ``DataLoader``
             without a state.
+        seeds: the generator from which the next iterator that starts draws its workers'
+            seed.
         length: the number of batches that replaces the loader's own length; ``None`` to
             keep it.
         is_dealt: whether the strategy has put its own sampler into the loader.
-        position: the training position in the loader; ``None`` for an evaluation
+        position: the ``LoaderPosition`` of a training loader; ``None`` for an evaluation
             loader.
         start_evaluation: given the loader inside, starts an evaluation's iterator over it;
             ``None`` if nothing depends on its steps.
         on_iterator: called with this loader when an iterator is created.
-        seeds: the generator from which the next iterator that starts draws its workers'
-            seed.
-        had_workers: whether an evaluation loader's workers, if they persist, were seeded
-            before its latest iterator, possibly in the run that is resumed.
+        had_workers: whether persistent workers had been seeded before the latest
+            iterator, in this run or, of an evaluation loader, in the one that is
+            resumed. It means nothing if workers do not persist.
 
     >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
     >>> len(loader), list(loader), list(loader)
@@ -75,21 +76,24 @@ class DistributedLoader:
         # Its owner may read that state.
         self.loader = source if is_stateful(source) else own_copy(source)
         self.start_iterator = start_iterator
+        self.seeds = Seeds()
+        # The strategy sets these before the loader is read.
         self.length: int | None = None
         self.is_dealt = False
         self.position: Any = None
         self.start_evaluation: Callable[[Any], Iterator[Any]] | None = None
         self.on_iterator: Callable[[DistributedLoader], object] = lambda loader: None
-        self.seeds = Seeds()
         self.had_workers = False
+
+        self._has_workers = False  # persistent ones, which were seeded in this run
         self._epoch = -1  # of the objects inside
-        self._keeps_seed = False
+        # The loader's own generator, which `workers_seeded_by` may have replaced.
         self._users_generator: torch.Generator | None = None
 
     def shown(self) -> Any:
-        """Return this loader with the class and attributes of ``loader``.
+        """Return a proxy of this loader with the class and attributes of ``loader``.
 
-        The Trainer and its users see this object.
+        The Trainer and its users get the proxy.
         """
         return show(self.loader, self)
 
@@ -112,7 +116,7 @@ class DistributedLoader:
     def workers_of(
         self, epoch: int, *, rank: int, seeding: WorkerSeeding | None
     ) -> AbstractContextManager[None]:
-        """Let workers of an iterator that is created in the block belong to an epoch.
+        """Give an epoch to the workers of an iterator that is created in the block.
 
         For the arguments, see :func:`~lightning_ddp_ext.data.epochs.prepare_workers`.
         """
@@ -121,18 +125,18 @@ class DistributedLoader:
         return workers_seeded_by(self.loader, self.seeds) if is_seeded else nullcontext()
 
     def draw_seed(self) -> None:
-        """Draw the seed of an iterator's workers where torch would, for its later start.
+        """Draw the seed of an iterator's workers when torch would, and keep it for the start.
 
-        Persistent workers get one seed.
+        Persistent workers are seeded once.
         """
-        self.had_workers = self.had_workers or self._keeps_seed
-        if not self._keeps_seed:
+        self.had_workers = self.had_workers or self._has_workers
+        if not self._has_workers:
             self._draw_seed()
 
     def repeat_global_draw(self) -> None:
         """Draw the latest iterator's seed again, if it came from torch's global generator.
 
-        Call this where that generator's state has been restored since.
+        Call this after the state of that generator was restored.
         """
         if self._users_generator is None:
             self._draw_seed()
@@ -140,7 +144,7 @@ class DistributedLoader:
     def _draw_seed(self) -> None:
         if not (iterates_as_torch(self.loader) and _draws_on_cpu(self._users_generator)):
             return
-        self._keeps_seed = self.loader.persistent_workers
+        self._has_workers = self.loader.persistent_workers
         source = self._users_generator or torch.default_generator
         self.seeds.set_state(source.get_state())
         if not self._had_drawn_seed():
@@ -153,8 +157,11 @@ class DistributedLoader:
         return self.has_seeded_workers(before_latest=True)
 
     def has_seeded_workers(self, *, before_latest: bool) -> bool:
-        """Whether workers that persist have been seeded, perhaps ``before_latest`` iterator."""
-        is_seeded = self.had_workers or (self._keeps_seed and not before_latest)
+        """Whether workers persist and have been seeded.
+
+        With ``before_latest``, only if that was before the latest iterator.
+        """
+        is_seeded = self.had_workers or (self._has_workers and not before_latest)
         return is_seeded and bool(getattr(self.loader, "persistent_workers", False))
 
     def __iter__(self) -> Iterator[Any]:
@@ -172,8 +179,10 @@ class LazyIterator(Iterator[Any]):
 
     Attributes:
         loader: the loader.
-        before_next: called for each request of a batch, also after the end, if any.
-        is_announced: whether it was already called for the first request.
+        before_next: called before each request of a batch, including the one that finds
+            the end; ``None`` for nothing.
+        is_announced: whether the next request skips it, because the iterator before
+            this one has called it for the same batch.
     """
 
     def __init__(self, loader: DistributedLoader) -> None:

@@ -52,11 +52,12 @@ class Shard:
 
     def __len__(self) -> int:
         """Return the number of positions that this rank reads."""
-        left = self.length - self.start
-        if self.uneven == "drop":
-            return left // self.world_size
-        skipped = self.rank if self.uneven == "exact" else 0
-        return max(0, -((skipped - left) // self.world_size))  # rounded up
+        rounds, left_over = divmod(self.length - self.start, self.world_size)
+        if self.uneven == "pad":
+            return rounds + (left_over > 0)
+        if self.uneven == "exact":
+            return rounds + (self.rank < left_over)
+        return rounds
 
     def positions(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return the rank's positions from number ``begin`` up to ``end``.
@@ -65,12 +66,10 @@ class Shard:
         """
         end = min(end, len(self))
         offset = self.start + self.rank
-        first = offset + begin * self.world_size
-        stop = max(first, offset + end * self.world_size)
-        positions = np.arange(first, stop, self.world_size, dtype=np.int64)
-        last = stop - self.world_size
-        reads_again = last >= self.length  # from the beginning of the epoch
-        return positions % self.length if reads_again else positions
+        step = self.world_size
+        positions = np.arange(offset + begin * step, offset + end * step, step, dtype=np.int64)
+        is_padded = positions.size > 0 and positions[-1] >= self.length
+        return positions % self.length if is_padded else positions
 
     def position_after(self, consumed: int) -> int:
         """Return the first unread position after ``consumed`` positions per rank.

@@ -23,7 +23,7 @@ RoundKey = tuple[Halves, Halves, Halves]
 
 
 def _half(number: int) -> Halves:
-    """Return an array of no dimensions, which NumPy uses faster than a scalar."""
+    """Return an array without dimensions, which NumPy handles faster than a scalar."""
     return np.array(number, dtype=np.uint32)
 
 
@@ -43,7 +43,7 @@ class Permutation:
 
     Args:
         length: from 0 to 2**62.
-        key: from 0 to 2**64 - 1; see ``data.random_state.mix``.
+        key: from 0 to 2**64 - 1; see ``data.seeding.mix``.
 
     >>> Permutation(10**12, key=7).apply(np.array([0, 1, 999_999_999_999])).tolist()
     [322212786160, 735315487814, 184429750278]

@@ -68,11 +68,11 @@ class IteratorStart:
             this iterator was created or resumed.
         position: where it started; 0 at the beginning.
         ahead: the number of batches that the saving run had drawn after this position.
-        random_states: the states from which it drew random numbers, recorded just
-            before. If the loader itself draws, the first one was recorded before
-            ``iter(loader)`` and the second one before the first batch.
-        saved_state: what the saving run saved only for this kind of loader.
-        trace: what was drawn, by the position reached.
+        random_states: the random states from which it drew its order. If the loader
+            itself draws, the first one was recorded before ``iter(loader)`` and the
+            second one before the first batch.
+        saved_state: what the position's class added to ``state_dict`` in the saving run.
+        trace: the fingerprints of what was drawn.
         loader_states: states of the loader; only in a ``StatePosition``.
         order_fingerprint: that of the order of the epoch, if all of it is drawn when
             the iterator starts; only in an ``OrderPosition``.
@@ -197,12 +197,13 @@ class LoaderPosition:
     def start_iterator(self, draw_seed: DrawSeed) -> Iterator[Any]:
         """Start the next iterator of the epoch.
 
-        ``draw_seed`` is called if one that was created to continue begins instead.
         With ``max_size_cycle``, a short loader starts again whenever it ends, and
-        Lightning ends the epoch when every loader reached its end. If the loader had
-        started again before the checkpoint was saved, a resuming run therefore needs
-        three kinds of iterators: first one that ends immediately, then the rest of the
-        one that was read, then whole ones.
+        Lightning ends the epoch when every loader has reached its end. If the loader
+        had started again before the checkpoint was saved, a resuming run therefore
+        needs three kinds of iterators: first one that ends immediately, then the rest
+        of the one that was read, then whole ones.
+
+        ``draw_seed`` is called if that rest is empty and a whole iterator replaces it.
         """
         if not self._resumed_starts:
             return self._start_at_beginning()
@@ -264,7 +265,7 @@ class LoaderPosition:
         """
         start, batches = self._start_before(done)
         batches_until = start.batches_before + batches
-        # The states may have been recorded earlier, as if the first loader ended before.
+        # The random states may be older, for example if the first loader has ended.
         given = batches_given if batches_given >= batches_until else self.batches_given
         ahead = given + self.taken_ahead + self.prefetched - batches_until
         return {
@@ -278,9 +279,9 @@ class LoaderPosition:
         }
 
     def _start_before(self, done: int) -> tuple[IteratorStart, int]:
-        """Find the iterator that gave the ``done``-th batch, at most the last one given.
+        """Find the iterator that gave the ``done``-th batch, or the last one given.
 
-        Return its start, and how many batches it gave up to that one.
+        Return its start, and how many batches it gave up to that batch.
         """
         if not self._starts:
             return IteratorStart(), 0
@@ -340,8 +341,8 @@ class LoaderPosition:
     def _drawn_by(self, start: IteratorStart, position: int) -> int | None:
         """Return the fingerprint of the items that an iterator drew.
 
-        It covers all items up to a position, and is ``None`` if nothing is to be
-        compared.
+        It covers all items up to a position, and is ``None`` if it is unknown or the
+        order needs no comparison.
         """
         return start.trace.fingerprint_after(position)
 

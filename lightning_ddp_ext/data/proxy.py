@@ -13,29 +13,30 @@ T = TypeVar("T")
 class Proxy:
     """Base class of the proxies that :func:`show` returns.
 
-    Each class of shown objects has one subclass, of this class and of that one. Its
-    methods serve what Lightning and users do with a loader:
+    The class of a proxy inherits from this class and from the class of the original,
+    which is a user's object. Lightning and users can do with a proxy what they do with
+    a loader:
 
-    - They read and set attributes, which are the user's object's: both have the same
-      ``__dict__``, so what only the proxy has is in slots.
-    - They iterate it, and ask for its length: those of the iterable.
-    - Lightning makes an object of the same class, ``type(loader)(...)``: one of the
-      user's class, by ``__new__``.
-    - They copy it, or send it to another process: a copy of the user's object, by
-      ``__reduce_ex__``, since the iterable belongs to this process's training.
+    - Read and set attributes. Both objects share one ``__dict__``, so the proxy keeps
+      what only it has in slots.
+    - Iterate over it, and get its length. Both are those of the other iterable.
+    - Create a loader by ``type(loader)(...)``. ``__new__`` returns one of the
+      original's class.
+    - Copy or pickle it. The result is a copy of the original, because the other
+      iterable belongs to the training of this process.
     """
 
-    __slots__ = ("_ddpx_iterable", "_ddpx_own")
-    _ddpx_own: Any  # the user's object
-    _ddpx_iterable: Any  # what is iterated in its place
-    _ddpx_class: type  # that of the user's object
+    __slots__ = ("_ddpx_iterable", "_ddpx_original")
+    _ddpx_original: Any
+    _ddpx_iterable: Any
+    _ddpx_class: type  # of the original
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an object of the shown class for Lightning's ``type(loader)(...)``."""
+        """Create an object of the original's class."""
         return cls._ddpx_class(*args, **kwargs)
 
     def __init_subclass__(cls) -> None:
-        """Skip the hook of the object's class, which is for subclasses of users."""
+        """Skip the original class's hook, which expects only subclasses of users."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._ddpx_iterable)
@@ -44,46 +45,49 @@ class Proxy:
         return len(self._ddpx_iterable)
 
     def __bool__(self) -> bool:
-        return True  # calls no ``__len__``, which streams do not have
+        return True  # by default Python calls ``__len__``, which fails for streams
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return copy.copy, (self._ddpx_own,)
+        return copy.copy, (self._ddpx_original,)
 
 
-def show(own: Any, iterable: Any) -> Any:
-    """Return a proxy of ``own`` whose iterator and length are those of ``iterable``.
+def show(original: Any, iterable: Any) -> Any:
+    """Return a proxy of ``original`` whose iterator and length are those of ``iterable``.
 
-    The proxy has the class of ``own`` and shares its ``__dict__``, so both have the
-    same attributes. If the class does not allow such a proxy, as with ``list``, the
-    proxy only has the name of the class.
+    The proxy is an instance of the original's class, and both have the same attributes.
+    If Python allows no such subclass, as with ``list``, the proxy only has the name of
+    the class. A proxy of a proxy shows the same original.
 
     >>> class Loader:
     ...     batch_size = 2
-    >>> own = Loader()
-    >>> shown = show(own, range(3))
+    >>> original = Loader()
+    >>> shown = show(original, range(3))
     >>> shown.batch_size = 4
-    >>> isinstance(shown, Loader), own.batch_size, list(shown), list(show([1], "ab"))
+    >>> isinstance(shown, Loader), original.batch_size, list(shown), list(show([1], "ab"))
     (True, 4, [0, 1, 2], ['a', 'b'])
     """
-    own = own._ddpx_own if isinstance(own, Proxy) else own
-    proxy: Any = object.__new__(_proxy_class(type(own)))  # type: ignore[arg-type]
-    # An object without ``__dict__`` is put into one, for `data.epochs.all_below` to find.
-    attributes = getattr(own, "__dict__", {"_ddpx_own": own})
-    for name, value in (("_ddpx_own", own), ("_ddpx_iterable", iterable), ("__dict__", attributes)):
-        object.__setattr__(proxy, name, value)
+    original = _without_proxy(original)
+    proxy: Any = object.__new__(_proxy_class(type(original)))  # type: ignore[arg-type]
+    set_attribute = object.__setattr__  # users' classes may refuse, as a DataLoader does
+    set_attribute(proxy, "_ddpx_original", original)
+    set_attribute(proxy, "_ddpx_iterable", iterable)
+    # An original without ``__dict__`` is put into one, where `epochs.all_below` finds it.
+    attributes = getattr(original, "__dict__", {"_ddpx_original": original})
+    set_attribute(proxy, "__dict__", attributes)
     return proxy
 
 
-def iterable_of(shown: object) -> Any:
+def iterable_of(obj: object) -> Any:
     """Return the ``iterable`` of a proxy; ``None`` for any other object."""
-    return shown._ddpx_iterable if isinstance(shown, Proxy) else None
+    return obj._ddpx_iterable if isinstance(obj, Proxy) else None
 
 
 def copy_attributes(original: T) -> T:
     """Return an object of the same class with the same attributes.
 
     ``copy.copy`` would call ``__reduce__`` and ``__getstate__``, which may refuse, or
-    leave out what cannot be sent to another process, such as a lock.
+    leave out what cannot be sent to another process, such as a lock. Of a proxy, the
+    original is copied.
 
     >>> class Loader:
     ...     def __getstate__(self):
@@ -93,9 +97,9 @@ def copy_attributes(original: T) -> T:
     >>> copy_attributes(loader).lock
     'a lock'
     """
-    source: Any = original._ddpx_own if isinstance(original, Proxy) else original
+    source: Any = _without_proxy(original)
     copied: T = object.__new__(type(source))
-    state: Any = object.__getstate__(source)
+    state: Any = object.__getstate__(source)  # a tuple if the class has slots
     attributes, slots = state if isinstance(state, tuple) else (state, {})
     vars(copied).update(attributes or {})
     for name, value in slots.items():
@@ -103,15 +107,19 @@ def copy_attributes(original: T) -> T:
     return copied
 
 
+def _without_proxy(obj: Any) -> Any:
+    return obj._ddpx_original if isinstance(obj, Proxy) else obj
+
+
 @cache
-def _proxy_class(own: type) -> type:
-    """Return a subclass of ``Proxy`` and ``own``; of ``Proxy`` only if ``own`` allows none."""
+def _proxy_class(original: type) -> type:
+    """Return a subclass of ``Proxy`` and, if Python allows it, of the original class."""
     namespace = {
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
-        "_ddpx_class": own,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "_ddpx_class": original,
     }
     try:
-        return type(own.__name__, (Proxy, own) if own.__dictoffset__ else (Proxy,), namespace)
-    except TypeError:  # instances also have slots, or are implemented in C
-        return type(own.__name__, (Proxy,), namespace)
+        return type(original.__name__, (Proxy, original), namespace)
+    except TypeError:  # it has slots, is implemented in C, or cannot have subclasses
+        return type(original.__name__, (Proxy,), namespace)

@@ -53,8 +53,7 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
     >>> (torch.rand(()), np.random.rand(), random.random()) == drawn
     True
     """
-    every = (*_GLOBAL, *generators)
-    return [(_kind_of(generator), _plain(_raw_state_of(generator))) for generator in every]
+    return [(kind, _plain(state)) for kind, state in _raw_states(generators)]
 
 
 def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:
@@ -82,9 +81,7 @@ def random_state_bytes(generators: Sequence[Any] = ()) -> bytes:
 
     This takes half the time of :func:`record_random_state`.
     """
-    every = (*_GLOBAL, *generators)
-    states = [(_kind_of(generator), _raw_state_of(generator)) for generator in every]
-    return pickle.dumps(states, pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps(_raw_states(generators), pickle.HIGHEST_PROTOCOL)
 
 
 def random_state_in(content: bytes) -> list[Any]:
@@ -93,6 +90,12 @@ def random_state_in(content: bytes) -> list[Any]:
     The result has the form of :func:`record_random_state`.
     """
     return [(kind, _plain(state)) for kind, state in pickle.loads(content)]
+
+
+def _raw_states(generators: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the kind and the state of the global generators and of further generators."""
+    every = (*_GLOBAL, *generators)
+    return [(_kind_of(generator), _raw_state_of(generator)) for generator in every]
 
 
 def _kind_of(generator: Any) -> str:
@@ -107,8 +110,9 @@ def _raw_state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         version, words, following = generator.getstate()
         return version, array("I", words), following  # bytes are pickled faster than integers
-    is_legacy = isinstance(generator, np.random.RandomState)
-    return generator.get_state(legacy=False) if is_legacy else generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -123,9 +127,9 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _plain(state: Any) -> Any:
-    """Return a state as tensors, numbers and strings.
+    """Convert a raw state to tensors, numbers and strings.
 
-    All generators accept lists of numbers.
+    NumPy's generators also accept lists in place of arrays.
     """
     if isinstance(state, tuple):
         version, words, following = state

@@ -1,8 +1,7 @@
-"""Let a loader read another sampler, without calling the constructor of its class.
+"""Let a loader read another sampler, if possible without calling its constructor.
 
-Constructors of users' classes take arguments that no attribute may hold, so a loader
-that is created again can silently get a default. A copy has all attributes of the
-original.
+A user's class need not store the arguments of its constructor, so a loader that is
+created again may silently get defaults. A copy has all attributes of the original.
 """
 
 from __future__ import annotations
@@ -27,15 +26,16 @@ REMEDY = (
 def with_sampler(
     loader: DataLoader[Any], recreate: Callable[[DataLoader[Any]], DataLoader[Any]]
 ) -> DataLoader[Any]:
-    """Return a copy of a loader that reads another sampler.
+    """Return a loader like the given one that reads another sampler.
 
-    A loader is not copied if it has a state, has already used its sampler, or holds it
-    under another name.
+    This is a copy, unless a copy could still use the old sampler: if the loader has a
+    state, has started an iterator, or keeps the sampler or its length in another
+    attribute. Then the result is ``recreate(loader)``.
 
     Args:
         loader: the loader.
-        recreate: creates a loader like the given one, with the other sampler. It gets a
-            plain ``DataLoader``, or ``loader`` if that cannot be copied.
+        recreate: creates a loader like the given one, with the other sampler. For a
+            copy, it gets a plain ``DataLoader``.
     """
     copied = own_copy(loader)  # without torch's iterator of workers
     if is_stateful(loader) or _holds_sampler_elsewhere(copied):
@@ -48,12 +48,12 @@ def with_sampler(
 
 
 def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a ``DataLoader`` with the batches of a loader; its other options do not count."""
+    """Return a ``DataLoader`` with the batches of a loader, without its other options."""
     batch_sampler = loader.batch_sampler
     if batch_sampler is None:
         return DataLoader(loader.dataset, batch_size=None)
     if type(batch_sampler) is BatchSampler:
-        # Lightning would keep neither value of a given batch sampler.
+        # Lightning would replace both values of a given batch sampler by torch's defaults.
         return DataLoader(
             loader.dataset, batch_size=batch_sampler.batch_size, drop_last=batch_sampler.drop_last
         )
@@ -61,7 +61,7 @@ def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _holds_sampler_elsewhere(loader: DataLoader[Any]) -> bool:
-    """Whether other attributes hold a sampler of the loader, or a started iterator."""
+    """Whether other attributes hold a sampler of the loader, or an iterator over it."""
     samplers = [loader.sampler, loader.batch_sampler]
     others = [value for name, value in vars(loader).items() if name not in _SAMPLER_ATTRIBUTES]
     return any(
@@ -76,11 +76,11 @@ def _has_length_of_sampler(loader: DataLoader[Any]) -> bool:
 
 
 class PermanentBatchSampler:
-    """Yields the items of another sampler, or of an order set for the next iterator.
+    """Yields the items of another sampler, or those set for the next iterator.
 
-    A loader always keeps the same one, because with persistent workers torch keeps the
-    sampler of the first iterator. The length is that of a whole epoch, because loops
-    count batches from the beginning of the epoch.
+    A loader keeps the same object in all epochs, because torch's persistent workers
+    keep the sampler of the first iterator. The length is that of a whole epoch, because
+    loops count batches from the beginning of the epoch.
 
     Args:
         batch_sampler: a batch sampler, or a sampler if the loader does not make
@@ -104,7 +104,7 @@ class PermanentBatchSampler:
         self._draw = draw
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator, as a loader with workers reads the second of two iterators.
+        # A generator, because a loader with workers creates two iterators and reads the second.
         draw = self._draw
         self._draw = None
         yield from self.batch_sampler if draw is None else draw()

@@ -175,7 +175,7 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
         seed: int = 0,
         uneven: Uneven = "pad",
     ) -> None:
-        self.dataset: Any = batch_sampler  # whose length ``length`` returns
+        self.dataset: Any = batch_sampler  # read by ``length``
         super().__init__(batch_sampler, self.length, num_replicas, rank, True, seed, uneven)
 
     @property

@@ -57,8 +57,10 @@ def all_reduce(
 
 def _neutralise(tensor: Tensor, op: Any) -> None:
     """Fill the tensor with a value that does not change the result of the reduction."""
-    if op in (ReduceOp.AVG, ReduceOp.SUM):
+    if op in (ReduceOp.AVG, ReduceOp.SUM, ReduceOp.BOR, ReduceOp.BXOR):
         tensor.zero_()
+    elif op == ReduceOp.BAND:
+        tensor.zero_().bitwise_not_()
     elif op == ReduceOp.PRODUCT:
         tensor.fill_(1)
     elif op == ReduceOp.MIN:

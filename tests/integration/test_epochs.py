@@ -28,7 +28,7 @@ from lightning_ddp_ext import SamplerEpochSeeding
 from tests.harness import training
 from tests.integration import continuing
 
-Epochs = dict[int, set[int]]  # what has been read in each
+Epochs = dict[int, set[int]]  # what is read in each epoch
 
 
 class TakesEpoch:
@@ -215,6 +215,47 @@ def test_validation_loaders_get_the_training_epoch(kind: training.Kind, tmp_path
         assert epochs == {0: {0}, 1: {1}, 2: {2}}
 
 
+class Turned(Sampler[int]):
+    """Turns its order at each call of ``set_epoch``."""
+
+    def __init__(self) -> None:
+        self.order = [0, 1, 2, 3]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = [*self.order[1:], self.order[0]]
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+class TurnedBatches(Turned):
+    """A batch sampler that turns in the same way."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[sample] for sample in self.order])
+
+
+def count_turns(kind: training.Kind, directory: Path) -> list[continuing.Step]:
+    """Read a batch sampler that turns, in a loader that starts again within each epoch."""
+    longer = DataLoader(continuing.Numbers(10), batch_size=1)
+    loaders = [loader(batch_sampler=TurnedBatches()), longer]
+    return train(kind, directory, Reader(lambda: loaders), max_epochs=2).steps
+
+
+@pytest.mark.parametrize("kind", training.KINDS)
+def test_an_object_gets_each_epoch_once(kind: training.Kind, tmp_path: Path) -> None:
+    """A batch sampler that turns at each call turns once in an epoch, although it is read
+    several times.
+    """
+    for steps in training.on_ranks(kind, count_turns, tmp_path):
+        for epoch, first in enumerate([1, 2]):
+            samples = [step.samples[0] for step in steps if step.epoch == epoch]
+            assert samples == [(first + place) % 4 for place in range(10)]
+
+
 class Chance(Samples):
     """Random numbers from all three generators."""
 
@@ -228,6 +269,7 @@ NUMBERS = 3 * 4  # of three generators for each of four samples
 
 def draw(kind: training.Kind, directory: Path) -> tuple[Epochs, Epochs, Epochs]:
     """Return what a rank draws in each epoch, twice with one seed and once with another."""
+    # One kind draws in workers and the other in the rank's own process, to cover both.
     workers = {**continuing.KEPT, "num_workers": 2} if kind == "ours" else {}
 
     def draw_with(seed: int, *, start: int) -> Epochs:
@@ -251,34 +293,11 @@ def test_random_streams_belong_to_seed_epoch_rank_and_worker(
     assert len(set().union(*epochs)) == NUMBERS * len(epochs)
 
 
-# What users set and read themselves, without ``SamplerEpochSeeding``.
-
-
-class Turned(Sampler[int]):
-    """Turns its order at each call of ``set_epoch``."""
-
-    def __init__(self) -> None:
-        self.order = [0, 1, 2, 3]
-
-    def set_epoch(self, epoch: int) -> None:
-        self.order = [*self.order[1:], self.order[0]]
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
-
-
-class TurnedBatches(Turned):
-    """A batch sampler that does so."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([[sample] for sample in self.order])
+# What users and Lightning set, without ``SamplerEpochSeeding``.
 
 
 class Levels(Samples):
-    """Is given two numbers, which Lightning does not do."""
+    """Has a ``set_epoch`` with two arguments, which only its user can call."""
 
     def set_epoch(self, epoch: int, level: float) -> None:  # type: ignore[override]
         self.epoch = epoch
@@ -339,21 +358,3 @@ def test_what_lightning_or_the_user_sets_is_not_set_again(tmp_path: Path) -> Non
     ours, stock = training.on_both(read_as_set, tmp_path)
     assert ours == stock
     assert len(ours[0]["read in hooks"]) == 2 + 2 * 3
-
-
-def count_turns(kind: training.Kind, directory: Path) -> list[continuing.Step]:
-    """Read a batch sampler that turns, in a loader that begins again in each epoch."""
-    longer = DataLoader(continuing.Numbers(10), batch_size=1)
-    loaders = [loader(batch_sampler=TurnedBatches()), longer]
-    return train(kind, directory, Reader(lambda: loaders), max_epochs=2).steps
-
-
-@pytest.mark.parametrize("kind", training.KINDS)
-def test_an_object_gets_each_epoch_once(kind: training.Kind, tmp_path: Path) -> None:
-    """A batch sampler that turns at each call turns once in an epoch, although it is read
-    several times.
-    """
-    for steps in training.on_ranks(kind, count_turns, tmp_path):
-        for epoch, first in enumerate([1, 2]):
-            samples = [step.samples[0] for step in steps if step.epoch == epoch]
-            assert samples == [(first + place) % 4 for place in range(10)]

@@ -226,12 +226,19 @@ class Orders(Sampler[int]):
         return int(next(self.loader))
 
 
-UNUSUAL: dict[str, Callable[[], Any]] = {
-    "leaves a lock out": lambda: Locked(Numbers(SAMPLES), batch_size=2, shuffle=True),
-    "cannot be pickled": lambda: Unpicklable(Numbers(SAMPLES), batch_size=2),
-    "its own iterator": OwnIterator,
-    "a sampler that is its own iterator": lambda: DataLoader(
-        Numbers(SAMPLES), None, sampler=Orders()
+class UnusualCase(NamedTuple):
+    make: Callable[[], Any]
+    is_divided: bool = False  # by the strategy
+
+
+UNUSUAL = {
+    "leaves a lock out": UnusualCase(
+        lambda: Locked(Numbers(SAMPLES), batch_size=2, shuffle=True), is_divided=True
+    ),
+    "cannot be pickled": UnusualCase(lambda: Unpicklable(Numbers(SAMPLES), batch_size=2)),
+    "its own iterator": UnusualCase(OwnIterator),
+    "a sampler that is its own iterator": UnusualCase(
+        lambda: DataLoader(Numbers(SAMPLES), None, sampler=Orders())
     ),
 }
 
@@ -245,31 +252,35 @@ class Evaluated(continuing.Net):
 
 def read_unusual(kind: training.Kind, directory: Path, name: str) -> dict[str, Any]:
     """Train on a loader, and validate on another one of the same kind."""
-    module = Evaluated(UNUSUAL[name])
+    case = UNUSUAL[name]
+    module = Evaluated(case.make)
     trainer = training.make_trainer(
-        training.make_strategy(kind, directory), use_distributed_sampler="lock" in name
+        training.make_strategy(kind, directory), use_distributed_sampler=case.is_divided
     )
-    trainer.fit(module, val_dataloaders=UNUSUAL[name]())
+    trainer.fit(module, val_dataloaders=case.make())
     return {"trained": module.steps, "events": module.events}
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_an_unusual_loader_is_read_as_with_stock(name: str, tmp_path: Path) -> None:
-    """A loader may refuse copies for other processes, or shuffle whenever it starts."""
+    """A loader that cannot be sent whole to another process, or that shuffles at each
+    start, yields the batches that it yields with stock.
+    """
     ours, stock = training.on_both(read_unusual, tmp_path, name)
     assert ours == stock
 
 
-def keep_loader(rank: int, world_size: int, directory: Path) -> tuple[int, int]:
-    """Return the length of a validation's loader, and again after another run."""
+def keep_loader(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Return the length of a validation's loader, and its length after another run."""
     trainer = training.make_trainer(training.make_strategy("ours", directory))
     trainer.validate(training.Net(), DataLoader(training.data(7), batch_size=4), verbose=False)
     kept: Any = trainer.val_dataloaders
     length = len(kept)
     trainer.test(training.Net(), verbose=False)
-    return length, len(kept)
+    return [length, len(kept)]
 
 
 def test_a_kept_loader_has_its_length_after_another_run(tmp_path: Path) -> None:
-    """A rank reads three samples in a batch, and one alone."""
-    assert run_ranks(keep_loader, 2, tmp_path) == [(2, 2)] * 2
+    """A rank reads three samples in one batch and the fourth one alone, in two batches."""
+    for lengths in run_ranks(keep_loader, 2, tmp_path):
+        assert lengths == [2, 2]
