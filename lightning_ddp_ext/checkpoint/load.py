@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from lightning_ddp_ext.checkpoint.archive import Archive, is_of_system, unreadable
+from lightning_ddp_ext.checkpoint.archive import Archive, is_system_error, unreadable
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict
 from lightning_ddp_ext.checkpoint.snapshot import join, split
 from lightning_ddp_ext.errors import (
@@ -82,7 +82,10 @@ def placement(map_location: MapLocation) -> Placement:
 
 
 def _chosen_device(map_location: MapLocation) -> Callable[[UntypedStorage, str], Any]:
-    """Return the function that chooses the device of a storage, or moves it there."""
+    """Return a function that takes a storage and the device that it was saved from.
+
+    It returns the name of the new device, or what the user's callable returns.
+    """
     if isinstance(map_location, (str, torch.device)):
         target = _device(map_location)
         return lambda storage, location: target
@@ -189,7 +192,7 @@ def _explained(archive: Archive, error: Exception, weights_only: bool | None) ->
 
     The file counts as damaged unless checksums or the kind of error show otherwise.
     """
-    if is_of_system(error):
+    if is_system_error(error):
         return unreadable(archive.name, error)
     archive.check(())
     if isinstance(error, pickle.UnpicklingError):

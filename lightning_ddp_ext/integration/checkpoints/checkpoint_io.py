@@ -120,7 +120,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         restored = restore(locate(path), ranks, options, map_weights=map_weights)
         if ranks.world_size > 1:
             rank_zero_info(f"checkpoint {os.fspath(path)}: {restored.how}")
-        if not restored.is_checked:
+        if restored.lacks_checksums:
             rank_zero_warn(
                 f"checkpoint {os.fspath(path)} has no checksums, so damage cannot be detected; "
                 "save it again with RankZeroCheckpointIO, or pass verify=False"
