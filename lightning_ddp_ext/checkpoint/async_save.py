@@ -94,6 +94,9 @@ class Saver:
 
         With ``later``, it runs in the background. With ``postpone``, a job that was not
         run waits for the next save that succeeds.
+
+        Raises:
+            Exception: without ``later``, the error of ``job``, or as for :meth:`wait`.
         """
 
         def unless_failed() -> None:
@@ -109,7 +112,7 @@ class Saver:
         if later:
             self._worker.submit(unless_failed)
         else:
-            self._worker.join()
+            self.wait()
             unless_failed()
 
     def wait(self) -> None:
@@ -118,8 +121,7 @@ class Saver:
         Raises:
             Exception: the first background error since the last call.
         """
-        self._worker.join()
-        self._worker.raise_error()
+        self._worker.wait()
 
     def finish(self) -> None:
         """Wait for all jobs; their errors are only in the log."""
@@ -141,7 +143,7 @@ class _Worker:
         self._lock = threading.Lock()  # for the next two fields
         self._thread: threading.Thread | None = None  # runs or will run all of the jobs
         self._jobs: deque[Job] = deque()  # not started yet
-        self._first_error: BaseException | None = None  # set by the thread until it is raised
+        self._first_error: BaseException | None = None  # set by the thread, cleared by `wait`
 
     def submit(self, job: Job) -> None:
         """Queue a job, and start a thread unless one is running."""
@@ -170,13 +172,10 @@ class _Worker:
                 return None
             return self._jobs.popleft()
 
-    def join(self) -> None:
-        """Wait for all jobs."""
+    def wait(self) -> None:
+        """Wait for all jobs, and raise the first error since the last call, if any."""
         if thread := self._thread:
             thread.join()
-
-    def raise_error(self) -> None:
-        """Raise the first job error since the last call, if any."""
         error = self._first_error
         if error is not None:  # otherwise a job may fail before this method clears it
             self._first_error = None

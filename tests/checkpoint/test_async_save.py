@@ -200,10 +200,6 @@ def save_and_exit(rank: int, world_size: int) -> None:
     Disk("it.ckpt").save("it.ckpt")
 
 
-def save_in_a_fork(rank: int, world_size: int) -> None:
-    fork(Disk("it.ckpt"))
-
-
 def save_in_a_fork_during_a_save(rank: int, world_size: int) -> None:
     disk = Disk("it.ckpt")
     is_writing = threading.Event()
@@ -216,17 +212,13 @@ def save_in_a_fork_during_a_save(rank: int, world_size: int) -> None:
     disk.saver.save_later("other.ckpt", {}, write_slowly)
     disk.saver.follow_up("old.ckpt", child_has_exited.wait, later=True)
     is_writing.wait()
-    fork(disk)
-    child_has_exited.set()
-
-
-def fork(disk: Disk) -> None:
     process = multiprocessing.get_context("fork").Process(target=disk.save, args=("it.ckpt",))
     process.start()
     process.join()
+    child_has_exited.set()
 
 
-@pytest.mark.parametrize("work", [save_and_exit, save_in_a_fork, save_in_a_fork_during_a_save])
+@pytest.mark.parametrize("work", [save_and_exit, save_in_a_fork_during_a_save])
 def test_an_error_that_is_not_raised_is_logged(work: Callable[[int, int], None]) -> None:
     """The process waits for the save at its end, also if multiprocessing forked it."""
     assert output_of_all(launch_ranks(work, 1)).count("no room") == 1

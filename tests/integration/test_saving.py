@@ -21,7 +21,7 @@ from tests.integration import checkpointing
 
 
 class SaveEachEpoch(L.Callback):
-    """Saves at the end of each epoch; the checkpoint of the second one is too large."""
+    """Saves at the end of each epoch; the second checkpoint is too large for the disk."""
 
     def __init__(self, path: Path, *, catch: bool) -> None:
         self.path = path
@@ -85,8 +85,8 @@ class FullDisk(NamedTuple):
     epochs: int = 4
 
 
-# In the background, the save of the second epoch fails; that of the third one raises its
-# error, or the end of fit does.
+# The save of the second epoch fails. If it was in the background, the save of the third
+# epoch raises its error, or the end of fit if there is no third one.
 FULL_DISKS = {
     "caught": FullDisk(
         "ours", False, catch=True, is_caught=True, is_raised=False, ends_after=2, epochs=2
@@ -108,8 +108,8 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
 ) -> None:
     """Every rank raises the system's reason, and the earlier checkpoint stays whole.
 
-    In the background the error comes with the next save, which is not tried, or at the
-    end.
+    The error of a background save is raised by the next save, which is not attempted, or
+    by the end of ``fit``.
     """
     path = disk / "it.ckpt"
     callback = SaveEachEpoch(path, catch=case.catch)
