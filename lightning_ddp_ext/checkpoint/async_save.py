@@ -39,7 +39,7 @@ class Saver:
     def __init__(self) -> None:
         self.deadline = 600.0
         self._worker = _Worker()
-        self._copying = threading.Lock()  # several threads of the user may save
+        self._copying = threading.Lock()
         # The running job uses the following; a caller must wait for the worker first.
         self._buffer = Buffer()
         self._last_save_succeeded = True
@@ -58,30 +58,39 @@ class Saver:
             Exception: the error of ``job``; or as for :meth:`wait`, and this save was
                 not attempted.
         """
-        self._start_save()
-        self._finish_save(path, job)
+        self.wait()
+        self._save(path, job)
 
     def save_later(self, path: str, checkpoint: Any, write: Callable[[Any], None]) -> None:
         """Copy ``checkpoint`` now, and call ``write`` with the copy in the background.
+
+        The checkpoint is written in the foreground if another call is in progress: in
+        another thread, or interrupted by the signal handler that makes this call.
 
         Raises:
             CheckpointSaveError: the checkpoint cannot be pickled, or no thread can be
                 started.
             Exception: as for :meth:`wait`; this save was not attempted.
         """
-        with self._copying:
-            self._start_save()
-            try:
-                content = self._buffer.snapshot(checkpoint)
-                self._worker.submit(partial(self._finish_save, path, lambda: write(content())))
-            except Exception as error:
-                raise unwritable(path, error) from error
+        if not self._copying.acquire(blocking=False):
+            self.save(path, partial(write, checkpoint))
+            return
+        try:
+            self.wait()
+            self._copy_and_submit(path, checkpoint, write)
+        finally:
+            self._copying.release()
 
-    def _start_save(self) -> None:
-        self.wait()
-        self._last_save_succeeded = False
+    def _copy_and_submit(self, path: str, checkpoint: Any, write: Callable[[Any], None]) -> None:
+        self._last_save_succeeded = False  # until it does
+        try:
+            content = self._buffer.snapshot(checkpoint)
+            self._worker.submit(partial(self._save, path, lambda: write(content())))
+        except Exception as error:
+            raise unwritable(path, error) from error
 
-    def _finish_save(self, path: str, job: Job) -> None:
+    def _save(self, path: str, job: Job) -> None:
+        self._last_save_succeeded = False  # until it does
         with delaying_forced_exit(self.deadline):
             job()
         self._last_save_succeeded = True

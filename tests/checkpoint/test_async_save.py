@@ -4,6 +4,7 @@ report their errors once.
 
 import io
 import multiprocessing
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -194,6 +195,30 @@ def test_a_save_in_the_foreground_does_not_hide_that_the_one_before_it_failed(
     checkpoint_io.remove_checkpoint(last)
     checkpoint_io.wait()
     assert last.exists()
+
+
+class Signals:
+    """Content that receives a signal while it is copied."""
+
+    def __reduce__(self) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return str, ("copied",)
+
+
+def test_a_signal_handler_can_save_while_a_save_copies(tmp_path: Path) -> None:
+    """Lightning's handler of a SLURM job's last signal does so; both files are complete."""
+    checkpoint_io = RankZeroCheckpointIO(background=True)
+    hpc = tmp_path / "hpc_ckpt_1.ckpt"
+    handler = signal.signal(
+        signal.SIGUSR1, lambda *_: checkpoint_io.save_checkpoint({"it": "of the handler"}, hpc)
+    )
+    try:
+        checkpoint_io.save_checkpoint({"it": Signals()}, tmp_path / "it.ckpt")
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    checkpoint_io.wait()
+    assert torch.load(hpc) == {"it": "of the handler"}
+    assert torch.load(tmp_path / "it.ckpt") == {"it": "copied"}
 
 
 def save_and_exit(rank: int, world_size: int) -> None:
