@@ -1,4 +1,7 @@
-"""Read and rebuild nested mappings, lists and tuples."""
+"""Read and rebuild nested mappings, lists and tuples.
+
+The package uses torch's functions for this, which are private, through this module.
+"""
 
 from __future__ import annotations
 

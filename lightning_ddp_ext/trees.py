@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -67,10 +67,6 @@ def _import_quickly(tree: str) -> None:
         gc.enable()
 
 
-_chosen = _choose()
-_import_quickly(_chosen)
-
-
 def _register(tree: str) -> None:
     # An unsupported version of the other tree must not affect the program.
     with suppress(ImportError):
@@ -101,10 +97,19 @@ class _RegisterOnImport(MetaPathFinder):
         return spec
 
 
-def _call_after_import(loader: Any, action: Any) -> None:
+def _call_after_import(loader: Any, action: Callable[[], None]) -> None:
+    """Call ``action`` once after the loader has run a module.
+
+    HACK: Python has no hook for this, so the loader's method is covered by another one.
+    """
+
     def exec_module(module: ModuleType) -> None:
         del loader.exec_module  # uncovers the class's own method
         loader.exec_module(module)
         action()
 
     loader.exec_module = exec_module
+
+
+_chosen = _choose()
+_import_quickly(_chosen)

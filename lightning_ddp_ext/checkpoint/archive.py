@@ -93,8 +93,11 @@ class Archive:
     def check(self, tensors: Iterable[ZipInfo] | None = None) -> None:
         """Check the records that have a checksum.
 
-        If ``tensors`` is given, other tensors are not checked. The file is read instead
-        of mapped, because truncating a mapped file would kill the process with SIGBUS.
+        The file is read instead of mapped, because truncating a mapped file would kill
+        the process with SIGBUS.
+
+        Args:
+            tensors: the tensors to check besides all other records; ``None`` means all.
 
         Raises:
             DamagedCheckpointError: records were altered (the error names them), or the
@@ -188,7 +191,7 @@ def unreadable(name: str, error: Exception) -> CheckpointError:
     """
     first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
     reason = getattr(error, "strerror", None) or first_line
-    if is_of_system(error):
+    if is_system_error(error):
         remedy = "check its file system, its permissions and the free memory"
     else:
         remedy = "make sure that the classes of its objects can be imported and unpickled"
@@ -197,7 +200,7 @@ def unreadable(name: str, error: Exception) -> CheckpointError:
     )
 
 
-def is_of_system(error: Exception) -> bool:
+def is_system_error(error: Exception) -> bool:
     """Whether this is a system error, which torch may raise as a ``RuntimeError``."""
     return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEM_ERROR.search(str(error)))
 
@@ -270,13 +273,17 @@ def _raise_if_invalid(record: ZipInfo, file_size: int) -> None:
 
 
 def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
-    """Read an archive's directory; unlike zipfile, tell disk errors from damage."""
+    """Read an archive's directory, and raise ``BadZipFile`` only if it is damaged.
+
+    zipfile also raises it after some disk errors, and lets an ``OSError`` pass if a
+    damaged offset lies outside the file.
+    """
     try:
         return zipfile.ZipFile(file)
     except (zipfile.BadZipFile, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:
-            # EINVAL: an offset outside the file.
+        is_outside_file = isinstance(cause, OSError) and cause.errno == errno.EINVAL
+        if isinstance(cause, OSError) and not is_outside_file:
             raise cause from None
         raise zipfile.BadZipFile(str(error)) from None
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from lightning_ddp_ext.checkpoint.archive import Archive, is_of_system, unreadable
+from lightning_ddp_ext.checkpoint.archive import Archive, is_system_error, unreadable
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict
 from lightning_ddp_ext.checkpoint.snapshot import join, split
 from lightning_ddp_ext.errors import (
@@ -82,7 +82,10 @@ def placement(map_location: MapLocation) -> Placement:
 
 
 def _chosen_device(map_location: MapLocation) -> Callable[[UntypedStorage, str], Any]:
-    """Return the function that chooses the device of a storage, or moves it there."""
+    """Return a function that takes a storage and the device that it was saved from.
+
+    It returns the name of the new device, or what the user's callable returns.
+    """
     if isinstance(map_location, (str, torch.device)):
         target = _device(map_location)
         return lambda storage, location: target
@@ -189,18 +192,21 @@ def _explained(archive: Archive, error: Exception, weights_only: bool | None) ->
 
     The file counts as damaged unless checksums or the kind of error show otherwise.
     """
-    if is_of_system(error):
+    if is_system_error(error):
         return unreadable(archive.name, error)
     archive.check(())
     if isinstance(error, pickle.UnpicklingError):
-        refused = _REFUSED_CLASS.search(str(error))
+        match = _REFUSED_CLASS.search(str(error))
+        refused = match[1] if match else None
         if refused or (archive.records and weights_only is not False):
-            return _unsafe(archive.name, error, refused and refused[1])
+            return _unsafe(archive.name, error, refused)
     # torch's reader detects damage outside the records, which no checksum covers.
     raising_file = traceback.extract_tb(error.__traceback__)[-1].filename
-    is_of_reader = type(error) is RuntimeError and raising_file == torch.serialization.__file__
-    is_of_class = isinstance(error, (ImportError, AttributeError))
-    if is_of_class or (archive.has_checksums and not is_of_reader):
+    is_error_of_reader = (
+        type(error) is RuntimeError and raising_file == torch.serialization.__file__
+    )
+    is_error_of_class = isinstance(error, (ImportError, AttributeError))
+    if is_error_of_class or (archive.has_checksums and not is_error_of_reader):
         return unreadable(archive.name, error)
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     return DamagedCheckpointError(
@@ -209,6 +215,7 @@ def _explained(archive: Archive, error: Exception, weights_only: bool | None) ->
 
 
 def _unsafe(name: str, error: Exception, refused: str | None) -> UnsafeCheckpointError:
+    """Return the error for a class that ``weights_only`` refuses, if torch names one."""
     content = refused or f"an object ({error})"
     remedy = "pass weights_only=False"
     if refused and "blocked" not in str(error):

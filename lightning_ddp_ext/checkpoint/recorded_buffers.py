@@ -76,29 +76,32 @@ class FixedValues:
     def __init__(self, module: nn.Module, buffers: RecordedBuffers) -> None:
         self._module = module
         self._recorded = buffers
-        self._at_first = self._contents()
+        self._first = self._contents()
 
     def find_changed(self) -> str | None:
         """Return the name of a value that has changed since the start, if any."""
-        first = self._at_first
+        first = self._first
         now = self._contents()
         return next((name for name in {**first, **now} if first.get(name) != now.get(name)), None)
 
     def _contents(self) -> dict[str, Any]:
-        # A state_dict has other tensor objects, which share the memory of the originals.
+        """Return what represents each value in a comparison, by name.
+
+        A ``state_dict`` has other tensor objects, which share the memory of parameters
+        and buffers, so these are recognised by their memory.
+        """
         tensors = (*self._module.parameters(), *self._recorded.tensors())
         recorded = [each for each in tensors if _is_dense(each)]
-        # By address: the bytes of the largest tensor there, since views share an address.
-        largest_at: dict[int, int] = {}
+        bytes_at: dict[int, int] = {}  # by address; views may share one with a larger tensor
         for each in recorded:
-            largest_at[each.data_ptr()] = max(each.nbytes, largest_at.get(each.data_ptr(), 0))
+            bytes_at[each.data_ptr()] = max(each.nbytes, bytes_at.get(each.data_ptr(), 0))
         empty = [each for each in recorded if not each.numel()]  # they have no address
 
         def is_recorded(value: Any) -> bool:
             if not _is_dense(value):
                 return False
             if value.numel():
-                return bool(value.nbytes <= largest_at.get(value.data_ptr(), 0))
+                return bool(value.nbytes <= bytes_at.get(value.data_ptr(), 0))
             return any(each.device == value.device and each.is_set_to(value) for each in empty)
 
         state = self._module.state_dict()
@@ -140,7 +143,7 @@ def _identity(buffer: Tensor) -> Any:
 
     Inference tensors have no version, and always count as unchanged.
     """
-    return buffer.is_inference() or (buffer.data_ptr(), version_of(buffer))
+    return None if buffer.is_inference() else (buffer.data_ptr(), version_of(buffer))
 
 
 def _is_dense(value: Any) -> bool:

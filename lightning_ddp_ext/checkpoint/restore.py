@@ -43,12 +43,12 @@ class Restored(NamedTuple):
     Attributes:
         content: the checkpoint.
         how: how it was read, for the log.
-        is_checked: whether every record was checked; also true if ``verify`` is off.
+        lacks_checksums: whether records had to be checked, but have no checksum.
     """
 
     content: Any
     how: str
-    is_checked: bool
+    lacks_checksums: bool
 
 
 def restore(
@@ -90,7 +90,7 @@ def restore(
             shard = _shard(archive, on_this_host.index(ranks.rank), len(on_this_host))
             check_and_read = partial(_check_and_read, archive, shard, options, map_weights)
             content = ranks.on_every_rank(check_and_read, f"reading {location.url}")
-    return Restored(content, how, of_rank_zero.has_checksums or not options.verify)
+    return Restored(content, how, options.verify and not of_rank_zero.has_checksums)
 
 
 def _check_and_read(

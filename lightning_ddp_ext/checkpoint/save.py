@@ -23,6 +23,7 @@ from lightning_ddp_ext.checkpoint.atomic_file import (
 from lightning_ddp_ext.checkpoint.location import Location, PathOrUrl, locate
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
+# What a failed save means for the file at its path.
 _UNTOUCHED = "an existing file is left untouched"
 _IN_PLACE = "the new file is complete and in place, but a power failure may still undo the save"
 _NOT_KNOWN = "whether an existing file is left untouched depends on the store"
@@ -48,24 +49,35 @@ def write(checkpoint: Any, path: PathOrUrl) -> None:
             describes the file at the path.
     """
     location = locate(path)
-    is_there = _NOT_KNOWN if location.local is None else _UNTOUCHED
-    writing = _upload(location) if location.local is None else _local_file(location.local)
+    if location.local is None:
+        opened = _upload(location)
+        outcome = _NOT_KNOWN
+    else:
+        opened = _local_file(location.local)
+        outcome = _UNTOUCHED
     try:
-        with _checksums(), writing as sink:
-            try:
-                torch.save(checkpoint, sink)  # type: ignore[arg-type] # only needs write and flush
-            except Exception:
-                if sink.error is not None:
-                    raise sink.error from None  # torch would replace it, even a KeyboardInterrupt
-                raise
+        with _checksums(), opened as sink:
+            _save(checkpoint, sink)
     except OSError as error:
-        is_there = _IN_PLACE if isinstance(error, NotDurableError) else is_there
-        message = f"cannot save checkpoint {location.url}: {_explained(error)}; {is_there}"
+        if isinstance(error, NotDurableError):
+            outcome = _IN_PLACE
+        message = f"cannot save checkpoint {location.url}: {_explained(error)}; {outcome}"
         raise CheckpointSaveError(message, path=location.url, errno=error.errno) from error
-    except CheckpointError:
-        raise
     except Exception as error:
-        raise unwritable(path, error, is_there) from error
+        raise unwritable(path, error, outcome) from error
+
+
+def _save(checkpoint: Any, sink: Sink) -> None:
+    """Call ``torch.save``, and raise the sink's own error.
+
+    torch would replace it, even a KeyboardInterrupt.
+    """
+    try:
+        torch.save(checkpoint, sink)  # type: ignore[arg-type] # only needs write and flush
+    except Exception:
+        if sink.error is None:
+            raise
+        raise sink.error from None
 
 
 @contextmanager
@@ -174,12 +186,10 @@ def _explained(error: Exception) -> str:
     return f"{reason}; {_REMEDY}"
 
 
-def unwritable(
-    path: PathOrUrl, error: Exception, is_there: str = _UNTOUCHED
-) -> CheckpointSaveError:
+def unwritable(path: PathOrUrl, error: Exception, outcome: str = _UNTOUCHED) -> CheckpointSaveError:
     """Return the error for a checkpoint that cannot be copied or pickled.
 
     The error of pickle names the class of the object.
     """
-    message = f"cannot save checkpoint {path}: {type(error).__name__}: {error}; {is_there}"
+    message = f"cannot save checkpoint {path}: {type(error).__name__}: {error}; {outcome}"
     return CheckpointSaveError(message, path=str(path))

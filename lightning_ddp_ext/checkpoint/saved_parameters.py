@@ -37,15 +37,18 @@ class SavedParameters:
         self.has_finished_step = False
         self.is_in_step = False
         self._module = module
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._frozen: set[str] = set()
         self._versions: dict[str, tuple[int, int]] = {}  # of trainable parameters
-        self._contents: dict[str, int] = {}  # checksums at the last comparison
-        self._changing: set[str] = set()
-        self._copies: dict[str, Tensor] = {}
+        # Set by `start_epoch`.
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._frozen: set[str] = set()  # their names
+        # When contents are compared: at the start of a step and before its backward pass.
         self._steps_started = 0  # with these parameters
-        self._is_comparing = False
+        self._is_comparing = False  # in this step
         self._next_comparison = 0.0
+        # What comparisons have found.
+        self._checksums: dict[str, int] = {}  # at the last comparison
+        self._changing: set[str] = set()  # outside of the optimiser
+        self._copies: dict[str, Tensor] = {}  # of changing parameters
 
     def start_epoch(self) -> None:
         """Find the parameters; hooks may have replaced, frozen or unfrozen some."""
@@ -55,10 +58,10 @@ class SavedParameters:
             return
         self._parameters = parameters
         self._frozen = frozen
-        self._contents = {}
+        self._steps_started = 0
+        self._checksums = {}
         self._changing = set()
         self._copies = {}
-        self._steps_started = 0
         self.record()
 
     def start_step(self) -> None:
@@ -106,11 +109,12 @@ class SavedParameters:
     def undo(self, *, step: bool) -> str | None:
         """Restore the parameters as recorded, unless one of them cannot be restored.
 
-        Return the name or a description of that parameter, if any.
-
         Args:
-            step: whether to undo the changes of an unfinished step, rather than to
-                expect none.
+            step: whether to undo the changes of an unfinished step; otherwise, no
+                parameter may have changed.
+
+        Returns:
+            The name or a description of the parameter that cannot be restored, if any.
         """
         if not _are_same(dict(self._module.named_parameters()), self._parameters):
             return "a parameter that was added or replaced in this epoch"
@@ -134,9 +138,9 @@ class SavedParameters:
 
     def _find_changing(self, names: Iterable[str]) -> None:
         """Add those of ``names`` whose contents changed since the last comparison."""
-        last = self._contents
+        last = self._checksums
         now = {name: int(checksum(each)) for name, each in self._parameters.items()}
-        self._contents = now
+        self._checksums = now
         self._changing.update(name for name in names if last.get(name, now[name]) != now[name])
 
     def _may_have_changed(self, name: str) -> bool:
@@ -144,7 +148,7 @@ class SavedParameters:
         if name in self._changing:
             return True
         is_frozen = name in self._frozen
-        return is_frozen and self._contents.get(name) != int(checksum(self._parameters[name]))
+        return is_frozen and self._checksums.get(name) != int(checksum(self._parameters[name]))
 
     def _copy(self, name: str) -> None:
         if name not in self._copies:

@@ -146,7 +146,8 @@ class Buffer:
         return copies, [stream.record_event() for stream in side_streams.values()]
 
     def _make_room(self, size: int, *, pinned: bool) -> None:
-        if size > self.size or pinned > self._is_pinned:
+        has_to_be_pinned = pinned and not self._is_pinned
+        if size > self.size or has_to_be_pinned:
             self.release()  # frees the old memory before new memory is allocated
             self._bytes = pinned_memory(size) if pinned else torch.empty(size, dtype=torch.uint8)
             self._is_pinned = pinned

@@ -32,8 +32,7 @@ def entry_of(location: Location, key: str) -> Any:
     if location.local is not None:
         archive = Archive.open(location.local, location.url)
         archive.check(())
-        is_from_before_torch_1_6 = not archive.records
-        if is_from_before_torch_1_6:
+        if not archive.records:  # written before torch 1.6
             return None
     with reading(location.url), location.fs.open(location.path, "rb") as file:
         pickled = _pickled(file)

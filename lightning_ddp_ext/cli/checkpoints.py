@@ -20,7 +20,7 @@ def verify(paths: Sequence[str]) -> int:
 
 
 def _verify(path: str) -> bool:
-    """Print whether a file is intact, and return it."""
+    """Print the finding about a file, and return whether it is intact."""
     try:
         archive = check(path)
     except (CheckpointError, OSError) as error:

@@ -1,6 +1,4 @@
-"""The records of a checkpoint file are known to the byte, and whatever has happened to
-one of them is noticed.
-"""
+"""Damage to a checkpoint file is detected, wherever it is."""
 
 import os
 import random
@@ -12,10 +10,7 @@ import pytest
 import torch
 
 from lightning_ddp_ext.checkpoint.archive import Archive
-from lightning_ddp_ext.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-)
+from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.content import numbers, restored, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")

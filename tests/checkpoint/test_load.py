@@ -2,6 +2,7 @@
 
 import os
 import resource
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +55,24 @@ def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_pat
     weight = content.numbers(content.MAPPED)
     weights = {"a": weight, "part": weight[100:], "small": content.numbers(3)}
     extra = {"one._extra_state": weight[:5000], "other._extra_state": {"inner": weight[:5000]}}
-    checkpoint = (
-        weights.copy() if is_plain else {"state_dict": {**weights, **extra}, "kept": weight[5:]}
-    )
+    checkpoint: dict[str, Any] = {"state_dict": {**weights, **extra}, "kept": weight[5:]}
+    if is_plain:
+        checkpoint = weights.copy()
     torch.save(checkpoint, path)
     value = content.restored(path, map_weights=True)
     assert is_mapped(path)
     assert content.same(value, checkpoint)
-    for name in weights:
-        for each in (value, checkpoint):
-            del each.get("state_dict", each)[name]
+    drop_entries(value, weights)
+    drop_entries(checkpoint, weights)
     assert not is_mapped(path)
     os.truncate(path, 0)
     assert content.same(value, checkpoint)
+
+
+def drop_entries(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
+    """Remove entries from the state dict, which may be the whole checkpoint."""
+    for name in names:
+        del checkpoint.get("state_dict", checkpoint)[name]
 
 
 @pytest.mark.parametrize(
@@ -117,9 +123,8 @@ def test_a_checkpoint_io_reads_to_its_own_device_or_to_the_callers(tmp_path: Pat
     checkpoint_io = RankZeroCheckpointIO("meta")
     checkpoint_io.save_checkpoint({"x": content.numbers(3)}, tmp_path / "it.ckpt")
     assert checkpoint_io.load_checkpoint(tmp_path / "it.ckpt")["x"].device == META
-    assert checkpoint_io.load_checkpoint(tmp_path / "it.ckpt", map_location="cpu")[
-        "x"
-    ].tolist() == [0, 1, 2]
+    on_cpu = checkpoint_io.load_checkpoint(tmp_path / "it.ckpt", map_location="cpu")
+    assert on_cpu["x"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors:UserWarning")

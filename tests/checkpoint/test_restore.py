@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,34 +34,42 @@ def how_restored(expected: Any, paths: Paths | list[str], **options: Any) -> str
     world_size = dist.get_world_size()
     place = locate(paths[min(rank, len(paths) - 1)])
     ranks = Ranks(rank, world_size)
-    failed = ""
     try:
-        content, how, _ = restore(place, ranks, LoadOptions(**options))
+        restored = restore(place, ranks, LoadOptions(**options))
+        how = restored.how if same(restored.content, expected) else "other content"
     except Exception as error:
-        failed = f"{type(error).__name__}: {error}"
-    assert ranks.gather(rank) == list(range(world_size)), "all are still in step"
-    if failed:
-        return failed
-    return how if same(content, expected) else "other content"
+        how = f"{type(error).__name__}: {error}"
+    assert ranks.gather(rank) == list(range(world_size)), "the ranks are still in step"
+    return how
 
 
-def see_different_files(kind: Kind, directory: Path, files: Path) -> dict[str, str]:
+class SeenFiles(NamedTuple):
+    """How files were restored that all ranks see, and others."""
+
+    on_all_ranks: dict[str, str]
+    on_rank_zero: dict[str, str]
+
+
+def see_different_files(kind: Kind, directory: Path, files: Path) -> SeenFiles:
     path = files / "it.ckpt"
     old = files / "old.ckpt"
     alone = files / "float.ckpt"
     missing = files / "no.ckpt"
     float_ = kinds()["float"]
     meta = float_.to("meta")
-    return {
-        "mapped": how_restored(kinds(), [path]),
-        "mapped by another path": how_restored(kinds(), [path, files / "linked.ckpt"]),
-        "mapped, old format": how_restored(float_, [old]),
-        "mapped, old format to meta": how_restored(meta, [old], map_location="meta"),
-        "sent": how_restored(kinds(), [path, missing]),
-        "sent, not another file": how_restored(kinds(), [path, files / "other.ckpt"]),
-        "sent, old format": how_restored(float_, [old, missing]),
-        "sent to meta": how_restored(meta, [alone, missing], map_location={"cpu": "meta"}),
+    on_all_ranks = {
+        "same path": how_restored(kinds(), [path]),
+        "another path": how_restored(kinds(), [path, files / "linked.ckpt"]),
+        "old format": how_restored(float_, [old]),
+        "old format to meta": how_restored(meta, [old], map_location="meta"),
     }
+    on_rank_zero = {
+        "no file": how_restored(kinds(), [path, missing]),
+        "another file": how_restored(kinds(), [path, files / "other.ckpt"]),
+        "old format": how_restored(float_, [old, missing]),
+        "to meta": how_restored(meta, [alone, missing], map_location={"cpu": "meta"}),
+    }
+    return SeenFiles(on_all_ranks, on_rank_zero)
 
 
 def test_every_rank_gets_the_checkpoint(tmp_path: Path) -> None:
@@ -71,14 +79,13 @@ def test_every_rank_gets_the_checkpoint(tmp_path: Path) -> None:
     """
     torch.save(kinds(), tmp_path / "it.ckpt")
     os.link(tmp_path / "it.ckpt", tmp_path / "linked.ckpt")
-    torch.save(
-        kinds() | {"float": kinds()["float"] + 1}, tmp_path / "other.ckpt"
-    )  # of the same size
+    of_same_size = kinds() | {"float": kinds()["float"] + 1}
+    torch.save(of_same_size, tmp_path / "other.ckpt")
     torch.save(kinds()["float"], tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
     torch.save(kinds()["float"], tmp_path / "float.ckpt")
-    for found in on_ranks("stock", see_different_files, tmp_path, tmp_path, world_size=3):
-        for case, how in found.items():
-            assert how.startswith(MAPPED if case.startswith("mapped") else SENT), case
+    for seen in on_ranks("stock", see_different_files, tmp_path, tmp_path, world_size=3):
+        assert set(seen.on_all_ranks.values()) == {MAPPED}
+        assert all(how.startswith(SENT) for how in seen.on_rank_zero.values()), seen.on_rank_zero
 
 
 # A place that no machine has. The error names all entries, so that a long text is sent.
@@ -140,10 +147,10 @@ def test_small_tensors_are_sent_in_blocks_of_a_megabyte(tmp_path: Path) -> None:
 
 
 def receive(kind: Kind, directory: Path, path: Path) -> tuple[bool, list[float]]:
-    """Whether the large tensor has arrived, and what the generator then draws."""
+    """Return whether the large tensor arrived, and what the generator then draws."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     location = locate(path if ranks.rank == 0 else path.with_name("no.ckpt"))
-    content, *_ = restore(location, ranks, LoadOptions(weights_only=False))
+    content = restore(location, ranks, LoadOptions(weights_only=False)).content
     return (
         same(content["large"], numbers(LARGE)),
         torch.rand(2, generator=content["generator"]).tolist(),

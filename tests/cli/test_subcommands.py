@@ -135,6 +135,13 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(path: str, says: str) 
     assert says in ended.stderr
 
 
+def test_help_and_version() -> None:
+    """Help names the commands; an unknown command exits with status 2."""
+    assert "verify" in run("checkpoint", "--help").stdout
+    assert run("--version").stdout == f"lightning-ddp-ext {metadata.version('lightning-ddp-ext')}\n"
+    assert run("checkpoint", "fix").returncode == 2
+
+
 LAUNCHED = {
     "RANK": "1",
     "WORLD_SIZE": "4",
@@ -147,17 +154,8 @@ LAUNCHED = {
 }
 
 
-def test_help_and_version() -> None:
-    """Help names the commands; an unknown command exits with status 2."""
-    assert "verify" in run("checkpoint", "--help").stdout
-    assert run("--version").stdout == f"lightning-ddp-ext {metadata.version('lightning-ddp-ext')}\n"
-    assert run("checkpoint", "fix").returncode == 2
-
-
 def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It prints one fact a line; contradictory variables are an error with the message
-    of a run.
-    """
+    """It prints one fact a line."""
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -173,7 +171,12 @@ def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "lo 127.0.0.1" in facts["interfaces"]
     assert facts["world"] == "rank 1 of 4, torchrun"
     assert all(f"{name} {value}" in facts["variables"] for name, value in LAUNCHED.items())
-    monkeypatch.setenv("RANK", "4")
+
+
+def test_env_reports_contradictory_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are an error with the message of a run, and the status is 1."""
+    for name, value in {**LAUNCHED, "RANK": "4"}.items():
+        monkeypatch.setenv(name, value)
     ended = run("env")
     assert ended.returncode == 1
     assert "rank must be an integer from 0 to 3 (got 4)" in ended.stdout

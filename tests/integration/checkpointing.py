@@ -79,8 +79,9 @@ def everything(trainer: L.Trainer) -> dict[str, Any]:
 def train_and_save(
     path: Path, model: L.LightningModule | None = None, plugins: Any = ()
 ) -> dict[str, Any]:
-    """Train a little in this process alone, with stock Lightning, and save; what there
-    was to be saved.
+    """Train a little in this process alone, with stock Lightning, and save.
+
+    Return the state that was saved.
     """
     torch.manual_seed(1)
     trainer = training.make_trainer(
@@ -92,8 +93,8 @@ def train_and_save(
 
 
 def checkpoint_callback(kind: training.Kind, **options: Any) -> ModelCheckpoint:
-    """Lightning's with our strategy, ours with stock."""
-    from lightning_ddp_ext import RankZeroCheckpoint  # not before: stock is to be judged without it
+    """Return Lightning's callback for our strategy, and ours for stock's."""
+    from lightning_ddp_ext import RankZeroCheckpoint  # stock must also work before this import
 
     return RankZeroCheckpoint(**options) if kind == "stock" else ModelCheckpoint(**options)
 

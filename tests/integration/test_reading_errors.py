@@ -113,7 +113,7 @@ FAULTS = [
 
 def refused(kind: training.Kind, directory: Path, files: list[Path], is_mapped: bool) -> list[str]:
     """Return the error of each file, one after another in one process."""
-    found = []
+    errors = []
     weights_only = True if kind == "stock" else None  # which is torch's own default
     for file in files:
         path = checkpointing.reachable(file, directory, is_mapped=is_mapped)
@@ -122,8 +122,8 @@ def refused(kind: training.Kind, directory: Path, files: list[Path], is_mapped: 
         )
         with pytest.raises(Exception) as caught:  # noqa: PT011
             trainer.test(Net(), ckpt_path=path, verbose=False)
-        found.append(f"{caught.type.__name__}: {caught.value}")
-    return found
+        errors.append(f"{caught.type.__name__}: {caught.value}")
+    return errors
 
 
 @pytest.mark.lowest
@@ -137,9 +137,9 @@ def test_every_rank_names_the_fault_of_a_file(
     files = [Path(shutil.copy(path, tmp_path / f"{number}.ckpt")) for number in range(len(FAULTS))]
     for file, fault in zip(files, FAULTS, strict=True):
         fault.spoil(file)
-    one, other = training.on_ranks(kind, refused, tmp_path, files, is_mapped)
-    assert one == other
-    for fault, message in zip(FAULTS, one, strict=True):
+    errors, of_rank_1 = training.on_ranks(kind, refused, tmp_path, files, is_mapped)
+    assert errors == of_rank_1
+    for fault, message in zip(FAULTS, errors, strict=True):
         assert message.startswith(f"{fault.error}: ")
         assert fault.text in message
     assert not (tmp_path / "it-ran").exists()

@@ -4,13 +4,13 @@ it is mapped or sent.
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_utilities.core import rank_zero
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness import training
@@ -36,17 +36,22 @@ class TwoOptimizers(Net):
         return torch.optim.SGD([first], lr=0.01, momentum=0.9), torch.optim.Adam(others, lr=0.01)
 
 
+class Resumed(NamedTuple):
+    state: dict[str, Any]  # at the start of training
+    last_step: int
+
+
 def resumed(
     kind: training.Kind, directory: Path, path: Path, is_mapped: bool, model: Any
-) -> tuple[dict[str, Any], int]:
-    """Return the state at the start of training and the final step."""
+) -> Resumed:
     plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
     options = {"max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"]), "plugins": plugins}
     trainer = checkpointing.trainer_for(
         kind, directory, RankZeroCheckpointIO(), [Keeper()], **options
     )
     path = checkpointing.reachable(path, directory, is_mapped=is_mapped)
-    return checkpointing.fit_from(trainer, path, model()), trainer.global_step
+    state = checkpointing.fit_from(trainer, path, model())
+    return Resumed(state, trainer.global_step)
 
 
 @pytest.mark.lowest
@@ -71,9 +76,10 @@ def test_a_run_continues_with_all_that_was_saved(
     results = training.on_ranks(
         kind, resumed, tmp_path, tmp_path / "it.ckpt", is_mapped, model, world_size=world_size
     )
-    for state, steps in results:
-        training.assert_same(state, before)
-        assert steps == before["step"] + len(before["optimizers"]) * 8 // world_size
+    steps_of_an_epoch = len(before["optimizers"]) * 8 // world_size
+    for rank in results:
+        training.assert_same(rank.state, before)
+        assert rank.last_step == before["step"] + steps_of_an_epoch
 
 
 class SwapsWeights(Net):
@@ -96,10 +102,14 @@ class Lenient(Net):
         self.extra = nn.Linear(2, 2)
 
 
-def evaluated(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> list[Any]:
-    """Return the weights of a model with a hook, what the hook has seen, and the
-    weights of a lenient model.
-    """
+class Evaluated(NamedTuple):
+    weights: dict[str, Tensor]  # of the model with a hook
+    seen: Tensor  # by the hook
+    kept: Tensor  # by the hook
+    lenient: dict[str, Tensor]  # the weights of the lenient model
+
+
+def evaluated(kind: training.Kind, directory: Path, path: Path, is_mapped: bool) -> Evaluated:
     swaps = SwapsWeights()
     lenient = Lenient()
     extra = lenient.extra.weight.detach().clone()
@@ -109,7 +119,7 @@ def evaluated(kind: training.Kind, directory: Path, path: Path, is_mapped: bool)
             model, ckpt_path=path, verbose=False
         )
     training.assert_same(lenient.extra.weight.detach(), extra)
-    return [training.weights(swaps), swaps.seen, swaps.kept, training.weights(lenient)]
+    return Evaluated(training.weights(swaps), swaps.seen, swaps.kept, training.weights(lenient))
 
 
 @checkpointing.MAPPED_AND_SENT
@@ -120,34 +130,30 @@ def test_hooks_and_models_choose_what_is_loaded(
     `strict_loading = False` keys may be missing.
     """
     before = checkpointing.train_and_save(tmp_path / "it.ckpt")["weights"]
-    for loaded, seen, kept, lenient in training.on_ranks(
-        kind, evaluated, tmp_path, tmp_path / "it.ckpt", is_mapped
-    ):
-        training.assert_same([seen, kept], [before["layers.3.weight"], before["layers.0.bias"]])
-        training.assert_same(loaded["layers.3.weight"], before["layers.3.weight"].flip(1))
-        assert not loaded["layers.0.bias"].any()
-        training.assert_same({name: lenient[name] for name in before}, before)
+    for rank in training.on_ranks(kind, evaluated, tmp_path, tmp_path / "it.ckpt", is_mapped):
+        training.assert_same(rank.seen, before["layers.3.weight"])
+        training.assert_same(rank.kept, before["layers.0.bias"])
+        training.assert_same(rank.weights["layers.3.weight"], before["layers.3.weight"].flip(1))
+        assert not rank.weights["layers.0.bias"].any()
+        training.assert_same({name: rank.lenient[name] for name in before}, before)
 
 
-def from_state_dict(
-    kind: training.Kind, directory: Path, path: Path
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the state at the start of training, and the log lines about this and the
-    file's other uses.
-    """
-    told: list[str] = []
+class Started(NamedTuple):
+    state: dict[str, Any]  # at the start of training
+    lines: list[str]  # of the log, about this and the file's other uses
+
+
+def from_state_dict(kind: training.Kind, directory: Path, path: Path) -> Started:
+    log: list[str] = []
     # A filter that keeps every record.
-    rank_zero.log.addFilter(lambda record: told.append(record.getMessage()) is None)
+    rank_zero.log.addFilter(lambda record: log.append(record.getMessage()) is None)
     state = checkpointing.fit_from(checkpointing.trainer_for(kind, directory, max_epochs=1), path)
     for use in ("validate", "test", "predict"):
         model = Net()
         getattr(checkpointing.trainer_for(kind, directory), use)(model, ckpt_path=path)
         training.assert_same(state["weights"], training.weights(model))
-    return state, [
-        line
-        for line in told
-        if line.startswith(f"{path} is a plain state dict: its weights are loaded")
-    ]
+    told = f"{path} is a plain state dict: its weights are loaded"
+    return Started(state, [line for line in log if line.startswith(told)])
 
 
 @BOTH
@@ -160,11 +166,10 @@ def test_a_plain_state_dict_starts_a_run(kind: training.Kind, tmp_path: Path) ->
     """
     torch.manual_seed(1)
     saved = training.weights(Net())
-    torch.save(
-        {f"module._orig_mod.{name}": value for name, value in saved.items()}, tmp_path / "plain.pt"
-    )
-    results = training.on_ranks(kind, from_state_dict, tmp_path, tmp_path / "plain.pt")
-    for state, _ in results:
-        training.assert_same(state["weights"], saved)
-        assert state["step"] == 0
-    assert [len(told) for _, told in results] == [4, 0]
+    path = tmp_path / "plain.pt"
+    torch.save({f"module._orig_mod.{name}": value for name, value in saved.items()}, path)
+    results = training.on_ranks(kind, from_state_dict, tmp_path, path)
+    for rank in results:
+        training.assert_same(rank.state["weights"], saved)
+        assert rank.state["step"] == 0
+    assert [len(rank.lines) for rank in results] == [4, 0]

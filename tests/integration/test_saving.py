@@ -21,12 +21,16 @@ from tests.integration import checkpointing
 
 
 class SaveEachEpoch(L.Callback):
-    """Saves at the end of each epoch; the checkpoint of the second one is too large."""
+    """Saves at the end of each epoch; the second checkpoint is too large for the disk.
+
+    Attributes:
+        errors: the error, under the name of the call that raised it.
+    """
 
     def __init__(self, path: Path, *, catch: bool) -> None:
         self.path = path
         self.catch = catch
-        self.errors: list[str] = []
+        self.errors: dict[str, str] = {}
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]
@@ -38,16 +42,13 @@ class SaveEachEpoch(L.Callback):
         try:
             trainer.save_checkpoint(self.path)
         except DDPExtError as error:
-            self.errors.append(f"{type(error).__name__}: {error}")
+            self.errors["save"] = f"{type(error).__name__}: {error}"
             if not self.catch:
                 raise
 
 
 class Fitted(NamedTuple):
-    """The errors that the callback caught, the one that ended ``fit``, and the epoch."""
-
-    caught: list[str]
-    raised: str | None
+    errors: dict[str, str]  # by the call that raised it: the save, ``fit``, or both
     epoch: int
 
 
@@ -56,47 +57,46 @@ def fit_on_full_disk(
 ) -> Fitted:
     io = RankZeroCheckpointIO(background=background)
     trainer = checkpointing.trainer_for(kind, directory, io, [callback], max_epochs=epochs)
-    raised = None
     try:
         trainer.fit(Net())
     except DDPExtError as error:
-        raised = f"{type(error).__name__}: {error}"
-    return Fitted(callback.errors, raised, trainer.current_epoch)
+        callback.errors["fit"] = f"{type(error).__name__}: {error}"
+    return Fitted(callback.errors, trainer.current_epoch)
 
 
 class FullDisk(NamedTuple):
-    """How a run saves on a full disk, and who gets the error.
+    """How a run saves on a full disk, and which calls raise the error.
 
     Attributes:
         background: whether saves are in the background.
         catch: whether the callback catches an error.
-        is_caught: whether the callback's call raises the error.
-        is_raised: whether ``fit`` raises it.
-        ends_after: the number of epochs after which ``fit`` ends.
         epochs: the number of epochs to train.
+        raised_by: the calls that raise the error.
+        ends_after: the number of epochs after which ``fit`` ends.
     """
 
     kind: training.Kind
     background: bool
     catch: bool
-    is_caught: bool
-    is_raised: bool
+    epochs: int
+    raised_by: set[str]
     ends_after: int
-    epochs: int = 4
 
 
-# In the background, the save of the second epoch fails; that of the third one raises its
-# error, or the end of fit does.
+# The save of the second epoch fails. If it was in the background, the save of the third
+# epoch raises its error, or the end of fit if there is no third one.
 FULL_DISKS = {
     "caught": FullDisk(
-        "ours", False, catch=True, is_caught=True, is_raised=False, ends_after=2, epochs=2
+        "ours", background=False, catch=True, epochs=2, raised_by={"save"}, ends_after=2
     ),
-    "raised": FullDisk("stock", False, catch=False, is_caught=True, is_raised=True, ends_after=1),
+    "raised": FullDisk(
+        "stock", background=False, catch=False, epochs=4, raised_by={"save", "fit"}, ends_after=1
+    ),
     "raised by the next save": FullDisk(
-        "ours", True, catch=False, is_caught=True, is_raised=True, ends_after=2
+        "ours", background=True, catch=False, epochs=4, raised_by={"save", "fit"}, ends_after=2
     ),
     "raised at the end": FullDisk(
-        "stock", True, catch=True, is_caught=False, is_raised=True, ends_after=2, epochs=2
+        "stock", background=True, catch=True, epochs=2, raised_by={"fit"}, ends_after=2
     ),
 }
 
@@ -108,8 +108,8 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
 ) -> None:
     """Every rank raises the system's reason, and the earlier checkpoint stays whole.
 
-    In the background the error comes with the next save, which is not tried, or at the
-    end.
+    The error of a background save is raised by the next save, which is not attempted, or
+    by the end of ``fit``.
     """
     path = disk / "it.ckpt"
     callback = SaveEachEpoch(path, catch=case.catch)
@@ -117,13 +117,10 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
         case.kind, fit_on_full_disk, tmp_path, callback, case.background, case.epochs
     )
     assert fitted == of_rank_1
-    assert bool(fitted.caught) is case.is_caught
-    assert (fitted.raised is not None) is case.is_raised
+    assert fitted.errors.keys() == case.raised_by
     assert fitted.epoch == case.ends_after
-    first_error = fitted.caught[0] if fitted.caught else str(fitted.raised)
-    assert first_error.startswith(
-        f"CheckpointSaveError: cannot save checkpoint {path}: No space left on device; check its"
-    )
+    reason = f"CheckpointSaveError: cannot save checkpoint {path}: No space left on device; check"
+    assert all(error.startswith(reason) for error in fitted.errors.values()), fitted.errors
     assert torch.load(path)["epoch"] == 0
     assert [file.name for file in disk.iterdir()] == ["it.ckpt"]
 

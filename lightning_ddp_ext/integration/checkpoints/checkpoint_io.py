@@ -84,11 +84,9 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
                 "storage_options is not supported by RankZeroCheckpointIO (got"
                 f" {storage_options!r}); configure the file system with fsspec's own settings"
             )
-        self.saver.raise_error()
         if self.background and Path(path).name != _HANDED_OVER:
             self.saver.save_later(os.fspath(path), checkpoint, partial(write, path=path))
         else:
-            self.saver.join()  # files are written in the order of the calls
             self.saver.save(os.fspath(path), partial(write, checkpoint, path))
 
     @override
@@ -122,7 +120,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         restored = restore(locate(path), ranks, options, map_weights=map_weights)
         if ranks.world_size > 1:
             rank_zero_info(f"checkpoint {os.fspath(path)}: {restored.how}")
-        if not restored.is_checked:
+        if restored.lacks_checksums:
             rank_zero_warn(
                 f"checkpoint {os.fspath(path)} has no checksums, so damage cannot be detected; "
                 "save it again with RankZeroCheckpointIO, or pass verify=False"
