@@ -31,9 +31,10 @@ from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
-from lightning_ddp_ext.rendezvous.peers import Peers, event_of, start_run
+from lightning_ddp_ext.rendezvous.peers import Peers, event_of
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, check_variables
 from lightning_ddp_ext.rendezvous.request import Hello, RankInfo, Request
+from lightning_ddp_ext.rendezvous.runs import start_run
 from lightning_ddp_ext.threads import use_device
 
 _logger = rank_logger(__name__, ranks=0)  # for messages that are the same on all ranks
