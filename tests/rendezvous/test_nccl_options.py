@@ -34,6 +34,10 @@ NOT_EXPORTED = dict.fromkeys(NAMES)  # as they may be on a developer's machine
             {"p2p_level": "NVLINK"},
             r"NCCLOptions.p2p_level must be one of LOC, .*SYS \(got 'NVLINK'\); omit it",
         ),
+        (  # no network adapter is at this distance from a GPU
+            {"net_gdr_level": "NVL"},
+            r"NCCLOptions.net_gdr_level must be one of LOC, PIX, PXB, PHB, SYS \(got 'NVL'\)",
+        ),
         ({"socket_nthreads": "4"}, r"NCCLOptions.socket_nthreads must be of type int \(got '4'\)"),
         ({"ib_disable": 1}, r"NCCLOptions.ib_disable must be of type bool \(got 1\)"),
     ],
@@ -57,43 +61,51 @@ class Recorder(L.Callback):
         self.group = dist.group.WORLD
 
 
-def check_several_trainers(rank: int, world_size: int, directory: Path) -> None:
-    def run(options: NCCLOptions | None) -> Recorder:
-        recorder = Recorder()
-        strategy = {"nccl": options, "interface": "lo"}
-        fit("ours", directory, Net(), recorder, strategy=strategy, max_epochs=1)
-        return recorder
+def train_over_lo(directory: Path, options: NCCLOptions | None) -> Recorder:
+    """Train on two ranks, and return what this rank recorded."""
+    recorder = Recorder()
+    strategy = {"nccl": options, "interface": "lo"}
+    fit("ours", directory, Net(), recorder, strategy=strategy, max_epochs=1)
+    return recorder
 
-    first = run(NCCLOptions(debug="WARN"))
+
+def change_settings(rank: int, world_size: int, directory: Path) -> None:
+    """Train with different settings in turn, and check the variables and the groups."""
+    first = train_over_lo(directory, NCCLOptions(debug="WARN"))
     assert first.variables == {"NCCL_DEBUG": "WARN", **ON_LO}
-    assert run(OF_EACH_TYPE).variables == VARIABLES_OF_EACH_TYPE | ON_LO
-    without_options = run(None)
-    without_options_again = run(None)
+    assert train_over_lo(directory, OF_EACH_TYPE).variables == VARIABLES_OF_EACH_TYPE | ON_LO
+    without_options = train_over_lo(directory, None)
+    without_options_again = train_over_lo(directory, None)
     assert without_options.variables == ON_LO
     assert without_options_again.variables == ON_LO
-    assert without_options.group is not first.group, "other settings need a new group"
+    assert without_options.group is not first.group
     assert without_options_again.group is without_options.group
     leave()
     assert variables() == {}
-    os.environ["NCCL_DEBUG"] = "INFO"
-    with pytest.raises(
-        ConfigurationError,
-        match=r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; remove",
-    ):
-        run(NCCLOptions(debug="WARN"))
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    exported = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"}
-    assert run(NCCLOptions(debug="INFO")).variables == exported | {"GLOO_SOCKET_IFNAME": "lo"}
-    leave()
-    assert variables() == exported
 
 
 def test_variables_are_set_while_the_group_is_open(tmp_path: Path) -> None:
-    """A later Trainer with other settings gets a new group.
+    """Only a later Trainer with other settings gets a new group."""
+    run_ranks(change_settings, 2, tmp_path, env={**by_hand_env(2), **NOT_EXPORTED})
 
-    Variables that the user has exported stay, and must have the same values.
-    """
-    run_ranks(check_several_trainers, 2, tmp_path, env={**by_hand_env(2), **NOT_EXPORTED})
+
+EXPORTED = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "lo"}
+CONTRADICTION = r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; remove"
+
+
+def agree_with_exported(rank: int, world_size: int, directory: Path) -> None:
+    with pytest.raises(ConfigurationError, match=CONTRADICTION):
+        train_over_lo(directory, NCCLOptions(debug="WARN"))
+    agreeing = train_over_lo(directory, NCCLOptions(debug="INFO"))
+    assert agreeing.variables == EXPORTED | {"GLOO_SOCKET_IFNAME": "lo"}
+    leave()
+    assert variables() == EXPORTED
+
+
+def test_variables_that_the_user_exports_stay(tmp_path: Path) -> None:
+    """Settings of the strategy must have the same values."""
+    env = {**by_hand_env(2), **NOT_EXPORTED, **EXPORTED}
+    run_ranks(agree_with_exported, 2, tmp_path, env=env)
 
 
 def fit_with_options(rank: int, world_size: int, directory: Path) -> None:
