@@ -236,7 +236,7 @@ class Handshake:
         """
         port = self._replies["accepted"]
         try:
-            return connect_store(self._host, port, self._deadline, self._raise_if_over)
+            return connect_store(self._host, port, self._deadline, self._raise_if_ended)
         except RendezvousError:
             self._await_welcome()  # raises a better error if rank 0 has refused, or is not replying
             raise
@@ -246,14 +246,14 @@ class Handshake:
             self._channel.send("handshake", {"overdue": self._deadline.seconds})
             self._wait_for("welcome", self._request.timeouts.answer)
         if "welcome" not in self._replies:
-            self._raise_if_over()
+            self._raise_if_ended()
             raise self._lost("did not reply")
         return self._table()
 
     def _table(self) -> tuple[RankInfo, ...]:
         return tuple(RankInfo(*values) for values in self._replies["welcome"])
 
-    def _raise_if_over(self) -> None:
+    def _raise_if_ended(self) -> None:
         if "refused" in self._replies:
             raise error_in(self._replies["refused"])
         if 0 in self._channel.ended and "welcome" in self._replies:
