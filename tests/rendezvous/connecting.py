@@ -1,4 +1,4 @@
-"""Start ranks that connect without Lightning, and servers of other programs."""
+"""Connect ranks without Lightning, also to servers of other programs."""
 
 import contextlib
 import os
@@ -26,8 +26,8 @@ Place = Tcp | File
 Answer = Callable[[socket.socket], None]
 HOST = os.uname().nodename
 LONG = 60.0  # an init_timeout that cannot be what ends a test
-# What one process passes to ``request``. An entry ``stop`` is instead the name of a
-# function of ``torch.distributed``: the process holds before it calls this function.
+# What one process passes to ``request``. An entry ``hold_before`` is instead the name of
+# a function of ``torch.distributed``: the process holds at "in front" before each call.
 Settings = Mapping[str, Any]
 
 
@@ -128,8 +128,8 @@ def connect(seat: int, seats: int, where: Place, settings: Sequence[Settings]) -
     """
     fields = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
     announce_handshake()
-    if "stop" in fields:
-        hold_before(fields.pop("stop"))
+    if "hold_before" in fields:
+        hold_before(fields.pop("hold_before"))
     hold("ready")
     join(request(**fields))
     return add_ones()
@@ -155,7 +155,7 @@ def announce_handshake() -> None:
 
 
 def hold_before(name: str) -> None:
-    """Hold at "in front" before each call of a function of ``torch.distributed``."""
+    """Hold at "in front" before each call of this function of ``torch.distributed``."""
     function = getattr(dist, name)
 
     def hold_and_call(*args: Any, **kwargs: Any) -> Any:
